@@ -158,7 +158,7 @@ def _measure(
         order.index(me),
         2,
         tuple(islands[i].name for i in order),
-        own,
+        own if reaches[other, me].state == OK else "",  # it may not be this machine's
         MEET,
         topology.token,
     )

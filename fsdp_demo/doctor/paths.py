@@ -140,7 +140,7 @@ def not_measured(seen: Examination) -> Iterator[Finding]:
     """The exchange's transport failed where plain connections stand."""
     for (i, j), found in sorted(seen.directions.items()):
         reach = seen.reaches.get((i, j)), seen.reaches.get((j, i))
-        passes = any(r is not None and r.whole for r in reach)
+        passes = all(r is not None and r.whole for r in reach)  # else that is the reason
         if found.error and passes and (i < j or not seen.directions[j, i].error):
             yield Finding(
                 "not-measured",

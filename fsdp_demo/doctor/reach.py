@@ -84,6 +84,8 @@ class Listener:
             if not _take(made, BYTES):
                 return
             made.sendall(b"k")
+            if made.recv(1) != b"g":
+                return
             _give(made, BYTES)
             made.recv(1)  # until the other side has it, and closes
 
@@ -140,11 +142,14 @@ def _try(
             return _why(error), None, None
         except (ValueError, AttributeError):
             return OTHER, None, None
-        forth = _passes(lambda: _give(made, BYTES) and made.recv(1) == b"k")
-        if forth:
-            return OK, True, _passes(lambda: _take(made, BYTES))
-        # the other side sends only after it has all: ask it in a connection that sends little
-        return OK, False, None
+        if not _passes(lambda: _give(made, BYTES) and made.recv(1) == b"k"):
+            return OK, False, None  # the other side sends only after it has all
+        return OK, True, _passes(lambda: _ask(made) and _take(made, BYTES))
+
+
+def _ask(made: socket.socket) -> bool:
+    made.sendall(b"g")
+    return True
 
 
 def _connected(place: str, patience: float, packet: int) -> socket.socket:

@@ -94,7 +94,7 @@ def _window(lab: FaultyLab) -> None:
 
 
 def _idle(lab: FaultyLab) -> None:
-    lab.both("sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic")
+    lab.both("sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
     lab.both("sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=1")
 
 
@@ -139,7 +139,7 @@ FAULTS = {
         _window,
         delay=0.025,
     ),
-    "slow-start-after-idle": Fault("slow-start-after-idle", "40 ms and CUBIC", _idle, delay=0.02),
+    "slow-start-after-idle": Fault("slow-start-after-idle", "40 ms, and the congestion control Reno instead of BBR", _idle, delay=0.02),
     "packet-loss": Fault("packet-loss", "node 1 loses 5 % of the packets that come", _loss),
     "unequal-links": Fault(
         "unequal-links",
