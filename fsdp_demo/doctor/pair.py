@@ -135,14 +135,16 @@ class Pair:
             work.wait(timedelta(seconds=left))
 
 
-def pieces(size: int) -> list[int]:
-    """Bytes of the pieces of a message, as the exchange cuts it.
+def pieces(size: int, connections: int = 1) -> list[int]:
+    """Bytes of the pieces of a message: as large as the exchange's, but at least four for each of
+    several connections, so that all of them carry as much.
 
-    >>> pieces(3 << 19)
-    [1048576, 524288]
+    >>> pieces(3 << 19), set(pieces(1 << 20, 2))
+    ([1048576, 524288], {131072})
     """
-    whole, rest = divmod(size, LARGEST)
-    return [LARGEST] * whole + [rest] * bool(rest)
+    most = LARGEST if connections == 1 else min(LARGEST, -(-size // (4 * connections)))
+    whole, rest = divmod(size, most)
+    return [most] * whole + [rest] * bool(rest)
 
 
 def repeat(step: Callable[[], float], count: int) -> list[float]:

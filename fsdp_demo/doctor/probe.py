@@ -139,7 +139,7 @@ class Probe:
         size = max(size, connections * SIZES[0])
         count, _ = self.pair.plan(leads, size)
         before = self.pair.counted()[:1] if leads and connections == 1 else []
-        took = self.pair.message(leads, pieces(count), connections)
+        took = self.pair.message(leads, pieces(count, connections), connections)
         if not leads:
             return
         rate = count / max(took - self._rtt, took / 20)
@@ -156,7 +156,7 @@ class Probe:
         rate = self.mine.mbit_s[str(connections)] * 1e6 / 8
         size = int(min(-self._agreed(-rate) * 0.05 * self.seconds, LARGEST_STREAM))
         count, _ = self.pair.plan(self._first, max(size, SIZES[0]))
-        took = self.pair.both(pieces(count), connections)
+        took = self.pair.both(pieces(count, connections), connections)
         rates = struct.pack("=d", 8e-6 * count / max(took - self._rtt / 2, took / 20))
         for leads in (self._first, not self._first):
             if leads:
