@@ -26,6 +26,7 @@ CONNECTIONS = (1, 2, 4)
 """Numbers of connections, beside that of the exchange."""
 
 LARGEST_STREAM = 1 << 29  # bytes
+TRIPS = 8  # round trips that a long message takes at least
 PINGS = 50
 PAUSE = 1.0
 """Seconds without a message before the first one: more than TCP's retransmission timeout, after
@@ -135,22 +136,28 @@ class Probe:
                 self._note(by_size={**self.mine.by_size, str(size): 8e-6 * size / seconds})
 
     def _stream(self, leads: bool, connections: int) -> None:
-        size = int(min(max(self._rate, 1.0) * 0.05 * self.seconds, LARGEST_STREAM))
-        size = max(size, connections * SIZES[0])
-        count, _ = self.pair.plan(leads, size)
+        """The better of two messages: in the first one new connections still widen their window."""
         before = self.pair.counted()[:1] if leads and connections == 1 else []
-        took = self.pair.message(leads, pieces(count, connections), connections)
+        rates = repeat(lambda: self._long_message(leads, connections), 2)
         if not leads:
             return
-        rate = count / max(took - self._rtt, took / 20)
-        self._rate = rate
-        self._note(mbit_s={**self.mine.mbit_s, str(connections): 8e-6 * rate})
+        self._note(mbit_s={**self.mine.mbit_s, str(connections): 8e-6 * max(rates)})
         if before and (after := self.pair.counted()[:1]):
             busy = max(after[0].busy - before[0].busy, 1e-6)
             self._note(
                 held_here=(after[0].held_here - before[0].held_here) / busy,
                 held_there=(after[0].held_there - before[0].held_there) / busy,
             )
+
+    def _long_message(self, leads: bool, connections: int) -> float:
+        """Bytes per second of a message that takes about as long as is left for it."""
+        seconds = max(0.03 * self.seconds, TRIPS * self._rtt)
+        size = max(int(min(self._rate * seconds, LARGEST_STREAM)), connections * SIZES[0])
+        count, _ = self.pair.plan(leads, size)
+        took = self.pair.message(leads, pieces(count, connections), connections)
+        if leads:
+            self._rate = count / max(took - self._rtt, took / 20)
+        return self._rate
 
     def _both(self, connections: int) -> None:
         rate = self.mine.mbit_s[str(connections)] * 1e6 / 8
