@@ -236,7 +236,7 @@ def test_lost_packets(loss, named) -> None:
     assert names(seen(direction(0, 1, loss=loss))) == ["packet-loss"] * named
 
 
-@pytest.mark.parametrize("rate, named", [(151.0, False), (149.0, True)])
+@pytest.mark.parametrize("rate, named", [(161.0, False), (159.0, True)])
 def test_a_direction_at_half_the_rate_of_the_others(rate, named) -> None:
     slow = direction(1, 0, mbit_s={"1": rate, "4": rate})
     assert names(seen(slow)) == ["unequal-links"] * named
