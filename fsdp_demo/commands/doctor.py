@@ -8,20 +8,22 @@ import math
 import os
 from pathlib import Path
 
+from ..launch.command_line import Commands
+
 EXAMPLE = (
     "ISLAND_ENDPOINT=zmq://10.0.0.1:29400 ISLAND_COUNT=2 ISLAND_RANK=0 fsdp-demo doctor --json "
     "doctor.json"
 )
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: Commands) -> None:
     sub = commands.add_parser(
         "doctor",
         help="measure links, disks and steps of all islands, say what is wrong and its cure",
         description="Start it on every island with the variables ISLAND_* of the run. All print "
         "the same findings.",
-        epilog=f"example: {EXAMPLE}",
     )
+    sub.example(EXAMPLE)
     sub.add_argument(
         "--seconds",
         type=float,

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from ..errors import see
 from . import effects, renamed, yaml_text
+from .auto import AUTO, auto
 from .parsing import MEANT, nearest, one_of, paths_of, typed
 from .presets import presets
 from .schema import ExchangeConfig
@@ -31,7 +32,7 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
     """The configuration of a published method, with changes.
 
     Args:
-        name: one of `presets()`.
+        name: one of `presets()`, or "auto" (`config/auto.py`).
         changes: keywords of the preset's function, where `sync_every` is the same as `period`;
             top-level fields (`clip`, `clip_scope`, `inner_optimizers`, `max_in_flight`,
             `norm_limit`, `offload_outer_state`, `seed`, and `lr`, the inner rate, where the
@@ -55,6 +56,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
 def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
     """`preset`, where a path wins over a keyword for the same key."""
+    if name == AUTO:
+        return auto(**changes)
     known = presets()
     one_of("preset", name, tuple(known))
     takes = inspect.signature(known[name]).parameters

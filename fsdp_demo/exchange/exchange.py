@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.bind import bind
+from ..channels.bind import Bound, bind
 from ..comm.header import END
 from ..comm.presence import Presence
 from ..comm.topology import Topology
@@ -36,7 +36,7 @@ from .consensus import IslandConsensus
 from .first_step import FirstStep
 from .in_flight import ExchangeRecord, InFlightQueue
 from .readings import Readings
-from .refusals import refuse, warn_of_outside
+from .refusals import refuse, refuse_sparse, warn_of_outside
 from .runtime import StepRuntime
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
@@ -94,7 +94,6 @@ class Exchange(Readings):
         refuse(host, config.needs_gradients)
         check_inner(config, host.optimizer_names, host.optimizers)
         host.init_optimizer_state()
-        channels = expand(config, [s.name for s in host.params if not s.frozen])
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
         self._presence = Presence(topology, self._follow)
@@ -103,24 +102,8 @@ class Exchange(Readings):
         )
         self._island, self._meter = self._connections.island, self._connections.meter
         try:
-            bound = bind(
-                channels,
-                config,
-                self._connections.placement(host, "cpu" if config.offload_outer_state else None),
-                model,
-            )
-            self.channels, every = bound.channels, [*bound.channels, *bound.buffers]
-            # The hooks hold the runtime, the runtime this queue, and that, by `_gone`, the
-            # exchange: so `attach` finds it on the optimizer.
-            self._queue = InFlightQueue(
-                every,
-                self._connections,
-                host.device,
-                topology.rank == 0,
-                self._gone,
-                config.norm_limit,
-                topology.islands,
-            )
+            bound = self._bound(config, model)
+            self.channels, self._queue = bound.channels, self._queue_of(config, bound)
             self._runtime = StepRuntime(config, topology, host, bound, self._queue, start.step)
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
             self._keep = partial(returning.keep, self._runtime, model, start.facts)
@@ -142,6 +125,51 @@ class Exchange(Readings):
         # a script that forgets finish() must not end with a live process group
         atexit.register(self._at_exit)
         self._hooks.start()
+
+    def _bound(self, config: ExchangeConfig, model: torch.nn.Module | None) -> Bound:
+        home = "cpu" if config.offload_outer_state else None
+        names = [s.name for s in self.host.params if not s.frozen]
+        placement = self._connections.placement(self.host, home)
+        return bind(expand(config, names), config, placement, model)
+
+    def _queue_of(self, config: ExchangeConfig, bound: Bound) -> InFlightQueue:
+        # The hooks hold the runtime, the runtime this queue, and that, by `_gone`, the exchange: so
+        # `attach` finds it on the optimizer.
+        return InFlightQueue(
+            [*bound.channels, *bound.buffers],
+            self._connections,
+            self.host.device,
+            self.topology.rank == 0,
+            self._gone,
+            config.norm_limit,
+            self.topology.islands,
+        )
+
+    @torch.no_grad()
+    def choose(self, config: ExchangeConfig, model: torch.nn.Module | None) -> None:
+        """Go on with the method of `config`, which all islands have agreed on, in place of one that
+        has exchanged nothing: replicas have equal parameters, and nothing is under way.
+
+        All ranks of all islands call it at the end of the same step.
+
+        Raises:
+            ValueError: the method is not defined for these optimizers or parameters.
+        """
+        refuse(self.host, config.needs_gradients)
+        check_inner(config, self.host.optimizer_names, self.host.optimizers)
+        bound = self._bound(config, model)
+        queue, before = self._queue_of(config, bound), self._queue
+        queue.history.load(before.history.note())
+        queue.watch.loss = before.watch.loss
+        self.config, self.channels, self._queue = config, bound.channels, queue
+        self._runtime.work_with(config, bound, queue)
+        if (peers := self._peers) is not None:
+            peers.digest = config.digest()
+        for c in bound.channels:
+            c.start()
+        queue.begin(self.step)
+        if config.needs_gradients:
+            refuse_sparse(self.host)
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state. Where

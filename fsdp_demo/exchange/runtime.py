@@ -80,6 +80,7 @@ class StepRuntime:
             told.
         handing: called at the end of a step in which an island that joins asks for this one's state
             (`snapshot.py`).
+        at_end: called at the end of a step, behind everything else.
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
     """
@@ -93,25 +94,17 @@ class StepRuntime:
         queue: InFlightQueue,
         step: int,
     ):
-        self.config = config
         self.topology = topology
         self.host = host
-        self.queue = queue
         self.step = step
         self.connections, self.island = queue.connections, queue.connections.island
-        self.channels = bound.channels
-        self.buffers = bound.buffers
-        self.parameters = bound.parameters
-        self.before_step = [c for c in self.channels if c.channel.before_step]
-        self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        self.work_with(config, bound, queue)
         self.hooks = host.hooks(
             self.island, self.before, self.after, self.skip, gradients=config.needs_gradients
         )
         self.status = LocalStatus(topology.elastic)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
-        for c in bound.channels:
-            c.measures = config.norm_limit is not None and topology.islands > 1
         self.drift: float | None = None
         self.begun, self.since = -1, 0
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
@@ -120,8 +113,22 @@ class StepRuntime:
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[str, Any] = {}
         self.handing: Callable[[], None] | None = None
+        self.at_end: Callable[[], None] | None = None
         # of the step under way, where an island follows
         self._rates: list[list[dict[str, Any]]] | None = None
+
+    def work_with(self, config: ExchangeConfig, bound: Bound, queue: InFlightQueue) -> None:
+        """From now on: at the start, and where the method is chosen later."""
+        self.config, self.queue = config, queue
+        self.channels, self.buffers, self.parameters = (
+            bound.channels,
+            bound.buffers,
+            bound.parameters,
+        )
+        self.before_step = [c for c in self.channels if c.channel.before_step]
+        self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        for c in self.channels:
+            c.measures = config.norm_limit is not None and self.topology.islands > 1
 
     @property
     def peers(self) -> PeerGroup | None:
@@ -218,6 +225,8 @@ class StepRuntime:
         asked = self._settle_stop()
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
+        if self.at_end is not None and not self.stopped:
+            self.at_end()
         if self.stopped and self.raises_stopped:
             raise Stopped(f"stopped after step {self.step} on request")
 

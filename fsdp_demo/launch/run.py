@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
+from .command_line import CommandParser
 from .launchers import LAUNCHED, LAUNCHERS, saved_before, shell_status
 from .spares import use_forks
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from .forking import Template
+
+EXAMPLE = "python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 8 train.py"
 
 
 class _FirstStop(logging.Handler):
@@ -122,7 +125,8 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
         "python -m fsdp_demo.launch [--restarts N] [--resume-args ARGS] "
         "{accelerate,deepspeed,torchrun} WORDS"
     )
-    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
+    parser = CommandParser(prog="python -m fsdp_demo.launch", usage=usage)
+    parser.example(EXAMPLE)
     parser.add_argument(
         "--restarts", type=int, default=0, help="start again so often after status 75 or a signal"
     )

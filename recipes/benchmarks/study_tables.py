@@ -162,7 +162,7 @@ METHODS = (
     tried(
         Cell("decoupled_momentum", "decoupled_momentum", {"period": 5, "transform": True}),
         ("no DCT", {"transform": False}, (*MIDDLE, 6e-3)),
-        ("no DCT beta 0.6", {"transform": False, "beta": 0.6}, (*MIDDLE, 6e-3)),
+        ("no DCT beta 0.6", {"transform": False, "beta": 0.6}, (*MIDDLE, 6e-3, 8e-3, 1.1e-2)),
     ),
     tried(
         sparse_loco(),
@@ -182,8 +182,8 @@ METHODS = (
     ),
     tried(
         sign_loco(" muon", 2.24e-2, **MUON),
-        ("", {}, (1e-2, 2.24e-2, 4.5e-2)),
-        ("beta 0", {"beta": 0.0, "momentum": 0.6}, MUON_RATES[1:]),
+        ("", {}, (1e-2, 2.24e-2, 4.5e-2, 6.3e-2, 9e-2)),
+        ("beta 0", {"beta": 0.0, "momentum": 0.6}, (*MUON_RATES[1:], 9e-2)),
     ),
 )
 ALONE = Cell("one replica alone", "full", replicas=1)

@@ -1,0 +1,91 @@
+"""`auto`: the configuration of a run whose method is chosen in its first steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .channel import Channel, SyncSchedule
+from .parsing import nearest
+from .schema import ExchangeConfig
+
+AUTO = "auto"
+NEVER = 1 << 30
+"""A period that no run reaches."""
+
+MEASURED = 8
+"""Steps that are measured. The first two of them are left out: they compile and warm up."""
+
+KEPT = ("clip", "clip_scope", "norm_limit", "offload_outer_state", "seed")
+"""Settings that the chosen method takes over."""
+
+
+@dataclass(frozen=True)
+class AutoConfig(ExchangeConfig):
+    """What a run has until its method is chosen: one gradient channel that is never due.
+
+    So the base optimizer takes no step meanwhile, and all replicas keep equal parameters and fresh
+    optimizer states: whatever is chosen begins as it would have at the start. The gradients of
+    these steps are lost.
+
+    Args:
+        target: share of the time that training shall go on, not wait: 0.95 of it.
+        measured: steps until the choice, 3 or more.
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> preset("auto", target=0.9).target
+        0.9
+    """
+
+    target: float = 0.95
+    measured: int = MEASURED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.target < 1:
+            raise ValueError(f"target={self.target} is out of range: allowed is 0 < target < 1")
+        if self.measured < 3:
+            raise ValueError(f"measured={self.measured} is out of range: allowed is 3 or more")
+
+    def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
+        """A copy with other settings: those that the chosen method takes over, `target`,
+        `measured`.
+
+        Raises:
+            ValueError: a setting of a method, which is not chosen yet.
+        """
+        options = (*KEPT, "target", "measured")
+        for key in changes:
+            if key not in options:
+                raise ValueError(
+                    f"auto has no setting {key!r}{nearest(key, options, 0.5)}: it chooses the "
+                    f"method and its settings; allowed are {', '.join(options)}"
+                )
+        return dataclasses.replace(self, **changes)
+
+    def taken_over(self, chosen: ExchangeConfig) -> ExchangeConfig:
+        """`chosen` with the settings that stand here."""
+        return dataclasses.replace(chosen, **{name: getattr(self, name) for name in KEPT})
+
+    def describe(self) -> str:
+        """One line for a table."""
+        return (
+            f"auto: the method is chosen after {self.measured} steps, for {self.target:.0%} of the "
+            "time in training"
+        )
+
+
+def auto(**changes: Any) -> AutoConfig:
+    """The configuration that `preset("auto")` gives."""
+    channel = Channel("gradient", "gradient", SyncSchedule(NEVER))
+    made = AutoConfig(AUTO, (channel,)).changed(changes)
+    assert isinstance(made, AutoConfig)
+    return made
+
+
+def undecided(config: ExchangeConfig) -> bool:
+    """Whether the method is still to be chosen; also of a configuration that was saved before."""
+    return config.preset == AUTO

@@ -1,0 +1,81 @@
+"""What all commands have in common: help with an example, and errors of one line
+that offer the nearest right word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ..config.parsing import nearest
+
+USAGE_ERROR = 2
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and that takes no abbreviated flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def example(self, command: str) -> None:
+        """Show `command` at the end of the help."""
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.epilog = f"example:\n  {command}"
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As argparse does, but an unknown flag is named before a missing one: it may be that
+        one.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        unseen = iter(words)
+        for word in unseen:
+            flag, equals, _ = word.partition("=")
+            if not word.startswith("-"):
+                self._check_command(word)
+                if self._rest_is_not_ours():
+                    break
+            elif action := self._option_string_actions.get(flag):
+                if action.nargs is None and not equals:
+                    next(unseen, None)  # its value
+            elif flag.startswith("--") and " " not in word:  # with a space it is a value
+                self.error(f"unknown flag {flag}{_meant(flag, self._flags())}")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, and end with status 2."""
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} ({self.prog} --help)\n")
+
+    def commands(self) -> dict[str, CommandParser]:
+        """Name -> parser; empty for a command."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
+
+    def _check_command(self, word: str) -> None:
+        known = list(self.commands())
+        if known and word not in known:
+            self.error(
+                f"unknown command {word!r}"
+                + (_meant(word, known) or f"; there are {', '.join(known)}")
+            )
+
+    def _rest_is_not_ours(self) -> bool:
+        """Whether what follows the first word is another parser's, or another program's."""
+        return any(a.nargs in (argparse.PARSER, argparse.REMAINDER) for a in self._actions)
+
+    def _flags(self) -> list[str]:
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
+
+def _meant(found: str, known: Sequence[str]) -> str:
+    return nearest(found, known, 0.5).replace("'", "")
+
+
+Commands = argparse._SubParsersAction  # of `CommandParser`
+"""Where `add` of a command puts its parser."""

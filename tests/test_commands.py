@@ -1,0 +1,91 @@
+"""`fsdp-demo`: what it prints alone, examples in every help, and errors of one line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from fsdp_demo import cli
+from fsdp_demo.launch import run
+from fsdp_demo.launch.command_line import CommandParser
+
+COMMANDS = cli.parser().commands()
+
+
+def test_alone_it_lists_every_command_in_the_order_of_a_day(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([]) == 0
+    told = capsys.readouterr().out
+    places = [told.index(f"fsdp-demo {name} ") for name in COMMANDS]
+    assert places == sorted(places) and cli.LAUNCH in told
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_ends_with_an_example_that_is_right(name: str) -> None:
+    _, told, example = COMMANDS[name].format_help().partition("example:\n")
+    words = shlex.split(example)
+    ours = words[words.index("fsdp-demo") + 1 :]
+    assert told and ours[0] == name
+    cut = ours.index("--") if "--" in ours else len(ours)
+    assert cli.parser().parse_args(ours[:cut]).run_command
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("rehears", "unknown command 'rehears'; did you mean rehearse? (fsdp-demo --help)"),
+        ("zzzz", f"unknown command 'zzzz'; there are {', '.join(COMMANDS)} (fsdp-demo --help)"),
+        ("--versions", "unknown flag --versions; did you mean --version? (fsdp-demo --help)"),
+        ("rehearse --island 2", "unknown flag --island; did you mean --islands?"),
+        ("rehearse --lnk=3", "unknown flag --lnk; did you mean --link?"),
+        ("rehearse --islands 2", "the following arguments are required: --procs"),
+        ("rehearse --islands x --procs 1", "argument --islands: invalid int value: 'x'"),
+        ("status -- train.py", "status takes no script behind --, found 'train.py'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and not told.out
+    assert said in told.err and told.err.count("\n") == 1
+
+
+def test_a_value_with_a_space_may_begin_like_a_flag() -> None:
+    words = ["rehearse", "--islands", "2", "--procs", "1", "--resume-args", "--resume auto"]
+    assert cli.parser().parse_args(words).resume_args == "--resume auto"
+
+
+def test_a_flag_is_no_abbreviation() -> None:
+    parser = CommandParser(prog="a")
+    parser.add_argument("--islands")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--isl", "2"])
+
+
+def test_the_output_is_plain_and_no_heavy_package_is_imported() -> None:
+    script = (
+        "import sys; from fsdp_demo import cli; cli.main([]); assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env={**os.environ, "FORCE_COLOR": "1"}
+    )
+    assert run.returncode == 0 and b"\x1b" not in run.stdout, run.stderr
+
+
+def test_the_launcher_names_the_nearest_flag_and_leaves_those_of_others_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run._parse(["--restart", "3", "torchrun", "train.py"])
+    told = capsys.readouterr().err
+    assert "unknown flag --restart; did you mean --restarts?" in told and told.count("\n") == 1
+    words = ["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"]
+    assert run._parse(["--restarts", "3", *words]) == (3, [], words)
