@@ -307,13 +307,13 @@ def main() -> int:
         parser.error(f"--only {', '.join(unknown)}: allowed are {', '.join(FAULTS)}")
     if why := missing():
         parser.error(why)
-    rows = []
+    rows, started = [], time.monotonic()
     for name in names:
         rows.append(row(name, FAULTS[name], examine(FAULTS[name], args.seconds)))
-        print(show(rows[-1:]), flush=True)
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        if args.json:  # what is there stays there if the next one fails
+            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(show(rows))
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return int(not all(r["named"] and r["alike"] for r in rows))
 
 
