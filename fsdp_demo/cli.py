@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 
-from .commands import export, inspect, plan, presets, rehearse, status, store
+from .commands import doctor, export, inspect, plan, presets, rehearse, status, store
 from .errors import PeerLost
 from .launch.command_line import USAGE_ERROR, CommandParser
 from .version import __version__
 
 DAY = {
-    "before a run": (presets, plan, rehearse),
+    "before a run": (presets, plan, doctor, rehearse),
     "during a run": (store, status),
     "after a run": (inspect, export),
 }

@@ -327,6 +327,18 @@ def start() -> Rows:
     return [*rows[:2], *parts, *rows[2:]]
 
 
+def doctor() -> Rows:
+    """Each fault that was put into the lab, and what doctor named."""
+    rows = [["fault", "named", "other findings", "what it said"]]
+    for row in load("doctor.json"):
+        named = f"`{row['wanted']}`" if row["wanted"] else "nothing"
+        others = ", ".join(f"`{name}`" for name in row["others"])
+        rows.append(
+            [row["done"], named if row["named"] else "no", others or "none", row["says"] or "-"]
+        )
+    return rows
+
+
 def peers() -> Rows:
     """Presets beside other programs, as `recipes/benchmarks/peers.py --json` wrote them."""
     head = ["preset", "beside", "link", "s/step, ours", "theirs", "ratio (range)"]
@@ -514,6 +526,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "scale": scale,
     "idle": idle,
     "start": start,
+    "doctor": doctor,
     "peers": peers,
     "slow-link": slow_link,
     "slow-methods": slow_methods,

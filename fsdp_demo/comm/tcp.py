@@ -9,10 +9,12 @@ import struct
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 _TCP_INFO: int = getattr(sockets, "TCP_INFO", -1)  # Linux has it
 _LAST_DATA = struct.Struct("=52xI")  # of struct tcp_info: tcpi_last_data_recv, milliseconds
+
+_COUNTED = struct.Struct("=16xI40xI16xI16xI52xI8xQQQ")  # of the same, the fields of `Counted`
 
 NAT = 15
 """Seconds between signs of life on a quiet connection: they keep it open on the way."""
@@ -55,6 +57,38 @@ def stood(descriptor: int) -> float | None:
         fcntl.ioctl(descriptor, termios.FIONREAD, unread)
         info = made.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _LAST_DATA.size)
         return 0.0 if unread[0] else float(_LAST_DATA.unpack(info)[0]) / 1e3
+    return None
+
+
+class Counted(NamedTuple):
+    """What the kernel counts of a TCP connection (`struct tcp_info` of linux/tcp.h).
+
+    Attributes:
+        mss: bytes of data that a packet carries at most. mtu: bytes of the largest packet that the
+            kernel knows to pass. window: packets that may be under way (congestion window).
+        again: packets that were sent again. packets: with data that were sent.
+        busy: seconds with data to send. held_there, held_here: of these, seconds that it waited for
+            the receiver's window, and for room in its own send buffer.
+    """
+
+    mss: int
+    mtu: int
+    window: int
+    again: int
+    packets: int
+    busy: float
+    held_there: float
+    held_here: float
+
+
+def counted(descriptor: int) -> Counted | None:
+    """The counts of a TCP connection. None where the kernel does not tell: no Linux, one before
+    4.10, or the connection has closed.
+    """
+    with suppress(OSError, struct.error), _connection(descriptor) as made:
+        info = made.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _COUNTED.size)
+        *numbers, busy, there, here = _COUNTED.unpack(info)
+        return Counted._make((*numbers, busy / 1e6, there / 1e6, here / 1e6))
     return None
 
 

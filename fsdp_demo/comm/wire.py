@@ -214,6 +214,11 @@ class Wire:
         return None if self.gone or not self.ready else stood(self._file)
 
     @property
+    def descriptor(self) -> int:
+        """Of the TCP connection, for questions to the kernel; -1 where there is none."""
+        return self._file if self.ready and not self.gone else -1
+
+    @property
     def met(self) -> bool:
         """Whether both sides have greeted."""
         return self.ready and not self._hello

@@ -57,6 +57,7 @@ PLACE = {
     "scale": "docs/results.md",
     "idle": "docs/results.md",
     "start": "docs/results.md",
+    "doctor": "docs/doctor.md",
 }
 
 

@@ -1,0 +1,162 @@
+"""What is measured, as records that islands tell each other as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+R = TypeVar("R", bound="Record")
+
+
+class Record:
+    """A dataclass whose fields JSON knows."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def note(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls: type[R], note: dict[str, Any]) -> R:
+        """The inverse of `note`; what another release added is left out."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in note.items() if key in known})
+
+
+@dataclass(frozen=True)
+class Island(Record):
+    """What an island knows of itself.
+
+    Attributes:
+        island, name, host, address: number, name, machine, and where the others reach it.
+        versions: of python, torch, fsdp_demo and the wire.
+        interface, speed_mbit, mtu: that holds the address; its speed in Mbit/s and the bytes of its
+            packets, where the kernel says them.
+        congestion, slow_start_after_idle, rmem, wmem: settings of Linux for TCP; bytes of the
+            largest receive and send buffer.
+        disk_mb_s: MB/s at which a checkpoint is written and on the disk. step_seconds: of a
+            training step. None: not measured.
+        transport: that carries the exchange.
+    """
+
+    island: int
+    name: str
+    host: str
+    address: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    interface: str = ""
+    speed_mbit: int | None = None
+    mtu: int | None = None
+    congestion: str = ""
+    slow_start_after_idle: bool | None = None
+    rmem: int | None = None
+    wmem: int | None = None
+    disk_mb_s: float | None = None
+    step_seconds: float | None = None
+    transport: str = "zeromq"
+
+    @property
+    def label(self) -> str:
+        """As errors name it."""
+        return f"island {self.island} ({self.name})"
+
+
+OK, REFUSED, TIMEOUT, UNREACHABLE, OTHER = "ok", "refused", "timeout", "unreachable", "other"
+"""What became of a connection: it stood; the port is closed; nothing came back; the system knows no
+way there; somebody else answered."""
+
+
+@dataclass(frozen=True)
+class Reach(Record):
+    """Whether `sender` can connect to `receiver`, by a plain TCP connection to a port of its own.
+
+    Attributes:
+        state: one of the above, at the address that the receiver names. address: that one.
+        other: an address at which the receiver is reached instead, "" if there is none.
+        forth, back: whether 32 KiB came over in packets of the usual size, to the receiver and from
+            it. None: not tried.
+        packet: bytes of the largest packet with which both came over, where the usual one did not;
+            0: none.
+    """
+
+    sender: int
+    receiver: int
+    state: str
+    address: str = ""
+    other: str = ""
+    forth: bool | None = None
+    back: bool | None = None
+    packet: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether data passes both ways."""
+        return self.state == OK and self.forth is not False and self.back is not False
+
+
+@dataclass(frozen=True)
+class Direction(Record):
+    """What was measured of the messages from `sender` to `receiver`, over the exchange's transport.
+
+    Attributes:
+        rtt_ms, rtt_p95_ms, jitter_ms: round trip of a short message: median, 95th percentile, mean
+            difference of one to the next (RFC 3550).
+        loss: share of the packets with data that were sent again. mss, mtu: see `tcp.Counted`.
+        clock_offset_ms: clock of the receiver less that of the sender (RFC 5905).
+        connections: that the exchange uses at this round trip.
+        mbit_s: rate by number of connections, both: with those of the exchange, while the other
+            direction sends, too. by_size: of one message of so many bytes, with half a round trip.
+        first_after_idle_ms, warm_ms: of a message of `idle_bytes` after a second without any, and
+            when others went before.
+        held_here, held_there: with one connection, share of the time that the kernel waited for
+            room in the send buffer, and for the receiver's window.
+        error: why the measurement ended before its time, "" where it did not.
+    """
+
+    sender: int
+    receiver: int
+    rtt_ms: float | None = None
+    rtt_p95_ms: float | None = None
+    jitter_ms: float | None = None
+    loss: float | None = None
+    mss: int | None = None
+    mtu: int | None = None
+    clock_offset_ms: float | None = None
+    connections: int = 1
+    mbit_s: dict[str, float] = field(default_factory=dict)
+    mbit_s_both: float | None = None
+    by_size: dict[str, float] = field(default_factory=dict)
+    first_after_idle_ms: float | None = None
+    warm_ms: float | None = None
+    idle_bytes: int | None = None
+    held_here: float | None = None
+    held_there: float | None = None
+    error: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """Mbit/s with as many connections as the exchange uses."""
+        return self.mbit_s.get(str(self.connections))
+
+    @property
+    def best(self) -> float | None:
+        """The highest rate in Mbit/s."""
+        return max(self.mbit_s.values(), default=None)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All that is known.
+
+    Attributes:
+        islands: in their order. reaches, directions: by (sender, receiver).
+    """
+
+    islands: tuple[Island, ...]
+    reaches: dict[tuple[int, int], Reach] = field(default_factory=dict)
+    directions: dict[tuple[int, int], Direction] = field(default_factory=dict)
+
+    def label(self, i: int) -> str:
+        """How findings name an island."""
+        return self.islands[i].label

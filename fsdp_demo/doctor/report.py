@@ -1,0 +1,111 @@
+"""What was found, as a table for people and as `doctor.json`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+from .finding import Finding
+from .measured import Direction, Examination
+from .reading import FORMAT
+
+LINE = "  {:24} {:>9} {:>7} {:>7} {:>6} {:>9} {:>9} {:>9} {:>8}"
+HEAD = (
+    "link",
+    "rtt ms",
+    "jitter",
+    "loss %",
+    "mtu",
+    "1 conn.",
+    "exchange",
+    "both",
+    "idle ms",
+)
+
+
+def text(seen: Examination, found: Sequence[Finding]) -> str:
+    """Islands, links, and what is wrong with its cure."""
+    lines = ["Islands"]
+    for island in seen.islands:
+        what = [
+            f"host {island.host}",
+            f"{island.interface or 'interface unknown'} {island.address}".strip(),
+            _with(island.speed_mbit, "Mbit/s"),
+            _with(island.mtu, "bytes MTU"),
+            island.congestion,
+            _with(island.disk_mb_s, "MB/s to disk"),
+            _with(island.step_seconds, "s per step"),
+        ]
+        lines.append(f"  {island.label}: " + ", ".join(word for word in what if word))
+        said = ", ".join(f"{name} {value}" for name, value in island.versions.items())
+        lines.append(f"    {said}")
+    if seen.directions:
+        lines += ["", "Links (rates in Mbit/s)", LINE.format(*HEAD)]
+    for (i, j), d in sorted(seen.directions.items()):
+        name = f"{seen.islands[i].name} -> {seen.islands[j].name}"
+        idle = d.first_after_idle_ms
+        cells = (
+            _cell(d.rtt_ms, 2),
+            _cell(d.jitter_ms, 2),
+            _cell(None if d.loss is None else 100 * d.loss, 2),
+            _cell(d.mtu, 0),
+            _cell(d.mbit_s.get("1"), 1),
+            f"{_cell(d.rate, 1)}/{d.connections}",
+            _cell(d.mbit_s_both, 1),
+            f"{_cell(idle, 0)}/{_cell(d.warm_ms, 0)}",
+        )
+        lines.append(LINE.format(name, *cells))
+        if d.error:
+            lines.append(f"    not all was measured: {d.error}")
+    if any(d.mbit_s for d in seen.directions.values()):
+        lines.append(
+            "  exchange: rate / connections that it uses; both: with the other direction at once; "
+            "idle: a message after a pause / without"
+        )
+    lines += ["", "Findings" if found else "Nothing is wrong."]
+    for finding in found:
+        lines += [
+            f"  {finding.name}{' (stops a run)' if finding.stops else ''}: {finding.says}.",
+            f"    Cure: {finding.cure}. ({finding.see})",
+        ]
+    return "\n".join(lines)
+
+
+def _with(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{value:.4g} {unit}"
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def as_json(seen: Examination, found: Sequence[Finding]) -> dict[str, Any]:
+    """The object of `doctor.json`; `reading.load` reads it."""
+    return {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "islands": [island.note() for island in seen.islands],
+        "links": [_link(d) for _, d in sorted(seen.directions.items())],
+        "reached": [reach.note() for _, reach in sorted(seen.reaches.items())],
+        "link": summary(seen),
+        "findings": [finding.note() for finding in found],
+    }
+
+
+def _link(direction: Direction) -> dict[str, Any]:
+    note = direction.note()
+    return {"from": note.pop("sender"), "to": note.pop("receiver"), **note}
+
+
+def summary(seen: Examination) -> dict[str, float] | None:
+    """The slowest direction with the exchange's number of connections, and the longest round trip;
+    None unless all directions were measured.
+    """
+    count = len(seen.islands)
+    rates = [d.rate for d in seen.directions.values()]
+    trips = [d.rtt_ms for d in seen.directions.values()]
+    whole = [r for r in rates if r is not None], [t for t in trips if t is not None]
+    if not all(len(found) == count * (count - 1) > 0 for found in whole):
+        return None
+    return {"bits_per_second": 1e6 * min(whole[0]), "rtt": max(whole[1]) / 1e3}

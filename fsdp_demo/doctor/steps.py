@@ -1,0 +1,68 @@
+"""Seconds of a training step of a given model on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+STEPS = 5
+TOKENS = 512  # of one row
+
+
+def step_seconds(name: str, steps: int = STEPS, tokens: int = TOKENS) -> float:
+    """Seconds of forward, backward and AdamW with one row of tokens: the median of `steps`, after
+    one that is not counted. On the first GPU in bf16 (autocast) where there is one, else on the CPU
+    in fp32.
+
+    Args:
+        name: config.json or folder of an architecture, a file of `recipes/models` by name, or a hub
+            id; fresh weights.
+
+    Raises:
+        ValueError: no such model, or transformers is missing.
+    """
+    import torch
+
+    model = _model(name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    longest = getattr(model.config, "max_position_embeddings", tokens)
+    shape = (1, min(tokens, longest))
+    ids = torch.randint(0, model.config.vocab_size, shape, device=device)
+    took = []
+    for _ in range(1 + steps):
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took[1:])
+
+
+def _model(name: str) -> Any:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError(
+            f"--model needs transformers ({error}): pip install 'fsdp_demo[hf]', or leave --model "
+            "out, or give --step-time"
+        ) from None
+    places = (Path(name), Path("recipes") / "models" / f"{name}.json")
+    path = next((place for place in places if place.exists()), None)
+    try:
+        config = AutoConfig.from_pretrained(path or name)
+        config.use_cache = False
+        return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or ["unknown"])[0][:160]
+        raise ValueError(
+            f"--model {name}: expected a config.json, a folder that holds one, a name of "
+            f"recipes/models or a hub id ({reason})"
+        ) from None
