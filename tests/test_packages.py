@@ -19,6 +19,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo.config",),
     ("fsdp_demo.compression",),
     ("fsdp_demo.comm",),
+    ("fsdp_demo.doctor",),
     ("fsdp_demo.hosts",),
     ("fsdp_demo.channels",),
     ("fsdp_demo.exchange",),
