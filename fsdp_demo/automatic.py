@@ -128,8 +128,10 @@ class _FirstSteps:
         peers = exchange._peers
         # an island that joins others finds them training
         reading = quick_probe(peers) if peers is not None and not exchange.newcomer else None
-        rate = exchange._island.sum(0.0 if reading is None else reading.bits_per_second)[0]
+        seen = exchange._island.sum(0.0 if reading is None else reading.bits_per_second)[0]
         rtt = exchange._island.max(0.0 if reading is None else reading.rtt)[0]
+        shaped = peers.link.bits_per_second if peers is not None and peers.link else None
+        rate = min(seen, shaped or math.inf)  # a rehearsed link is one for all ranks
         self._link = Link(rate, rtt) if rate else None
 
     def __call__(self) -> None:
@@ -181,7 +183,6 @@ class _FirstSteps:
         topology = exchange.topology
         if topology.rank == 0:
             log.info("auto: %s", exchange.chosen_because)
-            log.info("auto: %s", method.describe())
             if topology.kind == "islands":
                 topology.open_store().set(_key(topology), json.dumps(method.to_dict()))
         exchange._runtime.at_end = LinkHealth(exchange, situation, choice)

@@ -115,7 +115,10 @@ class Exchange(Readings):
                 self._join(start, model)
                 if start.catch_up:
                     self.catch_up()
-            summary.announce(self._runtime, start.batch, summary.total_steps(start.facts))
+            self._announce = partial(
+                summary.announce, self._runtime, start.batch, summary.total_steps(start.facts)
+            )
+            self._announce()
             if topology.rank == 0:
                 warn_of_outside(host, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
@@ -173,6 +176,7 @@ class Exchange(Readings):
         farewell.allow(self._runtime)
         if config.needs_gradients:
             refuse_sparse(self.host)
+        self._announce()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state. Where
