@@ -142,10 +142,11 @@ def join(
     topology = topology or Topology.from_env()
     refuse_lone_rank(topology, os.environ)
     log_setup.speak(topology)
+    because = ""
     if undecided(config):  # else the planner is not imported
         from . import automatic
 
-        config = automatic.remembered(topology, state, config)
+        config, because = automatic.remembered(topology, state, config)
     try:
         exchange = Exchange(
             host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
@@ -153,6 +154,7 @@ def join(
     except PeerLost as error:
         _try_again(topology, error)
         raise
+    exchange.chosen_because = because
     if undecided(config):
         automatic.begin(exchange, model)
     _attached.update(dict.fromkeys(host.optimizers, exchange))

@@ -57,41 +57,43 @@ def coarse(value: float, digits: tuple[float, ...] = RATES) -> float:
     return min(steps, key=lambda step: abs(math.log(step / value)))
 
 
-def remembered(topology: Topology, state: Any, config: ExchangeConfig) -> ExchangeConfig:
-    """The configuration to join with: `config`, or what the run has chosen before."""
+def remembered(
+    topology: Topology, state: Any, config: ExchangeConfig
+) -> tuple[ExchangeConfig, str]:
+    """The configuration to join with, and why: `config`, or what the run has chosen before."""
     try:
         known = known_choice(topology, state)
     except PeerLost:
         known = None  # joining says it better
     if known is None:
-        return config
-    log.info("auto: the run has chosen before: %s", known.describe())
+        return config, ""
+    log.info("auto: the run has chosen before: %s", known[0].describe())
     return known
 
 
-def known_choice(topology: Topology, state: Any) -> ExchangeConfig | None:
-    """What the run has chosen before: the state to resume from says so, or the store, where the run
-    is under way. None where it is still to be chosen.
+def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, str] | None:
+    """What the run has chosen before, and why: the state to resume from says so, or the store,
+    where the run is under way. None where it is still to be chosen.
 
     Raises:
         ValueError: a state from which that cannot be read.
     """
+    told: Mapping[str, Any] = {}
     if isinstance(state, Mapping):
         if "config" not in state:
             raise ValueError(
                 "attach(state=...) with auto: this state does not say which method was chosen, so "
                 "it was saved under a method that was named: name that one"
             )
-        found = ExchangeConfig.from_dict(state["config"])
-        return None if undecided(found) else found
-    heads = getattr(state, "heads", None)
-    if heads:
-        found = ExchangeConfig.from_dict(heads[0]["config"])
-        return None if undecided(found) else found
-    if topology.kind == "islands" and topology.islands > 1 and topology.under_way():
-        told = topology.open_store().peek(_key(topology))
-        return ExchangeConfig.from_dict(json.loads(told)) if told else None
-    return None
+        told = state
+    elif heads := getattr(state, "heads", None):
+        told = heads[0]
+    elif topology.kind == "islands" and topology.islands > 1 and topology.under_way():
+        told = json.loads(topology.open_store().peek(_key(topology)) or "{}")
+    if "config" not in told:
+        return None
+    config = ExchangeConfig.from_dict(told["config"])
+    return None if undecided(config) else (config, str(told.get("chosen_because", "")))
 
 
 def _key(topology: Topology) -> str:
@@ -183,8 +185,9 @@ class _FirstSteps:
         topology = exchange.topology
         if topology.rank == 0:
             log.info("auto: %s", exchange.chosen_because)
+            told = {"config": method.to_dict(), "chosen_because": exchange.chosen_because}
             if topology.kind == "islands":
-                topology.open_store().set(_key(topology), json.dumps(method.to_dict()))
+                topology.open_store().set(_key(topology), json.dumps(told))
         exchange._runtime.at_end = LinkHealth(exchange, situation, choice)
 
 

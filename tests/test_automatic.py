@@ -121,6 +121,7 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
 
         again = fsdp_demo.attach(optimizer, "auto", model=model, state=state)
         known, waits = again.config == chosen, again._runtime.at_end is not None
+        known = known and again.chosen_because == exchange.chosen_because != ""
         again.detach()
 
         before = fsdp_demo.attach(optimizer, "auto", model=model, state=early)
@@ -139,7 +140,11 @@ def test_a_state_of_a_named_method_is_refused() -> None:
 
 
 def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
-    told = {"run/0/auto": json.dumps(preset("sparse_loco").to_dict())}
+    told = {
+        "run/0/auto": json.dumps(
+            {"config": preset("sparse_loco").to_dict(), "chosen_because": "slow"}
+        )
+    }
     store = SimpleNamespace(peek=lambda key: told.get(key, ""))
     late = SimpleNamespace(
         kind="islands",
@@ -148,9 +153,10 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
         prefix=lambda: "run/0",
         open_store=lambda: store,
     )
-    assert automatic.remembered(late, None, preset("auto")) == preset("sparse_loco")  # type: ignore[arg-type]
+    found = automatic.remembered(late, None, preset("auto"))  # type: ignore[arg-type]
+    assert found == (preset("sparse_loco"), "slow")
     told.clear()  # it comes before the choice, and measures with the others
-    assert undecided(automatic.remembered(late, None, preset("auto")))  # type: ignore[arg-type]
+    assert undecided(automatic.remembered(late, None, preset("auto"))[0])  # type: ignore[arg-type]
 
 
 def test_one_island_alone_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -479,6 +479,8 @@ class Exchange(Readings):
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
         """
         state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
+        if self.chosen_because:
+            state["chosen_because"] = self.chosen_because
         if (peers := self._peers) is not None and not peers.wait_stable(peers.timeout):
             raise PeerLost(
                 f"not all islands have what this one would save at step {self.step}, after "
