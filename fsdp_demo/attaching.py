@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .checkpoint.exchange_state import SavedExchange
 from .comm.environment import restarted
 from .comm.topology import Topology
+from .config.auto import undecided
 from .config.load import changed, load_config
 from .config.schema import ExchangeConfig
 from .errors import PeerLost, see
@@ -54,7 +55,8 @@ def attach(
         optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in
             turns; or an engine of a package that offers an `attach` of its own
             (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
-        config: a preset name, the path of a yaml file, or an `ExchangeConfig`.
+        config: a preset name, the path of a yaml file, an `ExchangeConfig`, or "auto", which
+            measures the link and the first steps and then chooses (`automatic.py`).
         model: gives parameters their names, and its frozen parameters and buffers are made equal on
             all replicas.
         topology: default `Topology.from_env()`.
@@ -140,6 +142,11 @@ def join(
     topology = topology or Topology.from_env()
     refuse_lone_rank(topology, os.environ)
     log_setup.speak(topology)
+    because = ""
+    if undecided(config):  # else the planner is not imported
+        from . import automatic
+
+        config, because = automatic.remembered(topology, state, config)
     try:
         exchange = Exchange(
             host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
@@ -147,6 +154,9 @@ def join(
     except PeerLost as error:
         _try_again(topology, error)
         raise
+    exchange.chosen_because = because
+    if undecided(config):
+        automatic.begin(exchange, model)
     _attached.update(dict.fromkeys(host.optimizers, exchange))
     return exchange
 

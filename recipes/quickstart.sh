@@ -9,7 +9,7 @@ usage: bash recipes/quickstart.sh [OPTIONS] [OPTIONS OF pretrain.py]
 Makes .venv (a second run reuses it), then trains a small Llama on the source text of this machine's Python library, as
 2 islands of 2 processes, with the demo preset. Results: OUTPUT/summary.json, metrics.jsonl (per island), report.png.
 
-  --exchange NAME       a preset (.venv/bin/fsdp-demo presets lists them) or a yaml file   (demo)
+  --exchange NAME       a preset (.venv/bin/fsdp-demo presets lists them), auto, or a yaml file   (demo)
   --islands N           islands                                                     (2)
   --procs P             processes per island, FSDP2 between them                    (2)
   --steps N             optimizer steps                                             (200)
@@ -82,7 +82,7 @@ rate() {
     if given --model || given --lr; then return; fi
     case $1 in
         demo | random | stride | sign_loco) echo 0.004 ;;
-        full | local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco) echo 0.003 ;;
+        full | local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco | auto) echo 0.003 ;;
     esac
 }
 

@@ -164,6 +164,7 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     out |= {
         "method": config.describe(),
         "settings": settings(config),
+        "chosen_because": first.get("chosen_because", ""),
         "digest": f"{config.digest():016x}",
         "run": first["run"],
     }
@@ -322,6 +323,8 @@ def _details(info: dict[str, Any]) -> list[tuple[str, str]]:
         ("settings", changed or "those of the preset"),
         ("parameters", f"{info['parameters']:,}{frozen}"),
     ]
+    if info["chosen_because"]:
+        rows.insert(3, ("chosen by auto", info["chosen_because"]))
     if info["tokens"]:
         rows.append(("tokens", f"{info['tokens']:,}, {of_islands(map(int, info['holds']))}"))
     for channel, kept in info["states"].items():

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .channel import Channel, SyncSchedule
+from .channel import NEVER, Channel, SyncSchedule
 from .parsing import nearest
 from .schema import ExchangeConfig
 
 AUTO = "auto"
-NEVER = 1 << 30
-"""A period that no run reaches."""
-
 MEASURED = 8
 """Steps that are measured. The first two of them are left out: they compile and warm up."""
 

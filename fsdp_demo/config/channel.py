@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from .names import APPLIERS, FORMATS, SELECTIONS, TRANSFORMS, Acts, Format, Selection
 from .parsing import in_range, one_of
 
+NEVER = 1 << 30
+"""A period that no run reaches: of a channel that keeps what it covers as it is (`auto.py`)."""
+
 BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
 
 CODES = tuple(FORMATS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from fnmatch import fnmatchcase
 
-from .channel import Channel
+from .channel import NEVER, Channel
 from .names import APPLIERS, FORMATS
 from .patterns import matches
 
@@ -60,7 +60,7 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
             f"(codec.select='topk'), found select={select!r}: use 'none'",
         ),
         (
-            c.before_step and c.schedule.sync_every > 1 and c.accumulator is None,
+            c.before_step and 1 < c.schedule.sync_every < NEVER and c.accumulator is None,
             f"schedule.sync_every={c.schedule.sync_every} on a gradient channel needs an "
             "accumulator, else the gradients between exchanges "
             "are lost: set accumulator.beta, or schedule.sync_every=1",

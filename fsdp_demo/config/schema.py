@@ -174,6 +174,10 @@ class ExchangeConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ExchangeConfig:
         """Build and check; unknown keys raise ValueError with the nearest right name."""
+        if data.get("preset") == "auto" and "target" in data:
+            from .auto import AutoConfig
+
+            cls = AutoConfig  # saved before its method was chosen
         return build(cls, data, "")
 
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,12 @@ class IslandConsensus:
         shared = self._island.max(*(m if math.isfinite(m) else -math.inf for m in means))
         return [math.nan if gone else m for gone, m in zip(lost, shared, strict=True)]
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Number by number the largest that any rank of any island brings; all bring as many."""
+        everyone = self._ask([_sendable(v) for v in values]) or [[_sendable(v) for v in values]]
+        columns = zip(*everyone, strict=True)
+        return self._island.max(*(max(map(float, column)) for column in columns))
+
     def all_equal(self, value: Any) -> bool:
         """Whether all islands say the same (compared as JSON, rank by rank along the peer
         groups).
@@ -73,3 +80,8 @@ class IslandConsensus:
         return (
             self._queue.ask(lambda peers: agreement.gather_json(peers, value, QUESTION, step)) or []
         )
+
+
+def _sendable(value: float) -> float:
+    """As JSON knows it: no infinity."""
+    return max(min(value, sys.float_info.max), -sys.float_info.max)

@@ -68,6 +68,7 @@ class Exchange(Readings):
         newcomer: this island has joined a run under way: what `attach` was given of parameters,
             state and step was replaced by what the others hold, and `step` is where they were; they
             answer no question that is asked between `attach` and the first step.
+        chosen_because: of an "auto" run, on the islands that were there: why this method.
         shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -96,6 +97,7 @@ class Exchange(Readings):
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
+        self.chosen_because = ""
         self._presence = Presence(topology, self._follow)
         self._connections = Connections(
             topology, host.shard_position(topology.rank, topology.world), host.device
@@ -113,7 +115,10 @@ class Exchange(Readings):
                 self._join(start, model)
                 if start.catch_up:
                     self.catch_up()
-            summary.announce(self._runtime, start.batch, summary.total_steps(start.facts))
+            self._announce = partial(
+                summary.announce, self._runtime, start.batch, summary.total_steps(start.facts)
+            )
+            self._announce()
             if topology.rank == 0:
                 warn_of_outside(host, model, topology.name)
         except BaseException:  # Ctrl-C while waiting for peers, too
@@ -168,8 +173,10 @@ class Exchange(Readings):
         for c in bound.channels:
             c.start()
         queue.begin(self.step)
+        farewell.allow(self._runtime)
         if config.needs_gradients:
             refuse_sparse(self.host)
+        self._announce()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, bring parameters and state together, make the channels' state. Where
@@ -471,7 +478,9 @@ class Exchange(Readings):
         Raises:
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
         """
-        state = resume.state(self._runtime).to_tree()
+        state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
+        if self.chosen_because:
+            state["chosen_because"] = self.chosen_because
         if (peers := self._peers) is not None and not peers.wait_stable(peers.timeout):
             raise PeerLost(
                 f"not all islands have what this one would save at step {self.step}, after "

@@ -13,6 +13,7 @@ import torch
 from ..comm.meter import ring_all_reduce_bytes
 from ..comm.topology import Topology
 from ..compression.blocks import Layout
+from ..config.auto import undecided
 from ..config.channel import BLOCK, Channel
 from ..config.schema import ExchangeConfig
 from ..errors import counted
@@ -34,6 +35,9 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
     if runtime.topology.rank:
         return
     config, topology, place = runtime.config, runtime.topology, runtime.island.position
+    if undecided(config):
+        log.info("%s: %s", topology.name, config.describe())
+        return
     islands = (
         f"island {topology.island} of {topology.islands}"
         if topology.islands > 1

@@ -1,0 +1,288 @@
+"""`attach(optimizer, "auto")`: measure the link and the first steps, let the planner choose, say
+why; later say if the link has become slower than planned.
+
+The choice is made once, at the first start. An island that joins later finds it in the store, a run
+that goes on in its checkpoint. All islands choose from the same numbers, in coarse steps, so the
+same link gives the same choice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .comm.link import Link
+from .comm.topology import Topology
+from .config.auto import AutoConfig, undecided
+from .config.schema import ExchangeConfig
+from .doctor.quick import quick_probe
+from .errors import PeerLost, see
+from .exchange.exchange import Exchange
+from .exchange.refusals import refuse
+from .hosts.base import TrainingHost
+from .hosts.optimizers import check_inner, keeps_momentum
+from .planner import Choice, Situation, choose, plan_rows
+
+log = logging.getLogger("fsdp_demo")
+
+RATES, TIMES = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+"""Leading digits to which rates and times are rounded: two measurements of one link mostly end in
+the same step.
+"""
+
+LATE, ROUNDS = 2.0, 5
+"""An exchange is late if it takes so many times what was planned; so many of them in a row are
+said.
+"""
+
+
+def coarse(value: float, digits: tuple[float, ...] = RATES) -> float:
+    """The nearest number that begins with one of `digits`, by ratio; 0 stays 0.
+
+    >>> coarse(94e6), coarse(0.0402)
+    (100000000.0, 0.05)
+    """
+    if value <= 0:
+        return 0.0
+    decade = 10.0 ** math.floor(math.log10(value))
+    steps = [d * decade for d in digits] + [10 * decade]
+    return min(steps, key=lambda step: abs(math.log(step / value)))
+
+
+def remembered(
+    topology: Topology, state: Any, config: ExchangeConfig
+) -> tuple[ExchangeConfig, str]:
+    """The configuration to join with, and why: `config`, or what the run has chosen before."""
+    try:
+        known = known_choice(topology, state)
+    except PeerLost:
+        known = None  # joining says it better
+    if known is None:
+        return config, ""
+    log.info("auto: the run has chosen before: %s", known[0].describe())
+    return known
+
+
+def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, str] | None:
+    """What the run has chosen before, and why: the state to resume from says so, or the store,
+    where the run is under way. None where it is still to be chosen.
+
+    Raises:
+        ValueError: a state from which that cannot be read.
+    """
+    told: Mapping[str, Any] = {}
+    if isinstance(state, Mapping):
+        if "config" not in state:
+            raise ValueError(
+                "attach(state=...) with auto: this state does not say which method was chosen, so "
+                "it was saved under a method that was named: name that one"
+            )
+        told = state
+    elif heads := getattr(state, "heads", None):
+        told = heads[0]
+    elif topology.kind == "islands" and topology.islands > 1 and topology.under_way():
+        told = json.loads(topology.open_store().peek(_key(topology)) or "{}")
+    if "config" not in told:
+        return None
+    config = ExchangeConfig.from_dict(told["config"])
+    return None if undecided(config) else (config, str(told.get("chosen_because", "")))
+
+
+def _key(topology: Topology) -> str:
+    return f"{topology.prefix()}/auto"
+
+
+def begin(exchange: Exchange, model: torch.nn.Module | None) -> None:
+    """Measure the link, and choose the method after the first steps of a run that has just begun.
+
+    All ranks of all islands call it behind `attach`.
+    """
+    config = exchange.config
+    if not isinstance(config, AutoConfig):
+        return
+    if exchange.topology.islands == 1:
+        log.info("auto: one island exchanges nothing; the method is full")
+        exchange.choose(config.taken_over(_full()), model)
+        return
+    exchange._runtime.at_end = _FirstSteps(exchange, config, model)
+
+
+def _full() -> ExchangeConfig:
+    from .config.load import preset
+
+    return preset("full", value_dtype="bf16")
+
+
+class _FirstSteps:
+    """Called at the end of every step until the method is chosen."""
+
+    def __init__(self, exchange: Exchange, config: AutoConfig, model: torch.nn.Module | None):
+        self._exchange, self._config, self._model = exchange, config, model
+        self._ends: list[float] = []
+        peers = exchange._peers
+        # an island that joins others finds them training
+        reading = quick_probe(peers) if peers is not None and not exchange.newcomer else None
+        seen = exchange._island.sum(0.0 if reading is None else reading.bits_per_second)[0]
+        rtt = exchange._island.max(0.0 if reading is None else reading.rtt)[0]
+        shaped = peers.link.bits_per_second if peers is not None and peers.link else None
+        rate = min(seen, shaped or math.inf)  # a rehearsed link is one for all ranks
+        self._link = Link(rate, rtt) if rate else None
+
+    def __call__(self) -> None:
+        self._ends.append(time.monotonic())
+        exchange = self._exchange
+        if exchange.step % self._config.measured:
+            return
+        spans = [b - a for a, b in zip(self._ends, self._ends[1:], strict=False)]
+        here = statistics.median(spans[1:]) if len(spans) > 1 else 0.0  # the first one warms up
+        link = self._link
+        step, slowest, rtt, most = exchange.across_islands.largest(
+            [
+                here,
+                -math.inf if link is None else -(link.bits_per_second or 0.0),
+                0.0 if link is None else link.rtt,
+                -_free_bytes(exchange.host.device),
+            ]
+        )
+        if not step or slowest < -1e300:
+            return  # nobody has measured enough yet: at the next such step
+        self._choose(Link(-slowest, rtt), step, -most)
+
+    def _choose(self, link: Link, step: float, memory: float) -> None:
+        exchange, config = self._exchange, self._config
+        seen = Link(coarse(link.bits_per_second or 0.0), coarse(link.rtt))
+        situation = Situation(
+            tensors(exchange.host),
+            exchange.topology.islands,
+            seen,
+            coarse(step, TIMES),
+            shards=exchange.channels[0].position.num_shards,
+            device=_device_name(exchange.host.device),
+            memory_bytes=memory or None,
+            target=config.target,
+        )
+        choice = chosen(situation, exchange.host)
+        method = config.taken_over(choice.config)
+        if not exchange.across_islands.all_equal(method.to_dict()):
+            raise ValueError(
+                "auto: the islands do not choose the same method; they run unlike releases, or "
+                f"measure unlike models: name the method instead{see('other-run')}"
+            )
+        exchange.choose(method, self._model)
+        exchange.chosen_because = (
+            f"measured {link.bits_per_second or 0:.3g} bit/s, round trip {1e3 * link.rtt:.0f} ms, "
+            f"{step:.3g} s per step; planned with {seen} and {situation.step_seconds:g} s: "
+            f"{choice.reason}"
+        )
+        topology = exchange.topology
+        if topology.rank == 0:
+            log.info("auto: %s", exchange.chosen_because)
+            told = {"config": method.to_dict(), "chosen_because": exchange.chosen_because}
+            if topology.kind == "islands":
+                topology.open_store().set(_key(topology), json.dumps(told))
+        exchange._runtime.at_end = LinkHealth(exchange, situation, choice)
+
+
+def tensors(host: TrainingHost) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and whole shapes of what is trained, each once."""
+    return list({p.name: (p.name, p.global_shape) for p in host.params if not p.frozen}.values())
+
+
+def chosen(situation: Situation, host: TrainingHost) -> Choice:
+    """The planner's choice among the settings that keep the user's optimizer as it is.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kept = {name.lower() for name in host.optimizer_names}
+    inner = kept.pop() if len(kept) == 1 else "muonadamw"
+    rows = plan_rows(situation, None, keep_inner=inner)
+    fitting = [r for r in rows if r.config is None or (r.chosen and _fits(r.config, host))]
+    return choose(fitting, situation, keep_inner=inner)
+
+
+def _fits(config: ExchangeConfig, host: TrainingHost) -> bool:
+    """Whether the method is defined for these optimizers, without a warning."""
+    doubled = keeps_momentum(config) and any(
+        group.get("betas", (0.0,))[0] for o in host.optimizers for group in o.param_groups
+    )
+    if doubled:
+        return False
+    try:
+        check_inner(config, host.optimizer_names, host.optimizers)
+        refuse(host, config.needs_gradients)
+    except ValueError:
+        return False
+    return True
+
+
+def _device_name(device: torch.device) -> str:
+    """The planner's name of a device; an unknown GPU counts as an H100."""
+    from .planner.devices import DEVICES
+
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower().replace("geforce ", "").replace(" ", "-")
+    return next((known for known in DEVICES if known in name), "h100")
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Of a GPU: what is left for parameters, states and the exchange beside activations, at their
+    largest in the measured steps. 0: not known.
+    """
+    if device.type != "cuda":
+        return 0.0
+    whole = torch.cuda.get_device_properties(device).total_memory
+    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return 0.95 * whole - activations
+
+
+class LinkHealth:
+    """Says when exchanges take longer than was planned, with the settings that would fit.
+
+    Called at the end of every step; no communication. It never changes the method.
+    """
+
+    def __init__(self, exchange: Exchange, situation: Situation, choice: Choice):
+        self._exchange, self._situation, self._row = exchange, situation, choice.row
+        self._seen, self._late, self._said = 0, 0, False
+        link = situation.link
+        rate = link.bits_per_second or math.inf
+        self.planned = 8 * choice.row.bytes_per_exchange / rate + 2 * link.rtt
+
+    def __call__(self) -> None:
+        flown = self._exchange.timeline()
+        new, self._seen = flown[self._seen :], len(flown)
+        for record in new:
+            if record.began is None or record.ended is None:
+                continue
+            took = record.ended - record.began
+            self._late = self._late + 1 if took > LATE * self.planned + 0.05 else 0
+            if self._late == ROUNDS and not self._said and self._exchange.topology.rank == 0:
+                self._said = True
+                log.warning("auto: %s", self.advice(took))
+
+    def advice(self, took: float) -> str:
+        """What to say of an exchange of `took` seconds."""
+        s = self._situation
+        rate = coarse((s.link.bits_per_second or 0.0) * self.planned / took)
+        text = (
+            f"the last {ROUNDS} exchanges took {took:.2g} s and more, where {self.planned:.2g} s "
+            f"were planned for {s.link}: the link has become slower, or an island comes late"
+        )
+        try:
+            fits = chosen(replace(s, link=Link(rate, s.link.rtt)), self._exchange.host)
+        except ValueError:
+            return text
+        return (
+            f"{text}. On {Link(rate, s.link.rtt)} this would fit: {fits.config.describe()}. The "
+            "method is not changed; resume with --exchange to change it"
+        )

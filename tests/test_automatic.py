@@ -1,0 +1,234 @@
+"""`auto`: a run whose method is chosen after its first steps is the run that begins there with that
+method.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, Link, automatic, preset
+from fsdp_demo.config.auto import MEASURED, AutoConfig, undecided
+from fsdp_demo.doctor.reading import LinkReading
+from fsdp_demo.exchange.in_flight import ExchangeRecord
+from fsdp_demo.planner import Situation
+
+STEPS = 24
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: Any, island: int, steps: range) -> None:
+    for t in steps:
+        generator = torch.Generator().manual_seed(1000 * t + island)
+        model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [
+        p.to_local().clone() if hasattr(p, "to_local") else p.detach().clone()
+        for p in model.parameters()
+    ]
+
+
+def sharded(model: nn.Module, procs: int) -> nn.Module:
+    if procs > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (procs,)))
+    return model
+
+
+def a_link(rate: float, everywhere: Any) -> None:
+    def reading(peers: Any) -> LinkReading:
+        return LinkReading(rate, 0.02)
+
+    everywhere.setattr("fsdp_demo.automatic", "quick_probe", reading)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "procs"), [("adamw", 1e5, 1), ("adamw", 1e5, 2), ("sgd", 1e10, 1)]
+)
+def test_it_is_the_run_that_begins_at_the_choice(
+    kind: str, rate: float, procs: int, run_ranks: Any, everywhere: Any
+) -> None:
+    a_link(rate, everywhere)
+
+    def run(me: Any) -> tuple[str, bool]:
+        model = sharded(model_of(), procs)
+        optimizer = optimizer_of(kind, model)
+        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
+        train(model, optimizer, me.island, range(MEASURED - 1))
+        fresh = weights(sharded(model_of(), procs))
+        assert undecided(exchange.config)
+        assert all(map(torch.equal, weights(model), fresh))  # nothing has moved
+        train(model, optimizer, me.island, range(MEASURED - 1, STEPS))
+        chosen = exchange.config
+        assert not undecided(chosen) and exchange.chosen_because and exchange.step == STEPS
+        exchange.finish()
+
+        twin = sharded(model_of(), procs)
+        twins = optimizer_of(kind, twin)
+        plain = fsdp_demo.attach(twins, chosen, model=twin, step=MEASURED)
+        train(twin, twins, me.island, range(MEASURED, STEPS))
+        plain.finish()
+        same = all(map(torch.equal, weights(model), weights(twin)))
+        return json.dumps(chosen.to_dict()), same
+
+    found = run_ranks(run, 2, procs)
+    assert len({chosen for chosen, _ in found}) == 1
+    assert all(same for _, same in found)
+    name = json.loads(found[0][0])["preset"]
+    assert name in (("full", "demo", "random") if kind == "sgd" else ("full", "diloco", *SPARSE))
+
+
+SPARSE = ("sparse_loco", "decoupled_momentum", "streaming_diloco")
+
+
+def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> None:
+    a_link(1e5, everywhere)
+
+    def run(me: Any) -> list[Any]:
+        model = model_of()
+        optimizer = optimizer_of("adamw", model)
+        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
+        early = None
+        for t in range(STEPS):
+            train(model, optimizer, me.island, range(t, t + 1))
+            if t == 4:
+                early = exchange.state_dict()
+        state, chosen = exchange.state_dict(), exchange.config
+        exchange.detach()
+
+        again = fsdp_demo.attach(optimizer, "auto", model=model, state=state)
+        known, waits = again.config == chosen, again._runtime.at_end is not None
+        known = known and again.chosen_because == exchange.chosen_because != ""
+        again.detach()
+
+        before = fsdp_demo.attach(optimizer, "auto", model=model, state=early)
+        open_at_5 = undecided(before.config)
+        train(model, optimizer, me.island, range(5, MEASURED))
+        decided = not undecided(before.config) and before.step == MEASURED
+        before.detach()
+        return [known, waits, open_at_5, decided]
+
+    assert run_ranks(run, 2, 1) == [[True, False, True, True]] * 2
+
+
+def test_a_state_of_a_named_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="saved under a method that was named: name that one"):
+        automatic.known_choice(fsdp_demo.Topology.from_env({}), {"step": 3})
+
+
+def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
+    told = {
+        "run/0/auto": json.dumps(
+            {"config": preset("sparse_loco").to_dict(), "chosen_because": "slow"}
+        )
+    }
+    store = SimpleNamespace(peek=lambda key: told.get(key, ""))
+    late = SimpleNamespace(
+        kind="islands",
+        islands=2,
+        under_way=lambda: True,
+        prefix=lambda: "run/0",
+        open_store=lambda: store,
+    )
+    found = automatic.remembered(late, None, preset("auto"))  # type: ignore[arg-type]
+    assert found == (preset("sparse_loco"), "slow")
+    told.clear()  # it comes before the choice, and measures with the others
+    assert undecided(automatic.remembered(late, None, preset("auto"))[0])  # type: ignore[arg-type]
+
+
+def test_one_island_alone_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    model = model_of()
+    optimizer = optimizer_of("adamw", model)
+    exchange = fsdp_demo.attach(optimizer, "auto", model=model, clip=0.5)
+    assert exchange.config.preset == "full" and exchange.config.clip == 0.5
+    before = weights(model)
+    train(model, optimizer, 0, range(1))
+    assert not all(map(torch.equal, weights(model), before))
+    exchange.detach()
+
+
+@pytest.mark.parametrize("rate", [1e5, 1e6, 1e7, 1e8, 1e9, 1e10])
+def test_the_users_optimizer_is_kept(rate: float) -> None:
+    """AdamW with a first moment does not get a method that keeps a momentum of gradients; SGD does
+    not get one of deltas.
+    """
+    for kind in ("adamw", "sgd"):
+        model = model_of()
+        exchange = fsdp_demo.attach(optimizer_of(kind, model), "full", model=model)
+        situation = Situation([("layers.0.w", (512, 512))], 4, Link(rate, 0.02), 0.1, device="cpu")
+        chosen = automatic.chosen(situation, exchange.host).config
+        allowed = ("sgd", "any") if kind == "sgd" else ("adamw", "any")
+        assert set(allowed) & set(chosen.inner_optimizers)
+        assert kind == "sgd" or not automatic.keeps_momentum(chosen)
+        exchange.detach()
+
+
+def test_a_measurement_is_rounded_so_that_the_next_one_ends_alike() -> None:
+    for value in (1.0, 1.5e3, 7e8, 0.02):
+        assert automatic.coarse(value) == pytest.approx(value)
+        assert automatic.coarse(1.1 * value) == automatic.coarse(0.92 * value)
+    assert automatic.coarse(9.9e7) == 1e8 and automatic.coarse(0.0) == 0.0
+
+
+def test_wrong_settings() -> None:
+    assert preset("auto", target=0.9).target == 0.9  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="target=1.5 is out of range"):
+        preset("auto", target=1.5)
+    with pytest.raises(ValueError, match="auto has no setting 'topk': it chooses the method"):
+        preset("auto", topk=3)
+    with pytest.raises(ValueError, match="did you mean 'target'"):
+        preset("auto", targets=0.9)
+    with pytest.raises(ValueError, match="measured=2 is out of range"):
+        preset("auto", measured=2)
+
+
+def test_an_undecided_configuration_is_saved_and_read() -> None:
+    config = preset("auto", target=0.8)
+    assert ExchangeConfig.from_dict(config.to_dict()) == config
+    assert isinstance(ExchangeConfig.from_dict(config.to_dict()), AutoConfig)
+
+
+@pytest.mark.parametrize(("slower", "said"), [(1.0, 0), (1.9, 0), (5.0, 1)])
+def test_a_link_that_gets_slower_is_said_once(
+    slower: float, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of()
+    exchange = fsdp_demo.attach(optimizer_of("adamw", model), "full", model=model)
+    situation = Situation([("layers.0.w", (2048, 2048))], 4, Link(1e7, 0.02), 0.5, device="cpu")
+    choice = automatic.chosen(situation, exchange.host)
+    health = automatic.LinkHealth(exchange, situation, choice)
+    with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
+        for n in range(3 * automatic.ROUNDS):
+            took = slower * health.planned + (0.06 if slower > 2 else 0.0)
+            exchange._queue.flown.append(
+                ExchangeRecord(n, n, ("delta",), 10.0 * n, 10.0 * n + took)
+            )
+            health()
+    told = [r.message for r in caplog.records if "the link has become slower" in r.message]
+    assert len(told) == said
+    assert all("this would fit: preset" in text for text in told)
+    exchange.detach()
