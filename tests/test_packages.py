@@ -24,6 +24,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo.channels",),
     ("fsdp_demo.exchange",),
     ("fsdp_demo.checkpoint", "fsdp_demo.planner"),
+    ("fsdp_demo.automatic",),
     ("fsdp_demo.attaching",),
     ("fsdp_demo",),
     ("fsdp_demo.integrations", "fsdp_demo.launch", "deepspeed_ext"),

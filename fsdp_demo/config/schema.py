@@ -174,11 +174,10 @@ class ExchangeConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ExchangeConfig:
         """Build and check; unknown keys raise ValueError with the nearest right name."""
-        if data.get("preset") == "auto" and "target" in data:
-            from .auto import AutoConfig
-
-            cls = AutoConfig  # saved before its method was chosen
-        return build(cls, data, "")
+        # one that was saved before its method was chosen (`auto.py`) has fields of its own
+        own = {f.name for f in fields(cls)}
+        kinds = [k for k in cls.__subclasses__() if ({f.name for f in fields(k)} - own) & {*data}]
+        return build(kinds[0] if kinds else cls, data, "")
 
     @classmethod
     def from_yaml(cls, text: str) -> ExchangeConfig:
