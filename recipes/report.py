@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fsdp_demo import ring_all_reduce_bytes
+from fsdp_demo.planner.devices import PEAK
 
 
 def full_bytes(parameters: int, steps: int, islands: int) -> int:
@@ -23,30 +24,6 @@ def full_bytes(parameters: int, steps: int, islands: int) -> int:
     step.
     """
     return ring_all_reduce_bytes(islands, 2 * parameters) * steps
-
-
-# Dense bf16 with fp32 sums, 1e12 per second; the first name found in the GPU's name counts. Source:
-# NVIDIA's data sheets of each, and for Ada and Ampere GeForce the architecture white papers'
-# appendices.
-PEAK = {
-    "B200": 2250,
-    "GH200": 989,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-}
-PEAK |= {
-    "L40": 181,
-    "L4": 121,
-    "A10G": 70,
-    "A10": 125,
-    "RTX 6000 Ada": 364,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-}
 
 
 def peak_flops(device: torch.device, given: float | None = None) -> float | None:

@@ -35,7 +35,7 @@ def draw(
     wanted: list[ExchangeConfig | str] = [HSDP, *map(preset, presets())]
     wanted = wanted if exchanges is None else exchanges
     rates = [10 ** (6 + 6 * i / (POINTS - 1)) for i in range(POINTS)]  # 1 Mbit/s to 1 Tbit/s
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    figure, axes = pyplot.subplots(figsize=(12, 5.5))
     for i, one in enumerate(wanted):
         config = None if isinstance(one, str) else one
         label = HSDP if config is None else f"{config.preset} ({settings(config)})"
@@ -55,7 +55,7 @@ def draw(
     axes.set_ylabel("compute utilisation")
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     s = situation
     axes.set_title(
         f"{s.parameters / 1e6:,.0f} M parameters, {s.islands} islands, step {s.step_seconds:.3g} s,"

@@ -138,6 +138,7 @@ def show(rows: Sequence[dict[str, Any]], digest: str) -> str:
     ]
     met = sum(r["met"] for r in rows)
     says = f"{met} of {len(rows)} cells within {TOLERANCE:.0%}"
+    says += f" ({NEEDED} are wanted)" if len(rows) == 36 else ""
     return "\n".join([table([head, *body]), says, *([f"SHA-256 {digest}"] if digest else [])])
 
 
