@@ -12,15 +12,14 @@ The status is 1 where one was not named.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ class Fault:
         says: what is done, for the table.
         put: does it. rate, delay: of the link, in bit/s and in seconds one way.
         address: island 1's ISLAND_ADDRESS, where it is not that of its node.
-        words: of the command on each island. busy: processes that keep the core of island 1 busy.
+        words: further ones of the command, by island.
     """
 
     finding: str
@@ -82,8 +81,7 @@ class Fault:
     rate: float | None = 400e6
     delay: float = 0.005
     address: str = ""
-    words: tuple[str, ...] = field(default=())
-    busy: int = 0
+    words: tuple[tuple[str, ...], ...] = ((), ())
 
 
 def _black_hole(lab: FaultyLab) -> None:
@@ -163,10 +161,9 @@ FAULTS = {
     ),
     "unequal-islands": Fault(
         "unequal-islands",
-        "six other processes on the core of island 1",
-        about="s on island 1 (island1) and",
-        words=("--model", "tiny"),
-        busy=6,
+        "the islands are told step times of 0.30 and 0.45 s (--step-time)",
+        about="0.45 s on island 1 (island1) and",
+        words=(("--step-time", "0.30"), ("--step-time", "0.45")),
     ),
 }
 
@@ -178,36 +175,14 @@ def examine(fault: Fault, seconds: float) -> dict[str, Any]:
     try:
         lab.shape(fault.rate, fault.delay)
         fault.put(lab)
-        with _busy(fault.busy), tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:
             return _run(lab, fault, seconds, Path(folder))
     finally:
         lab.down()
 
 
-@contextlib.contextmanager
-def _busy(count: int) -> Iterator[None]:
-    words = [sys.executable, "-c", "while True: pass"]
-    running = [subprocess.Popen(words, preexec_fn=_on_last_core) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def _on_last_core() -> None:
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    _ahead()
-
-
 def _ahead() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, -10)  # of what else runs on this machine
-
-
-def _on_first_core() -> None:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    _ahead()
 
 
 def _run(lab: FaultyLab, fault: Fault, seconds: float, folder: Path) -> dict[str, Any]:
@@ -228,7 +203,7 @@ def _run(lab: FaultyLab, fault: Fault, seconds: float, folder: Path) -> dict[str
                 "ISLAND_TIMEOUT": "120",
                 "OMP_NUM_THREADS": "1",
             }
-            words = [*command, "doctor", "--seconds", str(seconds), "--no-disk", *fault.words]
+            words = [*command, "doctor", "--seconds", str(seconds), "--no-disk", *fault.words[i]]
             words += ["--json", str(folder / "doctor.json")]
             islands.append(
                 lab.popen(
@@ -239,7 +214,7 @@ def _run(lab: FaultyLab, fault: Fault, seconds: float, folder: Path) -> dict[str
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
-                    preexec_fn=(_on_first_core, _on_last_core)[i] if fault.busy else _ahead,
+                    preexec_fn=_ahead,
                 )
             )
         said = [island.communicate(timeout=LIMIT)[0] for island in islands]
