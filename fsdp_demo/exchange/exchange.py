@@ -30,7 +30,7 @@ from ..errors import PeerLost
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
 from ..status import leave
-from . import farewell, finish, replay, result, resume, returning, snapshot, startup, summary
+from . import energy, farewell, finish, replay, result, resume, returning, snapshot, startup, summary
 from .connections import Connections
 from .consensus import IslandConsensus
 from .first_step import FirstStep
@@ -404,6 +404,21 @@ class Exchange(Readings):
         if peers is None or not peers.elastic:
             return {}
         return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
+
+    def watch_energy(self, on: bool = True) -> None:
+        """From the next exchange on, measure what `kept_energy` tells. It costs a copy of what a
+        channel encodes, and one more decoding of what it sends; no result of training changes.
+        """
+        for c in self.channels:
+            c.watches_energy, c.energy = on, None
+
+    def kept_energy(self) -> dict[str, float]:
+        """The share of the squared norm of what each channel encoded in its last exchange that was
+        sent, by channel: 1 - |m - q|^2 / |m|^2, see `energy.kept`.
+
+        All ranks of the island call it together. Empty before `watch_energy()` and the exchange
+        after it."""
+        return energy.kept(self.channels, self._island)
 
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the
