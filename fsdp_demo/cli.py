@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .commands import report
 from .errors import PeerLost
 from .version import __version__
 
@@ -323,6 +324,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this repository")
     sub.set_defaults(run_command=export)
+    report.add(commands)
     return top
 
 

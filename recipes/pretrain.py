@@ -37,7 +37,6 @@ from data import Position, forever, load_data, load_tokenizer
 from report import Report, flops_per_token, peak_flops
 from start import Start
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 from wrong_use import parse, plainly
 
@@ -477,12 +476,11 @@ def main() -> None:
             and exchange.step < train.steps
         ):
             state.save(exchange, loop.extra, wait=not train.save_async)
+            report.saved()
 
     resume = " ".join(sys.argv if train.resume else [*sys.argv, "--resume"])
-    with (
-        logging_redirect_tqdm(),  # lines of the log above the progress bar, not behind it
-        guard(exchange, save=lambda: state.emergency(exchange, loop.extra), resume=resume),  # (*)
-    ):
+    save = lambda: state.emergency(exchange, loop.extra)  # noqa: E731
+    with guard(exchange, save=save, resume=resume):  # (*)
         if not exchange.step:
             evaluate(acc, model, held_out, exchange, report)
         start.mark("evaluation")
@@ -509,8 +507,10 @@ def main() -> None:
         evaluate(acc, model, held_out, exchange, report)
         if train.save_every:
             state.save(exchange, loop.extra)
+            report.saved()
         report.finish(exchange.digests_equal())
         exchange.finish()  # (*) all are done
+        report.draw()
     state.finish()
     acc.end_training()
 

@@ -25,7 +25,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo.checkpoint",),
     ("fsdp_demo.attaching",),
     ("fsdp_demo",),
+    ("fsdp_demo.report",),
     ("fsdp_demo.integrations", "fsdp_demo.launch", "deepspeed_ext"),
+    ("fsdp_demo.commands",),
     ("fsdp_demo.cli",),
 )
 """Packages and single modules, lowest first. One imports from its own package and from rows below,

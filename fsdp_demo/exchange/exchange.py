@@ -30,7 +30,18 @@ from ..errors import PeerLost
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
 from ..status import leave
-from . import energy, farewell, finish, replay, result, resume, returning, snapshot, startup, summary
+from . import (
+    energy,
+    farewell,
+    finish,
+    replay,
+    result,
+    resume,
+    returning,
+    snapshot,
+    startup,
+    summary,
+)
 from .connections import Connections
 from .consensus import IslandConsensus
 from .first_step import FirstStep

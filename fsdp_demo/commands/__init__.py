@@ -1,0 +1,1 @@
+"""The commands of `fsdp-demo`, one module each."""
