@@ -34,10 +34,10 @@ class Activity:
     @property
     def text(self) -> str:
         """In words."""
-        who = ", ".join(map(str, self.islands)) or "the others"
+        who = ", ".join(map(str, self.islands))
         if self.kind == "sending":
-            return f"sending to {who}"
-        return f"waiting for {who}" if self.kind == "waiting" else self.kind
+            return f"sending to {who}" if who else "sending"
+        return f"waiting for {who or 'the others'}" if self.kind == "waiting" else self.kind
 
 
 def activity(queue: InFlightQueue) -> Activity:

@@ -61,6 +61,12 @@ def still(island: IslandFiles) -> Points:
     return found
 
 
+def still_everywhere(run: Run) -> Points:
+    """`still`, as the mean over the islands that are here, at the lines that all of them have."""
+    each = [still(island) for island in run.islands]
+    return [(fmean(x for x, _ in at), fmean(y for _, y in at)) for at in zip(*each, strict=False)]
+
+
 @dataclass(frozen=True)
 class Figures:
     """Key figures of a run, up to its last line. None where nobody knows."""
@@ -83,17 +89,27 @@ class Figures:
     ended: bool
 
     @property
+    def shape(self) -> str:
+        """Islands and ranks, in words."""
+        return f"{counted(self.islands, 'island')} x {counted(self.procs, 'rank')}"
+
+    @property
     def ratio(self) -> float | None:
         """Bytes of a bf16 all-reduce at every step over those sent."""
         return self.full / self.sent if self.full and self.sent else None
 
 
 def figures(run: Run) -> Figures:
-    """Means over the islands that are here; loss of the last evaluation, else of training."""
+    """Means over the islands that are here; loss of the last evaluation, else of training. Bytes
+    of an island that has ended are those of its summary, with what `finish()` has sent.
+    """
     head, last = run.head, [island.lines[-1] for island in run.islands if island.lines]
     summaries = [island.summary for island in run.islands]
     whole = [summary for summary in summaries if summary is not None]
     held = [e["loss"] for e in run.islands[0].events if e.get("kind") == "evaluation"]
+    done = [s for s in whole if "bytes_sent_per_island" in s]
+    sent = _mean(done, "bytes_sent_per_island") if len(done) == len(summaries) else None
+    full = _mean(done, "bytes_full_per_island") if len(done) == len(summaries) else None
     waited, took = _mean(last, "seconds_waiting"), _mean(last, "seconds")
     equal = [summary.get("digests_equal") for summary in whole]
     return Figures(
@@ -107,8 +123,8 @@ def figures(run: Run) -> Figures:
         took,
         held[-1] if held else _mean(last, "loss"),
         bool(held),
-        _mean(last, "bytes_sent"),
-        _mean(last, "bytes_full"),
+        _mean(last, "bytes_sent") if sent is None else sent,
+        _mean(last, "bytes_full") if full is None else full,
         _mean(last, "tokens_per_second"),
         waited / took if waited is not None and took else None,
         None if not equal or None in equal else all(equal),
@@ -147,7 +163,7 @@ def _row(f: Figures) -> list[str]:
     return [
         f.name,
         f.preset,
-        f"{counted(f.islands, 'island')} x {counted(f.procs, 'rank')}",
+        f.shape,
         steps + ("" if f.ended else ", no end"),
         _or(f.tokens, short),
         _or(f.loss, lambda v: f"{v:.3f}" + ("" if f.held_out else " (training)")),

@@ -58,15 +58,14 @@ class Run:
             found.append(f"{len(self.islands)} of {counted(expected, 'island')} here: {here}.")
         steps = self.head.get("steps")
         for island in self.islands:
-            if island.summary is None:
-                last = island.lines[-1]["step"] if island.lines else 0
-                of = f" of {steps}" if steps else ""
+            if not island.lines:
+                found.append(f"{island.name} has no line of metrics yet.")
+            elif island.summary is None:
+                last, of = island.lines[-1]["step"], f" of {steps}" if steps else ""
                 found.append(f"{island.name} has no end: its last line is of step {last}{of}.")
             if island.half:
                 half = counted(island.half, "line")
                 found.append(f"{island.name}: {half} left out, cut off in the middle.")
-            if not island.lines:
-                found.append(f"{island.name} has no line of metrics yet.")
         return found
 
 

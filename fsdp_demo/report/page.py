@@ -8,7 +8,7 @@ from typing import Any
 
 from . import timeline
 from .chart import Line, chart, empty
-from .figures import byte_rows, comparison, curve, figures, still
+from .figures import byte_rows, comparison, curve, figures, still, still_everywhere
 from .load import Run
 
 STYLE = """
@@ -20,7 +20,7 @@ STYLE = """
   --c4: #f28b82; --c5: #c9cc52; --c6: #a3a3ff; --c7: #cc9f80; --still: #e4e9ee; --bad: #f28b82;
   --good: #6cc287; --odd: #f0a04b } }
 * { box-sizing: border-box }
-body { margin: 0 auto; max-width: 1180px; padding: 20px 16px 60px; background: var(--back);
+body { margin: 0 auto; max-width: 1240px; padding: 20px 16px 60px; background: var(--back);
   color: var(--text); font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif }
 h1 { font-size: 24px; line-height: 1.25; margin: 8px 0 4px }
 h2 { font-size: 18px; margin: 34px 0 6px }
@@ -34,7 +34,7 @@ figcaption { font-size: 13px }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr));
   gap: 14px } figure { margin: 0 }
 .scroll { overflow-x: auto } svg { display: block; width: 100%; height: auto }
-svg.chart { max-width: 640px } svg.wide { min-width: 760px }
+svg.chart { max-width: 640px } svg.key { width: 12px; height: 18px } svg.wide { min-width: 760px }
 svg text { fill: var(--soft); font-size: 12px } svg text.label { fill: var(--text) }
 .grid { stroke: var(--grid); stroke-width: 1 } .axis { stroke: var(--soft); stroke-width: 1 }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round }
@@ -46,7 +46,8 @@ svg text { fill: var(--soft); font-size: 12px } svg text.label { fill: var(--tex
 .at.joined { stroke: var(--good) } .at.skipped-round { stroke: var(--odd) }
 table { border-collapse: collapse; font-size: 14px; white-space: nowrap }
 th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--grid) }
-th { color: var(--soft); font-weight: 600 } th:first-child, td:first-child { text-align: left }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom } th:first-child, td:first-child { text-align: left }
+td:first-child { white-space: normal; min-width: 110px; overflow-wrap: anywhere }
 ul.notes { margin: 8px 0; padding: 8px 12px 8px 30px; background: var(--box); border-radius: 6px }
 details { margin: 6px 0; background: var(--box); border-radius: 6px; padding: 6px 12px }
 summary { cursor: pointer } pre { overflow-x: auto; font-size: 13px; line-height: 1.4 }
@@ -77,9 +78,9 @@ def page(runs: Sequence[Run]) -> str:
         "training, evaluation and saving.</p>",
         _utilisation(runs),
         "<h2>Exchanges and events</h2>",
-        "<p>Each row is a channel of an island. Bars are messages under way, the dark part is the "
-        "time for which training stood still for them. Where exchanges are many, the height of a "
-        "bar is the share of time instead.</p>",
+        "<p>Each row is a channel of an island. Pale bars are messages under way, the strong bars at "
+        "their foot the time for which training stood still for them. Where exchanges are many, "
+        "the height of a bar is a share of the time instead.</p>",
         *(_exchanges(run, len(runs) > 1) for run in runs),
         *_bytes(runs),
         "<h2>Configuration</h2>",
@@ -98,7 +99,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
         return f'<p class="soft">{escape(", ".join(run.name for run in runs))}</p>'
     head = runs[0].head
     found = figures(runs[0])
-    text = f"preset {found.preset}, {found.islands} x {found.procs} ranks"
+    text = f"preset {found.preset}, {found.shape}"
     if found.ratio:
         text += f", {found.ratio:.3g} x fewer bytes than a bf16 all-reduce at every step"
     if model := head.get("facts", {}).get("model"):
@@ -150,20 +151,16 @@ def _losses(runs: Sequence[Run]) -> str:
 
 
 def _utilisation(runs: Sequence[Run]) -> str:
-    lines, number = [], 0
-    names = []
-    for i, run in enumerate(runs):
-        for island in run.islands:
-            points = still(island)
-            colour = number if len(runs) == 1 else i
-            lines.append(Line(f"{run.name}, {island.name}", points, colour))
-            names.append((island.name, number))
-            number += 1
-    legend = _legend(names) if len(runs) == 1 and len(names) > 1 else ""
+    if len(runs) == 1:
+        islands = runs[0].islands
+        lines = [Line(island.name, still(island), n) for n, island in enumerate(islands)]
+    else:
+        lines = [Line(run.name, still_everywhere(run), n) for n, run in enumerate(runs)]
     if not any(line.points for line in lines):
         return empty("no line of metrics was written yet")
-    drawn = chart(lines, "seconds", "share", zero=True)
-    return f'{legend}<div class="charts"><figure>{drawn}</figure></div>'
+    legend = _legend([(line.name, line.colour) for line in lines if line.points])
+    drawn = chart(lines, "seconds", "share", zero=True, width=1000, height=240)
+    return f'{legend}<div class="scroll">{drawn}</div>'
 
 
 def _exchanges(run: Run, named: bool) -> str:
@@ -171,22 +168,32 @@ def _exchanges(run: Run, named: bool) -> str:
     drawn = timeline.timeline(run)
     if drawn is None:
         return head + empty("no exchange has ended and nothing happened")
-    lanes = timeline.rows(run)
-    channels = {}
-    for name, colour, _ in lanes:
+    channels: dict[str, int] = {}
+    for name, colour, _ in timeline.rows(run):
         channels.setdefault(name.partition(", ")[2], colour)
-    return f'{head}{_legend([*channels.items()])}<div class="scroll">{drawn}</div>{_events(run)}'
+    kinds = {str(event["kind"]) for event in timeline.marks(run)}
+    marks = "".join(
+        f'<li><svg class="key" viewBox="0 0 16 24">{timeline.mark(kind, 8.0, 0.0)}</svg>'
+        f"{escape(text)}</li>"
+        for kind, text in timeline.MARKS.items()
+        if kind in kinds
+    )
+    legend = _legend([*channels.items()]).replace("</ul>", f"{marks}</ul>")
+    return f'{head}{legend}<div class="scroll">{drawn}</div>{_events(run)}'
 
 
 def _events(run: Run) -> str:
     found = [event for event in timeline.marks(run) if event["kind"] != "checkpoint"]
     if not found:
         return ""
+    seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for event in found:
+        seen.setdefault((timeline.said(event), event["step"]), []).append(event)
     rows = [["event", "step", "second", "seen by"]]
-    for event in found[:MOST_EVENTS]:
-        seconds = f"{event['seconds']:.1f}"
-        rows.append([timeline.said(event), str(event["step"]), seconds, str(event["of"])])
-    more = len(found) - MOST_EVENTS
+    for (text, step), events in [*seen.items()][:MOST_EVENTS]:
+        seconds = f"{min(event['seconds'] for event in events):.1f}"
+        rows.append([text, str(step), seconds, ", ".join(str(event["of"]) for event in events)])
+    more = len(seen) - MOST_EVENTS
     return _table(rows) + (f'<p class="soft">and {more} more</p>' if more > 0 else "")
 
 

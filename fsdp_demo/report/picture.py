@@ -8,7 +8,7 @@ from typing import Any
 
 from . import timeline
 from .axis import Axis, axis
-from .figures import curve, figures, still
+from .figures import curve, figures, still, still_everywhere
 from .load import Run
 
 COLOURS = (
@@ -60,7 +60,7 @@ def _title(runs: Sequence[Run]) -> str:
         return f"{len(runs)} runs"
     found = figures(runs[0])
     saved = f", {found.ratio:.3g} x fewer bytes than a bf16 all-reduce" if found.ratio else ""
-    return f"{found.preset}: {found.islands} x {found.procs} ranks{saved}"
+    return f"{found.preset}: {found.shape}{saved}"
 
 
 def _plain(panel: Any, across: Axis) -> None:
@@ -71,41 +71,44 @@ def _plain(panel: Any, across: Axis) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
+def _name(text: str) -> str:
+    return text if len(text) <= 24 else f"{text[:23]}…"
+
+
 def _losses(panel: Any, runs: Sequence[Run], against: str) -> None:
     values: list[float] = []
     for number, run in enumerate(runs):
         found, colour = curve(run, against), COLOURS[number % 8]
-        held = bool(found.validation)
+        held, name = bool(found.validation), _name(run.name)
         for points, style in (
             (found.training, {"lw": 1.0 if held else 1.6, "alpha": 0.5 if held else 1.0}),
             (found.validation, {"lw": 1.6, "marker": "o", "ms": 4}),
         ):
             if points:
                 kind = "validation" if "marker" in style else "training"
-                name = f"{run.name}, {kind}" if len(runs) > 1 else kind
-                panel.plot(*zip(*points, strict=True), color=colour, label=name, **style)
+                label = kind if len(runs) == 1 else name if kind == "validation" or not held else ""
+                style["label"] = label or "_"
+                panel.plot(*zip(*points, strict=True), color=colour, **style)
                 values += [x for x, _ in points]
     _plain(panel, axis(against, values))
     panel.set_ylabel("loss (nats per token)" if against == "tokens" else "")
     if values and against == "tokens":
-        panel.legend(frameon=False, fontsize=8)
+        panel.figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
 
 
 def _still(panel: Any, runs: Sequence[Run]) -> None:
-    values, number = [0.0], 0
-    for i, run in enumerate(runs):
-        for island in run.islands:
-            points = [(x, 100 * y) for x, y in still(island)]
-            if points:
-                colour = COLOURS[(number if len(runs) == 1 else i) % 8]
-                name = island.name if len(runs) == 1 else f"{run.name}, {island.name}"
-                panel.plot(*zip(*points, strict=True), color=colour, lw=1.4, label=name)
-                values += [x for x, _ in points]
-            number += 1
+    lines = [(_name(run.name), still_everywhere(run)) for run in runs]
+    if len(runs) == 1:
+        lines = [(island.name, still(island)) for island in runs[0].islands]
+    values = [0.0]
+    for number, (name, points) in enumerate(lines):
+        values += [x for x, _ in points]
+        share = [100 * y for _, y in points]
+        panel.plot([x for x, _ in points], share, color=COLOURS[number % 8], lw=1.4, label=name)
     _plain(panel, axis("seconds", values, count=9))
     panel.set_ylim(bottom=0)
     panel.set_ylabel("training stood still (%)")
-    if len(values) > 1:
+    if len(runs) == 1:
         panel.legend(frameon=False, fontsize=8, ncols=4)
 
 
@@ -115,13 +118,13 @@ def _exchanges(panel: Any, runs: Sequence[Run], lanes: Sequence[Any]) -> None:
         wire = [(bar.start, bar.end - bar.start) for bar in bars]
         waits = [(bar.end - bar.waiting, bar.waiting) for bar in bars if bar.waiting > 0]
         panel.broken_barh(wire, (row - 0.4, 0.8), color=COLOURS[number % 8], alpha=0.55, lw=0)
-        panel.broken_barh(waits, (row - 0.4, 0.35), color="#1c2733", alpha=0.75, lw=0)
+        panel.broken_barh(waits, (row + 0.05, 0.35), color="#1c2733", alpha=0.75, lw=0)
     for run in runs:
         for event in timeline.marks(run):
             shape, colour = MARKS.get(event["kind"], ("s", "#5a6775"))
             panel.plot(event["seconds"], len(lanes), shape, color=colour, ms=5)
             ends.append(event["seconds"])
     _plain(panel, axis("seconds", ends, count=9))
-    names = [name if len(runs) == 1 else f"{run.name}: {name}" for run, name, *_ in lanes]
-    panel.set_yticks(range(len(lanes) + 1), [*names, "events"])
+    names = [name if len(runs) == 1 else f"{_name(run.name)}: {name}" for run, name, *_ in lanes]
+    panel.set_yticks(range(len(lanes) + 1), [*names, "events"], fontsize=8)
     panel.set_ylim(len(lanes) + 0.6, -0.6)

@@ -170,14 +170,20 @@ def _events(events: Sequence[dict[str, Any]], across: Axis, top: float) -> str:
         if event["kind"] in ("lost", "joined", "skipped round"):
             line = f'x1="{at:.1f}" x2="{at:.1f}" y1="8" y2="{top}"'
             parts.append(f'<line class="at {kind}" {line}/>')
-        shape = {
-            "lost": f"M{at - 6:.1f},{top + 7} h12 l-6,11 z",
-            "joined": f"M{at - 6:.1f},{top + 18} h12 l-6,-11 z",
-            "skipped round": f"M{at:.1f},{top + 6} l6,6 l-6,6 l-6,-6 z",
-        }.get(event["kind"], f"M{at - 3:.1f},{top + 9} h6 v6 h-6 z")
         text = f"{said(event)}, step {event['step']}, {event['of']}"
-        parts.append(f'<path class="mark {kind}" d="{shape}"><title>{escape(text)}</title></path>')
+        parts.append(mark(str(event["kind"]), at, top, text))
     return "".join(parts)
+
+
+def mark(kind: str, at: float, top: float, text: str = "") -> str:
+    """The mark of an event in a row that begins at `top`; `text` is shown over it."""
+    shape = {
+        "lost": f"M{at - 6:.1f},{top + 7} h12 l-6,11 z",
+        "joined": f"M{at - 6:.1f},{top + 18} h12 l-6,-11 z",
+        "skipped round": f"M{at:.1f},{top + 6} l6,6 l-6,6 l-6,-6 z",
+    }.get(kind, f"M{at - 3:.1f},{top + 9} h6 v6 h-6 z")
+    title = f"<title>{escape(text)}</title>" if text else ""
+    return f'<path class="mark {kind.replace(" ", "-")}" d="{shape}">{title}</path>'
 
 
 def said(event: dict[str, Any]) -> str:
