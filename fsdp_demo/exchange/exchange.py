@@ -432,16 +432,16 @@ class Exchange(Readings):
         return energy.kept(self.channels, self._island)
 
     def totals(self) -> dict[str, float]:
-        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the
-        mean loss over all ranks of all islands at the last exchange, contributions of any island
-        that were not finite or far from the others' (where there were any), and where islands
-        come and go how many there are.
+        """Numbers of the whole island for a log: bytes and tokens summed over its ranks, the
+        longest wait, the mean loss over all ranks of all islands at the last exchange,
+        contributions of any island that were not finite or far from the others' (where there were
+        any), and where islands come and go how many there are.
 
         All ranks of the island call it together."""
         meter, seen = self._meter, self._queue.watch
         known = not math.isnan(seen.loss)
-        sent, received, losses, ranks = self._island.sum(
-            meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known
+        sent, received, tokens, losses, ranks = self._island.sum(
+            meter.bytes_sent, meter.bytes_received, self.tokens, seen.loss if known else 0.0, known
         )
         waited, count, left_out, far = self._island.max(
             meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far
@@ -451,7 +451,7 @@ class Exchange(Readings):
             "bytes_received": int(received),
             "exchanges": int(count),
         }
-        out["seconds_waiting"] = waited
+        out |= {"seconds_waiting": waited, "tokens": int(tokens)}
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}
         out |= {name: int(n) for name, n in (("not_finite", left_out), ("far", far)) if n}

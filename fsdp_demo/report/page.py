@@ -46,7 +46,8 @@ svg text { fill: var(--soft); font-size: 12px } svg text.label { fill: var(--tex
 .at.joined { stroke: var(--good) } .at.skipped-round { stroke: var(--odd) }
 table { border-collapse: collapse; font-size: 14px; white-space: nowrap }
 th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--grid) }
-th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom } th:first-child, td:first-child { text-align: left }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom }
+th:first-child, td:first-child { text-align: left }
 td:first-child { white-space: normal; min-width: 110px; overflow-wrap: anywhere }
 ul.notes { margin: 8px 0; padding: 8px 12px 8px 30px; background: var(--box); border-radius: 6px }
 details { margin: 6px 0; background: var(--box); border-radius: 6px; padding: 6px 12px }
@@ -78,8 +79,8 @@ def page(runs: Sequence[Run]) -> str:
         "training, evaluation and saving.</p>",
         _utilisation(runs),
         "<h2>Exchanges and events</h2>",
-        "<p>Each row is a channel of an island. Pale bars are messages under way, the strong bars at "
-        "their foot the time for which training stood still for them. Where exchanges are many, "
+        "<p>Each row is a channel of an island. Pale bars are messages under way, the strong bars "
+        "at their foot the time for which training stood still for them. Where exchanges are many, "
         "the height of a bar is a share of the time instead.</p>",
         *(_exchanges(run, len(runs) > 1) for run in runs),
         *_bytes(runs),

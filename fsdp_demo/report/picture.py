@@ -80,15 +80,16 @@ def _losses(panel: Any, runs: Sequence[Run], against: str) -> None:
     for number, run in enumerate(runs):
         found, colour = curve(run, against), COLOURS[number % 8]
         held, name = bool(found.validation), _name(run.name)
-        for points, style in (
-            (found.training, {"lw": 1.0 if held else 1.6, "alpha": 0.5 if held else 1.0}),
-            (found.validation, {"lw": 1.6, "marker": "o", "ms": 4}),
+        thin: dict[str, Any] = {"lw": 1.0 if held else 1.6, "alpha": 0.5 if held else 1.0}
+        dots: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4}
+        for kind, points, style in (
+            ("training", found.training, thin),
+            ("validation", found.validation, dots),
         ):
             if points:
-                kind = "validation" if "marker" in style else "training"
-                label = kind if len(runs) == 1 else name if kind == "validation" or not held else ""
-                style["label"] = label or "_"
-                panel.plot(*zip(*points, strict=True), color=colour, **style)
+                # a run is named once, by its strong line
+                label = kind if len(runs) == 1 else name if style is dots or not held else "_"
+                panel.plot(*zip(*points, strict=True), color=colour, label=label, **style)
                 values += [x for x, _ in points]
     _plain(panel, axis(against, values))
     panel.set_ylabel("loss (nats per token)" if against == "tokens" else "")

@@ -19,6 +19,8 @@ REFRESH = 0.5
 """Seconds after which the line on a terminal is written again."""
 LONG_WAIT = 30.0
 """Seconds of standing still after which a line says so, where the output is no terminal."""
+HOLD = 0.1
+"""Seconds for which the line stays away once a record of the log has taken it off."""
 WINDOW = 50  # steps from which the end is predicted
 
 
@@ -95,7 +97,7 @@ class ProgressLine:
         self.known = Progress(exchange.step, steps)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._lock, self._shown, self._next, self._said = threading.RLock(), False, 0.0, False
-        self._over = threading.Event()
+        self._over, self._held = threading.Event(), 0.0
         self._filter = _Above(self)
         self._handlers = [
             h
@@ -144,6 +146,7 @@ class ProgressLine:
     def clear(self) -> None:
         """Take the line off the terminal."""
         with self._lock:
+            self._held = time.monotonic() + HOLD
             if self._shown:
                 self._stream.write("\r\x1b[K")
                 self._stream.flush()
@@ -161,7 +164,8 @@ class ProgressLine:
         while not self._over.wait(REFRESH):
             activity = self._exchange.activity
             if self._terminal:
-                self._show()
+                if time.monotonic() >= self._held:
+                    self._show()
             elif activity.seconds < LONG_WAIT:
                 self._said = False
             elif not self._said:  # once for each wait

@@ -25,6 +25,9 @@ class RunRecord:
 
     A record that begins at a later step than 0 goes on with the files that are there, up to that
     step.
+
+    Attributes:
+        last: the last line of metrics.jsonl that an earlier start has left; empty without one.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class RunRecord:
             ),
             files.EVENTS_FILE: files.keep_until(self._folder / files.EVENTS_FILE, last),
         }
+        self.last = (kept[files.STEPS_FILE] or [{}])[-1]
         times = [line.get("seconds", 0.0) for lines in kept.values() for line in lines]
         self._began = time.perf_counter() - max(times, default=0.0)
         self._files = {
