@@ -131,6 +131,8 @@ def test_an_exchange_says_for_whom_it_waits(run_ranks) -> None:
             weight.grad = torch.ones(64, 64)
             optimizer.step()
             if t == 1:
+                if i == 0:
+                    until(lambda: exchange.activity.islands != ())
                 seen.append(exchange.activity.text)
                 threads[0].start()
         threads[0].join()
