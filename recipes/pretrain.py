@@ -143,7 +143,15 @@ class TrainArguments(LoopArguments):
     )
     output: str = field(
         default="outputs/pretrain",
-        metadata={"help": "folder of summary.json, report.png and one folder per island"},
+        metadata={"help": "folder of summary.json, report.html and one folder per island"},
+    )
+    report_to: str | None = field(
+        default=None,
+        metadata={"help": "a tracker of Accelerate, as in tensorboard: one run per island"},
+    )
+    kept_energy: bool = field(
+        default=False,
+        metadata={"help": "measure which share of what a channel has to send it sends"},
     )
     save_every: int = field(
         default=0,
@@ -355,6 +363,7 @@ def main() -> None:
         shard=cross.shard,
         mixed_precision="bf16" if cross.bf16 else None,
         gradient_accumulation_steps=data.accumulation,
+        log_with=train.report_to,
         **({"parallelism_config": mesh_config()} if cross.mesh else {}),
     )
     logging.getLogger("fsdp_demo").setLevel(
@@ -450,6 +459,11 @@ def main() -> None:
         parameters=parameters,
         facts=facts,
     )
+    exchange.watch_energy(train.kept_energy)
+    if train.report_to:
+        acc.project_configuration.set_directories(str(output / topology.name))
+        acc.init_trackers("fsdp_demo", config={k: v for k, v in facts.items() if v is not None})
+        report.tracks = True
     report.count_flops(flops, peak_flops(acc.device, train.peak_tflops))
     loop = Loop(
         state,

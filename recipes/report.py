@@ -17,6 +17,7 @@ import torch
 
 from fsdp_demo import ring_all_reduce_bytes
 from fsdp_demo.report.make import leave
+from fsdp_demo.report.metrics import tracked
 from fsdp_demo.report.progress import ProgressLine
 from fsdp_demo.report.record import RunRecord, ledger_rows
 from fsdp_demo.report.words import size, table
@@ -142,6 +143,7 @@ class Report:
         self.validation: list[list[float]] = []
         self.began, self.evaluating = time.monotonic(), 0.0
         self.progress: ProgressLine | None = None
+        self.tracks = False  # the accelerator has trackers
         # what others count, for each line and the summary
         self.counters: Callable[[], dict[str, Any]] = dict
         # of earlier starts: bytes of an all-reduce, up to the step where this one begins
@@ -223,7 +225,10 @@ class Report:
             self.record.tick()
         if self.step % self.log_every and self.step != self.steps:
             return
-        values = self._island()
+        values, energy = self._island(), self.exchange.kept_energy()
+        if self.tracks:
+            own = {"loss": values["loss"], "lr": lr}
+            self.accelerator.log(own | tracked(self.exchange), step=self.step)
         self.losses.clear()
         if not self.main:
             return
@@ -235,6 +240,7 @@ class Report:
             "mfu": self._mfu(speed),
             "bytes_full": self._bytes_full(),
             **values,
+            **({"kept_energy": energy} if energy else {}),
             **self.counters(),
         }
         self.record.line(line)

@@ -18,9 +18,10 @@ def kept(channels: Iterable[ChannelRunner], island: IslandGroup) -> dict[str, fl
     code can make it negative. 1 where m is zero.
 
     All ranks of the island call it together. Channels that have not sent since the request are left
-    out.
+    out. No communication where nobody has asked.
     """
-    found = {}
+    found: dict[str, float] = {}
+    channels = [c for c in channels if c.watches_energy]  # on all ranks or on none
     for c in channels:
         mine = (0.0, 0.0) if c.energy is None else tuple(c.energy.tolist())
         whole, left, known = island.sum(*mine, float(c.energy is not None))

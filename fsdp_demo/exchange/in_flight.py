@@ -201,7 +201,7 @@ class InFlightQueue:
                     head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares
                 )
             flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
-            self.ledger.message(message, peers.size, peers.rank, flight.moved)
+            self.ledger.message(flight.members, peers.size, peers.rank, flight.moved)
             self.watch.compare(
                 peers, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent)
             )

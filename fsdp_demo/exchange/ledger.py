@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..comm.header import HEADER
@@ -28,6 +29,9 @@ class Moved:
 
     def __sub__(self, other: Moved) -> Moved:
         return Moved(self.sent - other.sent, self.received - other.received)
+
+    def __mul__(self, count: int) -> Moved:
+        return Moved(self.sent * count, self.received * count)
 
 
 @dataclass(frozen=True)
@@ -58,37 +62,41 @@ class LedgerPage:
 
 @dataclass
 class Ledger:
-    """Bytes of one rank, by channel; counted in the thread that sends.
+    """Bytes of one rank, by channel. A step only counts messages (in the thread that sends); whose
+    bytes they had is calculated when somebody asks.
 
     Attributes:
-        channels, headers: see `LedgerPage`.
+        messages: how many there were, by the channels in them, the islands that shared them, this
+            one's place among these, and the bytes that were moved.
     """
 
-    channels: dict[str, Moved] = field(default_factory=dict)
-    headers: Moved = field(default_factory=Moved)
+    messages: Counter[tuple[tuple[str, ...], int, int, Moved]] = field(default_factory=Counter)
 
-    def message(self, layout: MessageLayout, size: int, rank: int, moved: Moved) -> None:
-        """A message has been exchanged.
+    def message(self, channels: Sequence[str], size: int, rank: int, moved: Moved) -> None:
+        """A message has been exchanged, for which the meter has counted `moved`."""
+        self.messages[tuple(channels), size, rank, moved] += 1
+
+    def page(self, meter: Meter, layout: Callable[[Collection[str]], MessageLayout]) -> LedgerPage:
+        """All rows; what no channel and no header accounts for is `other`.
+
+        A message of which less was moved than it holds (an island that follows another sends
+        nothing) is in no channel.
 
         Args:
-            size, rank: islands that shared it, and this one's place among them.
-            moved: what the meter has counted for it. A message of which less was moved than it
-                holds (an island that follows another sends nothing) is in no channel.
+            layout: of a message of the channels with these names.
         """
-        parts = content(layout, size, rank)
-        heads = head_bytes(layout, size)
-        left = moved - sum(parts.values(), heads)
-        if left.sent < 0 or left.received < 0:
-            return
-        self.headers += heads
-        for name, part in parts.items():
-            self.channels[name] = self.channels.get(name, Moved()) + part
-
-    def page(self, meter: Meter) -> LedgerPage:
-        """All rows; what no channel and no header accounts for is `other`."""
+        found: dict[str, Moved] = {}
+        headers = Moved()
+        for (names, size, rank, moved), count in list(self.messages.items()):
+            parts, heads = content(layout(names), size, rank), head_bytes(layout(names), size)
+            left = moved - sum(parts.values(), heads)
+            if left.sent < 0 or left.received < 0:
+                continue
+            headers += heads * count
+            for name, part in parts.items():
+                found[name] = found.get(name, Moved()) + part * count
         whole = Moved(meter.bytes_sent, meter.bytes_received)
-        known = sum(self.channels.values(), self.headers)
-        return LedgerPage(dict(self.channels), self.headers, whole - known)
+        return LedgerPage(found, headers, whole - sum(found.values(), headers))
 
 
 def content(layout: MessageLayout, size: int, rank: int) -> dict[str, Moved]:

@@ -56,6 +56,9 @@ class Exchange:
     def timeline(self) -> Sequence[Any]:
         return []
 
+    def kept_energy(self) -> dict[str, float]:
+        return {}
+
     def ledger(self) -> LedgerPage:
         return LedgerPage({}, Moved(), Moved())
 

@@ -120,3 +120,10 @@ def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch) -> None:
     folders = [made.run(monkeypatch, tmp_path / part / "demo") for part in ("a", "b")]
     assert [run.name for run in load_all(folders)] == ["a/demo", "b/demo"]
     assert [run.name for run in load_all(folders[:1] * 2)] == ["a/demo", "a/demo (2)"]
+
+
+def test_the_page_documents_the_format() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    for of in (files.HEAD, files.STEP, files.EXCHANGE, files.EVENT):
+        assert "\n".join(f"| `{name}` | {text} |" for name, text in of.items()) in page
+    assert f"`format` in `run.json` is {files.FORMAT}." in page
