@@ -248,7 +248,7 @@ class Report:
             everywhere = values["global_loss"] is not None
             self.progress.update(
                 loss=values["global_loss"] if everywhere else values["loss"],
-                everywhere=everywhere,
+                everywhere=everywhere or self.islands == 1,
                 tokens_per_second=speed,
                 sent=values["bytes_sent"],
                 full=line["bytes_full"],
