@@ -1,12 +1,12 @@
 """A trace of an exchange that overlaps training, and a picture of it.
 
-    fsdp-demo rehearse --islands 2 --procs 1 --link 20Mbit --rtt 100ms -- recipes/benchmarks/trace.py --out outputs/trace
+    fsdp-demo rehearse --islands 2 --procs 1 --link 20Mbit --rtt 100ms -- recipes/benchmarks/trace_exchange.py --out outputs/trace
 
 Each island trains a small Llama with delayed exchanges (`--exchange demo --delay 1`), and records
 the last `--steps` steps with torch.profiler, in all its threads: OUT/island0.json, OUT/island1.json
 (open them at ui.perfetto.dev). Island 0 then draws the ranges of the exchange, OUT/trace.svg:
 
-    python recipes/benchmarks/trace.py --draw OUT/island0.json OUT/island1.json --out OUT
+    python recipes/benchmarks/trace_exchange.py --draw OUT/island0.json OUT/island1.json --out OUT
 
 draws again. Needs torch 2.13 to see the thread that sends.
 """  # noqa: E501
