@@ -29,15 +29,15 @@ class Curve:
 
 def curve(run: Run, against: str) -> Curve:
     """Losses against "tokens", "seconds" or "bytes_sent". Of several islands that have a line of
-    one step, loss and measure are means; seconds are the longest.
+    one step, the loss is the mean, and the measure the largest: an island that came back may have
+    begun to count anew.
     """
     at: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for island in run.islands:
         for line in island.lines:
             at[line["step"]].append(line)
-    join = max if against == "seconds" else fmean
     training = [
-        (join([float(line[against]) for line in lines]), fmean(line["loss"] for line in lines))
+        (max(float(line[against]) for line in lines), fmean(line["loss"] for line in lines))
         for _, lines in sorted(at.items())
         if all(line.get(against) is not None and line.get("loss") is not None for line in lines)
     ]
@@ -100,16 +100,20 @@ class Figures:
 
 
 def figures(run: Run) -> Figures:
-    """Means over the islands that are here; loss of the last evaluation, else of training. Bytes
-    of an island that has ended are those of its summary, with what `finish()` has sent.
+    """Means over the islands that are here; loss of the last evaluation, else of training. Tokens
+    and bytes are those of the island that has counted most, since one that came back may have begun
+    anew. Bytes of islands that have ended are those of their summaries, with what `finish()` has
+    sent.
     """
     head, last = run.head, [island.lines[-1] for island in run.islands if island.lines]
     summaries = [island.summary for island in run.islands]
     whole = [summary for summary in summaries if summary is not None]
     held = [e["loss"] for e in run.islands[0].events if e.get("kind") == "evaluation"]
     done = [s for s in whole if "bytes_sent_per_island" in s]
-    sent = _mean(done, "bytes_sent_per_island") if len(done) == len(summaries) else None
-    full = _mean(done, "bytes_full_per_island") if len(done) == len(summaries) else None
+    counted_all = len(done) == len(summaries)
+    most = max(done, key=lambda s: s["bytes_sent_per_island"]) if counted_all else {}
+    sent, full = most.get("bytes_sent_per_island"), most.get("bytes_full_per_island")
+    line = max(last, key=lambda one: one.get("bytes_sent") or 0, default={})
     waited, took = _mean(last, "seconds_waiting"), _mean(last, "seconds")
     equal = [summary.get("digests_equal") for summary in whole]
     return Figures(
@@ -119,12 +123,12 @@ def figures(run: Run) -> Figures:
         int(head.get("procs", 1)),
         max((line["step"] for line in last), default=0),
         head.get("steps"),
-        _mean(last, "tokens"),
+        max((one["tokens"] for one in last if one.get("tokens") is not None), default=None),
         took,
         held[-1] if held else _mean(last, "loss"),
         bool(held),
-        _mean(last, "bytes_sent") if sent is None else sent,
-        _mean(last, "bytes_full") if full is None else full,
+        line.get("bytes_sent") if sent is None else sent,
+        line.get("bytes_full") if full is None else full,
         _mean(last, "tokens_per_second"),
         waited / took if waited is not None and took else None,
         None if not equal or None in equal else all(equal),

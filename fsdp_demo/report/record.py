@@ -62,6 +62,7 @@ class RunRecord:
         }
         if exchange.step and (before := files.read_json(folder / files.HEAD_FILE)) is not None:
             head["began"] = before.get("began", head["began"])
+        self._first = head["began"]
         files.write_json(folder / files.HEAD_FILE, head)
         (folder / files.SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start
         self._began = time.perf_counter()
@@ -81,7 +82,10 @@ class RunRecord:
         }
         self.last = (kept[files.STEPS_FILE] or [{}])[-1]
         times = [line.get("seconds", 0.0) for lines in kept.values() for line in lines]
-        self._began = time.perf_counter() - max(times, default=0.0)
+        before = max(times, default=0.0)
+        if step and self._exchange.newcomer:  # the others trained on meanwhile
+            before = max(before, time.time() - self._first)
+        self._began = time.perf_counter() - before
         self._files = {
             name: open(self._folder / name, "a", encoding="utf-8")  # noqa: SIM115
             for name in kept

@@ -84,6 +84,22 @@ def test_a_later_start_drops_what_came_after_its_step(tmp_path, monkeypatch) -> 
     assert (run.events[-1]["kind"], run.events[-1]["step"]) == ("resume", 20)
 
 
+def test_who_joins_again_counts_the_time_it_was_gone(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", islands=2, steps=20, ended=False) / "island1"
+    head = json.loads((folder / files.HEAD_FILE).read_text())
+    monkeypatch.setattr("fsdp_demo.report.record.time.time", lambda: head["began"] + 500.0)
+    exchange = made.Said(made.Place(1, 2), step=60, newcomer=True)
+    record = RunRecord(folder, exchange, steps=90, parameters=1, procs=1)
+    assert record.seconds == pytest.approx(500.0, abs=1.0)
+    record.line({"step": 65, "tokens": 30, "loss": 1.0})
+    record.close()
+    run = load(folder)
+    assert (run.islands[0].events[-1]["kind"], run.islands[0].events[-1]["islands"]) == (
+        "joined",
+        [1],
+    )
+
+
 def test_each_exchange_is_written_once(tmp_path) -> None:
     exchange = made.Said(made.Place(0, 2))
     record = RunRecord(tmp_path, exchange, steps=9, parameters=1, procs=1)

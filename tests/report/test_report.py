@@ -74,6 +74,16 @@ def test_curves_are_means_over_the_islands(tmp_path, monkeypatch) -> None:
     assert [y for _, y in still(run.islands[1])] == pytest.approx([0.2] * 8)
 
 
+def test_a_count_that_began_anew_does_not_go_back(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
+    for line in run.islands[1].lines[4:]:  # it came back after step 20
+        line["tokens"], line["bytes_sent"] = line["tokens"] - 10_000, line["bytes_sent"] - 90_000
+    for against in ("tokens", "bytes_sent"):
+        found = [x for x, _ in curve(run, against).training]
+        assert found == sorted(found) == [line[against] for line in run.islands[0].lines]
+    assert figures(run).tokens == 512 * 40
+
+
 def test_the_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
     folders = [
         made.run(monkeypatch, tmp_path / "a & b", islands=3, steps=200, lost_at=40),
