@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from .commands import doctor, export, inspect, plan, presets, rehearse, status, store
+from .commands import doctor, export, inspect, plan, presets, rehearse, report, status, store
 from .errors import PeerLost
 from .launch.command_line import USAGE_ERROR, CommandParser
 from .version import __version__
@@ -15,7 +15,7 @@ from .version import __version__
 DAY = {
     "before a run": (presets, plan, doctor, rehearse),
     "during a run": (store, status),
-    "after a run": (inspect, export),
+    "after a run": (report, inspect, export),
 }
 """The commands in the order of a user's day."""
 

@@ -37,7 +37,6 @@ from data import Position, forever, load_data, load_tokenizer
 from report import Report, flops_per_token, peak_flops
 from start import Start
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 from wrong_use import parse, plainly
 
@@ -144,7 +143,15 @@ class TrainArguments(LoopArguments):
     )
     output: str = field(
         default="outputs/pretrain",
-        metadata={"help": "folder of summary.json, report.png and one folder per island"},
+        metadata={"help": "folder of summary.json, report.html and one folder per island"},
+    )
+    report_to: str | None = field(
+        default=None,
+        metadata={"help": "a tracker of Accelerate, as in tensorboard: one run per island"},
+    )
+    kept_energy: bool = field(
+        default=False,
+        metadata={"help": "measure which share of what a channel has to send it sends"},
     )
     save_every: int = field(
         default=0,
@@ -356,6 +363,7 @@ def main() -> None:
         shard=cross.shard,
         mixed_precision="bf16" if cross.bf16 else None,
         gradient_accumulation_steps=data.accumulation,
+        log_with=train.report_to,
         **({"parallelism_config": mesh_config()} if cross.mesh else {}),
     )
     logging.getLogger("fsdp_demo").setLevel(
@@ -451,6 +459,11 @@ def main() -> None:
         parameters=parameters,
         facts=facts,
     )
+    exchange.watch_energy(train.kept_energy)
+    if train.report_to:
+        acc.project_configuration.set_directories(str(output / topology.name))
+        acc.init_trackers("fsdp_demo", config={k: v for k, v in facts.items() if v is not None})
+        report.tracks = True
     report.count_flops(flops, peak_flops(acc.device, train.peak_tflops))
     loop = Loop(
         state,
@@ -477,12 +490,11 @@ def main() -> None:
             and exchange.step < train.steps
         ):
             state.save(exchange, loop.extra, wait=not train.save_async)
+            report.saved()
 
     resume = " ".join(sys.argv if train.resume else [*sys.argv, "--resume"])
-    with (
-        logging_redirect_tqdm(),  # lines of the log above the progress bar, not behind it
-        guard(exchange, save=lambda: state.emergency(exchange, loop.extra), resume=resume),  # (*)
-    ):
+    save = lambda: state.emergency(exchange, loop.extra)  # noqa: E731
+    with guard(exchange, save=save, resume=resume):  # (*)
         if not exchange.step:
             evaluate(acc, model, held_out, exchange, report)
         start.mark("evaluation")
@@ -509,8 +521,10 @@ def main() -> None:
         evaluate(acc, model, held_out, exchange, report)
         if train.save_every:
             state.save(exchange, loop.extra)
+            report.saved()
         report.finish(exchange.digests_equal())
         exchange.finish()  # (*) all are done
+        report.draw()
     state.finish()
     acc.end_training()
 

@@ -31,7 +31,6 @@ from deepspeed.accelerator import get_accelerator
 from pretrain import DataArguments, LoopArguments, load_model, schedule, warn_unsaved
 from report import Report
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import HfArgumentParser
 from wrong_use import parse, plainly
 
@@ -315,6 +314,7 @@ def main() -> None:
                 args.output, client_state={"report": world.listed(report.state_dict())}
             )
             saved, failed = (exchange.step, failed) if done else (saved, failed + 1)
+            report.saved()
 
     def leave() -> None:
         save()
@@ -332,10 +332,7 @@ def main() -> None:
 
     # (*) DeepSpeed saves with collectives: they work while this replica is whole, but in a mesh
     # they wait for the lost one, too.
-    with (
-        logging_redirect_tqdm(),  # lines of the log above the progress bar, not behind it
-        guard(exchange, save=None if args.mesh else leave, resume=resume),
-    ):
+    with guard(exchange, save=None if args.mesh else leave, resume=resume):
         if not exchange.step:
             evaluate(world, engine, held_out, exchange, report)
         if report.step < exchange.step:
@@ -357,6 +354,7 @@ def main() -> None:
             save(last=True)
         report.finish(exchange.digests_equal())
         exchange.finish()  # (*) all are done
+        report.draw()
     dist.destroy_process_group()
 
 

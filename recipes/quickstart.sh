@@ -7,7 +7,7 @@ usage() {
 usage: bash recipes/quickstart.sh [OPTIONS] [OPTIONS OF pretrain.py]
 
 Makes .venv (a second run reuses it), then trains a small Llama on the source text of this machine's Python library, as
-2 islands of 2 processes, with the demo preset. Results: OUTPUT/summary.json, metrics.jsonl (per island), report.png.
+2 islands of 2 processes, with the demo preset. Results: OUTPUT/summary.json, report.html and a folder per island.
 
   --exchange NAME       a preset (.venv/bin/fsdp-demo presets lists them), auto, or a yaml file   (demo)
   --islands N           islands                                                     (2)
@@ -18,12 +18,12 @@ Makes .venv (a second run reuses it), then trains a small Llama on the source te
   --rtt TIME            round trip between islands, as in 40ms                      (none)
   --launcher NAME       accelerate or torchrun                                      (accelerate)
   --cpu                 use the CPU even where there are GPUs
-  --compare A,B,C       run each of these presets, then print one table; also OUTPUT/compare.md and compare.json
+  --compare A,B,C       run each of these presets, then print one table; also OUTPUT/compare.md, compare.json, report.html
   --help                this text
 
 Options of pretrain.py that can be added: --model --data --tokenizer --sequence-length --batch-size --accumulation --set --clip
 --no-shard --bf16 --activation-checkpointing --compile --lr --schedule --warmup-steps --seed --eval-every --eval-batches --log-every
---peak-tflops --save-every --keep --save-async --emergency --resume --take-over --fresh-exchange (--mesh is for one launch over all machines, not for islands)
+--peak-tflops --save-every --keep --save-async --emergency --resume --take-over --fresh-exchange --report-to --kept-energy (--mesh is for one launch over all machines, not for islands)
 For example: bash recipes/quickstart.sh --data my_texts/ --set codec.topk=16 --lr 0.001
 TEXT
 }
@@ -59,12 +59,12 @@ while [ $# -gt 0 ]; do
             [[ $1 == *=* && $1 != --* ]] || fail "--set $1: must read path=value, as in --set codec.topk=16 schedule.sync_every=50"
             while [ $# -gt 0 ] && [[ $1 == *=* && $1 != --* ]]; do changes+=("$1"); shift; done ;;
         --no-shard | --no_shard | --bf16 | --activation[-_]checkpointing | --resume | --save[-_]async | \
-        --take[-_]over | --fresh[-_]exchange) pretrain+=("$1"); shift ;;
+        --take[-_]over | --fresh[-_]exchange | --kept[-_]energy) pretrain+=("$1"); shift ;;
         --compile)
             pretrain+=("$1"); shift
             if [ $# -gt 0 ] && [[ $1 != --* ]]; then pretrain+=("$1"); shift; fi ;;
         --model | --data | --tokenizer | --sequence[-_]length | --batch[-_]size | --accumulation | --clip | --lr | --schedule | --warmup[-_]steps | \
-        --seed | --eval[-_]every | --eval[-_]batches | --log[-_]every | --peak[-_]tflops | --save[-_]every | --keep)
+        --seed | --eval[-_]every | --eval[-_]batches | --log[-_]every | --peak[-_]tflops | --save[-_]every | --keep | --report[-_]to)
             pretrain+=("$1" "$2"); shift 2 ;;
         *) usage >&2; fail "unknown option $1; the options are above" ;;
     esac
@@ -129,5 +129,6 @@ else
     IFS=, read -r -a names <<<"$compare"
     for name in "${names[@]}"; do run "$name" "$output/$name"; done
     "$FSDP_DEMO_PYTHON" "$root/recipes/compare.py" "$output" "${names[@]}"
-    echo "quickstart: the table is in $output/compare.md" >&2
+    "$FSDP_DEMO_PYTHON" -m fsdp_demo.cli report "${names[@]/#/$output/}" --out "$output/report.html" >/dev/null
+    echo "quickstart: the table is in $output/compare.md, the pictures in $output/report.html" >&2
 fi

@@ -1,5 +1,5 @@
-"""What a run tells: a progress bar, `metrics.jsonl`, `summary.json`, `report.png` and a table.
-Nothing here changes the training.
+"""What a run tells: a line of progress, the files that `fsdp-demo report` reads
+(`fsdp_demo/report/files.py`), its report at the end, and a table. Nothing here changes training.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ import torch
 
 from fsdp_demo import ring_all_reduce_bytes
 from fsdp_demo.planner.devices import PEAK
+from fsdp_demo.report.make import leave
+from fsdp_demo.report.metrics import tracked
+from fsdp_demo.report.progress import ProgressLine
+from fsdp_demo.report.record import RunRecord, ledger_rows
+from fsdp_demo.report.words import size, table
+
+__all__ = ["Report", "flops_per_token", "full_bytes", "peak_flops", "peak_memory", "size", "table"]
 
 
 def full_bytes(parameters: int, steps: int, islands: int) -> int:
@@ -64,34 +71,8 @@ def peak_memory(device: torch.device) -> int:
     )
 
 
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def table(rows: list[list[str]], markdown: bool = False) -> str:
-    """Aligned columns; the first row is the head, the first column is left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    padded = [
-        [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        for row in rows
-    ]
-    if not markdown:
-        return "\n".join("  ".join(row) for row in padded)
-    lines = ["| " + " | ".join(row) + " |" for row in padded]
-    lines.insert(1, "|" + "|".join(["---", *["---:"] * (len(widths) - 1)]) + "|")
-    return "\n".join(lines)
-
-
 class Report:
-    """Counts on every rank, writes on the main process of each island, shows a bar on island 0
-    only.
+    """Counts on every rank, writes on the main process of each island.
 
     Args:
         accelerator: for the means over the ranks of this island, once per `log_every` steps.
@@ -137,8 +118,9 @@ class Report:
         self.losses: list[torch.Tensor] = []
         self.tokens = 0.0  # of this rank, or its share of them
         self.validation: list[list[float]] = []
-        self.history: list[dict[str, Any]] = []
-        self.began, self.evaluating, self.bar = time.monotonic(), 0.0, None
+        self.began, self.evaluating = time.monotonic(), 0.0
+        self.progress: ProgressLine | None = None
+        self.tracks = False  # the accelerator has trackers
         # what others count, for each line and the summary
         self.counters: Callable[[], dict[str, Any]] = dict
         # of earlier starts: bytes of an all-reduce, up to the step where this one begins
@@ -150,23 +132,15 @@ class Report:
             "seconds_exchanging": 0.0,
         }
         if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(
-                self.folder / "metrics.jsonl", "a" if self.start else "w", encoding="utf-8"
+            self.record = RunRecord(
+                self.folder,
+                exchange,
+                steps=steps,
+                parameters=parameters,
+                procs=self.procs,
+                facts=facts | ({"mesh": True} if self.topology.kind == "mesh" else {}),
             )
-            self.bar = self._bar() if self.topology.island == 0 else None
-
-    def _bar(self) -> Any:
-        from tqdm import tqdm
-
-        return tqdm(
-            total=self.steps,
-            initial=self.start,
-            unit="step",
-            mininterval=0.5,
-            dynamic_ncols=True,
-            file=sys.stderr,
-        )
+            self.progress = ProgressLine(exchange, steps)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's counters, as JSON values."""
@@ -175,7 +149,6 @@ class Report:
             "losses": [float(v) for v in self.losses],
             "tokens": self.tokens,
             "validation": self.validation,
-            "history": self.history,
             "seconds": time.monotonic() - self.began,
             "evaluating": self.evaluating,
             "before": {key: value for key, value in self._metrics().items() if key in self.before},
@@ -195,23 +168,11 @@ class Report:
         self.tokens = state["tokens"] * procs * islands / (self.procs * self.islands)
         self.full = state.get("bytes_full", full_bytes(self.parameters, self.since, self.islands))
         self.losses = [torch.tensor(v, device=self.accelerator.device) for v in state["losses"]]
-        self.validation, self.history, self.before = (
-            state["validation"],
-            state["history"],
-            {**state["before"]},
-        )
+        self.validation, self.before = state["validation"], {**state["before"]}
         self.before["bytes_sent"] *= procs / self.procs
         self.began, self.evaluating = time.monotonic() - state["seconds"], state["evaluating"]
-        if self.main:
-            self.file.close()
-            path = self.folder / "metrics.jsonl"
-            lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-            # a run that was killed may have left half a line
-            whole = [line for line in lines if line.endswith("}\n")]
-            path.write_text(
-                "".join(line for line in whole if json.loads(line)["step"] <= self.step), "utf-8"
-            )
-            self.file = open(path, "a", encoding="utf-8")
+        if self.main and self.step != self.exchange.step:
+            self.record.resume(self.step)
 
     def _metrics(self) -> dict[str, Any]:
         """The exchange's, with what was counted before a resume."""
@@ -236,11 +197,15 @@ class Report:
     def optimizer_step(self, lr: float) -> None:
         """Once per optimizer step, on every rank."""
         self.step += 1
-        if self.bar is not None:
-            self.bar.update()
+        if self.progress is not None:
+            self.progress.step(self.step)
+            self.record.tick()
         if self.step % self.log_every and self.step != self.steps:
             return
-        values = self._island()
+        values, energy = self._island(), self.exchange.kept_energy()
+        if self.tracks:
+            own = {"loss": values["loss"], "lr": lr}
+            self.accelerator.log(own | tracked(self.exchange), step=self.step)
         self.losses.clear()
         if not self.main:
             return
@@ -250,23 +215,38 @@ class Report:
             "lr": lr,
             "tokens_per_second": speed,
             "mfu": self._mfu(speed),
+            "bytes_full": self._bytes_full(),
             **values,
+            **({"kept_energy": energy} if energy else {}),
             **self.counters(),
         }
-        self.history.append(line)
-        print(json.dumps(line), file=self.file, flush=True)
-        if self.bar is not None:
-            postfix = (
-                f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s, sent "
-                f"{size(line['bytes_sent'])} per island"
+        self.record.line(line)
+        if self.progress is not None:
+            everywhere = values["global_loss"] is not None
+            self.progress.update(
+                loss=values["global_loss"] if everywhere else values["loss"],
+                everywhere=everywhere or self.islands == 1,
+                tokens_per_second=speed,
+                sent=values["bytes_sent"],
+                full=line["bytes_full"],
             )
-            self.bar.set_postfix_str(postfix, refresh=False)
 
     def evaluated(self, loss: float, seconds: float) -> None:
+        """The loss on the held-out rows, and the seconds that it took."""
         self.evaluating += seconds
-        self.validation.append([self.step, loss, self._island()["bytes_sent"]])
-        if self.bar is not None:
-            self.bar.write(f"step {self.step}: validation loss {loss:.4f}", file=sys.stderr)
+        values = self._island()
+        self.validation.append([self.step, loss, values["bytes_sent"]])
+        if self.main:
+            self.record.event(
+                "evaluation", loss=loss, tokens=values["tokens"], bytes_sent=values["bytes_sent"]
+            )
+        if self.progress is not None and self.topology.island == 0:
+            self.progress.write(f"step {self.step}: validation loss {loss:.4f}")
+
+    def saved(self) -> None:
+        """A checkpoint was written."""
+        if self.main:
+            self.record.event("checkpoint")
 
     def finish(self, digests_equal: bool | None) -> dict[str, Any]:
         """Write what there is to write; returns the summary (the same numbers on every rank of an
@@ -304,25 +284,24 @@ class Report:
             **self.counters(),
             **self.facts,
         }
-        if self.bar is not None:
-            self.bar.close()
+        if self.progress is not None:
+            self.progress.close()
         if self.main:
-            self.file.close()
-            with open(self.folder / "timeline.jsonl", "w", encoding="utf-8") as file:
-                for flown in self.exchange.timeline():
-                    print(json.dumps(vars(flown)), file=file)
-            for folder in (
-                {self.folder, self.output} if self.topology.island == 0 else {self.folder}
-            ):
-                (folder / "summary.json").write_text(
-                    json.dumps(summary, indent=2) + "\n", encoding="utf-8"
-                )
+            summary["bytes"] = ledger_rows(self.exchange)
+            self.record.finish(summary)
         if self.main and self.topology.island == 0:
-            draw(self.output / "report.png", self.history, summary, self.exchange.timeline())
+            (self.output / "summary.json").write_text(
+                json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+            )
             print(
                 "\n".join(f"{name:<28}{value}" for name, value in self._rows(summary)), flush=True
             )
         return summary
+
+    def draw(self) -> None:
+        """Once all islands have ended: the report of the run, by the main process of island 0."""
+        if self.main and self.topology.island == 0:
+            leave(self.output)
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self.began - self.evaluating, 1e-9)
@@ -430,63 +409,3 @@ def hidden(metrics: dict[str, Any]) -> float | None:
     """Share of the seconds of all exchanges in which training went on."""
     exchanging = metrics["seconds_exchanging"]
     return max(0.0, 1.0 - metrics["seconds_waiting"] / exchanging) if exchanging else None
-
-
-def draw(
-    path: Path, history: list[dict[str, Any]], summary: dict[str, Any], timeline: list[Any]
-) -> None:
-    """Loss over steps and over bytes sent by one island; with delays also a timeline: for each
-    channel the steps with an exchange in flight. Left out without matplotlib (extra `report`)."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    late = [flown for flown in timeline if flown.applied > flown.step]
-    figure = plt.figure(figsize=(10, 6 if late else 4), layout="constrained")
-    grid = figure.add_gridspec(2 if late else 1, 2, height_ratios=[2, 1] if late else [1])
-    left = figure.add_subplot(grid[0, 0])
-    panels = [left, figure.add_subplot(grid[0, 1], sharey=left)]
-    losses, held_out = [line["loss"] for line in history], [v[1] for v in summary["validation"]]
-    axes = (("step", 0, 1, "optimizer step"), ("bytes_sent", 2, 1e-6, "MB sent by each island"))
-    for panel, (key, column, scale, label) in zip(panels, axes, strict=True):
-        panel.plot(
-            [line[key] * scale for line in history],
-            losses,
-            color="#9aa5b1",
-            lw=1.2,
-            label="training",
-        )
-        x = [v[column] * scale for v in summary["validation"]]
-        panel.plot(x, held_out, "o-", color="#0b6e99", lw=1.6, ms=4, label="validation")
-        panel.set_xlabel(label)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("loss (nats per token)")
-    panels[0].legend(frameon=False)
-    if late:
-        strip, names = (
-            figure.add_subplot(grid[1, :], sharex=left),
-            sorted({name for flown in late for name in flown.channels}),
-        )
-        for row, name in enumerate(names):
-            bars = [
-                (flown.step + 1, flown.applied - flown.step)
-                for flown in late
-                if name in flown.channels
-            ]
-            strip.broken_barh(bars, (row - 0.4, 0.8), color="#0b6e99")
-        strip.set_yticks(range(len(names)), names)
-        strip.set_xlabel("optimizer step (bars: an exchange of the channel is in flight)")
-        strip.spines[["top", "right"]].set_visible(False)
-    saved = (
-        f", {summary['ratio']:.0f} x fewer bytes than a bf16 all-reduce" if summary["ratio"] else ""
-    )
-    figure.suptitle(
-        f"{summary['preset']}: {_shape(summary)}{saved}",
-        fontsize=11,
-    )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

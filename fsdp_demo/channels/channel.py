@@ -111,6 +111,8 @@ class ChannelRunner(LocalChannel):
             as zeros; a number, or a scalar on the device.
         measures: whether `encode` notes the norm of what it is given. square: the squared norm of
             the last, of this copy, until somebody takes it.
+        watches_energy: whether `encode` notes how much of what it is given leaves. energy: squared
+            norms (fp32 [2], on the device) of the last of these and of what stayed; None before.
     """
 
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
@@ -122,8 +124,9 @@ class ChannelRunner(LocalChannel):
         )
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
-        self.measures = False
+        self.measures = self.watches_energy = False
         self.square: Tensor | None = None
+        self.energy: Tensor | None = None
 
     # ---- what is sent --------------------------------------------------------------------------
 
@@ -241,6 +244,11 @@ class ChannelRunner(LocalChannel):
         if self.measures:  # in the transform domain, where a norm is the same
             self.square = torch.linalg.vector_norm(work).square()
         out.body, out.vectors = self.section.encode(work, step)
+        if self.watches_energy:
+            left = work.clone()
+            self.section.subtract(left, out.body, out.vectors, step, 1.0)
+            norms = [torch.linalg.vector_norm(t) for t in (work, left)]
+            self.energy = torch.stack(norms).square()
         return out
 
     def subtract(self, out: ChannelPayload) -> None:

@@ -64,6 +64,7 @@ class ElasticPeerGroup(PeerGroup):
         self._submit: Callable[[Callable[[], None]], Any] | None = None
         self._follow: Follow | None = None
         self._num_connections, self._since, self._longest_early = 1, 0.0, 0
+        self._message: Message | None = None  # under way
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
@@ -283,7 +284,7 @@ class ElasticPeerGroup(PeerGroup):
 
     def _finished(self, message: Message) -> Due:
         """Do what the message asks for, until it is complete."""
-        self._since = time.monotonic()
+        self._since, self._message = time.monotonic(), message
         try:
             while True:
                 task = message.tasks.get()
@@ -293,7 +294,7 @@ class ElasticPeerGroup(PeerGroup):
                     raise task
                 task()
         finally:
-            self._since = 0.0
+            self._since, self._message = 0.0, None
 
     def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
         """A body, or a body and two legs of a reduce. The first leg leaves with the body, and
@@ -335,6 +336,20 @@ class ElasticPeerGroup(PeerGroup):
     def waiting(self) -> float:
         """See `PeerGroup`."""
         return time.monotonic() - since if (since := self._since) else 0.0
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """See `PeerGroup`. First those whose body is not here, then those whose part of the mean is
+        not."""
+        if (message := self._message) is None:
+            return ()
+        others = [slot for slot in self.alive if slot != self._me.slot]
+        bodies = {m.slot for m in list(message.bodies)}
+        lacking = [slot for slot in others if slot not in bodies]
+        if not lacking and message.vectors:
+            parts = {m.slot for m, _ in list(message.parts)}
+            lacking = [slot for slot in others if slot not in parts]
+        return tuple(lacking)
 
     @property
     def epoch(self) -> int:

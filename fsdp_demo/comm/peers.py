@@ -86,6 +86,7 @@ class PeerGroup:
         self.desk: Desk | None = None
         self.following: Following | None = None
         self._tag = 0
+        self._works: list[tuple[int, bool, Any]] = []  # of the message under way
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
         """The header of a message of this rank, but for its number."""
@@ -130,7 +131,7 @@ class PeerGroup:
             space[: HEADER.size].zero_()
             space[max(HEADER.size + n - 32, HEADER.size) : HEADER.size + n].fill_(0xA5)
         headers, crcs = [mine] * self.size, [0] * self.size
-        works = self._post(outgoing, rooms)
+        self._works = works = self._post(outgoing, rooms)
         try:
             for j, first, work in works:
                 self._wait(j, work)
@@ -139,6 +140,8 @@ class PeerGroup:
         except WireError:
             self._let_go(works)
             raise
+        finally:
+            self._works = []
         incoming = [r[HEADER.size : HEADER.size + n] for r, n in zip(rooms, sizes, strict=True)]
         incoming[self.rank] = outgoing[self.rank][HEADER.size :]
         for j in range(self.size):
@@ -324,6 +327,14 @@ class PeerGroup:
     def waiting(self) -> float:
         """Seconds for which the message under way has been, where islands come and go; else 0."""
         return 0.0
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The numbers of the islands with which the message under way is not done yet; empty where
+        none is. Read from any thread. gloo does not say which pieces are done before they are
+        waited for, so with it these are all others until the whole message is here.
+        """
+        return tuple(sorted({j for j, _, work in self._works if not work.is_completed()}))
 
     @property
     def epoch(self) -> int:

@@ -30,7 +30,18 @@ from ..errors import PeerLost
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
 from ..status import leave
-from . import farewell, finish, replay, result, resume, returning, snapshot, startup, summary
+from . import (
+    energy,
+    farewell,
+    finish,
+    replay,
+    result,
+    resume,
+    returning,
+    snapshot,
+    startup,
+    summary,
+)
 from .connections import Connections
 from .consensus import IslandConsensus
 from .first_step import FirstStep
@@ -440,17 +451,32 @@ class Exchange(Readings):
             return {}
         return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
 
+    def watch_energy(self, on: bool = True) -> None:
+        """From the next exchange on, measure what `kept_energy` tells. It costs a copy of what a
+        channel encodes, and one more decoding of what it sends; no result of training changes.
+        """
+        for c in self.channels:
+            c.watches_energy, c.energy = on, None
+
+    def kept_energy(self) -> dict[str, float]:
+        """The share of the squared norm of what each channel encoded in its last exchange that was
+        sent, by channel: 1 - |m - q|^2 / |m|^2, see `energy.kept`.
+
+        All ranks of the island call it together. Empty before `watch_energy()` and the exchange
+        after it."""
+        return energy.kept(self.channels, self._island)
+
     def totals(self) -> dict[str, float]:
-        """Numbers of the whole island for a log: bytes summed over its ranks, the longest wait, the
-        mean loss over all ranks of all islands at the last exchange, contributions of any island
-        that were not finite or far from the others' (where there were any), and where islands
-        come and go how many there are.
+        """Numbers of the whole island for a log: bytes and tokens summed over its ranks, the
+        longest wait, the mean loss over all ranks of all islands at the last exchange,
+        contributions of any island that were not finite or far from the others' (where there were
+        any), and where islands come and go how many there are.
 
         All ranks of the island call it together."""
         meter, seen = self._meter, self._queue.watch
         known = not math.isnan(seen.loss)
-        sent, received, losses, ranks = self._island.sum(
-            meter.bytes_sent, meter.bytes_received, seen.loss if known else 0.0, known
+        sent, received, tokens, losses, ranks = self._island.sum(
+            meter.bytes_sent, meter.bytes_received, self.tokens, seen.loss if known else 0.0, known
         )
         waited, count, left_out, far = self._island.max(
             meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far
@@ -460,7 +486,7 @@ class Exchange(Readings):
             "bytes_received": int(received),
             "exchanges": int(count),
         }
-        out["seconds_waiting"] = waited
+        out |= {"seconds_waiting": waited, "tokens": int(tokens)}
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}
         out |= {name: int(n) for name, n in (("not_finite", left_out), ("far", far)) if n}

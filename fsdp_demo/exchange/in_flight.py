@@ -40,6 +40,7 @@ from ..compression.staging import Staging
 from ..errors import PeerLost
 from .connections import Connections
 from .history import History
+from .ledger import Ledger, Moved
 from .local_status import Said, give_up
 from .message import MessageLayout
 from .norms import Norms
@@ -65,6 +66,8 @@ class PendingExchange:
     header: Header | None = None
     counted: bool = False
     layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
+    moved: Moved = field(default_factory=Moved)  # bytes of its last exchange
+    waited: float = 0.0  # seconds for which training stood still for it
 
     @property
     def arrived(self) -> ReceivedMessage | None:
@@ -77,13 +80,19 @@ class PendingExchange:
 class ExchangeRecord:
     """One exchange that has ended: launched in step `step` and applied in step `applied`, the
     channels in it, and the seconds (`time.perf_counter`) between which it was on the wire; None
-    for a copy without peers, and for what a resumed run had in flight."""
+    for a copy without peers, and for what a resumed run had in flight. `waited`: seconds for which
+    training stood still for it; `sent`, `received`: its bytes on this rank; `islands`: those that
+    took part, empty where that is not known."""
 
     step: int
     applied: int
     channels: tuple[str, ...]
     began: float | None
     ended: float | None
+    waited: float = 0.0
+    sent: int = 0
+    received: int = 0
+    islands: tuple[int, ...] = ()
 
 
 class InFlightQueue:
@@ -109,6 +118,8 @@ class InFlightQueue:
             mixed into what arrives.
         watch: what this rank sees in the messages of its peer group. norms: what it remembers of
             them. history: whose contributions those had that were applied here.
+        ledger: bytes by channel. waits_since: since when training stands still for a message
+            (`time.monotonic`); 0 while it does not.
     """
 
     def __init__(
@@ -135,6 +146,7 @@ class InFlightQueue:
         self.last: dict[str, int] = {}
         self.applied: dict[str, int] = {}
         self.broken = self.replays = False
+        self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
 
     # ---- sending -------------------------------------------------------------------------------
@@ -183,10 +195,13 @@ class InFlightQueue:
             sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
             give_up(float(found[0][2]), peers)
+            before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
             with record_function("fsdp_demo::send"):
                 arrived = peers.exchange(
                     head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares
                 )
+            flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
+            self.ledger.message(flight.members, peers.size, peers.rank, flight.moved)
             self.watch.compare(
                 peers, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent)
             )
@@ -294,6 +309,7 @@ class InFlightQueue:
             if not ready:
                 continue
             arrived = self._wait(flight)
+            islands = () if arrived is None else arrived.slots
             told = 0 if arrived is None else self._told(arrived)
             alone = bool(told & (NOT_FINITE | FAR))
             for c in ready:
@@ -319,6 +335,10 @@ class InFlightQueue:
                         tuple(flight.members),
                         began,
                         ended,
+                        flight.waited,
+                        flight.moved.sent,
+                        flight.moved.received,
+                        tuple(islands),
                     )
                 )
 
@@ -393,7 +413,7 @@ class InFlightQueue:
         if flight.future is not None:
             try:
                 step = flight.step if flight.step >= 0 else math.inf
-                worker = self.connections.worker
+                worker, self.waits_since = self.connections.worker, time.monotonic()
                 with record_function("fsdp_demo::wait"):
                     arrived = (
                         worker.wait(flight.future, lambda: self._gone(step))
@@ -403,6 +423,8 @@ class InFlightQueue:
             except Exception as e:
                 # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
+            flight.waited += time.monotonic() - self.waits_since
+            self.waits_since = 0.0
         headers = arrived.headers if isinstance(arrived, ReceivedMessage) else []
         if headers and not flight.counted:
             error = self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)

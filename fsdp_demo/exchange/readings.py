@@ -18,8 +18,10 @@ from ..config.schema import ExchangeConfig
 from ..errors import renamed
 from ..hosts.base import TrainingHost
 from . import summary
+from .activity import Activity, activity
 from .connections import Connections
 from .in_flight import InFlightQueue
+from .ledger import LedgerPage
 from .runtime import StepRuntime
 
 OLD_NAMES = {
@@ -153,6 +155,24 @@ class Readings:
     def waiting(self) -> float:
         """Seconds for which the message under way has been, where islands come and go; else 0."""
         return 0.0 if self._peers is None else self._peers.waiting
+
+    @property
+    def activity(self) -> Activity:
+        """What this rank does now: it trains, it sends meanwhile, or it waits, and for whom. May be
+        read from another thread.
+        """
+        return Activity("finished") if self.finished or self.closed else activity(self._queue)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this rank has counted (`Exchange.report`) since the start of the job."""
+        return self._runtime.status.tokens
+
+    def ledger(self) -> LedgerPage:
+        """This rank's bytes by channel, of headers, and of all else; their sum is `bytes_sent` and
+        `bytes_received` of `metrics()`, to the byte.
+        """
+        return self._queue.ledger.page(self._meter, self._queue.layout)
 
     @property
     def closed(self) -> bool:

@@ -130,7 +130,7 @@ class Island:
         cpu, seconds = time.process_time() - cpu, times[-1] - began
         waiting = self.exchange.metrics()["seconds_waiting"] - waited
         last = self._drained()
-        moved = {name: last[name] - first[name] for name in first}
+        moved = {name: last[name] - first.get(name, 0) for name in last}
         each = [b - a for a, b in zip([began, *times], times, strict=False)]
         return {
             "seconds": seconds,
@@ -144,12 +144,21 @@ class Island:
     def _drained(self) -> dict[str, int]:
         """Counts of the meter and of the interface when nothing is under way."""
         self.exchange.across_islands.mean([0.0])
-        meter, (sent, received) = self.exchange.metrics(), interface()
+        meter, (sent, received), page = (
+            self.exchange.metrics(),
+            interface(),
+            self.exchange.ledger(),
+        )
+        packets = Path("/sys/class/net/eth0/statistics/tx_packets").read_text()
+        rows = {**page.channels, "headers": page.headers, "other": page.other}
         return {
             "metered": meter["bytes_sent"] + meter["setup_bytes"],
             "messages": meter["messages"],
+            "setup": meter["setup_bytes"],
             "tx": sent,
             "rx": received,
+            "tx_packets": int(packets),
+            **{f"row {name}": moved.sent for name, moved in rows.items()},
         }
 
     def leave(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def source(tmp_path, everywhere):
 def main_of(rank, script, *options):
     """A run of a recipe in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw", lambda *_: None)
+        patch.setattr(report.Report, "draw", lambda *_: None)
         patch.setattr(sys, "argv", [f"{script.__name__}.py", *COMMON, *map(str, options)])
         script.main()
 

@@ -20,6 +20,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 from fsdp_demo.integrations.trainer import stop as trainer_stop  # noqa: E402
+from fsdp_demo.report.load import load  # noqa: E402
+from fsdp_demo.report.metrics import known  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 
@@ -104,6 +106,14 @@ def test_islands_train_one_model(run_ranks, procs, fsdp):
             "exchange/seconds_waiting",
             "eval_outer_parameters",
         } <= o["logs"]
+        assert all(known(name) for name in o["logs"] if name.startswith("exchange/"))
+        (left,) = load(o["folder"]).islands  # what `fsdp-demo report` reads
+        assert [e["step"] for e in left.exchanges] == [3, 7] and left.half == 0
+        kinds = [e["kind"] for e in left.events]
+        assert kinds[0] == "begin" and kinds[-1] == "finish" and kinds.count("evaluation") == 2
+        assert left.lines and left.lines[-1]["loss"] > 0 and left.lines[-1]["tokens"] > 0
+        assert left.summary is not None and left.summary["digests_equal"] is True
+        assert left.summary["bytes_sent_per_island"] == left.lines[-1]["bytes_sent"] > 0
     assert [Path(o["folder"]).name for o in out] == ["island0"] * procs + ["island1"] * procs
     assert out[0]["saved"] == sorted(
         f"rank{r}.{kind}" for r in range(procs) for _ in (4, 8) for kind in ("json", "safetensors")

@@ -169,7 +169,7 @@ def train(rank, source, output, options, at=None):
         patch.setattr(pretrain, "forever", recorded)
         patch.setattr(pretrain, "attach", attached)
         patch.setattr(StepRuntime, "after", stepped)
-        patch.setattr(report, "draw", lambda *_: None)
+        patch.setattr(report.Report, "draw", lambda *_: None)
         micro = report.Report.micro_batch
         patch.setattr(
             report.Report,
@@ -198,6 +198,7 @@ def lines(output, island):
         "hidden",
         "mfu",
         "bytes_sent",
+        "bytes",
     )
     summary["validation"] = [entry[:2] for entry in summary["validation"]]
     return [

@@ -106,6 +106,8 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
     )
     assert 0 <= summary["wait_share"] < 1 and summary["tokens_per_second"] > 100
     assert (tmp_path / "report.png").stat().st_size > 10_000
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "island1, momentum" in page and "yes, bit for bit" in page and "has no end" not in page
     for name in ("island0", "island1"):
         lines = [
             json.loads(line)

@@ -416,7 +416,7 @@ def recipe(rank, folder, *options):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "forever", recorded)
-        patch.setattr(report, "draw", lambda *_: None)
+        patch.setattr(report.Report, "draw", lambda *_: None)
         patch.setattr(
             sys,
             "argv",

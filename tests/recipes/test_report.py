@@ -19,6 +19,9 @@ sys.path.insert(0, str(RECIPES))
 
 import report  # noqa: E402
 
+from fsdp_demo.exchange.activity import Activity  # noqa: E402
+from fsdp_demo.exchange.ledger import LedgerPage, Moved  # noqa: E402
+
 PARAMETERS = 1000
 
 
@@ -37,7 +40,8 @@ class Ranks:
 class Exchange:
     """One rank's: 100 B, 1 s and one exchange at each step, where there are other islands."""
 
-    config, drift = SimpleNamespace(preset="full"), None
+    config, drift, newcomer = SimpleNamespace(preset="full", to_yaml=lambda: "{}"), None, False
+    activity = Activity()
 
     def __init__(self, islands: int, step: int):
         self.topology = SimpleNamespace(count=islands, kind="islands", name="island0", island=0)
@@ -51,6 +55,12 @@ class Exchange:
 
     def timeline(self) -> Sequence[Any]:
         return []
+
+    def kept_energy(self) -> dict[str, float]:
+        return {}
+
+    def ledger(self) -> LedgerPage:
+        return LedgerPage({}, Moved(), Moved())
 
 
 def start(
@@ -84,11 +94,6 @@ def start(
     made.evaluated(2.0, 0.0)
     summary = made.finish(True)
     return state, summary, "\n".join("  ".join(row) for row in made._rows(summary))
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(report, "draw", lambda *_: None)
 
 
 def test_one_island_goes_on_where_two_were(tmp_path):

@@ -34,12 +34,14 @@ from ...config.schema import ExchangeConfig
 from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
 from ...exchange.startup import OwnCheckpoint
+from ...report.metrics import tracked
 from ...status import SAVED, tell_launcher
 from .batches import FirstBatches, tokens_in
 from .engine import before_steps, engine_of
 from .evaluation import Evaluations
 from .joining import move_to, tells
 from .optimizer import exchange_optimizer
+from .record import TrainerRecord
 from .returning import own_checkpoint
 from .saves import Saves
 from .setup import clipping, find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
@@ -65,6 +67,8 @@ class ExchangeCallback(TrainerCallback):
         config: preset name, yaml file or `ExchangeConfig`.
         fresh: when resuming, start the exchange's state anew, for checkpoints without one (which
             are refused otherwise).
+        kept_energy: log `exchange/kept_energy/CHANNEL`, too: the share of what a channel had to
+            send that was sent (`Exchange.kept_energy`).
         changes: of the preset, as in `fsdp_demo.preset(name, **changes)`.
 
     Attributes:
@@ -80,7 +84,14 @@ class ExchangeCallback(TrainerCallback):
         100
     """
 
-    def __init__(self, config: ExchangeConfig | str, *, fresh: bool = False, **changes: Any):
+    def __init__(
+        self,
+        config: ExchangeConfig | str,
+        *,
+        fresh: bool = False,
+        kept_energy: bool = False,
+        **changes: Any,
+    ):
         self.config = (
             load_config(config, changes) if isinstance(config, str) else changed(config, changes)
         )
@@ -90,7 +101,7 @@ class ExchangeCallback(TrainerCallback):
                 "TrainingArguments(max_grad_norm=...)"
             )
         self.exchange: Exchange | None = None
-        self._fresh, self._topology = fresh, Topology()
+        self._fresh, self._topology, self._watch_energy = fresh, Topology(), kept_energy
         self._trainer: Trainer | None = None
         self._active = False
         self._engine: Any = None  # DeepSpeed's, while it trains
@@ -99,6 +110,7 @@ class ExchangeCallback(TrainerCallback):
         self._kept_total: int | None = None
         self._rotation: Rotation | None = None
         self._saves: Saves | None = None
+        self._record: TrainerRecord | None = None
         self._resume: str | bool | None = None
         self._taken: TakeOver | None = None
         self._joins = False
@@ -223,6 +235,9 @@ class ExchangeCallback(TrainerCallback):
         self._evaluations = Evaluations(exchange, trainer)
         exchange.tells = functools.partial(tells, trainer, self._evaluations)
         self._first = FirstBatches(exchange, trainer.train_dataset)
+        exchange.watch_energy(self._watch_energy)
+        if args.process_index == 0:
+            self._record = TrainerRecord(trainer, exchange)
 
     def _state(self, args: Any, state: Any) -> SavedExchange | OwnCheckpoint | None:
         """What `attach` is given to go on from."""
@@ -283,6 +298,8 @@ class ExchangeCallback(TrainerCallback):
                 "step the optimizer once per step of the Trainer"
             )
         self._steps_in_epoch += 1
+        if self._record is not None:
+            self._record.step()
         if state.global_step >= state.max_steps:
             self._finish()
         elif exchange.stopped:
@@ -296,11 +313,9 @@ class ExchangeCallback(TrainerCallback):
         of them or on none.
         """
         if self.exchange is not None and not self.exchange.closed:
-            failed = {"failed_saves": float(self._saves.failed)} if self._saves is not None else {}
-            self._numbers = {
-                f"exchange/{name}": value
-                for name, value in (self.exchange.totals() | failed).items()
-            }
+            self._numbers = tracked(self.exchange)
+            if self._saves is not None:
+                self._numbers["exchange/failed_saves"] = float(self._saves.failed)
 
     def _finish(self) -> None:
         """The last exchange: from here on evaluation, checkpoints and `save_model` have the model
@@ -336,6 +351,8 @@ class ExchangeCallback(TrainerCallback):
             and self._rotation is not None
         ):
             self._rotation.saved(state.global_step, state.best_model_checkpoint)
+        if self._record is not None:
+            self._record.saved()
         self._stops.hold(control)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -380,6 +397,8 @@ class ExchangeCallback(TrainerCallback):
                 f"training ended at step {state.global_step} of {state.max_steps} without the "
                 f"other islands: {error}"
             )
+        if self._record is not None and self.exchange.finished and not self._stops.left:
+            self._record.end(self._numbers)
         self.exchange.detach()  # the Trainer may train on with this optimizer
         self._give_back(args)
 
@@ -390,6 +409,9 @@ class ExchangeCallback(TrainerCallback):
         if self._rotation is not None:
             self._rotation.close()
             self._rotation = None
+        if self._record is not None:
+            self._record.close()
+            self._record = None
         while self._undo:
             self._undo.pop()()
 
@@ -516,4 +538,8 @@ class ExchangeCallback(TrainerCallback):
     ) -> Any:
         if "loss" in logs and self._numbers:
             logs.update(self._numbers)
+            if self._record is not None:
+                self._record.line(logs["loss"], self._numbers)
+        elif "eval_loss" in logs and self._record is not None:
+            self._record.evaluated(logs["eval_loss"])
         return original(logs, *args, **kwargs)

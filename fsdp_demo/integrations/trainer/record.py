@@ -1,0 +1,146 @@
+"""What a run under the Trainer leaves of itself: the files that `fsdp-demo report` reads, and the
+line of progress. On the process that writes for an island (in a mesh: for all).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_callback import ProgressCallback
+
+from ...comm.meter import ring_all_reduce_bytes
+from ...exchange.exchange import Exchange
+from ...report.progress import Progress, ProgressLine, line
+from ...report.record import RunRecord, ledger_rows
+
+log = logging.getLogger("fsdp_demo")
+
+
+class TrainerRecord:
+    """Of one training.
+
+    Args:
+        trainer, exchange: at the beginning of the training, when both stand at one step.
+
+    The Trainer's own bar, where it is shown, gets the line as its postfix; else the line is written
+    as long as information is logged.
+    """
+
+    def __init__(self, trainer: Trainer, exchange: Exchange):
+        self._exchange, self._trainer = exchange, trainer
+        topology, args, state = exchange.topology, trainer.args, trainer.state
+        model: Any = trainer.model
+        self._islands = topology.count
+        self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+        facts = {
+            "model": Path(name).name if Path(name).is_absolute() else name,
+            "batch_size": args.per_device_train_batch_size,
+            "accumulation": args.gradient_accumulation_steps,
+            "lr": args.learning_rate,
+            "seed": args.seed,
+        } | ({"mesh": True} if topology.kind == "mesh" else {})
+        self._record = RunRecord(
+            Path(str(args.output_dir)),
+            exchange,
+            steps=state.max_steps,
+            parameters=self._parameters,
+            procs=topology.world,
+            facts=facts,
+        )
+        self._last = dict(self._record.last)
+        self._before = dict(self._record.last)
+        handler: Any = trainer.callback_handler
+        self._bar = next((c for c in handler.callbacks if isinstance(c, ProgressCallback)), None)
+        self._line: ProgressLine | None = None
+        if self._bar is None and log.isEnabledFor(logging.INFO):
+            self._line = ProgressLine(exchange, state.max_steps)
+
+    def step(self) -> None:
+        """After every optimizer step."""
+        self._record.tick()
+        if self._line is not None:
+            self._line.step(self._exchange.step)
+
+    def line(self, loss: float, numbers: dict[str, float]) -> None:
+        """The Trainer logs its loss; `numbers`: the exchange's of this moment, by their names in
+        trackers."""
+        values, step = self._values(numbers), self._exchange.step
+        everywhere = numbers.get("exchange/loss")
+        self._last = {"step": step, "loss": loss, "global_loss": everywhere, **values}
+        self._record.line(self._last)
+        known = Progress(
+            step,
+            self._trainer.state.max_steps,
+            loss if everywhere is None else everywhere,
+            everywhere is not None,
+            values["tokens_per_second"],
+            values["bytes_sent"],
+            values["bytes_full"],
+        )
+        if self._line is not None:
+            self._line.update(**vars(known))
+        elif (bar := getattr(self._bar, "training_bar", None)) is not None:
+            text = line(known, self._exchange.activity.text).partition(", ")[2]
+            bar.set_postfix_str(text, refresh=False)
+
+    def _values(self, numbers: dict[str, float]) -> dict[str, Any]:
+        """Of the whole job: what earlier starts have counted is in their last line."""
+
+        def whole(name: str, here: float) -> float:
+            return self._before.get(name, 0) + here
+
+        here = {name.removeprefix("exchange/"): value for name, value in numbers.items()}
+        tokens = whole("tokens", here.get("tokens", 0) * self._islands)
+        step = ring_all_reduce_bytes(self._islands, 2 * self._parameters)
+        return {
+            "tokens": int(tokens),
+            "tokens_per_second": tokens / max(self._record.seconds, 1e-9),
+            "bytes_sent": int(whole("bytes_sent", here.get("bytes_sent", 0))),
+            "bytes_full": step * self._exchange.step,
+            "seconds_waiting": whole("seconds_waiting", here.get("seconds_waiting", 0.0)),
+        }
+
+    def evaluated(self, loss: float) -> None:
+        """The Trainer has logged an `eval_loss`."""
+        last = {name: self._last.get(name) for name in ("tokens", "bytes_sent")}
+        self._record.event("evaluation", loss=loss, **last)
+
+    def saved(self) -> None:
+        """A checkpoint was written."""
+        self._record.event("checkpoint")
+
+    def end(self, numbers: dict[str, float]) -> None:
+        """The training has ended, and the exchange is finished."""
+        exchange, values = self._exchange, self._values(numbers)
+        sent, full, seconds = values["bytes_sent"], values["bytes_full"], self._record.seconds
+        self._record.finish(
+            {
+                "preset": exchange.config.preset,
+                "islands": self._islands,
+                "participants": list(exchange.participants),
+                "procs": exchange.topology.world,
+                "steps": exchange.step,
+                "tokens": values["tokens"],
+                "parameters": self._parameters,
+                "tokens_per_second": values["tokens_per_second"],
+                "bytes_sent_per_island": sent,
+                "bytes_full_per_island": full,
+                "ratio": full / sent if sent else None,
+                "digests_equal": exchange.digests_equal(),
+                "drift": exchange.drift,
+                "wait_share": values["seconds_waiting"] / max(seconds, 1e-9),
+                "seconds": seconds,
+                "bytes": ledger_rows(exchange),
+            }
+        )
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._record.close()
+        if self._line is not None:
+            self._line.close()
+            self._line = None

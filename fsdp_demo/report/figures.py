@@ -1,0 +1,199 @@
+"""The numbers of a run: curves for the pictures, key figures for the comparison."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ..errors import counted
+from .load import IslandFiles, Run
+from .words import short, size
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses of one run, nats per token, against one measure.
+
+    Attributes:
+        training: means over the islands that are here. validation: of the evaluations.
+    """
+
+    training: Points
+    validation: Points
+
+
+def curve(run: Run, against: str) -> Curve:
+    """Losses against "tokens", "seconds" or "bytes_sent". Of several islands that have a line of
+    one step, the loss is the mean, and the measure the largest: an island that came back may have
+    begun to count anew.
+    """
+    at: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for island in run.islands:
+        for line in island.lines:
+            at[line["step"]].append(line)
+    training = [
+        (max(float(line[against]) for line in lines), fmean(line["loss"] for line in lines))
+        for _, lines in sorted(at.items())
+        if all(line.get(against) is not None and line.get("loss") is not None for line in lines)
+    ]
+    validation = [
+        (float(event[against]), float(event["loss"]))
+        for event in run.islands[0].events
+        if event.get("kind") == "evaluation" and event.get(against) is not None
+    ]
+    return Curve(training, validation)
+
+
+def still(island: IslandFiles) -> Points:
+    """(seconds, share of the time since the line before in which training stood still)."""
+    found, before = [], {"seconds": 0.0, "seconds_waiting": 0.0}
+    for line in island.lines:
+        took = line["seconds"] - before["seconds"]
+        waited = line.get("seconds_waiting", 0.0) - before["seconds_waiting"]
+        if took > 0:
+            found.append((float(line["seconds"]), min(max(waited / took, 0.0), 1.0)))
+        before = {"seconds": line["seconds"], "seconds_waiting": line.get("seconds_waiting", 0.0)}
+    return found
+
+
+def still_everywhere(run: Run) -> Points:
+    """`still`, as the mean over the islands that are here, at the lines that all of them have."""
+    each = [still(island) for island in run.islands]
+    return [(fmean(x for x, _ in at), fmean(y for _, y in at)) for at in zip(*each, strict=False)]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Key figures of a run, up to its last line. None where nobody knows."""
+
+    name: str
+    preset: str
+    islands: int
+    procs: int
+    step: int
+    steps: int | None
+    tokens: float | None
+    seconds: float | None
+    loss: float | None
+    held_out: bool
+    sent: float | None
+    full: float | None
+    tokens_per_second: float | None
+    still: float | None
+    equal: bool | None
+    ended: bool
+
+    @property
+    def shape(self) -> str:
+        """Islands and ranks, in words."""
+        return f"{counted(self.islands, 'island')} x {counted(self.procs, 'rank')}"
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes of a bf16 all-reduce at every step over those sent."""
+        return self.full / self.sent if self.full and self.sent else None
+
+
+def figures(run: Run) -> Figures:
+    """Means over the islands that are here; loss of the last evaluation, else of training. Tokens
+    and bytes are those of the island that has counted most, since one that came back may have begun
+    anew. Bytes of islands that have ended are those of their summaries, with what `finish()` has
+    sent.
+    """
+    head, last = run.head, [island.lines[-1] for island in run.islands if island.lines]
+    summaries = [island.summary for island in run.islands]
+    whole = [summary for summary in summaries if summary is not None]
+    held = [e["loss"] for e in run.islands[0].events if e.get("kind") == "evaluation"]
+    done = [s for s in whole if "bytes_sent_per_island" in s]
+    counted_all = len(done) == len(summaries)
+    most = max(done, key=lambda s: s["bytes_sent_per_island"]) if counted_all else {}
+    sent, full = most.get("bytes_sent_per_island"), most.get("bytes_full_per_island")
+    line = max(last, key=lambda one: one.get("bytes_sent") or 0, default={})
+    waited, took = _mean(last, "seconds_waiting"), _mean(last, "seconds")
+    equal = [summary.get("digests_equal") for summary in whole]
+    return Figures(
+        run.name,
+        str(head.get("preset", "?")),
+        int(head.get("islands", 1)),
+        int(head.get("procs", 1)),
+        max((line["step"] for line in last), default=0),
+        head.get("steps"),
+        max((one["tokens"] for one in last if one.get("tokens") is not None), default=None),
+        took,
+        held[-1] if held else _mean(last, "loss"),
+        bool(held),
+        line.get("bytes_sent") if sent is None else sent,
+        line.get("bytes_full") if full is None else full,
+        _mean(last, "tokens_per_second"),
+        waited / took if waited is not None and took else None,
+        None if not equal or None in equal else all(equal),
+        len(whole) == len(summaries),
+    )
+
+
+def _mean(lines: Sequence[dict[str, Any]], name: str) -> float | None:
+    known = [float(line[name]) for line in lines if line.get(name) is not None]
+    return fmean(known) if known else None
+
+
+HEAD = (
+    "run",
+    "preset",
+    "shape",
+    "steps",
+    "tokens",
+    "loss",
+    "sent per island",
+    "against all-reduce",
+    "tokens/s",
+    "standing still",
+    "islands equal",
+)
+
+
+def comparison(found: Sequence[Figures]) -> list[list[str]]:
+    """A table, head first: one row per run. A loss of training, where nothing was evaluated, is
+    marked."""
+    return [list(HEAD), *([*_row(f)] for f in found)]
+
+
+def _row(f: Figures) -> list[str]:
+    steps = f"{f.step:,}" + (f" of {f.steps:,}" if f.steps and f.steps != f.step else "")
+    return [
+        f.name,
+        f.preset,
+        f.shape,
+        steps + ("" if f.ended else ", no end"),
+        _or(f.tokens, short),
+        _or(f.loss, lambda v: f"{v:.3f}" + ("" if f.held_out else " (training)")),
+        _or(f.sent, size),
+        _or(f.ratio, lambda v: f"{v:.3g} x less"),
+        _or(f.tokens_per_second, lambda v: f"{v:,.0f}"),
+        _or(f.still, lambda v: f"{v:.1%}"),
+        {True: "yes, bit for bit", False: "NO", None: "-"}[f.equal],
+    ]
+
+
+def _or(value: float | None, words: Any) -> str:
+    return "-" if value is None else str(words(value))
+
+
+def byte_rows(run: Run) -> list[list[str]]:
+    """A table of bytes by channel, head first, of the rank that wrote them; only the head where no
+    island has ended."""
+    head = [["channel", "sent", "received", "share"]]
+    summary = next((i.summary for i in run.islands if i.summary and i.summary.get("bytes")), None)
+    if summary is None:
+        return head
+    ledger = summary["bytes"]
+    rows = [*ledger["channels"].items(), ("headers", ledger["headers"]), ("other", ledger["other"])]
+    whole = sum(sent for _, (sent, _) in rows)
+    return head + [
+        [name, f"{sent:,} B", f"{received:,} B", f"{sent / whole:.1%}" if whole else "-"]
+        for name, (sent, received) in rows
+    ]

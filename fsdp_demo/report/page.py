@@ -1,0 +1,221 @@
+"""A report as one html file that needs no other: text, tables and SVG, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from . import timeline
+from .chart import Line, chart, empty
+from .figures import byte_rows, comparison, curve, figures, still, still_everywhere
+from .load import Run
+
+STYLE = """
+:root { --back: #ffffff; --text: #1c2733; --soft: #5a6775; --grid: #e3e8ee; --box: #f5f7f9;
+  --c0: #0b6e99; --c1: #c2570c; --c2: #2a7d3f; --c3: #a63d97; --c4: #b3261e; --c5: #6b6f00;
+  --c6: #5151cf; --c7: #7a4b2b; --still: #1c2733; --bad: #b3261e; --good: #2a7d3f; --odd: #c2570c }
+@media (prefers-color-scheme: dark) { :root { --back: #12181f; --text: #e4e9ee; --soft: #9fadba;
+  --grid: #2a343f; --box: #1b232c; --c0: #58b7e6; --c1: #f0a04b; --c2: #6cc287; --c3: #d98ad0;
+  --c4: #f28b82; --c5: #c9cc52; --c6: #a3a3ff; --c7: #cc9f80; --still: #e4e9ee; --bad: #f28b82;
+  --good: #6cc287; --odd: #f0a04b } }
+* { box-sizing: border-box }
+body { margin: 0 auto; max-width: 1240px; padding: 20px 16px 60px; background: var(--back);
+  color: var(--text); font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif }
+h1 { font-size: 24px; line-height: 1.25; margin: 8px 0 4px }
+h2 { font-size: 18px; margin: 34px 0 6px }
+h3 { font-size: 15px; margin: 18px 0 4px }
+p { margin: 4px 0 10px; max-width: 78ch } .soft, figcaption { color: var(--soft) }
+figcaption { font-size: 13px }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0; padding: 0;
+  list-style: none }
+.legend li { display: flex; align-items: center; gap: 7px }
+.swatch { width: 18px; height: 4px; border-radius: 2px; display: inline-block }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr));
+  gap: 14px } figure { margin: 0 }
+.scroll { overflow-x: auto } svg { display: block; width: 100%; height: auto }
+svg.chart { max-width: 640px } svg.key { width: 12px; height: 18px } svg.wide { min-width: 760px }
+svg text { fill: var(--soft); font-size: 12px } svg text.label { fill: var(--text) }
+.grid { stroke: var(--grid); stroke-width: 1 } .axis { stroke: var(--soft); stroke-width: 1 }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round }
+.line.faint { stroke-width: 1.2; opacity: .5 } .dashed { stroke-dasharray: 6 4 }
+.hover { fill: transparent; stroke: none } .still { fill: var(--still); opacity: .75 }
+.wire { opacity: .55 } .at { stroke-width: 1; stroke-dasharray: 3 3 }
+.mark { fill: var(--soft) } .mark.lost { fill: var(--bad) } .mark.joined { fill: var(--good) }
+.mark.skipped-round { fill: var(--odd) } .at.lost { stroke: var(--bad) }
+.at.joined { stroke: var(--good) } .at.skipped-round { stroke: var(--odd) }
+table { border-collapse: collapse; font-size: 14px; white-space: nowrap }
+th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--grid) }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom }
+th:first-child, td:first-child { text-align: left }
+td:first-child { white-space: normal; min-width: 110px; overflow-wrap: anywhere }
+ul.notes { margin: 8px 0; padding: 8px 12px 8px 30px; background: var(--box); border-radius: 6px }
+details { margin: 6px 0; background: var(--box); border-radius: 6px; padding: 6px 12px }
+summary { cursor: pointer } pre { overflow-x: auto; font-size: 13px; line-height: 1.4 }
+.empty { color: var(--soft); border: 1px dashed var(--grid); border-radius: 6px; padding: 30px 12px;
+  text-align: center; max-width: none }
+"""
+STYLE += "".join(
+    f".line.c{n} {{ stroke: var(--c{n}) }} .dot.c{n}, .wire.c{n} {{ fill: var(--c{n}) }}\n"
+    for n in range(8)
+)
+MOST_EVENTS = 100
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The report of one run or several, html."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        _subtitle(runs),
+        _notes(runs),
+        "<h2>Comparison</h2>" if len(runs) > 1 else "<h2>Key figures</h2>",
+        _table(comparison([figures(run) for run in runs])),
+        "<h2>Loss</h2>",
+        _legend([(run.name, i) for i, run in enumerate(runs)]) if len(runs) > 1 else "",
+        _losses(runs),
+        "<h2>Utilisation</h2>",
+        "<p>The share of time for which training stood still, waiting for messages. The rest is "
+        "training, evaluation and saving.</p>",
+        _utilisation(runs),
+        "<h2>Exchanges and events</h2>",
+        "<p>Each row is a channel of an island. Pale bars are messages under way, the strong bars "
+        "at their foot the time for which training stood still for them. Where exchanges are many, "
+        "the height of a bar is a share of the time instead.</p>",
+        *(_exchanges(run, len(runs) > 1) for run in runs),
+        *_bytes(runs),
+        "<h2>Configuration</h2>",
+        *(_configuration(run, len(runs) == 1) for run in runs),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}: training report</title><style>{STYLE}</style></head>\n"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        return f'<p class="soft">{escape(", ".join(run.name for run in runs))}</p>'
+    head = runs[0].head
+    found = figures(runs[0])
+    text = f"preset {found.preset}, {found.shape}"
+    if found.ratio:
+        text += f", {found.ratio:.3g} x fewer bytes than a bf16 all-reduce at every step"
+    if model := head.get("facts", {}).get("model"):
+        text = f"{model}, {text}"
+    return f'<p class="soft">{escape(text)}</p>'
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    if not notes:
+        return ""
+    return f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>'
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:]
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _legend(names: Sequence[tuple[str, int]]) -> str:
+    items = "".join(
+        f'<li><span class="swatch" style="background: var(--c{n % 8})"></span>{escape(name)}</li>'
+        for name, n in names
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _losses(runs: Sequence[Run]) -> str:
+    figures_ = []
+    for against in ("tokens", "seconds", "bytes_sent"):
+        lines = []
+        for number, run in enumerate(runs):
+            found = curve(run, against)
+            held = bool(found.validation)
+            lines.append(Line(f"{run.name}, training", found.training, number, faint=held))
+            lines.append(Line(f"{run.name}, validation", found.validation, number, dots=True))
+        figures_.append(f"<figure>{chart(lines, against, 'loss')}</figure>")
+    caption = (
+        "Loss in nats per token. Lines with dots are evaluations, thin lines the mean training "
+        "loss of the islands."
+    )
+    return f'<div class="charts">{"".join(figures_)}</div><figcaption>{caption}</figcaption>'
+
+
+def _utilisation(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        islands = runs[0].islands
+        lines = [Line(island.name, still(island), n) for n, island in enumerate(islands)]
+    else:
+        lines = [Line(run.name, still_everywhere(run), n) for n, run in enumerate(runs)]
+    if not any(line.points for line in lines):
+        return empty("no line of metrics was written yet")
+    legend = _legend([(line.name, line.colour) for line in lines if line.points])
+    drawn = chart(lines, "seconds", "share", zero=True, width=1000, height=240)
+    return f'{legend}<div class="scroll">{drawn}</div>'
+
+
+def _exchanges(run: Run, named: bool) -> str:
+    head = f"<h3>{escape(run.name)}</h3>" if named else ""
+    drawn = timeline.timeline(run)
+    if drawn is None:
+        return head + empty("no exchange has ended and nothing happened")
+    channels: dict[str, int] = {}
+    for name, colour, _ in timeline.rows(run):
+        channels.setdefault(name.partition(", ")[2], colour)
+    kinds = {str(event["kind"]) for event in timeline.marks(run)}
+    marks = "".join(
+        f'<li><svg class="key" viewBox="0 0 16 24">{timeline.mark(kind, 8.0, 0.0)}</svg>'
+        f"{escape(text)}</li>"
+        for kind, text in timeline.MARKS.items()
+        if kind in kinds
+    )
+    legend = _legend([*channels.items()]).replace("</ul>", f"{marks}</ul>")
+    return f'{head}{legend}<div class="scroll">{drawn}</div>{_events(run)}'
+
+
+def _events(run: Run) -> str:
+    found = [event for event in timeline.marks(run) if event["kind"] != "checkpoint"]
+    if not found:
+        return ""
+    seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for event in found:
+        seen.setdefault((timeline.said(event), event["step"]), []).append(event)
+    rows = [["event", "step", "second", "seen by"]]
+    for (text, step), events in [*seen.items()][:MOST_EVENTS]:
+        seconds = f"{min(event['seconds'] for event in events):.1f}"
+        rows.append([text, str(step), seconds, ", ".join(str(event["of"]) for event in events)])
+    more = len(seen) - MOST_EVENTS
+    return _table(rows) + (f'<p class="soft">and {more} more</p>' if more > 0 else "")
+
+
+def _bytes(runs: Sequence[Run]) -> list[str]:
+    found = [(run, byte_rows(run)) for run in runs]
+    found = [(run, rows) for run, rows in found if len(rows) > 1]
+    if not found:
+        return []
+    parts = ["<h2>Bytes</h2><p>Of the rank that wrote them, since its last start.</p>"]
+    for run, rows in found:
+        parts.append(f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
+        parts.append(_table(rows))
+    return parts
+
+
+def _configuration(run: Run, opened: bool) -> str:
+    facts: dict[str, Any] = run.head.get("facts", {})
+    rows = [["fact", "value"], *([name, str(value)] for name, value in facts.items())]
+    text = _table(rows) if facts else ""
+    return (
+        f"<details{' open' if opened else ''}><summary>{escape(run.name)}: preset "
+        f"{escape(str(run.head.get('preset')))}</summary>{text}"
+        f"<pre>{escape(str(run.head.get('config', '')))}</pre></details>"
+    )

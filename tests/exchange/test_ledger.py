@@ -1,0 +1,163 @@
+"""Bytes by channel against those that the processes really hand to their group, piece by piece; the
+kept energy against norms of what was sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo.comm.header import HEADER
+
+from ..support import threaded
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("demo", {}),
+    ("full", {}),
+    ("full", {"value_dtype": "bf16"}),
+    ("random", {}),
+    ("diloco", {"period": 2}),
+    ("local_adam", {"period": 2}),
+    ("sparse_loco", {"period": 2}),
+    ("sign_loco", {"period": 2}),
+    ("streaming_diloco", {"period": 2, "layers": 1, "delay": 1}),
+]
+
+
+def trained(islands: int, preset: str, changes: dict[str, Any], look: Any, steps: int = 4) -> Any:
+    """look(exchange, tap) on each island after `steps` steps."""
+
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        named = [
+            (f"layers.{n}.weight", nn.Parameter(torch.zeros(shape)))
+            for n, shape in enumerate([(70, 128), (5, 3)])
+        ]
+        config = fsdp_demo.preset(preset, **changes)
+        optimizer = fsdp_demo.base_optimizer(config, named, lr=1e-3)
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+        exchange.watch_energy()
+        tap = threaded.Tap(exchange)
+        for t in range(steps):
+            draw = torch.Generator().manual_seed(10 * t + i)
+            for _, p in named:
+                p.grad = torch.randn(p.shape, generator=draw)
+            exchange.report(tokens=7, loss=1.0)
+            optimizer.step()
+        exchange.flush()
+        found = look(exchange, tap)
+        exchange.finish()
+        return found
+
+    return threaded.values(threaded.islands(island, islands))
+
+
+@pytest.mark.parametrize(("preset", "changes"), CASES)
+@pytest.mark.parametrize("islands", [2, 3])
+def test_the_rows_are_all_bytes(run_ranks: Any, preset: str, changes: Any, islands: int) -> None:
+    def look(exchange: Any, tap: Any) -> dict[str, Any]:
+        page, metrics = exchange.ledger(), exchange.metrics()
+        channels = [c.channel for c in exchange.channels]
+        return {
+            "tapped": sum(n for _, n in tap.sent),
+            "messages": len(tap.sent),
+            "page": page,
+            "meter": (metrics["bytes_sent"], metrics["bytes_received"]),
+            "names": {c.name for c in channels},
+            "gradients": sum(e.applied >= 0 for e in exchange.timeline())
+            if any(c.before_step for c in channels)
+            else 0,
+            "records": sum(e.sent for e in exchange.timeline()),
+        }
+
+    def run() -> Any:
+        return trained(islands, preset, changes, look)
+
+    (found,) = run_ranks(run, 1, 1)
+    for one in found:
+        page = one["page"]
+        assert page.total.sent == one["meter"][0] == one["tapped"]
+        assert page.total.received == one["meter"][1]
+        assert page.headers.sent == HEADER.size * one["messages"]
+        # which of two tensors had a gradient: one byte to each other island, and nothing else
+        assert page.other.sent == one["gradients"] * (islands - 1)
+        assert set(page.channels) == one["names"] and all(m.sent for m in page.channels.values())
+        assert one["records"] == page.total.sent
+        assert 0 < page.header_share == page.headers.sent / page.total.sent < 1
+
+
+@pytest.mark.parametrize(("preset", "changes"), [("demo", {}), ("sparse_loco", {"period": 2})])
+def test_kept_energy_of_a_selection(run_ranks: Any, preset: str, changes: Any) -> None:
+    """Of exact values: the largest squares of the block over all of them."""
+
+    def run() -> Any:
+        names = {"codec.value_dtype": "fp32", "codec.topk": 16, "codec.transform": "none"}
+
+        def island(i: int, topology: fsdp_demo.Topology) -> Any:
+            weight = nn.Parameter(torch.zeros(64, 64))
+            config = fsdp_demo.preset(preset, **changes, **names)
+            optimizer = fsdp_demo.base_optimizer(config, [("weight", weight)], lr=1e-3)
+            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+            before = exchange.kept_energy()
+            exchange.watch_energy()
+            encoded: list[torch.Tensor] = []
+            (channel,) = exchange.channels
+            plain = channel.section.encode
+
+            def noted(work: torch.Tensor, step: int) -> Any:
+                encoded.append(work.clone())
+                return plain(work, step)
+
+            channel.section.encode = noted
+            for t in range(4):
+                weight.grad = torch.randn(
+                    64, 64, generator=torch.Generator().manual_seed(t + 9 * i)
+                )
+                optimizer.step()
+            found = exchange.kept_energy()
+            exchange.finish()
+            squares = encoded[-1].double().square().flatten()
+            return before, found, float(squares.topk(16).values.sum() / squares.sum())
+
+        return threaded.values(threaded.islands(island))
+
+    (found,) = run_ranks(run, 1, 1)
+    for before, kept, by_hand in found:
+        assert before == {} and list(kept.values()) == pytest.approx([by_hand], rel=1e-4)
+
+
+def test_kept_energy_of_what_goes_whole(run_ranks: Any) -> None:
+    def run() -> Any:
+        look = lambda exchange, tap: exchange.kept_energy()  # noqa: E731
+        return [
+            trained(2, "diloco", {"period": 2, "value_dtype": code}, look)[0]
+            for code in ("fp32", "bf16", "int4")
+        ]
+
+    ((exact, rounded, coarse),) = run_ranks(run, 1, 1)
+    assert exact == {"delta": 1.0}
+    assert 1.0 > rounded["delta"] > 1 - 2**-15 > coarse["delta"] > 0.9
+
+
+def test_measuring_changes_nothing(run_ranks: Any) -> None:
+    def run() -> Any:
+        def weights(exchange: Any, tap: Any) -> Any:
+            return [p.detach().clone() for p in exchange.host.tensors("parameter")]
+
+        watched = trained(2, "demo", {}, weights)
+        plain = fsdp_demo.Exchange.watch_energy
+        fsdp_demo.Exchange.watch_energy = lambda self, on=True: None
+        try:
+            other = trained(2, "demo", {}, weights)
+        finally:
+            fsdp_demo.Exchange.watch_energy = plain
+        return all(
+            torch.equal(a, b)
+            for one, two in zip(watched, other, strict=True)
+            for a, b in zip(one, two, strict=True)
+        )
+
+    assert run_ranks(run, 1, 1) == [True]

@@ -1,0 +1,180 @@
+"""The report: numbers against sums by hand, pictures that hold what was written, one file that
+needs no other.
+"""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from fsdp_demo import cli
+from fsdp_demo.report.axis import UNITS, axis
+from fsdp_demo.report.chart import thinned
+from fsdp_demo.report.figures import comparison, curve, figures, still
+from fsdp_demo.report.load import load
+from fsdp_demo.report.timeline import rows, timeline
+
+from . import made
+
+VOID = {"meta", "br", "link", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that tags close, and collects what would be fetched."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and v]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def drawn(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S)]
+
+
+def test_figures_are_those_of_the_files(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=40, each=5000, speed=2.0))
+    found = figures(run)
+    assert (found.step, found.steps, found.tokens, found.sent) == (40, 40, 512 * 40, 5000 * 40)
+    assert found.ratio == 4.0 and found.tokens_per_second == 1024 and found.equal is True
+    # 0.1 and 0.2 of each step
+    assert found.still == pytest.approx(0.15) and found.held_out and found.ended
+    head, row = comparison([found])
+    assert dict(zip(head, row, strict=True))["against all-reduce"] == "4 x less"
+
+
+def test_curves_are_means_over_the_islands(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
+    lines = [island.lines for island in run.islands]
+    by_hand = [
+        ((a["tokens"] + b["tokens"]) / 2, (a["loss"] + b["loss"]) / 2)
+        for a, b in zip(*lines, strict=True)
+    ]
+    found = curve(run, "tokens").training
+    assert [x for x, _ in found] == [x for x, _ in by_hand]
+    assert [y for _, y in found] == pytest.approx([y for _, y in by_hand])
+    assert [x for x, _ in curve(run, "bytes_sent").validation] == [100_000, 200_000]
+    assert [y for _, y in still(run.islands[1])] == pytest.approx([0.2] * 8)
+
+
+def test_a_count_that_began_anew_does_not_go_back(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
+    for line in run.islands[1].lines[4:]:  # it came back after step 20
+        line["tokens"], line["bytes_sent"] = line["tokens"] - 10_000, line["bytes_sent"] - 90_000
+    for against in ("tokens", "bytes_sent"):
+        found = [x for x, _ in curve(run, against).training]
+        assert found == sorted(found) == [line[against] for line in run.islands[0].lines]
+    assert figures(run).tokens == 512 * 40
+
+
+def test_the_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
+    folders = [
+        made.run(monkeypatch, tmp_path / "a & b", islands=3, steps=200, lost_at=40),
+        made.run(monkeypatch, tmp_path / "killed", steps=30, ended=False),
+        made.run(monkeypatch, tmp_path / "empty", steps=3, ended=False),
+    ]
+    out, md = tmp_path / "out.html", tmp_path / "out.md"
+    assert cli.main(["report", *map(str, folders), "--out", str(out), "--md", str(md)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out), str(md)]
+    text = out.read_text(encoding="utf-8")
+    assert Page(text).fetched == [] and "@import" not in text and "url(" not in text
+    assert "a &amp; b" in text and "prefers-color-scheme: dark" in text
+    for says in (
+        "killed: island0 has no end",
+        "empty: island0 has no line of metrics yet.",
+        "island 2 lost",
+        "island 2 joined",
+        "round skipped: a contribution was not finite",
+        "nothing happened",
+        "preset: demo",
+    ):
+        assert says in text, says
+    assert "| killed | " in md.read_text() and "no end" in md.read_text()
+
+
+def test_all_that_is_drawn_lies_in_its_picture(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", islands=3, steps=130, lost_at=40)
+    assert cli.main(["report", str(folder)]) == 0
+    pictures = drawn((folder / "report.html").read_text(encoding="utf-8"))
+    assert len(pictures) >= 5
+    for picture in pictures:
+        _, _, width, height = map(float, picture.attrib["viewBox"].split())
+        for e in picture.iter():
+            at = {
+                k: float(e.attrib[k]) for k in ("x", "y", "cx", "cy", "x1", "x2") if k in e.attrib
+            }
+            wide = float(e.attrib.get("width", 0)) if e.tag.endswith("rect") else 0.0
+            for name, value in at.items():
+                limit = width if "x" in name else height
+                assert -0.1 <= value and value + (wide if name == "x" else 0) <= limit + 1.1, (
+                    e.attrib
+                )
+
+
+def test_the_timeline_has_every_exchange_once(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "few", steps=40))
+    picture = ElementTree.fromstring(timeline(run) or "")
+    bars = [e for e in picture.iter() if e.attrib.get("class", "").startswith("wire")]
+    assert len(bars) == 2 * 40
+    # many: heights of bins are shares of the time, which add up to all seconds on the wire
+    run = load(made.run(monkeypatch, tmp_path / "many", steps=400))
+    picture = ElementTree.fromstring(timeline(run) or "")
+    bars = [e for e in picture.iter() if e.attrib.get("class", "").startswith("wire")]
+    assert len(bars) < 2 * 400
+    area = sum(float(e.attrib["width"]) * float(e.attrib["height"]) for e in bars)
+    seconds = sum(b.end - b.start for _, _, lane in rows(run) for b in lane)
+    width = 1000 - 150 - 14
+    assert area == pytest.approx(20 * width * seconds / 400, rel=0.03)
+
+
+def test_a_line_is_thinned_between_its_ends() -> None:
+    points = [(float(i), 0.0) for i in range(10_000)]
+    few = thinned(points, 100)
+    assert len(few) == 100 and (few[0], few[-1]) == (points[0], points[-1])
+    assert thinned(points[:100], 100) == points[:100]
+
+
+@pytest.mark.parametrize("what", UNITS)
+@pytest.mark.parametrize("values", [[], [0.0], [7.0], [0.3, 0.9], [1.0, 5e4], [2e8, 3e13]])
+def test_ticks_lie_on_their_axis(what: str, values: list[float]) -> None:
+    for zero in (True, False):
+        made_ = axis(what, values, zero=zero)
+        assert made_.low < made_.high and len({text for _, text in made_.ticks}) == len(made_.ticks)
+        assert 2 <= len(made_.ticks) <= 12
+        assert all(-1e-6 <= made_.place(v) <= 1 + 1e-6 for v, _ in made_.ticks)
+        assert all(made_.low <= v <= made_.high for v in values)
+
+
+def test_a_png_where_matplotlib_is(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    folder = made.run(monkeypatch, tmp_path / "run", islands=3, lost_at=10)
+    assert cli.main(["report", str(folder), "--png", str(tmp_path / "r.png")]) == 0
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fsdp-demo: error: ") and error.count("\n") == 1
+    folder = made.run(monkeypatch, tmp_path / "run")
+    monkeypatch.setattr("fsdp_demo.report.picture.available", lambda: False)
+    assert cli.main(["report", str(folder), "--png", "r.png"]) == 2
+    assert "pip install 'fsdp_demo[report]'" in capsys.readouterr().err
+    assert not Path("r.png").exists()
