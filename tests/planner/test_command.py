@@ -86,19 +86,19 @@ def test_settings_are_addressed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_target_is_solved_for(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--target-utilisation", "0.5", "90%", "--exchange", "hsdp,demo", "--rtt", "1ms"]
+    words = ["--target-utilisation", "0.5", "90%", "--exchange", "hsdp,diloco", "--rtt", "1ms"]
     rows = rows_of(capsys, *TINY, *words)
     assert [(r["preset"], r["target_utilisation"]) for r in rows] == [
         ("hsdp", 0.5),
         ("hsdp", 0.9),
-        ("demo", 0.5),
-        ("demo", 0.9),
+        ("diloco", 0.5),
+        ("diloco", 0.9),
     ]
     for r in rows:
         assert r["gbit_s"] is not None
         assert r["compute_utilisation"] == pytest.approx(r["target_utilisation"], abs=2e-3)
     out = said(capsys, *TINY, *words)
-    assert "50%" in out and "90%" in out and out.count("demo") == 1
+    assert "50%" in out and "90%" in out and out.count("diloco") == 1
 
 
 def test_a_plot(
