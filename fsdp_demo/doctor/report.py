@@ -73,7 +73,9 @@ def text(seen: Examination, found: Sequence[Finding]) -> str:
 
 
 def _with(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{value:.4g} {unit}"
+    return (
+        "" if value is None else f"{value:.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
+    )
 
 
 def _cell(value: float | None, digits: int) -> str:
