@@ -177,11 +177,13 @@ class Exchange(Readings):
         queue, before = self._queue_of(config, bound), self._queue
         queue.history.load(before.history.note())
         queue.watch.loss = before.watch.loss
+        watched = any(c.watches_energy for c in self.channels)
         self.config, self.channels, self._queue = config, bound.channels, queue
         self._runtime.work_with(config, bound, queue)
         if (peers := self._peers) is not None:
             peers.digest = config.digest()
         for c in bound.channels:
+            c.watches_energy = watched
             c.start()
         queue.begin(self.step)
         farewell.allow(self._runtime)
