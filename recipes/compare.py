@@ -25,8 +25,9 @@ HEAD = [
 def row(name: str, summary: dict) -> list[str]:
     ratio = f"{summary['ratio']:.3g} x less" if summary["ratio"] else "-"
     speed, waiting = f"{summary['tokens_per_second']:.0f}", f"{100 * summary['wait_share']:.0f} %"
+    chosen = summary["preset"]
     return [
-        name,
+        f"{name}: {chosen}" if name == "auto" else name,
         f"{summary['loss_end']:.3f}",
         size(summary["bytes_sent_per_island"]),
         ratio,

@@ -72,7 +72,7 @@ METHODS = {
         "after an exchange",
     ),
     "sign_loco": (
-        "signs of the largest values of the pseudo-gradient, with error feedback",
+        "signs of the largest values of the pseudo-gradient",
         "AdamW",
         "after an exchange",
     ),
@@ -612,9 +612,14 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _study() -> dict[str, dict[str, Any]]:
-    """The tuned rows of the study's main table, by preset."""
-    rows = load("study-main.json")["rows"]
-    return {row["name"].split()[0]: row for row in rows if row["name"].endswith(" tuned")}
+    """The tuned rows of the study's main table, by preset, and by "full muon" and the like."""
+    found = {}
+    for row in load("study-main.json")["rows"]:
+        preset, *more, tuned = row["name"].split()
+        inner = [word for word in more if word in ("muon", "adamw")]
+        if tuned == "tuned":
+            found[" ".join([preset, *inner])] = row
+    return found
 
 
 def _percent(ours: dict[str, Any], other: dict[str, Any]) -> str:
@@ -679,8 +684,25 @@ def pages() -> Iterator[Path]:
     yield ROOT / "recipes" / "README.md"
 
 
+GAPS = ROOT / "fsdp_demo" / "planner" / "gaps.json"
+
+
+def planner_gaps() -> dict[str, Any]:
+    """The planner's table of gaps, with the study's rows as they are now."""
+    table, rows = json.loads(GAPS.read_text(encoding="utf-8")), _study()
+    full = rows["full"]
+    table["study"]["loss"] = round(full["loss"], 6)
+    table["study"]["difference"] = {
+        name: round(row["difference"], 6)
+        for name, row in rows.items()
+        if row is not full and " " not in name
+    }
+    return table
+
+
 def write() -> None:
-    """Put every table between its marks."""
+    """Put every table between its marks, and the study's rows into the planner's table."""
+    GAPS.write_text(json.dumps(planner_gaps(), indent=1) + "\n", encoding="utf-8")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         made = MARK.sub(

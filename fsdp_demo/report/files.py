@@ -29,6 +29,7 @@ HEAD = {
     "procs": "ranks of the island",
     "preset": "name",
     "config": "the whole configuration as yaml",
+    "chosen_because": "of `auto`: what was measured, and why this method; else empty",
     "steps": "optimizer steps of the job; null where nobody knows",
     "parameters": "numbers of the whole model",
     "began": "when, seconds since 1970",
@@ -57,12 +58,12 @@ EXCHANGE = {
     "islands": "numbers of those that took part; empty where that is not known",
 }
 EVENT = {
-    "kind": "begin, resume, evaluation, checkpoint, lost, joined, skipped round, finish",
+    "kind": "begin, resume, evaluation, checkpoint, lost, joined, skipped round, chosen, finish",
     "step": "optimizer steps so far",
     "seconds": "since the start of the job",
     "islands": "numbers, of lost and joined",
     "loss": "of an evaluation, with tokens and bytes_sent at that time",
-    "reason": "of a skipped round",
+    "reason": "of a skipped round, and of a method that `auto` has chosen",
 }
 
 

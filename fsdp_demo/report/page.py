@@ -213,7 +213,9 @@ def _bytes(runs: Sequence[Run]) -> list[str]:
 def _configuration(run: Run, opened: bool) -> str:
     facts: dict[str, Any] = run.head.get("facts", {})
     rows = [["fact", "value"], *([name, str(value)] for name, value in facts.items())]
-    text = _table(rows) if facts else ""
+    if because := run.head.get("chosen_because"):
+        rows.append(["chosen by auto", str(because)])
+    text = _table(rows) if len(rows) > 1 else ""
     return (
         f"<details{' open' if opened else ''}><summary>{escape(run.name)}: preset "
         f"{escape(str(run.head.get('preset')))}</summary>{text}"

@@ -53,8 +53,7 @@ class RunRecord:
             "island": topology.island,
             "islands": topology.count,
             "procs": procs,
-            "preset": exchange.config.preset,
-            "config": exchange.config.to_yaml(),
+            **_method(exchange),
             "steps": steps,
             "parameters": parameters,
             "began": time.time(),
@@ -63,6 +62,7 @@ class RunRecord:
         if exchange.step and (before := files.read_json(folder / files.HEAD_FILE)) is not None:
             head["began"] = before.get("began", head["began"])
         self._first = head["began"]
+        self._head = head
         files.write_json(folder / files.HEAD_FILE, head)
         (folder / files.SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start
         self._began = time.perf_counter()
@@ -101,7 +101,13 @@ class RunRecord:
         return time.perf_counter() - self._began
 
     def tick(self) -> None:
-        """Once per step: note which islands are gone, new, or left out of a round."""
+        """Once per step: note which islands are gone, new, or left out of a round, and which method
+        `auto` has chosen.
+        """
+        if self._exchange.config.preset != self._head["preset"]:
+            self._head |= _method(self._exchange)
+            files.write_json(self._folder / files.HEAD_FILE, self._head)
+            self.event("chosen", reason=self._exchange.chosen_because)
         now, before = list(self._exchange.participants), self._seen
         for kind, slots in (
             ("lost", [i for i in before if i not in now]),
@@ -188,4 +194,13 @@ def ledger_rows(exchange: Any) -> dict[str, Any]:
         "channels": rows,
         "headers": [page.headers.sent, page.headers.received],
         "other": [page.other.sent, page.other.received],
+    }
+
+
+def _method(exchange: Any) -> dict[str, str]:
+    """What the head of a run says of its method."""
+    return {
+        "preset": exchange.config.preset,
+        "config": exchange.config.to_yaml(),
+        "chosen_because": exchange.chosen_because,
     }

@@ -23,6 +23,7 @@ MARKS = {
     "skipped round": "a round was skipped",
     "checkpoint": "a checkpoint",
     "resume": "a later start goes on",
+    "chosen": "auto has chosen the method",
 }
 
 
@@ -195,4 +196,5 @@ def said(event: dict[str, Any]) -> str:
         "skipped round": f"round skipped: {event.get('reason', '')}",
         "checkpoint": "checkpoint saved",
         "resume": "a later start goes on here",
+        "chosen": f"auto has chosen: {event.get('reason', '')}",
     }.get(str(event.get("kind")), str(event.get("kind")))

@@ -73,12 +73,14 @@ class Cell:
     inner: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> ExchangeConfig:
-        """Gradients are clipped at norm 1.0 under every method, unless the cell says otherwise.
+        """Gradients are clipped at norm 1.0 under every method, unless the cell says otherwise. The
+        preset's published rate is left out: `lr` says the rate.
 
         Raises:
             ValueError: the library has no such preset or setting.
         """
-        return preset(self.preset, **{"clip": 1.0, **self.changes})
+        made = preset(self.preset, **{"clip": 1.0, **self.changes})
+        return dataclasses.replace(made, lr=None)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,12 @@ def sparse_loco(end: str = "", lr: float = 2e-3, period: int = 5, topk: int = 32
     )
 
 
+def muloco(end: str = "", lr: float = 3.2e-2, period: int = H, **c: Any) -> Cell:
+    """Muon inside; outer momentum 0.5 from the start, as the grid chose."""
+    rule = {"period": period, "momentum": 0.5, "momentum_warmup": 0}
+    return Cell(f"muloco H={period}{end}", "muloco", {**rule, **c}, lr)
+
+
 # -- main: every preset, published and tuned ------------------------------------------------------
 
 
@@ -211,6 +217,8 @@ FRONT = [
     *(sparse_loco(period=h, topk=k) for h, k in ((1, 6), (2, 13), (5, 32), (10, 64), (20, 128))),
     Cell("demo k=32", "demo", {}, 2e-3),
     Cell("demo k=8", "demo", {"topk": 8}, 2e-3),
+    *(muloco(period=h) for h in (5, 10, 20, 40)),
+    *(muloco(" 1 bit", period=h, value_dtype="1bit") for h in (10, 20)),
 ]
 
 # -- robust: where the winners hold ---------------------------------------------------------------

@@ -17,7 +17,11 @@ from .test_presets_oracle import ISLANDS, Case, adamw, expected, sgd, trainer, w
 
 PLAIN: dict[str, Any] = {"clip": None, "inner_optimizers": "as_is"}
 STEPS = 19  # three rounds of 5 steps, the beginning of a fourth, and what is late
-KEPT = {"rise": 2}  # so that the momentum is at rest in the third round
+KEPT = {
+    "rise": 2,
+    "beta": 0.6,
+    "momentum": 0.5,
+}  # so that the momentum is at rest in the third round
 NONE = {"rise": 2, "beta": 0.0, "momentum": 0.6}
 
 
@@ -35,7 +39,9 @@ CASES = {
     "feedback": case(KEPT, seeds={"2x1": 2, "3x1": 2, "2x2": 0, "2x2-unsharded": 2, "4x1": 3}),
     "none": case(NONE, seeds={"2x2": 0, "3x1": 2, "4x1": 4}),
     "late": case({**KEPT, "delay": 3}, sgd, seeds={"2x2": 0, "3x1": 1}),
-    "constant": case({"rise": 0, "lr": 1.0, "k": 7, "period": 3}, sgd, seed=3),
+    "constant": case(
+        {"beta": 0.6, "momentum": 0.5, "rise": 0, "lr": 1.0, "k": 7, "period": 3}, sgd, seed=3
+    ),
 }
 AT = [("feedback", i) for i in ISLANDS] + [("none", i) for i in ("2x2", "3x1", "4x1")]
 AT += [("late", "2x2"), ("late", "3x1"), ("constant", "2x1")]
@@ -71,13 +77,13 @@ def test_settings() -> None:
     channel = preset("sign_loco").channels[0]
     assert (channel.schedule.sync_every, channel.codec.topk) == (5, 90)
     assert (channel.codec.value_dtype, channel.reducer.mean_over) == ("1bit", "senders")
-    assert channel.accumulator == Accumulator(beta=0.6) and channel.taken == 1.0
+    assert channel.accumulator is None and channel.taken == 0.0  # nothing is kept
     outer = channel.applier
-    assert (outer.lr, outer.dense_lr, outer.momentum, outer.nesterov) == (0.7, 0.7, 0.5, True)
-    assert [outer.momentum_in(n) for n in (1, 25, 49, 97)] == [0.0, 0.25, 0.5, 0.5]
+    assert (outer.lr, outer.dense_lr, outer.momentum, outer.nesterov) == (0.7, 0.7, 0.6, True)
+    assert [outer.momentum_in(n) for n in (1, 25, 49, 97)] == [0.0, 0.3, 0.6, 0.6]
     assert preset("sign_loco", lr=0.4).channels[0].applier.dense_lr == 0.4
-    none = preset("sign_loco", beta=0, momentum=0.6).channels[0]  # nothing is kept
-    assert none.accumulator is None and none.taken == 0.0 and none.applier.momentum == 0.6
+    kept = preset("sign_loco", beta=0.6, momentum=0.5).channels[0]
+    assert kept.accumulator == Accumulator(beta=0.6) and kept.taken == 1.0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_settings() -> None:
         ({"momentum_warmup": 0.5}, "momentum_warmup=0.5 must be a whole number"),
         ({"codec.select": "dense"}, "needs a selection by the data"),
         ({"applier.sign": True}, "applier.sign=True is for gradient channels"),
-        ({"beta": 0, "accumulator.alpha": 0.5}, "accumulator.alpha=0.5 has no effect"),
+        ({"accumulator.alpha": 0.5}, "accumulator.alpha=0.5 has no effect"),
         ({"seed": 3}, "seed=3 has no effect"),
     ],
 )

@@ -628,7 +628,7 @@ def test_published_rates() -> None:
         "full": None,
         "local_sgd": None,
         "muloco": 0.0224,
-        "sign_loco": 4e-3,
+        "sign_loco": 8e-3,
     }
     assert preset("demo", inner_optimizer="adamw").lr == 1e-3
     outer = preset("diloco").channels[0].applier

@@ -91,6 +91,11 @@ def test_a_table_stands_somewhere(name: str) -> None:
     )
 
 
+def test_the_planner_has_the_gaps_of_the_study() -> None:
+    there = json.loads(tables.GAPS.read_text(encoding="utf-8"))
+    assert there == tables.planner_gaps(), "run python docs/figures/tables.py --write"
+
+
 def test_marks_come_in_pairs() -> None:
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")

@@ -926,7 +926,7 @@ RESUMED = {
     "desloc": preset("desloc", embeddings=True, period=2, clip=None),
     "sparse_loco": preset("sparse_loco", period=3, clip=None),
     "sign_loco": preset(
-        "sign_loco", period=3, momentum_warmup=2, clip=None, **{"schedule.delay": 1}
+        "sign_loco", beta=0.6, period=3, momentum_warmup=2, clip=None, **{"schedule.delay": 1}
     ),
 }
 

@@ -58,7 +58,7 @@ CASES: dict[str, ExchangeConfig] = {
     "diloco, kept": preset("diloco", period=3, **{"schedule.delay": 1, "applier.keep_steps": True}),
     "diloco, queued": preset("diloco", period=1, **{"schedule.delay": 2}),
     "local_sgd, late": preset("local_sgd", period=3, **{"schedule.delay": 1}),
-    "sign_loco, no feedback": preset("sign_loco", beta=0.0, period=2),
+    "sign_loco, feedback": preset("sign_loco", beta=0.6, period=2),
     "muloco, int4": preset("muloco", period=2, value_dtype="int4"),
     "muloco, no codes": preset("muloco", period=2, value_dtype="fp32"),
     "released": preset("decoupled_momentum", rule="released", period=2),
@@ -307,7 +307,7 @@ def test_published_settings() -> None:
         **sparse,
         "decoupled_momentum": 8.0,
         "sparse_loco": 8.0,
-        "sign_loco": 12.0,
+        "sign_loco": 8.0,
         "muloco": 12.0,
     }
     assert host == {

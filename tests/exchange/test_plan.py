@@ -67,9 +67,7 @@ CASES: dict[str, ExchangeConfig] = {
     # forms that no preset takes by default
     "demo, late": preset("demo", topk=3, **{"schedule.delay": 2}),
     "diloco, int8": preset("diloco", period=4, value_dtype="int8"),
-    "sign_loco, no feedback, late": preset(
-        "sign_loco", beta=0.0, period=4, **{"schedule.delay": 1}
-    ),
+    "sign_loco, feedback, late": preset("sign_loco", beta=0.6, period=4, **{"schedule.delay": 1}),
     "muloco, int4": preset("muloco", period=4, value_dtype="int4"),
     "muloco, later than its period": preset("muloco", period=2, **{"schedule.delay": 5}),
     "streaming_diloco, e2m1": preset(

@@ -30,7 +30,7 @@ CASES = {
     "diloco-eager": preset("diloco", period=3, **{"schedule.delay": 4, "applier.own_share": 0.5}),
     "streaming-queue": preset("streaming_diloco", period=3, layers=1, delay=4, value_dtype="fp32"),
     "sparse_loco": preset("sparse_loco", period=2),
-    "sign_loco": preset("sign_loco", period=2, momentum_warmup=3),
+    "sign_loco": preset("sign_loco", beta=0.6, period=2, momentum_warmup=3),
     "muloco-queue": preset("muloco", period=2, value_dtype="int4", **{"schedule.delay": 3}),
     "local_sgd": preset("local_sgd", period=4),
     "desloc": preset("desloc", period=2, **{"exp_avg.schedule.delay": 1}),

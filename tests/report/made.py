@@ -36,6 +36,7 @@ class Said:
     participants: list[int] = field(default_factory=list)
     flown: list[ExchangeRecord] = field(default_factory=list)
     not_finite: int = 0
+    chosen_because: str = ""
 
     def __post_init__(self) -> None:
         self.config = fsdp_demo.preset(self.preset)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_demo import preset
 from fsdp_demo.report import files
 from fsdp_demo.report.load import load, load_all
 from fsdp_demo.report.record import RunRecord
@@ -98,6 +99,24 @@ def test_who_joins_again_counts_the_time_it_was_gone(tmp_path, monkeypatch) -> N
         "joined",
         [1],
     )
+
+
+def test_what_auto_has_chosen_is_in_the_head(tmp_path) -> None:
+    exchange = made.Said(made.Place(0, 2), "auto")
+    record = RunRecord(tmp_path, exchange, steps=90, parameters=1, procs=1)
+    record.tick()
+    assert json.loads((tmp_path / files.HEAD_FILE).read_text())["preset"] == "auto"
+    exchange.config = preset("diloco", period=7)
+    exchange.chosen_because = "the link is slow"
+    exchange.step = 8
+    record.tick()
+    record.tick()
+    record.close()
+    head = json.loads((tmp_path / files.HEAD_FILE).read_text())
+    assert (head["preset"], head["chosen_because"]) == ("diloco", "the link is slow")
+    assert "sync_every: 7" in head["config"]
+    chosen = [e for e in lines(tmp_path / files.EVENTS_FILE) if e["kind"] == "chosen"]
+    assert [(e["step"], e["reason"]) for e in chosen] == [(8, "the link is slow")]
 
 
 def test_each_exchange_is_written_once(tmp_path) -> None:
