@@ -356,6 +356,23 @@ def peers() -> Rows:
     return rows
 
 
+def slow_predict() -> Rows:
+    """Seconds per step that the planner predicted, and what was measured then, as
+    `recipes/benchmarks/slow_link_predict.py --json` wrote it.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in load("slow_link_predict.json")["rows"]:
+        found.setdefault(row["case"], {})[row["link"]] = row
+    links = list(dict.fromkeys(link for cells in found.values() for link in cells))
+    rows = [["setting", *(f"{_rate(link.partition(',')[0])}: s, off" for link in links)]]
+    for case, cells in found.items():
+        there = [cells.get(link) for link in links]
+        rows.append(
+            [case, *("-" if c is None else f"{c['measured']:.2f}, {c['off']:+.0%}" for c in there)]
+        )
+    return rows
+
+
 def slow_link() -> Rows:
     """Speed that presets keep, as `recipes/benchmarks/slow_link.py --json` wrote it."""
     found = _slow()
@@ -529,6 +546,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "doctor": doctor,
     "peers": peers,
     "slow-link": slow_link,
+    "slow-predict": slow_predict,
     "slow-methods": slow_methods,
     "slow-delay": slow_delay,
 }
@@ -615,10 +633,10 @@ def _study() -> dict[str, dict[str, Any]]:
     """The tuned rows of the study's main table, by preset, and by "full muon" and the like."""
     found = {}
     for row in load("study-main.json")["rows"]:
-        preset, *more, tuned = row["name"].split()
-        inner = [word for word in more if word in ("muon", "adamw")]
-        if tuned == "tuned":
-            found[" ".join([preset, *inner])] = row
+        words = row["name"].split()
+        inner = [word for word in words if word in ("muon", "adamw")]
+        if words[-1] == "tuned":
+            found[" ".join([words[0], *inner])] = row
     return found
 
 

@@ -44,6 +44,7 @@ PLACE = {
     "study-claims": "docs/results.md",
     "study-questions": "docs/results.md",
     "study-robust": "docs/results.md",
+    "slow-predict": "docs/plan.md",
     "published": "docs/results.md",
     "memory": "docs/results.md",
     "positions": "docs/results.md",
