@@ -176,7 +176,8 @@ class ExchangeConfig:
         """Build and check; unknown keys raise ValueError with the nearest right name."""
         # one that was saved before its method was chosen (`auto.py`) has fields of its own
         own = {f.name for f in fields(cls)}
-        kinds = [k for k in cls.__subclasses__() if ({f.name for f in fields(k)} - own) & {*data}]
+        there = {*data} if isinstance(data, Mapping) else set()
+        kinds = [k for k in cls.__subclasses__() if ({f.name for f in fields(k)} - own) & there]
         return build(kinds[0] if kinds else cls, data, "")
 
     @classmethod

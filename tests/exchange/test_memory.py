@@ -152,9 +152,12 @@ REDUCED = tuple(
 @pytest.mark.parametrize("name", [name for name in presets() if name not in REDUCED])
 def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
     """A step with an exchange takes at most 64 MB and twice the largest shard (64 times smaller) on
-    top of what is kept.
+    top of what is kept. Without feedback the delta itself is made for it.
     """
-    assert measured(name, 2).device_workspace <= allowed(TENSORS, SCALE)
+    found = measured(name, 2)
+    deltas = sum(c.source == "delta" and not c.accumulator for c in CASES[name].channels)
+    own = 4 * found.parameters * deltas
+    assert own <= found.device_workspace <= own + allowed(TENSORS, SCALE)
 
 
 @pytest.mark.parametrize("name", REDUCED)
