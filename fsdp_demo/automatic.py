@@ -174,7 +174,7 @@ class _FirstSteps:
         if not exchange.across_islands.all_equal(method.to_dict()):
             raise ValueError(
                 "auto: the islands do not choose the same method; they run unlike releases, or "
-                f"measure unlike models: name the method instead{see('other-run')}"
+                f"measure unlike models: name the method instead{see('unlike-runs')}"
             )
         exchange.choose(method, self._model)
         exchange.chosen_because = (
