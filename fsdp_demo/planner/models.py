@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from .shapes import KNOWN, Tensors
 
@@ -28,6 +31,10 @@ def load(name: str) -> Tensors:
         return shape.tensors()
     if not path.exists() and "/" not in name:
         raise ValueError(f"--model {name!r} is not known: {_allowed(name)}")
+    if not path.exists() and not _hub_answers():
+        os.environ.setdefault(
+            "HF_HUB_OFFLINE", "1"
+        )  # what is cached, and no half minute of retries
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,6 +56,20 @@ def load(name: str) -> Tensors:
         )
         raise ValueError(f"--model {name!r}: {what} ({reason[:160]}): {_allowed(name)}") from None
     return [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+
+
+def _hub_answers(seconds: float = 3.0) -> bool:
+    """Whether the hub can be reached; taken for granted behind a proxy."""
+    if any(
+        os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    ):
+        return True
+    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((place.hostname or "", place.port or 443), seconds).close()
+    except OSError:
+        return False
+    return True
 
 
 def _allowed(name: str) -> str:
