@@ -16,12 +16,8 @@ from typing import Any
 import torch
 
 from fsdp_demo import ring_all_reduce_bytes
-from fsdp_demo.planner.devices import PEAK
-from fsdp_demo.report.make import leave
-from fsdp_demo.report.metrics import tracked
-from fsdp_demo.report.progress import ProgressLine
-from fsdp_demo.report.record import RunRecord, ledger_rows
-from fsdp_demo.report.words import size, table
+from fsdp_demo.planner import PEAK
+from fsdp_demo.report import ProgressLine, RunRecord, leave, ledger_rows, size, table, tracked
 
 __all__ = ["Report", "flops_per_token", "full_bytes", "peak_flops", "peak_memory", "size", "table"]
 

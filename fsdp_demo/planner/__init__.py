@@ -18,10 +18,21 @@ from __future__ import annotations
 
 from .bandwidth import gbit_s
 from .choosing import Choice, choose
+from .devices import PEAK
 from .models import load
 from .plans import plan_rows
 from .rows import Row
 from .shapes import equal_layers
 from .situation import Situation
 
-__all__ = ["Choice", "Row", "Situation", "choose", "equal_layers", "gbit_s", "load", "plan_rows"]
+__all__ = [
+    "PEAK",
+    "Choice",
+    "Row",
+    "Situation",
+    "choose",
+    "equal_layers",
+    "gbit_s",
+    "load",
+    "plan_rows",
+]

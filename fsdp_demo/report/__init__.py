@@ -4,3 +4,20 @@ made of these files.
 May import torch-free parts of every package below it; drawing needs nothing but the standard
 library, a png needs matplotlib (extra `report`).
 """
+
+from .make import leave, make
+from .metrics import tracked
+from .progress import ProgressLine
+from .record import RunRecord, ledger_rows
+from .words import size, table
+
+__all__ = [
+    "ProgressLine",
+    "RunRecord",
+    "leave",
+    "ledger_rows",
+    "make",
+    "size",
+    "table",
+    "tracked",
+]

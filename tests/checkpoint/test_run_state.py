@@ -185,7 +185,15 @@ def test_the_example_runs():
     assert tests and not runner.failures, "".join(output)
 
 
-PUBLIC = ("fsdp_demo", "fsdp_demo.checkpoint", "fsdp_demo.status", "deepspeed_ext")
+PUBLIC = (
+    "fsdp_demo",
+    "fsdp_demo.checkpoint",
+    "fsdp_demo.cli",
+    "fsdp_demo.planner",
+    "fsdp_demo.report",
+    "fsdp_demo.status",
+    "deepspeed_ext",
+)
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 
 

@@ -150,7 +150,7 @@ def test_a_channel_that_keeps_something_else() -> None:
 def test_an_exchange_gives_that_tree(alone: Any) -> None:
     _, exchange = under_way()
     given = exchange.state_dict()
-    assert list(given) == [*tree(), "history"] and list(given["in_flight"][0]) == list(
+    assert list(given) == [*tree(), "history", "config"] and list(given["in_flight"][0]) == list(
         tree()["in_flight"][0]
     )
     assert list(given["in_flight"][0]["arrived"]) == list(tree()["in_flight"][0]["arrived"])

@@ -41,7 +41,7 @@ class Exchange:
     """One rank's: 100 B, 1 s and one exchange at each step, where there are other islands."""
 
     config, drift, newcomer = SimpleNamespace(preset="full", to_yaml=lambda: "{}"), None, False
-    activity = Activity()
+    activity, chosen_because = Activity(), ""
 
     def __init__(self, islands: int, step: int):
         self.topology = SimpleNamespace(count=islands, kind="islands", name="island0", island=0)

@@ -156,12 +156,12 @@ def _recipe(log: Path, summary: Path, step: int, ended: bool) -> dict[str, Any]:
         data = json.loads(summary.read_text())
         evaluated = [
             loss
-            for at, loss, _ in data["validation"]
+            for at, loss, _ in data.get("validation", ())  # the Trainer logs its own
             if at == step and (ended or at < data["steps"])
         ]
         out |= {"eval_loss": evaluated[-1]} if evaluated else {}
         out |= (
-            {"bytes_sent": data["bytes_sent_per_island"], "exchanges": data["exchanges"]}
+            {"bytes_sent": data["bytes_sent_per_island"], "exchanges": data.get("exchanges", 0)}
             if data["steps"] == step
             else {}
         )
