@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .model_hub import reachable
+
 STEPS = 5
 TOKENS = 512  # of one row
 
@@ -57,7 +59,11 @@ def _model(name: str) -> Any:
     places = (Path(name), Path("recipes") / "models" / f"{name}.json")
     path = next((place for place in places if place.exists()), None)
     try:
-        config = AutoConfig.from_pretrained(path or name)
+        config = (
+            AutoConfig.from_pretrained(path)
+            if path
+            else AutoConfig.from_pretrained(name, local_files_only=not reachable())
+        )
         config.use_cache = False
         return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as error:

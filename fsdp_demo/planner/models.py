@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import os
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from ..doctor.model_hub import reachable
 from .shapes import KNOWN, Tensors
 
 
@@ -31,10 +29,6 @@ def load(name: str) -> Tensors:
         return shape.tensors()
     if not path.exists() and "/" not in name:
         raise ValueError(f"--model {name!r} is not known: {_allowed(name)}")
-    if not path.exists() and not _hub_answers():
-        os.environ.setdefault(
-            "HF_HUB_OFFLINE", "1"
-        )  # what is cached, and no half minute of retries
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -44,7 +38,11 @@ def load(name: str) -> Tensors:
             f"take a known model ({error})"
         ) from None
     try:
-        config = AutoConfig.from_pretrained(path if path.exists() else name)
+        config = (
+            AutoConfig.from_pretrained(path)
+            if path.exists()
+            else AutoConfig.from_pretrained(name, local_files_only=not reachable())
+        )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever transformers makes of a wrong file, or of no network
@@ -56,20 +54,6 @@ def load(name: str) -> Tensors:
         )
         raise ValueError(f"--model {name!r}: {what} ({reason[:160]}): {_allowed(name)}") from None
     return [(n, tuple(p.shape)) for n, p in model.named_parameters()]
-
-
-def _hub_answers(seconds: float = 3.0) -> bool:
-    """Whether the hub can be reached; taken for granted behind a proxy."""
-    if any(
-        os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-    ):
-        return True
-    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        socket.create_connection((place.hostname or "", place.port or 443), seconds).close()
-    except OSError:
-        return False
-    return True
 
 
 def _allowed(name: str) -> str:
