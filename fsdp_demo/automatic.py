@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .config.schema import ExchangeConfig
 from .doctor.quick import quick_probe
 from .errors import PeerLost, see
 from .exchange.exchange import Exchange
+from .exchange.in_flight import ExchangeRecord
 from .exchange.refusals import refuse
 from .hosts.base import TrainingHost
 from .hosts.optimizers import check_inner, keeps_momentum
@@ -33,7 +35,7 @@ from .planner import Choice, Situation, choose, plan_rows
 
 log = logging.getLogger("fsdp_demo")
 
-RATES, TIMES = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+DIGITS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 """Leading digits to which rates and times are rounded: two measurements of one link mostly end in
 the same step.
 """
@@ -44,8 +46,8 @@ said.
 """
 
 
-def coarse(value: float, digits: tuple[float, ...] = RATES) -> float:
-    """The nearest number that begins with one of `digits`, by ratio; 0 stays 0.
+def coarse(value: float) -> float:
+    """The nearest number that begins with one of `DIGITS`, by ratio; 0 stays 0.
 
     >>> coarse(94e6), coarse(0.0402)
     (100000000.0, 0.05)
@@ -53,7 +55,7 @@ def coarse(value: float, digits: tuple[float, ...] = RATES) -> float:
     if value <= 0:
         return 0.0
     decade = 10.0 ** math.floor(math.log10(value))
-    steps = [d * decade for d in digits] + [10 * decade]
+    steps = [d * decade for d in DIGITS] + [10 * decade]
     return min(steps, key=lambda step: abs(math.log(step / value)))
 
 
@@ -82,8 +84,8 @@ def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, str] |
     if isinstance(state, Mapping):
         if "config" not in state:
             raise ValueError(
-                "attach(state=...) with auto: this state does not say which method was chosen, so "
-                "it was saved under a method that was named: name that one"
+                "attach(state=...) with auto: this state does not say its method, so an earlier "
+                "release has saved it: name the method it was saved under"
             )
         told = state
     elif heads := getattr(state, "heads", None):
@@ -163,7 +165,7 @@ class _FirstSteps:
             tensors(exchange.host),
             exchange.topology.islands,
             seen,
-            coarse(step, TIMES),
+            coarse(step),
             shards=exchange.channels[0].position.num_shards,
             device=_device_name(exchange.host.device),
             memory_bytes=memory or None,
@@ -253,15 +255,17 @@ class LinkHealth:
 
     def __init__(self, exchange: Exchange, situation: Situation, choice: Choice):
         self._exchange, self._situation, self._row = exchange, situation, choice.row
-        self._seen, self._late, self._said = 0, 0, False
+        self._seen: ExchangeRecord | None = None  # the newest that was looked at
+        self._late, self._said = 0, False
         link = situation.link
         rate = link.bits_per_second or math.inf
         self.planned = 8 * choice.row.bytes_per_exchange / rate + 2 * link.rtt
 
     def __call__(self) -> None:
-        flown = self._exchange.timeline()
-        new, self._seen = flown[self._seen :], len(flown)
-        for record in new:
+        flown = self._exchange._queue.flown
+        new = list(takewhile(lambda record: record is not self._seen, reversed(flown)))
+        self._seen = flown[-1] if flown else None
+        for record in reversed(new):
             if record.began is None or record.ended is None:
                 continue
             took = record.ended - record.began
