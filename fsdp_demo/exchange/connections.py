@@ -46,6 +46,11 @@ class Connections:
         """
         return None if self.worker is None else self.worker.peers
 
+    @property
+    def elastic(self) -> bool:
+        """Whether there is a peer group whose islands come and go."""
+        return self.peers is not None and self.peers.elastic
+
     def placement(self, host: TrainingHost, home: str | None) -> Placement:
         """Where channels over the tensors of `host` stand; `home`: see there."""
         return Placement(

@@ -1,16 +1,16 @@
 """The object users hold: the door to all that an exchange does. No step passes through it.
 
-One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`,
-how a run begins in `startup.py` and `first_step.py`, how it ends in `finish.py`, what it keeps in
-`resume.py`, and what a method calls its model in `result.py`. This file checks that what is asked
-for can be done.
+One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`.
+The parts are made in `assembly.py`. A run begins in `startup.py` and `first_step.py`, and ends in
+`finish.py`; an island stops in `departures.py`. What is kept is in `resume.py`, what a method calls
+its model in `result.py`, what can be read in `readings.py`. This file checks that what is asked for
+can be done.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,18 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.bind import Bound, bind
-from ..comm.header import END
-from ..comm.presence import Presence
 from ..comm.topology import Topology
-from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import TrainingHost
-from ..hosts.optimizers import check_inner
 from ..status import leave
 from . import (
-    energy,
+    assembly,
     farewell,
     finish,
     replay,
@@ -44,11 +39,10 @@ from . import (
 )
 from .connections import Connections
 from .consensus import IslandConsensus
+from .departures import Departures
 from .first_step import FirstStep
-from .in_flight import ExchangeRecord, InFlightQueue
 from .readings import Readings
-from .refusals import refuse, refuse_sparse, warn_of_outside
-from .runtime import StepRuntime
+from .refusals import warn_of_outside
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
 
@@ -66,16 +60,7 @@ class Exchange(Readings):
     How it stands is in `Readings`, what it does is here.
 
     Attributes:
-        config, topology, host: what was agreed, and what the engine offers.
-        step: optimizer steps of the job done so far (ticks).
-        channels: the channels at work (`channel.ChannelRunner`).
-        drift: |theta_r - mean| / |mean| of this replica when the mean was last taken (at
-            `finish()`, or by the full average of the released rule); None where replicas are equal
-            by construction.
-        stopped: all ranks of this island (and, where they could agree, all islands) stop after this
-            step. Raised as `Stopped` unless `raises_stopped` is False, for a host that ends its
-            loop by itself. stopped_alone: the others do not. leaving: since an island was told to
-            end (SIGTERM), not by a wish that all follow (`request_stop(together=True)`).
+        topology, host: what was agreed, and what the engine offers.
         newcomer: this island has joined a run under way: what `attach` was given of parameters,
             state and step was replaced by what the others hold, and `step` is where they were; they
             answer no question that is asked between `attach` and the first step.
@@ -102,26 +87,33 @@ class Exchange(Readings):
         topology: Topology,
         start: Start | None = None,
     ):
-        self.config, self.topology, self.host, start = config, topology, host, start or Start()
-        refuse(host, config.needs_gradients)
-        check_inner(config, host.optimizer_names, host.optimizers)
+        self.topology, self.host, start = topology, host, start or Start()
+        assembly.check(config, host)
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
         self.chosen_because = ""
-        self._presence = Presence(topology, self._follow)
         self._connections = Connections(
             topology, host.shard_position(topology.rank, topology.world), host.device
         )
         self._island, self._meter = self._connections.island, self._connections.meter
+        # The hooks hold the runtime, the runtime its queue, and that, by this, the exchange: so
+        # `attach` finds it on the optimizer.
+        self._departures = Departures(topology, self._connections, self.request_stop)
         try:
-            bound = self._bound(config, model)
-            self.channels, self._queue = bound.channels, self._queue_of(config, bound)
-            self._runtime = StepRuntime(config, topology, host, bound, self._queue, start.step)
+            self._runtime = assembly.assemble(
+                config,
+                topology,
+                host,
+                model,
+                self._connections,
+                self._departures.gone,
+                start.step,
+            )
+            self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
             self._keep = partial(returning.keep, self._runtime, model, start.facts)
-            self._hooks, self._first = self._runtime.hooks, FirstStep(self._runtime)
-            farewell.allow(self._runtime)
+            self._first = FirstStep(self._runtime)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -135,31 +127,10 @@ class Exchange(Readings):
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close()
             raise
-        self._presence.start()
-        if topology.elastic and topology.rank == 0 and (peers := self._peers) is not None:
-            self._presence.fence(lambda: len(peers.alive) < topology.count, peers.expel)
+        self._departures.listen()
         # a script that forgets finish() must not end with a live process group
         atexit.register(self._at_exit)
         self._hooks.start()
-
-    def _bound(self, config: ExchangeConfig, model: torch.nn.Module | None) -> Bound:
-        home = "cpu" if config.offload_outer_state else None
-        names = [s.name for s in self.host.params if not s.frozen]
-        placement = self._connections.placement(self.host, home)
-        return bind(expand(config, names), config, placement, model)
-
-    def _queue_of(self, config: ExchangeConfig, bound: Bound) -> InFlightQueue:
-        # The hooks hold the runtime, the runtime this queue, and that, by `_gone`, the exchange: so
-        # `attach` finds it on the optimizer.
-        return InFlightQueue(
-            [*bound.channels, *bound.buffers],
-            self._connections,
-            self.host.device,
-            self.topology.rank == 0,
-            self._gone,
-            config.norm_limit,
-            self.topology.islands,
-        )
 
     @torch.no_grad()
     def choose(self, config: ExchangeConfig, model: torch.nn.Module | None) -> None:
@@ -171,24 +142,7 @@ class Exchange(Readings):
         Raises:
             ValueError: the method is not defined for these optimizers or parameters.
         """
-        refuse(self.host, config.needs_gradients)
-        check_inner(config, self.host.optimizer_names, self.host.optimizers)
-        bound = self._bound(config, model)
-        queue, before = self._queue_of(config, bound), self._queue
-        queue.history.load(before.history.note())
-        queue.watch.loss = before.watch.loss
-        watched = any(c.watches_energy for c in self.channels)
-        self.config, self.channels, self._queue = config, bound.channels, queue
-        self._runtime.work_with(config, bound, queue)
-        if (peers := self._peers) is not None:
-            peers.digest = config.digest()
-        for c in bound.channels:
-            c.watches_energy = watched
-            c.start()
-        queue.begin(self.step)
-        farewell.allow(self._runtime)
-        if config.needs_gradients:
-            refuse_sparse(self.host)
+        assembly.change_method(self._runtime, config, model)
         self._announce()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
@@ -296,34 +250,7 @@ class Exchange(Readings):
                 together, and for as long try to send ahead what it has done since its last
                 exchange.
         """
-        peers = self._peers
-        if stopped and self.topology.elastic and self.stopped_alone:
-            farewell.say(self._runtime, self.topology.stop_timeout)
-        if peers is not None and peers.elastic:
-            alone = len(peers.alive) == 1
-            peers.leave()
-            if alone and self.topology.rank == 0:
-                self._presence.end("left")
-            return
-        self._presence.tell_stop(self.step)
-        if stopped:
-            self._presence.wait_for_stops(self.topology.stop_timeout)
-        if self.topology.rank == 0:
-            self._presence.end("left")
-
-    def _follow(self) -> None:
-        """Another island stops. Where islands come and go the others train on."""
-        if self._peers is None or not self._peers.elastic:
-            self.request_stop()
-
-    def _gone(self, step: float) -> str:
-        """Why the messages of a step will not come, as far as other islands have told; empty if
-        they will.
-        """
-        if self._peers is not None and self._peers.elastic:
-            return ""
-        told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
-        return f"island {told[0][0]} stops after step {told[0][1]}" if told else ""
+        self._departures.leave(self._runtime, stopped)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -374,11 +301,7 @@ class Exchange(Readings):
             self._runtime.ended = True
             summary.ended(self._runtime, self.totals(), self._equal)
         if close:
-            if (peers := self._peers) is not None:  # none closes while another still reads
-                peers.all_gather(torch.zeros(1, dtype=torch.uint8), END, self.step)
-                peers.wait_stable(peers.timeout)
-            if self.topology.rank == 0:
-                self._presence.end("finished")
+            self._departures.finish(self.step)
             self._close()
 
     @property
@@ -421,78 +344,6 @@ class Exchange(Readings):
                 yield
             finally:
                 self.shows_result = before
-
-    def timeline(self) -> list[ExchangeRecord]:
-        """The exchanges that have ended (the last 10 000): step of launch, step of application,
-        when they were on the wire.
-        """
-        return list(self._queue.flown)
-
-    def metrics(self) -> dict[str, Any]:
-        """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the
-        last headers, the drift at the end.
-        """
-        seen = self._queue.watch
-        loss = None if math.isnan(seen.loss) else seen.loss
-        found = {
-            "step": self.step,
-            **vars(self._meter),
-            "loss": loss,
-            "drift": self.drift,
-            "not_finite": seen.left_out,
-        }
-        found["far"] = seen.far
-        return found | self._members()
-
-    def _members(self) -> dict[str, int]:
-        """Where islands come and go: how many are members, how many took part in the last message,
-        how often members have changed.
-        """
-        peers = self._peers
-        if peers is None or not peers.elastic:
-            return {}
-        return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
-
-    def watch_energy(self, on: bool = True) -> None:
-        """From the next exchange on, measure what `kept_energy` tells. It costs a copy of what a
-        channel encodes, and one more decoding of what it sends; no result of training changes.
-        """
-        for c in self.channels:
-            c.watches_energy, c.energy = on, None
-
-    def kept_energy(self) -> dict[str, float]:
-        """The share of the squared norm of what each channel encoded in its last exchange that was
-        sent, by channel: 1 - |m - q|^2 / |m|^2, see `energy.kept`.
-
-        All ranks of the island call it together. Empty before `watch_energy()` and the exchange
-        after it."""
-        return energy.kept(self.channels, self._island)
-
-    def totals(self) -> dict[str, float]:
-        """Numbers of the whole island for a log: bytes and tokens summed over its ranks, the
-        longest wait, the mean loss over all ranks of all islands at the last exchange,
-        contributions of any island that were not finite or far from the others' (where there were
-        any), and where islands come and go how many there are.
-
-        All ranks of the island call it together."""
-        meter, seen = self._meter, self._queue.watch
-        known = not math.isnan(seen.loss)
-        sent, received, tokens, losses, ranks = self._island.sum(
-            meter.bytes_sent, meter.bytes_received, self.tokens, seen.loss if known else 0.0, known
-        )
-        waited, count, left_out, far = self._island.max(
-            meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far
-        )
-        out: dict[str, float] = {
-            "bytes_sent": int(sent),
-            "bytes_received": int(received),
-            "exchanges": int(count),
-        }
-        out |= {"seconds_waiting": waited, "tokens": int(tokens)}
-        out |= {"loss": losses / ranks} if ranks else {}
-        out |= {} if self.drift is None else {"drift": self.drift}
-        out |= {name: int(n) for name, n in (("not_finite", left_out), ("far", far)) if n}
-        return out | self._members()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive a restart, as tensors and numbers: step and the channels'
@@ -546,7 +397,7 @@ class Exchange(Readings):
 
     def _close(self) -> bool:
         atexit.unregister(self._at_exit)
-        self._presence.close()
+        self._departures.close()
         return self._connections.close()
 
     def _at_exit(self) -> None:

@@ -183,8 +183,9 @@ def _payload(runtime: StepRuntime, due: list[ChannelRunner], header: Header) -> 
         for c in due:
             c.left_out = 0.0
             parts[c.channel.name] = c.encode(header.step, c.accumulate(runtime.queue.under_way(c)))
-        presence, body, vectors = runtime.queue.packed(parts)
+        queue = runtime.queue
+        body, vectors = queue.sender.packed(queue.layout(parts), parts)
     finally:
         for accumulator, before in kept:
             accumulator.copy_(before)
-    return Payload(header, torch.cat([presence, *body]), vectors)
+    return Payload(header, body, vectors)

@@ -1,9 +1,10 @@
 """The messages of one rank that are under way: what several channels send at one step becomes one
-message, and waits here until it is due.
+message (`pending.py`), and waits here until it is due.
 
-What lies where in a message is said by `message.py`. What has arrived is handed out, channel by
-channel, only after all ranks of the island have voted that it is here; the step (`runtime.py`) lets
-the channels apply it. What islands that resume agree on is in `resume.py`.
+What lies where in a message is said by `message.py`, how it gets to the others and back by
+`sending.py`. What has arrived is handed out, channel by channel, only after all ranks of the island
+have voted that it is here; the step (`runtime.py`) lets the channels apply it. What islands that
+resume agree on is in `resume.py`.
 """
 
 from __future__ import annotations
@@ -13,102 +14,46 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
 from ..comm.collectives import ReceivedMessage
-from ..comm.header import (
-    FAR,
-    LEAVING,
-    NOT_FINITE,
-    PAYLOAD,
-    STOP,
-    SUMMED,
-    Header,
-    norm_code,
-    norm_of,
-)
+from ..comm.header import FAR, LEAVING, NOT_FINITE, STOP
 from ..comm.peers import PeerGroup
-from ..compression.staging import Staging
 from ..errors import PeerLost
 from .connections import Connections
 from .history import History
-from .ledger import Ledger, Moved
-from .local_status import Said, give_up
+from .ledger import Ledger
+from .local_status import Said
 from .message import MessageLayout
 from .norms import Norms
+from .pending import ExchangeRecord, PendingExchange
 from .saved_state import InFlightState
+from .sending import MessageSender
 from .watch import Watch
 
 log = logging.getLogger("fsdp_demo")
-
-
-@dataclass
-class PendingExchange:
-    """One message under way: the channels that share it, what each sent that is not applied yet,
-    and the future of what comes back (None on a copy without peers).
-
-    `layout` says what lies where in it; `header` is what was said with it, once that is known on
-    the host: a message whose answer was lost is sent again as it was."""
-
-    step: int
-    members: list[str]
-    parts: dict[str, ChannelPayload]
-    future: Future[ReceivedMessage] | None
-    seconds: list[float] = field(default_factory=list)  # when it began and ended on the wire
-    header: Header | None = None
-    counted: bool = False
-    layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
-    moved: Moved = field(default_factory=Moved)  # bytes of its last exchange
-    waited: float = 0.0  # seconds for which training stood still for it
-
-    @property
-    def arrived(self) -> ReceivedMessage | None:
-        """What came back, if it is here; None while it is under way, and where it was lost."""
-        done = self.future is not None and self.future.done() and self.future.exception() is None
-        return self.future.result() if done and self.future is not None else None
-
-
-@dataclass(frozen=True)
-class ExchangeRecord:
-    """One exchange that has ended: launched in step `step` and applied in step `applied`, the
-    channels in it, and the seconds (`time.perf_counter`) between which it was on the wire; None
-    for a copy without peers, and for what a resumed run had in flight. `waited`: seconds for which
-    training stood still for it; `sent`, `received`: its bytes on this rank; `islands`: those that
-    took part, empty where that is not known."""
-
-    step: int
-    applied: int
-    channels: tuple[str, ...]
-    began: float | None
-    ended: float | None
-    waited: float = 0.0
-    sent: int = 0
-    received: int = 0
-    islands: tuple[int, ...] = ()
 
 
 class InFlightQueue:
     """The messages of one rank, in the order in which they were sent.
 
     Args:
-        channels: all channels, in the order of the configuration.
+        channels, norm_limit: as for `work_with`.
         connections: whose worker sends, and whose island votes; a copy that is not active has no
             worker.
         device: of what is sent.
         speaks: this rank logs what it sees in the messages of its peer group.
         gone: why what others send at a step will not come, empty if it will.
-        norm_limit: of the configuration.
         islands: of the run.
 
     Attributes:
+        channels: all of them, in the order of the configuration.
         flights: under way, oldest first; flown: those that have ended.
         last: the step after which each channel has last sent what was not lost.
         applied: the step of each channel's last message that was applied here.
@@ -120,6 +65,7 @@ class InFlightQueue:
             them. history: whose contributions those had that were applied here.
         ledger: bytes by channel. waits_since: since when training stands still for a message
             (`time.monotonic`); 0 while it does not.
+        sender: sends what is launched.
     """
 
     def __init__(
@@ -132,15 +78,10 @@ class InFlightQueue:
         norm_limit: float | None = None,
         islands: int = 1,
     ):
-        self.channels = list(channels)
         self.device = device
         self.connections = connections
         self._gone = gone
         self.watch, self.history = Watch(connections.peers, speaks), History(islands)
-        self.norms = Norms(
-            norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0)
-        )
-        self._staging = Staging(device)
         self.flights: list[PendingExchange] = []
         self.flown: deque[ExchangeRecord] = deque(maxlen=10_000)
         self.last: dict[str, int] = {}
@@ -148,107 +89,32 @@ class InFlightQueue:
         self.broken = self.replays = False
         self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
+        self.work_with(channels, norm_limit)
+
+    def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
+        """From now on: at the start, and where the method is chosen later, while nothing is under
+        way. What was seen of the other islands so far stays.
+
+        Args:
+            channels: all channels, in the order of the configuration.
+            norm_limit: of the configuration.
+        """
+        self.channels = list(channels)
+        self.norms = Norms(
+            norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0)
+        )
+        self.sender = MessageSender(
+            self.connections, self.device, self.watch, self.norms, self.ledger
+        )
 
     # ---- sending -------------------------------------------------------------------------------
 
     def launch(self, outgoing: dict[str, ChannelPayload], step: int, said: Said) -> None:
-        """Put what the channels send at this step into one message per transport and hand it to the
-        worker.
-        """
+        """Send what the channels have to send at this step as one message."""
         flight = PendingExchange(step, list(outgoing), outgoing, None, layout=self.layout(outgoing))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
-        self._submit(flight, said)
-
-    def _submit(self, flight: PendingExchange, said: Said) -> None:
-        if (worker := self.connections.worker) is not None:
-            flight.future = worker.submit(self._job(worker.peers, flight, said))
-            worker.peers.meter.exchanges += 1
-
-    def _again(self, flight: PendingExchange) -> None:
-        """Send a message once more, with the same bytes and the same share."""
-        h = flight.header or Header(0, flight.step)
-        loss = None if math.isnan(h.loss) else torch.full((), h.loss, device=self.device)
-        bad = float(bool(h.flags & NOT_FINITE))
-        flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
-        self._submit(flight, Said(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
-
-    def _job(
-        self, peers: PeerGroup, flight: PendingExchange, said: Said
-    ) -> Callable[[], ReceivedMessage]:
-        """Start copying a message to the host; returns what sends it and brings back the others',
-        in the worker's thread, where the copy is waited for and numbers are read.
-
-        What is refused is refused there, before the island votes: a refusal after the vote would
-        leave its other ranks waiting."""
-        message = flight.layout
-        presence, bodies, vectors = message.pack(flight.parts)
-        numbers = said.numbers(self.device)
-        header = peers.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
-        staged = self._staging.to_host([*numbers, *bodies, *vectors])
-        at = (len(numbers), len(numbers) + len(bodies))
-
-        def job() -> ReceivedMessage:
-            flight.seconds.append(time.perf_counter())
-            found = staged()
-            sections = found[at[0] : at[1]]
-            sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
-            head = flight.header = _spoken(header, found[: at[0]])
-            give_up(float(found[0][2]), peers)
-            before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
-            with record_function("fsdp_demo::send"):
-                arrived = peers.exchange(
-                    head, torch.cat([presence, *sections]), sent, weigh, self.watch.compares
-                )
-            flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
-            self.ledger.message(flight.members, peers.size, peers.rank, flight.moved)
-            self.watch.compare(
-                peers, arrived.bodies, self.watch.compares and message.blank(sections), bool(sent)
-            )
-            flight.seconds.append(time.perf_counter())
-            return self.pinned(flight, lambda: arrived)
-
-        def weigh(headers: Sequence[Header]) -> list[list[float]]:
-            self.watch.check(peers, headers, message.before_step)
-            return (
-                message.weights(self.norms.judged(flight.members, headers))
-                if message.vectors
-                else []
-            )
-
-        return job
-
-    def packed(
-        self, parts: dict[str, ChannelPayload]
-    ) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, str]]]:
-        """Presence bits, sections and vectors of what channels would send, on the host; nothing is
-        launched.
-        """
-        layout = self.layout(parts)
-        presence, bodies, vectors = layout.pack(parts)
-        found = self._staging.to_host([*bodies, *vectors])()
-        return (
-            presence,
-            found[: len(bodies)],
-            list(zip(found[len(bodies) :], [code for _, code in layout.vectors], strict=True)),
-        )
-
-    def pinned(
-        self, flight: PendingExchange, get: Callable[[], ReceivedMessage]
-    ) -> ReceivedMessage:
-        """What `get` brings for a flight, where the device can fetch it by itself, with what is far
-        from the others marked.
-
-        In the worker's thread, message by message in the order of the peer group."""
-        arrived = get()
-        headers = self.norms.judged(flight.members, arrived.headers)
-        self.norms.note(flight.members, flight.step, headers)
-        return replace(
-            arrived,
-            headers=headers,
-            bodies=self._staging.pin(arrived.bodies),
-            means=self._staging.pin(arrived.means),
-        )
+        self.sender.send(flight, said)
 
     # ---- what is under way ---------------------------------------------------------------------
 
@@ -327,20 +193,7 @@ class InFlightQueue:
                 self.applied[c.channel.name] = flight.step
             if not flight.parts:
                 self.flights.remove(flight)
-                began, ended = flight.seconds if len(flight.seconds) == 2 else (None, None)
-                self.flown.append(
-                    ExchangeRecord(
-                        flight.step,
-                        int(step) if now is None else now,
-                        tuple(flight.members),
-                        began,
-                        ended,
-                        flight.waited,
-                        flight.moved.sent,
-                        flight.moved.received,
-                        tuple(islands),
-                    )
-                )
+                self.flown.append(flight.record(int(step) if now is None else now, islands))
 
     def _told(self, arrived: ReceivedMessage) -> int:
         """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out. Of
@@ -464,7 +317,7 @@ class InFlightQueue:
                 "the payload of step %d was under way when the state was saved: sent once more",
                 flight.step,
             )
-            self._again(flight)
+            self.sender.send_again(flight)
 
     # ---- what is kept --------------------------------------------------------------------------
 
@@ -484,7 +337,7 @@ class InFlightQueue:
             except RuntimeError:
                 self.broken = True
                 raise
-        return [_saved(f) for f in self.flights]
+        return [f.state() for f in self.flights]
 
     def load(
         self, saved: Sequence[InFlightState], last: dict[str, int], applied: dict[str, int]
@@ -505,33 +358,5 @@ class InFlightQueue:
             if s.arrived is not None:
                 # that stop has happened
                 headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]
-                flight.future = Future()
-                flight.future.set_result(
-                    replace(s.arrived, headers=headers, slots=self._same_slots(headers))
-                )
+                flight.set_arrived(replace(s.arrived, headers=headers), self.connections.peers)
             self.flights.append(flight)
-
-    def _same_slots(self, headers: Sequence[Header]) -> tuple[int, ...]:
-        """Whose saved headers these are, where as many islands go on."""
-        peers = self.connections.peers
-        return tuple(range(peers.size)) if peers is not None and len(headers) == peers.size else ()
-
-
-def _saved(f: PendingExchange) -> InFlightState:
-    """As it is saved: bodies are views of larger buffers, and the peer group whose messages were
-    numbered will not be there any more.
-    """
-    got, said = f.arrived, None if f.header is None else replace(f.header, number=0)
-    if got is not None:
-        headers = [replace(h, number=0) for h in got.headers]
-        bodies = [b.clone() for b in got.bodies]
-        got = ReceivedMessage(headers, bodies, got.means, dict(got.decoded))
-    return InFlightState(f.step, f.members, f.parts, got, said)
-
-
-def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
-    """A header with what has come from the device: (loss, bad, run, norm), and the total."""
-    loss, bad, _, norm = numbers[0].tolist()
-    total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
-    flags = header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1)
-    return replace(header, loss=loss, total=total, flags=flags, norm=norm_code(norm))

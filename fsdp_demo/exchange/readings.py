@@ -1,5 +1,5 @@
-"""How an exchange stands, as its attributes: how far it is, whether it goes on, whether it stops.
-No communication.
+"""How an exchange stands: how far it is, whether it goes on, whether it stops, and its numbers. No
+communication, but where it says that all ranks of the island call it together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
 from ..errors import renamed
 from ..hosts.base import TrainingHost
-from . import summary
+from . import counters, energy, summary
 from .activity import Activity, activity
 from .connections import Connections
 from .in_flight import InFlightQueue
 from .ledger import LedgerPage
+from .pending import ExchangeRecord
 from .runtime import StepRuntime
 
 OLD_NAMES = {
@@ -39,10 +40,8 @@ class Readings:
     too).
     """
 
-    config: ExchangeConfig
     topology: Topology
     host: TrainingHost
-    channels: list[ChannelRunner]
     _connections: Connections
     _meter: Meter
     _queue: InFlightQueue
@@ -63,6 +62,16 @@ class Readings:
         )
 
     @property
+    def config(self) -> ExchangeConfig:
+        """What was agreed: the method, and its settings."""
+        return self._runtime.config
+
+    @property
+    def channels(self) -> list[ChannelRunner]:
+        """The channels at work (`channel.ChannelRunner`)."""
+        return self._runtime.channels
+
+    @property
     def step(self) -> int:
         """Optimizer steps of the job done so far (ticks)."""
         return self._runtime.step
@@ -73,7 +82,9 @@ class Readings:
 
     @property
     def stopped(self) -> bool:
-        """Whether all ranks of this island stop after this step."""
+        """Whether all ranks of this island (and, where they could agree, all islands) stop after
+        this step. Raised as `Stopped` unless `raises_stopped` is False.
+        """
         return self._runtime.stopped
 
     @property
@@ -83,12 +94,14 @@ class Readings:
 
     @property
     def leaving(self) -> bool:
-        """Whether it stops since an island was told to end."""
+        """Whether it stops since an island was told to end (SIGTERM), not by a wish that all follow
+        (`request_stop(together=True)`).
+        """
         return self._runtime.leaving
 
     @property
     def raises_stopped(self) -> bool:
-        """Whether a stop is raised as `Stopped`."""
+        """Whether a stop is raised as `Stopped`; False for a host that ends its loop by itself."""
         return self._runtime.raises_stopped
 
     @raises_stopped.setter
@@ -116,7 +129,9 @@ class Readings:
 
     @property
     def drift(self) -> float | None:
-        """How far this replica was from the mean, as a fraction of it."""
+        """|theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or
+        by the full average of the released rule); None where replicas are equal by construction.
+        """
         return self._runtime.drift
 
     @property
@@ -167,6 +182,42 @@ class Readings:
     def tokens(self) -> int:
         """Tokens that this rank has counted (`Exchange.report`) since the start of the job."""
         return self._runtime.status.tokens
+
+    def timeline(self) -> list[ExchangeRecord]:
+        """The exchanges that have ended (the last 10 000): step of launch, step of application,
+        when they were on the wire.
+        """
+        return list(self._queue.flown)
+
+    def metrics(self) -> dict[str, Any]:
+        """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the
+        last headers, the drift at the end.
+        """
+        return counters.of_rank(self._runtime)
+
+    def totals(self) -> dict[str, float]:
+        """Numbers of the whole island for a log: bytes and tokens summed over its ranks, the
+        longest wait, the mean loss over all ranks of all islands at the last exchange,
+        contributions of any island that were not finite or far from the others' (where there were
+        any), and where islands come and go how many there are.
+
+        All ranks of the island call it together."""
+        return counters.of_island(self._runtime)
+
+    def watch_energy(self, on: bool = True) -> None:
+        """From the next exchange on, measure what `kept_energy` tells. It costs a copy of what a
+        channel encodes, and one more decoding of what it sends; no result of training changes.
+        """
+        for c in self.channels:
+            c.watches_energy, c.energy = on, None
+
+    def kept_energy(self) -> dict[str, float]:
+        """The share of the squared norm of what each channel encoded in its last exchange that was
+        sent, by channel: 1 - |m - q|^2 / |m|^2, see `energy.kept`.
+
+        All ranks of the island call it together. Empty before `watch_energy()` and the exchange
+        after it."""
+        return energy.kept(self.channels, self._runtime.island)
 
     def ledger(self) -> LedgerPage:
         """This rank's bytes by channel, of headers, and of all else; their sum is `bytes_sent` and

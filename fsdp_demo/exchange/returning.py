@@ -18,8 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +119,6 @@ island.
 
 def arrive(runtime: StepRuntime, arrived: Sequence[ReceivedMessage | None]) -> None:
     """What has come back to the messages under way is what the checkpoint holds."""
-    peers = runtime.peers
     for flight, found in zip(runtime.queue.flights, arrived, strict=True):
         if found is not None:
-            slots = (
-                tuple(range(peers.size))
-                if peers is not None and peers.size == len(found.headers)
-                else ()
-            )
-            flight.future = Future()
-            flight.future.set_result(replace(found, slots=slots))
+            flight.set_arrived(found, runtime.peers)

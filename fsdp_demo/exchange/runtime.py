@@ -98,7 +98,8 @@ class StepRuntime:
         self.host = host
         self.step = step
         self.connections, self.island = queue.connections, queue.connections.island
-        self.work_with(config, bound, queue)
+        self.queue = queue
+        self.work_with(config, bound)
         self.hooks = host.hooks(
             self.island, self.before, self.after, self.skip, gradients=config.needs_gradients
         )
@@ -117,9 +118,11 @@ class StepRuntime:
         # of the step under way, where an island follows
         self._rates: list[list[dict[str, Any]]] | None = None
 
-    def work_with(self, config: ExchangeConfig, bound: Bound, queue: InFlightQueue) -> None:
-        """From now on: at the start, and where the method is chosen later."""
-        self.config, self.queue = config, queue
+    def work_with(self, config: ExchangeConfig, bound: Bound) -> None:
+        """From now on: at the start, and where the method is chosen later. The queue works with the
+        same channels.
+        """
+        self.config = config
         self.channels, self.buffers, self.parameters = (
             bound.channels,
             bound.buffers,

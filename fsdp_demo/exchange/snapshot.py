@@ -32,7 +32,7 @@ from ..comm.digests import digest
 from ..comm.header import PAYLOAD
 from ..comm.joining import DTYPES, Expected, Following, Listed, Snapshot
 from . import snapshot_head
-from .in_flight import PendingExchange
+from .pending import PendingExchange
 from .runtime import StepRuntime
 from .snapshot_head import Open, Stand
 
@@ -251,7 +251,7 @@ def _flight(
             runtime.topology.islands,
         )
         flight.future = worker.submit(
-            partial(queue.pinned, flight, partial(following.arrived, wanted))
+            partial(queue.sender.pinned, flight, partial(following.arrived, wanted))
         )
     return flight
 

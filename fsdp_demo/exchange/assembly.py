@@ -1,0 +1,89 @@
+"""The parts of an exchange on one rank, made for a method: channels bound to the host's parameters,
+the queue of messages, and the step that works with both. The method may change before anything is
+exchanged (`auto`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..channels.bind import Bound, bind
+from ..comm.topology import Topology
+from ..config.fragments import expand
+from ..config.schema import ExchangeConfig
+from ..hosts.base import TrainingHost
+from ..hosts.optimizers import check_inner
+from . import farewell
+from .connections import Connections
+from .in_flight import InFlightQueue
+from .refusals import refuse, refuse_sparse
+from .runtime import StepRuntime
+
+
+def check(config: ExchangeConfig, host: TrainingHost) -> None:
+    """Raise ValueError where the method is not defined for these optimizers or parameters."""
+    refuse(host, config.needs_gradients)
+    check_inner(config, host.optimizer_names, host.optimizers)
+
+
+def assemble(
+    config: ExchangeConfig,
+    topology: Topology,
+    host: TrainingHost,
+    model: torch.nn.Module | None,
+    connections: Connections,
+    gone: Callable[[float], str],
+    step: int,
+) -> StepRuntime:
+    """The parts for the method of `config`, from step `step` of the job. No communication.
+
+    Args:
+        model: gives parameters their names, as for `attach`.
+        gone: as for `InFlightQueue`.
+    """
+    bound = _bound(config, host, model, connections)
+    queue = InFlightQueue(
+        [*bound.channels, *bound.buffers],
+        connections,
+        host.device,
+        topology.rank == 0,
+        gone,
+        config.norm_limit,
+        topology.islands,
+    )
+    runtime = StepRuntime(config, topology, host, bound, queue, step)
+    farewell.allow(runtime)
+    return runtime
+
+
+def change_method(
+    runtime: StepRuntime, config: ExchangeConfig, model: torch.nn.Module | None
+) -> None:
+    """See `Exchange.choose`."""
+    check(config, runtime.host)
+    bound = _bound(config, runtime.host, model, runtime.connections)
+    watched = any(c.watches_energy for c in runtime.channels)
+    runtime.queue.work_with([*bound.channels, *bound.buffers], config.norm_limit)
+    runtime.work_with(config, bound)
+    if (peers := runtime.peers) is not None:
+        peers.digest = config.digest()
+    for c in bound.channels:
+        c.watches_energy = watched
+        c.start()
+    runtime.queue.begin(runtime.step)
+    farewell.allow(runtime)
+    if config.needs_gradients:
+        refuse_sparse(runtime.host)
+
+
+def _bound(
+    config: ExchangeConfig,
+    host: TrainingHost,
+    model: torch.nn.Module | None,
+    connections: Connections,
+) -> Bound:
+    names = [s.name for s in host.params if not s.frozen]
+    home = "cpu" if config.offload_outer_state else None
+    return bind(expand(config, names), config, connections.placement(host, home), model)

@@ -1,0 +1,148 @@
+"""How one message gets to the other islands, and what is done with the answer before anybody waits
+for it.
+
+The thread that trains starts the copies to the host and goes on. All else happens in the worker's
+thread, message by message in the order of the peer group: the copy is waited for, the header is
+completed with numbers from the device, the message is sent, the answer is judged, counted and
+pinned. What is refused is refused there, before the island votes (`in_flight.py`): a refusal after
+the vote would leave its other ranks waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..channels.channel import ChannelPayload
+from ..comm.collectives import ReceivedMessage
+from ..comm.header import LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header, norm_code, norm_of
+from ..comm.peers import PeerGroup, Vectors
+from ..compression.staging import Staging
+from .connections import Connections
+from .ledger import Ledger, Moved
+from .local_status import Said, give_up
+from .message import MessageLayout
+from .norms import Norms
+from .pending import PendingExchange
+from .watch import Watch
+
+
+class MessageSender:
+    """Sends the messages of one rank.
+
+    Args:
+        connections: whose worker sends; a copy that is not active has none, and sends nothing.
+        device: of what is sent.
+        watch: looks at the headers and bodies that come back.
+        norms: of earlier messages, by which those that come back are judged.
+        ledger: counts bytes by channel.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        device: torch.device,
+        watch: Watch,
+        norms: Norms,
+        ledger: Ledger,
+    ):
+        self._connections, self._device = connections, device
+        self._watch, self._norms, self._ledger = watch, norms, ledger
+        self._staging = Staging(device)
+
+    def send(self, flight: PendingExchange, said: Said) -> None:
+        """Hand a message to the worker; `flight.future` brings what comes back."""
+        if (worker := self._connections.worker) is not None:
+            flight.future = worker.submit(self._job(worker.peers, flight, said))
+            worker.peers.meter.exchanges += 1
+
+    def send_again(self, flight: PendingExchange) -> None:
+        """Send a message once more, with the same bytes and the same share."""
+        h = flight.header or Header(0, flight.step)
+        loss = None if math.isnan(h.loss) else torch.full((), h.loss, device=self._device)
+        bad = float(bool(h.flags & NOT_FINITE))
+        flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
+        self.send(flight, Said(h.weight, flags, loss, bad, norm=norm_of(h.norm)))
+
+    def packed(
+        self, layout: MessageLayout, parts: Mapping[str, ChannelPayload]
+    ) -> tuple[Tensor, Vectors]:
+        """Body and vectors of what channels would send, on the host; nothing is sent."""
+        presence, bodies, vectors = layout.pack(parts)
+        found = self._staging.to_host([*bodies, *vectors])()
+        codes = [code for _, code in layout.vectors]
+        return (
+            torch.cat([presence, *found[: len(bodies)]]),
+            list(zip(found[len(bodies) :], codes, strict=True)),
+        )
+
+    def pinned(
+        self, flight: PendingExchange, get: Callable[[], ReceivedMessage]
+    ) -> ReceivedMessage:
+        """What `get` brings for a flight, where the device can fetch it by itself, with what is far
+        from the others marked. In the worker's thread.
+        """
+        arrived = get()
+        headers = self._norms.judged(flight.members, arrived.headers)
+        self._norms.note(flight.members, flight.step, headers)
+        return replace(
+            arrived,
+            headers=headers,
+            bodies=self._staging.pin(arrived.bodies),
+            means=self._staging.pin(arrived.means),
+        )
+
+    def _job(
+        self, peers: PeerGroup, flight: PendingExchange, said: Said
+    ) -> Callable[[], ReceivedMessage]:
+        """Start copying a message to the host; returns what the worker does with it."""
+        message = flight.layout
+        presence, bodies, vectors = message.pack(flight.parts)
+        numbers = said.numbers(self._device)
+        header = peers.header(PAYLOAD, flight.step, weight=said.weight, flags=said.flags)
+        staged = self._staging.to_host([*numbers, *bodies, *vectors])
+        at = (len(numbers), len(numbers) + len(bodies))
+
+        def job() -> ReceivedMessage:
+            flight.seconds.append(time.perf_counter())
+            found = staged()
+            sections = found[at[0] : at[1]]
+            sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
+            head = flight.header = _spoken(header, found[: at[0]])
+            give_up(float(found[0][2]), peers)
+            before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
+            with record_function("fsdp_demo::send"):
+                arrived = peers.exchange(
+                    head, torch.cat([presence, *sections]), sent, weigh, self._watch.compares
+                )
+            flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
+            self._ledger.message(flight.members, peers.size, peers.rank, flight.moved)
+            self._watch.compare(
+                peers, arrived.bodies, self._watch.compares and message.blank(sections), bool(sent)
+            )
+            flight.seconds.append(time.perf_counter())
+            return self.pinned(flight, lambda: arrived)
+
+        def weigh(headers: Sequence[Header]) -> list[list[float]]:
+            self._watch.check(peers, headers, message.before_step)
+            return (
+                message.weights(self._norms.judged(flight.members, headers))
+                if message.vectors
+                else []
+            )
+
+        return job
+
+
+def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
+    """A header with what has come from the device: (loss, bad, run, norm), and the total."""
+    loss, bad, _, norm = numbers[0].tolist()
+    total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
+    flags = header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1)
+    return replace(header, loss=loss, total=total, flags=flags, norm=norm_code(norm))
