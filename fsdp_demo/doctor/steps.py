@@ -10,10 +10,15 @@ from typing import Any
 from .model_hub import reachable
 
 STEPS = 5
+SECONDS = 60.0
+"""Seconds after which no further step begins: others wait for a slow island before they meet it."""
+
 TOKENS = 512  # of one row
 
 
-def step_seconds(name: str, steps: int = STEPS, tokens: int = TOKENS) -> float:
+def step_seconds(
+    name: str, steps: int = STEPS, tokens: int = TOKENS, seconds: float = SECONDS
+) -> float:
     """Seconds of forward, backward and AdamW with one row of tokens: the median of `steps`, after
     one that is not counted. On the first GPU in bf16 (autocast) where there is one, else on the CPU
     in fp32.
@@ -21,6 +26,7 @@ def step_seconds(name: str, steps: int = STEPS, tokens: int = TOKENS) -> float:
     Args:
         name: config.json or folder of an architecture, a file of `recipes/models` by name, or a hub
             id; fresh weights.
+        seconds: after which no further step begins; one is counted at least.
 
     Raises:
         ValueError: no such model, or transformers is missing.
@@ -34,8 +40,8 @@ def step_seconds(name: str, steps: int = STEPS, tokens: int = TOKENS) -> float:
     longest = getattr(model.config, "max_position_embeddings", tokens)
     shape = (1, min(tokens, longest))
     ids = torch.randint(0, model.config.vocab_size, shape, device=device)
-    took = []
-    for _ in range(1 + steps):
+    took: list[float] = []
+    while len(took) < 2 or (len(took) <= steps and sum(took) < seconds):
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(input_ids=ids, labels=ids).loss

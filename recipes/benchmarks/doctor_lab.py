@@ -1,7 +1,7 @@
 """Each fault that `fsdp-demo doctor` names, provoked once between two islands in a network lab. Needs
 Linux and root.
 
-    python recipes/benchmarks/doctor_lab.py --json docs/figures/doctor.json   # all, some ten minutes
+    python recipes/benchmarks/doctor_lab.py --json docs/figures/doctor.json   # all, some six minutes
     python recipes/benchmarks/doctor_lab.py --only mtu-black-hole,none
 
 Islands are network namespaces (`slow_link_lab.py`). For each fault the lab is built anew, the fault
@@ -18,179 +18,46 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+import doctor_machine as machine  # noqa: E402
+from doctor_faults import FAULTS, Fault, FaultyLab  # noqa: E402
+from doctor_machine import Call  # noqa: E402
 from report import table  # noqa: E402
-from slow_link_lab import PORT, Lab, LabError, missing  # noqa: E402
+from slow_link_lab import PORT, LabError, missing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 240.0  # seconds that one examination may take
-
-
-class FaultyLab(Lab):
-    """Two nodes, and what can be broken between them."""
-
-    def __init__(self) -> None:
-        super().__init__(2, "doctor")
-
-    def node(self, node: int, *words: str) -> None:
-        """Run a command on a node."""
-        self._in(self._space(node), *words)
-
-    def both(self, *words: str) -> None:
-        """Run a command on both nodes."""
-        for node in range(self.nodes):
-            self.node(node, *words)
-
-    def port(self, node: int, *words: str) -> None:
-        """`ip link set` for the hub's end of a node's cable."""
-        self._in(self.hub, "ip", "link", "set", f"p{node}", *words)
-
-    def upload(self, node: int, rate: float) -> None:
-        """Another rate for what one node sends."""
-        bucket = ("tbf", "rate", f"{rate:.0f}bit", "burst", "64kb", "latency", "50ms")
-        self.node(node, "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
-
-    def refuse(self, node: int) -> None:
-        """Let a node drop connections to all its ports but the store's."""
-        rule = ("-i", "eth0", "-p", "tcp", "--syn", "!", "--dport", str(PORT), "-j", "DROP")
-        self.node(node, "iptables", "-w", "-A", "INPUT", *rule)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault.
-
-    Attributes:
-        finding: that must be named; "" where nothing is wrong. about: words that must stand in it.
-        says: what is done, for the table.
-        put: does it. rate, delay: of the link, in bit/s and in seconds one way.
-        address: island 1's ISLAND_ADDRESS, where it is not that of its node.
-        words: further ones of the command, by island.
-    """
-
-    finding: str
-    says: str
-    put: Callable[[FaultyLab], None] = lambda lab: None
-    about: str = ""
-    rate: float | None = 400e6
-    delay: float = 0.005
-    address: str = ""
-    words: tuple[tuple[str, ...], ...] = ((), ())
-
-
-def _black_hole(lab: FaultyLab) -> None:
-    lab.offload(False)
-    lab.port(1, "mtu", "1300")  # a bridge drops what is larger, and says nothing
-
-
-def _window(lab: FaultyLab) -> None:
-    lab.both("sysctl", "-qw", "net.ipv4.tcp_wmem=4096 16384 131072")
-
-
-def _idle(lab: FaultyLab) -> None:
-    lab.both("sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
-    lab.both("sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=1")
-
-
-def _loss(lab: FaultyLab) -> None:
-    lab.offload(False)
-    drop = ("-m", "statistic", "--mode", "random", "--probability", "0.05", "-j", "DROP")
-    lab.node(1, "iptables", "-w", "-A", "INPUT", "-i", "eth0", "-p", "tcp", *drop)
-
-
-def _wall(lab: FaultyLab) -> None:
-    lab.refuse(0)
-    lab.refuse(1)
-
-
-def _second_interface(lab: FaultyLab) -> None:
-    lab.node(1, "ip", "link", "add", "inner0", "type", "veth", "peer", "name", "inner1")
-    lab.node(1, "ip", "addr", "add", "192.168.77.2/24", "dev", "inner0")
-    lab.node(1, "ip", "link", "set", "inner0", "up")
-
-
-FAULTS = {
-    "none": Fault("", "a link of 400 Mbit/s and 10 ms, without a fault"),
-    "one-sided-firewall": Fault(
-        "one-sided-firewall",
-        "node 0 drops new connections to all ports but the store's",
-        lambda lab: lab.refuse(0),
-        "island 1 (island1) cannot connect to island 0 (island0)",
-    ),
-    "unreachable": Fault("unreachable", "both nodes drop them", _wall),
-    "wrong-interface": Fault(
-        "wrong-interface",
-        "island 1 names the address of an interface that leads nowhere",
-        _second_interface,
-        "island 1 (island1) names the address 192.168.77.2",
-        address="192.168.77.2",
-    ),
-    "mtu-black-hole": Fault(
-        "mtu-black-hole",
-        "the switch drops packets of more than 1300 bytes",
-        _black_hole,
-        "1280 bytes pass",
-    ),
-    "port-100-mbit": Fault("port-100-mbit", "both cables at 100 Mbit/s", rate=100e6, delay=0.002),
-    "window-limited": Fault(
-        "window-limited",
-        "50 ms, and a send buffer of 128 KiB at most",
-        _window,
-        delay=0.025,
-    ),
-    "slow-start-after-idle": Fault(
-        "slow-start-after-idle",
-        "40 ms, and the congestion control Reno instead of BBR",
-        _idle,
-        delay=0.02,
-    ),
-    "packet-loss": Fault(
-        "packet-loss", "node 1 loses 5 % of the packets that come", _loss, "to island 1"
-    ),
-    "unequal-links": Fault(
-        "unequal-links",
-        "node 1 sends at 20 Mbit/s, node 0 at 400",
-        lambda lab: lab.upload(1, 20e6),
-        "from island 1 (island1) to island 0",
-    ),
-    "unequal-islands": Fault(
-        "unequal-islands",
-        "the islands are told step times of 0.30 and 0.45 s (--step-time)",
-        about="0.45 s on island 1 (island1) and",
-        words=(("--step-time", "0.30"), ("--step-time", "0.45")),
-    ),
-}
+LIMIT = 480.0  # seconds that one examination may take
 
 
 def examine(fault: Fault, seconds: float) -> dict[str, Any]:
     """Build the lab with a fault and run the command; what it wrote, with its statuses."""
     lab = FaultyLab()
-    lab.up()
-    try:
+    with ExitStack() as around:
+        group = around.enter_context(machine.ahead())  # left after `down` has emptied it
+        around.callback(lab.down)
+        lab.up()
         lab.shape(fault.rate, fault.delay)
         fault.put(lab)
-        with tempfile.TemporaryDirectory() as folder:
-            return _run(lab, fault, seconds, Path(folder))
-    finally:
-        lab.down()
+        folder = Path(around.enter_context(tempfile.TemporaryDirectory()))
+        lab.lines_join(group)
+        return _run(lab, fault, seconds, folder, group)
 
 
-def _ahead() -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, -10)  # of what else runs on this machine
-
-
-def _run(lab: FaultyLab, fault: Fault, seconds: float, folder: Path) -> dict[str, Any]:
+def _run(
+    lab: FaultyLab, fault: Fault, seconds: float, folder: Path, group: Path | None
+) -> dict[str, Any]:
     endpoint = f"zmq://{lab.address(0)}:{PORT}"
     command = [sys.executable, "-m", "fsdp_demo.cli"]
     store = [*command, "store", "--bind", endpoint, "--file", str(folder / "store"), "--quiet"]
-    serving = lab.popen(0, store)
-    started, islands = time.monotonic(), []
+    serving = lab.popen(0, store, preexec_fn=partial(machine.join, group))
+    started, islands, around = time.monotonic(), [], ExitStack()
     try:
         for i in range(lab.nodes):
             env = {
@@ -200,21 +67,24 @@ def _run(lab: FaultyLab, fault: Fault, seconds: float, folder: Path) -> dict[str
                 "ISLAND_COUNT": str(lab.nodes),
                 "ISLAND_RANK": str(i),
                 "ISLAND_ADDRESS": fault.address if i and fault.address else lab.address(i),
-                "ISLAND_TIMEOUT": "120",
+                "ISLAND_TIMEOUT": "300",
                 "OMP_NUM_THREADS": "1",
             }
-            words = [*command, "doctor", "--seconds", str(seconds), "--no-disk", *fault.words[i]]
+            words = [*command, "doctor", "--seconds", str(seconds), *fault.words[i]]
             words += ["--json", str(folder / "doctor.json")]
+            call = Call(tuple(words), env, group=group)
+            if i:
+                call = around.enter_context(fault.machine(call, folder))
             islands.append(
                 lab.popen(
                     i,
-                    words,
-                    env=env,
-                    cwd=ROOT,
+                    list(call.words),
+                    env=call.env,
+                    cwd=call.cwd,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
-                    preexec_fn=_ahead,
+                    preexec_fn=partial(machine.join, call.group),
                 )
             )
         said = [island.communicate(timeout=LIMIT)[0] for island in islands]
@@ -222,6 +92,7 @@ def _run(lab: FaultyLab, fault: Fault, seconds: float, folder: Path) -> dict[str
         for process in [*islands, serving]:
             process.kill()
             process.wait()
+        around.close()
     if not (folder / "doctor.json").exists():
         raise LabError(f"doctor wrote nothing: {said[0].strip() or said[1].strip()}")
     found = json.loads((folder / "doctor.json").read_text())

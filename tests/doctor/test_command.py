@@ -43,6 +43,22 @@ def test_the_step_time_of_a_model(capsys) -> None:
     assert "s per step" in capsys.readouterr().out
 
 
+def test_long_steps_are_fewer(monkeypatch) -> None:
+    """An island that is slow tells its step time before the others miss it."""
+    pytest.importorskip("transformers")
+    import torch
+
+    from fsdp_demo.doctor import steps
+
+    taken, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (taken.append(1), step(self))[1])
+    model = str(ROOT / "recipes" / "models" / "tiny.json")
+    for seconds, count in ((0.0, 2), (600.0, 1 + steps.STEPS)):
+        taken.clear()
+        assert steps.step_seconds(model, tokens=8, seconds=seconds) > 0
+        assert len(taken) == count
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

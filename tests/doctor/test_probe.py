@@ -97,11 +97,15 @@ def test_a_link_of_a_known_rate(run_ranks) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
 def test_the_kernel_counts_what_is_sent(run_ranks) -> None:
     def run() -> None:
+        both = threading.Barrier(2)  # who ends first closes the connections
+
         def fn(pair: Pair, rank: int) -> tuple[list[Counted], list[Counted]]:
             pair.widen(2)
             before = pair.counted()
             pair.message(rank == 0, pieces(8 << 20), 2)
-            return before, pair.counted()
+            after = pair.counted()
+            both.wait(30)
+            return before, after
 
         (before, after), _ = paired(fn)
         assert len(before) == len(after) == 2

@@ -67,7 +67,7 @@ def test_a_slow_island_bounds_the_rate_of_all(run_ranks) -> None:
 
         (mine, sent), (theirs, same) = values(islands(fn))
         assert mine == theirs and sent == same
-        assert 1e4 < mine.bits_per_second < 25e6  # no sooner than the slow one sends
+        assert 1e4 < mine.bits_per_second < 40e6  # of 20 and 1e6 Mbit/s the slow one's
         assert sent < SIZES[-1]  # at 20 Mbit/s 16 MiB take seven seconds
 
     alone(run_ranks, run)
