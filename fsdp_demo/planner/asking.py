@@ -14,6 +14,7 @@ from typing import Any
 from ..comm.link import Link, parse_rate, parse_rtt
 from ..config.load import load_config
 from ..config.schema import ExchangeConfig
+from ..doctor import reading
 from .devices import device, guessed_step
 from .line import SIMULATED, System
 from .rows import HSDP
@@ -21,6 +22,7 @@ from .shapes import Tensors, numel
 
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
 _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BYTES = {"": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "g": 1e9}
 TOKENS_PER_RANK = 8192
 """Tokens of a step on each rank where nothing says how many."""
 
@@ -36,22 +38,34 @@ class Step:
     source: str
 
 
-def number(text: str, flag: str, unit: str = "") -> float:
-    """`1.3B`, `20e9`, `80GB` (with unit "b") as a number.
+def number(text: str, flag: str) -> float:
+    """`1.3B`, `20e9` as a number.
 
     Raises:
         ValueError: no number above 0 with k, M, B (or G) or T.
     """
     found = _NUMBER.fullmatch(text.strip())
     word = found[2].lower() if found else "?"
-    if unit and word.endswith(unit) and len(word) > 1:
-        word = word[: -len(unit)]
     if found is None or word not in _THOUSANDS or float(found[1]) <= 0:
         raise ValueError(
-            f"{flag} {text!r}: expected a number above 0, if you like with k, M, B or T, as in "
-            f"{'80GB' if unit else '1.3B'}"
+            f"{flag} {text!r}: expected a number above 0, if you like with k, M, B or T, as in 1.3B"
         )
     return float(found[1]) * _THOUSANDS[word]
+
+
+def memory(text: str) -> float:
+    """`80GB`, `80GiB`, `80e9` as bytes.
+
+    Raises:
+        ValueError: no size of a megabyte or more.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    value = float(found[1]) * _BYTES.get(found[2].lower(), 0.0) if found else 0.0
+    if value < 1e6:
+        raise ValueError(
+            f"--memory {text!r}: expected a number above 0 with MB, GB, GiB or TB, as in 80GB"
+        )
+    return value
 
 
 def seconds(text: str, flag: str) -> float:
@@ -70,15 +84,20 @@ def seconds(text: str, flag: str) -> float:
 
 
 def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
-    """`["1Gbit"]`, `["100Mbit,1Gbit"]`, `["1Gbit,40ms"]`: rates, and one round trip for all.
+    """`["1Gbit"]`, `["100Mbit,1Gbit"]`, `["1Gbit,40ms"]`: rates, and one round trip for all. A file
+    is what doctor has measured; its round trip counts unless `rtt` is given.
 
     Raises:
-        ValueError: what is no rate above 0 and no time.
+        ValueError: what is no rate above 0, no time and no doctor.json; several round trips.
     """
     rates: list[float | None] = []
     trips = [parse_rtt(rtt)] if rtt is not None else []
-    for word in (w.strip() for text in texts for w in text.split(",")):
-        if re.fullmatch(r"[0-9.e+-]+\s*(us|ms|s)", word, re.IGNORECASE):
+    for word in (w.strip() for text in texts for w in text.rstrip(",").split(",")):
+        if word.endswith(".json"):
+            measured = reading.load(word).link
+            rates.append(measured.bits_per_second)
+            trips += [measured.rtt] if rtt is None else []
+        elif re.fullmatch(r"[0-9.e+-]+\s*(us|ms|s)", word, re.IGNORECASE):
             trips.append(parse_rtt(word))
         else:
             rates.append(None if word.lower() == "none" else _rate(word))
@@ -87,6 +106,19 @@ def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
             f"--link/--rtt name {len(set(trips))} round trips: give one, which is that of all rates"
         )
     return [Link(rate, trips[0] if trips else 0.0) for rate in rates or [None]]
+
+
+def measured_step(texts: Sequence[str]) -> Step | None:
+    """The step of the slowest island from the first doctor.json of `--link`, if it has one."""
+    for word in (w.strip() for text in texts for w in text.split(",")):
+        if word.endswith(".json") and (took := reading.load(word).step_seconds):
+            return Step(
+                took,
+                None,
+                f"{word}, the slowest island; doctor --model times one row of 512 tokens: give "
+                "--step-time if your steps are larger",
+            )
+    return None
 
 
 def _rate(word: str) -> float:
@@ -99,20 +131,28 @@ def _rate(word: str) -> float:
 
 
 def islands(text: str) -> list[int]:
-    """`4` or `2:64`, which doubles from 2 up to 64.
+    """`4`, `2,4,8`, or `2:64`, which doubles from 2 up to 64.
 
     Raises:
-        ValueError: neither.
+        ValueError: none of them.
     """
-    low, colon, high = text.partition(":")
+    return list(dict.fromkeys(n for word in text.split(",") for n in _doubled(text, word.strip())))
+
+
+def _doubled(text: str, word: str) -> list[int]:
+    low, colon, high = word.partition(":")
     if not low.isdecimal() or (colon and not high.isdecimal()):
-        raise ValueError(f"--islands {text!r}: expected a number or a range, as in 4 or 2:64")
+        raise ValueError(
+            f"--islands {text!r}: expected a number, a list or a range, as in 4 or 2,4,8 or 2:64"
+        )
     first, last = int(low), int(high or low)
-    if first < 2 or last < first:
+    if first < 2:
         raise ValueError(
             f"--islands {text!r}: one island exchanges nothing, so there is nothing to plan: give "
             "2 or more"
         )
+    if last < first:
+        raise ValueError(f"--islands {text!r}: expected the lower end first, as in {last}:{first}")
     out = [first]
     while out[-1] < last:
         out.append(min(2 * out[-1], last))
@@ -148,7 +188,7 @@ def exchanges(names: Sequence[str], changes: Sequence[str]) -> list[ExchangeConf
     Raises:
         ValueError: unknown names, keys and values; a change that no exchange knows.
     """
-    wanted = [n for text in names for n in text.split(",") if n]
+    wanted = [n.strip() for text in names for n in text.split(",") if n.strip()]
     if not wanted:
         if changes:
             raise ValueError("--set changes an exchange: give --exchange NAME|YAML, too")

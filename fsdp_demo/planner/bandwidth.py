@@ -12,6 +12,11 @@ from .situation import Situation
 LOWEST, HIGHEST = 1e3, 1e15  # bits per second
 
 
+def words(rate: float) -> str:
+    """Gbit/s as a person says them: `48 Mbit/s`."""
+    return f"{rate:.3g} Gbit/s" if rate >= 1 else f"{1e3 * rate:.3g} Mbit/s"
+
+
 def gbit_s(situation: Situation, config: ExchangeConfig | None, target: float) -> float | None:
     """The lowest rate, in Gbit/s, at which the compute utilisation is `target`; to 0.1 %.
 

@@ -16,6 +16,7 @@ from ..comm.meter import ring_all_reduce_bytes
 from ..config.fragments import layer_of
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
+from .bandwidth import gbit_s, words
 from .rows import Row, named, plan_row
 from .situation import Situation
 
@@ -50,6 +51,16 @@ Periods: 30 is the one of the scaling laws for DiLoCo (arXiv 2503.09799) and of 
 (2603.08163), 15 to 250 are SparseLoCo's; INTELLECT-1 took 100 with int8 (2412.01152), DiLoCo 500.
 Delays up to 5 cost little (2501.18512).
 """
+
+COMPRESSED_GRADIENTS = ("demo", "random")
+"""They exchange at every step, which says nothing about how near to an all-reduce they are: in our
+study sparse_loco is nearer than demo at any period, and the delay and the smaller k of the ladder
+were never tried at size."""
+
+MUON = ("muon", "muonadamw")
+INNER = {"sgd": "SGD", "muonadamw": "Muon with AdamW"}
+TIGHT = 0.8
+"""Share of the memory beyond which state leaves little for activations."""
 
 PARITY, LONG = 30, 100
 """Steps up to which periods count as those of parity, and as long ones."""
@@ -118,7 +129,7 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
             f"no setting keeps the inner optimizer {keep_inner!r}: allow another one, or add "
             "presets that are defined for it"
         )
-    order = list(LADDERS)
+    order = _order(keep_inner)
     fits = [r for r in own if _fits(r, situation)]
     good = [r for r in fits if _reaches(r, situation) and not _loses(r, situation)]
     if good:
@@ -126,12 +137,28 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
             good,
             key=lambda r: (_level(r), order.index(r.name) if r.name in order else len(order)),
         )
+    elif fits:
+        row = max(fits, key=lambda r: r.compute_utilisation)
     else:
-        row = max(fits or own, key=lambda r: r.compute_utilisation)
+        row = min(own, key=lambda r: r.device_bytes)
     assert row.config is not None
     return Choice(
-        row, row.config, _reason(row, rows, situation, bool(good), bool(fits)), bool(good)
+        row,
+        row.config,
+        _reason(row, rows, situation, bool(good), bool(fits)) + ("" if keep_inner else _inner(row)),
+        bool(good),
     )
+
+
+def _order(keep_inner: str | None) -> list[str]:
+    """Methods, the first to be recommended first: where Muon must stay, the one that is made for it
+    comes behind the all-reduce.
+    """
+    order = list(LADDERS)
+    if keep_inner in MUON:
+        order.remove("muloco")
+        order.insert(1, "muloco")
+    return order
 
 
 def cuts(config: ExchangeConfig, s: Situation) -> bool:
@@ -162,8 +189,12 @@ def _loses(row: Row, s: Situation) -> bool:
 
 
 def _level(row: Row) -> int:
-    """0 for periods of parity, 1 for long ones, 2 beyond."""
+    """0 for periods of parity, 1 for long ones and for what our study has far behind them, 2
+    beyond.
+    """
     assert row.config is not None
+    if row.name in COMPRESSED_GRADIENTS:
+        return 1
     period = max(c.schedule.sync_every for c in row.config.channels)
     return (period > PARITY) + (period > LONG)
 
@@ -174,27 +205,66 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
     keeps = f"{row.compute_utilisation:.1%} of the time for compute"
     hsdp = named(rows, "hsdp")
     beside = f", where HSDP keeps {hsdp.compute_utilisation:.1%}" if hsdp is not None else ""
-    link = str(s.link) if s.link else "a link without limit"
+    link = said(s)
     if not fits:
         return (
-            f"nothing fits into {s.memory_bytes or 0:.3g} bytes: {what} takes "
-            f"{row.device_bytes / 1e9:.1f} GB of a device and keeps {keeps} on {link}{beside}; "
-            "take more shards, or offload_outer_state"
+            f"nothing fits into {(s.memory_bytes or 0) / 1e9:.3g} GB: {what} takes the least, "
+            f"{row.device_bytes / 1e9:.1f} GB of a device without activations, and keeps {keeps} "
+            f"on {link}{beside}; take more shards, or a device with more memory"
         )
     if not good:
-        return f"nothing keeps {s.target:.0%} on {link}: {what} keeps the most, {keeps}{beside}"
-    if hsdp is not None and hsdp.compute_utilisation >= s.target:
+        return (
+            f"nothing keeps {s.target:.0%} on {link}: {what} keeps the most, {keeps}{beside}"
+            f"{_needs(row, s)}"
+        )
+    tight = _tight(row, s)
+    if hsdp is not None and hsdp.compute_utilisation >= s.target and _fits(hsdp, s):
         return (
             f"HSDP itself keeps {hsdp.compute_utilisation:.1%} on {link}: train one world over all "
-            f"islands, without an exchange; else {what} keeps {keeps}"
+            f"islands, without an exchange; else {what} keeps {keeps}{tight}"
         )
     if row.name == "full":
         return (
             f"{what} keeps {keeps} on {link}{beside}: nothing is lost to compression, so there is "
-            "no need for more"
+            f"no need for more{tight}"
         )
     among = "" if row.chosen else "of these "
+    room = "" if s.memory_bytes is None else f" and fits into {s.memory_bytes / 1e9:.3g} GB"
     return (
         f"{what} keeps {keeps} on {link}{beside}, and is the one {among}nearest to an all-reduce "
-        f"that keeps {s.target:.0%}"
+        f"that keeps {s.target:.0%}{room}{tight}"
     )
+
+
+def said(s: Situation) -> str:
+    """The link in words."""
+    if s.link.bits_per_second is None:
+        trip = f" and {s.link.rtt * 1e3:g} ms" if s.link.rtt else ""
+        return f"a link without limit{trip}"
+    shared = f" shared by {s.islands_per_uplink} islands" if s.islands_per_uplink > 1 else ""
+    return f"a link of {s.link}{shared}"
+
+
+def _needs(row: Row, s: Situation) -> str:
+    """The rate with which a row would reach the target."""
+    rate = gbit_s(s, row.config, s.target)
+    if rate is None:
+        return "; no rate is enough for it at this round trip"
+    return f"; it would keep {s.target:.0%} on {words(rate)}"
+
+
+def _tight(row: Row, s: Situation) -> str:
+    """Says so where hardly anything is left for activations."""
+    if s.memory_bytes is None or row.device_bytes <= TIGHT * s.memory_bytes:
+        return ""
+    left = (s.memory_bytes - row.device_bytes) / 1e9
+    return f"; only {left:.1f} GB are left for activations"
+
+
+def _inner(row: Row) -> str:
+    """Says so where the method does not train with AdamW."""
+    assert row.config is not None
+    names = row.config.inner_optimizers
+    if {"any", "as_is", "adamw"} & set(names) and names[0] != "muonadamw":
+        return ""
+    return f"; its inner optimizer is {INNER.get(names[0], names[0])} (fsdp_demo.base_optimizer)"

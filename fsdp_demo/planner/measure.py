@@ -60,6 +60,7 @@ def measured_step(
             raise ValueError(f"{words[0]} could not be started: {error.strerror}") from None
         try:
             found = _wait(child, folder, patience)
+            print("fsdp-demo: the steps are measured; the script is stopped now", file=sys.stderr)
         finally:
             _end(child)
     seconds = max(statistics.median(f["seconds"]) for f in found)

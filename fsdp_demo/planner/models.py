@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 from ..doctor.model_hub import reachable
 from .shapes import KNOWN, Tensors
+
+_TUNED = re.compile(r"-(base|instruct|it)$")
+"""What hub ids add for the same shapes with other weights."""
 
 
 def load(name: str) -> Tensors:
@@ -25,7 +29,8 @@ def load(name: str) -> Tensors:
         ('model.embed_tokens.weight', (258, 128))
     """
     path = Path(name)
-    if not path.exists() and (shape := KNOWN.get(name.rpartition("/")[2].lower())) is not None:
+    short = _TUNED.sub("", name.rpartition("/")[2].lower())
+    if not path.exists() and (shape := KNOWN.get(short)) is not None:
         return shape.tensors()
     if not path.exists() and "/" not in name:
         raise ValueError(f"--model {name!r} is not known: {_allowed(name)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from ..comm.link import Link
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
+from ..errors import counted
+from .bandwidth import words
 from .rows import HSDP, settings, utilisation
 from .situation import Situation
 
@@ -16,9 +19,15 @@ POINTS = 60
 
 
 def draw(
-    path: str, situation: Situation, exchanges: list[ExchangeConfig | str] | None = None
+    path: str,
+    situation: Situation,
+    exchanges: list[ExchangeConfig | str] | None = None,
+    links: Sequence[Link] = (),
 ) -> None:
     """Write the picture; its ending says the format.
+
+    Args:
+        links: whose rates are marked.
 
     Raises:
         ValueError: matplotlib is missing.
@@ -50,16 +59,33 @@ def draw(
             color="black" if config is None else None,
             linestyle=("-", "--", ":")[i // 10 % 3],
         )
+    for rate in {link.bits_per_second for link in links if link.bits_per_second}:
+        axes.axvline(rate / 1e9, color="grey", linestyle=":", linewidth=1)
+        axes.annotate(
+            words(rate / 1e9),
+            (rate / 1e9, 0.01),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            fontsize=8,
+            rotation=90,
+            ha="right",
+            va="bottom",
+        )
     axes.set_xscale("log")
-    axes.set_xlabel("Gbit/s of an island's line")
+    axes.set_xlabel(
+        "Gbit/s of an island's line"
+        if situation.islands_per_uplink == 1
+        else f"Gbit/s of an uplink of {situation.islands_per_uplink} islands"
+    )
     axes.set_ylabel("compute utilisation")
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     s = situation
     axes.set_title(
-        f"{s.parameters / 1e6:,.0f} M parameters, {s.islands} islands, step {s.step_seconds:.3g} s,"
-        f" round trip {s.link.rtt * 1e3:g} ms",
+        f"{s.parameters / 1e6:,.0f} M parameters, {s.islands} islands of "
+        f"{counted(s.shards, 'shard')}, step {s.step_seconds:.3g} s, "
+        f"round trip {s.link.rtt * 1e3:g} ms",
         fontsize=10,
     )
     figure.tight_layout()

@@ -94,7 +94,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         counts = count(config, s.tensors, s.islands, s.shards)
         largest, mean = counts.largest.bytes_sent, counts.average[0]
     ways = [
-        8e-9 * max(m.bytes_out, m.bytes_in) / (max(m.delay, 1) * s.step_seconds)
+        8e-9 * s.crossing * max(m.bytes_out, m.bytes_in) / (max(m.delay, 1) * s.step_seconds)
         for messages in sent
         for m in messages
     ]
@@ -165,7 +165,7 @@ def _row(
         moved[0],
         moved[1],
         moved[2],
-        8e-9 * moved[1] / s.step_seconds,
+        8e-9 * (1.0 if config is None else s.crossing) * moved[1] / s.step_seconds,
         played.line / whole,
         exposed,
         played.waiting,
@@ -198,7 +198,7 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
 
 def _timed(s: Situation, message: Message, pause: float) -> Timed:
     peers = s.shards * (s.islands - 1)
-    seconds = message_seconds(message.legs, s.link, s.system, peers, pause)
+    seconds = message_seconds(message.legs, s.line, s.system, peers, pause)
     before = after = 0.0
     if s.system.compression:
         p = s.processor
@@ -218,7 +218,9 @@ def _timed(s: Situation, message: Message, pause: float) -> Timed:
 
 
 def _ring(s: Situation) -> Timed:
-    """A ring all-reduce of bf16 gradients in 2 (R - 1) legs."""
+    """A ring all-reduce of bf16 gradients in 2 (R - 1) legs. Of a site one island sends to the next
+    site, so an uplink carries what one island sends.
+    """
     times, per = 2 * (s.islands - 1), s.system.bytes_per_parameter or 2.0
     legs = ((per * s.parameters / s.islands,) * 2,) * times
     seconds = message_seconds(legs, s.link, s.system, s.shards, s.step_seconds)

@@ -20,7 +20,9 @@ class Situation:
         tensors: names and whole shapes of the trained parameters, ties once (`models.load`,
             `shapes.equal_layers`, or [(n, tuple(p.shape)) for n, p in model.named_parameters()]).
         islands: replicas. shards: FSDP2 shards (ranks) of each.
-        link: of one island, shared by its ranks.
+        link: of one island, shared by its ranks; of a site where several islands share an uplink.
+        islands_per_uplink: islands of a site that share its link. What they send each other does
+            not cross it, and is taken to need no time.
         step_seconds: of a step without any exchange between islands.
         device: name in `devices.DEVICES`; its times of compression count.
         compression: seconds per value that take the place of the device's, or None.
@@ -46,6 +48,7 @@ class Situation:
     tokens_per_step: float | None = None
     target: float = 0.95
     system: System = field(default_factory=System)
+    islands_per_uplink: int = 1
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -54,6 +57,12 @@ class Situation:
             raise ValueError(
                 f"--islands {self.islands}: one island exchanges nothing, so there is nothing to "
                 "plan: give 2 or more"
+            )
+        if not 1 <= self.islands_per_uplink < self.islands:
+            raise ValueError(
+                f"--islands-per-uplink {self.islands_per_uplink}: {self.islands} islands behind "
+                f"uplinks need 1 to {self.islands - 1} behind each: with all behind one, no "
+                "exchange crosses it"
             )
         if self.shards < 1:
             raise ValueError(f"--shards {self.shards}: an island has 1 shard or more")
@@ -72,6 +81,22 @@ class Situation:
     def parameters(self) -> int:
         """Of the model."""
         return numel(self.tensors)
+
+    @property
+    def crossing(self) -> float:
+        """Bytes that cross a link in an exchange, over those that one island sends.
+
+        Of n islands of a site each sends (R - n) / (R - 1) of its bytes out of it: an exchange goes
+        to all others alike. Of two unlike sites the fuller ones count.
+        """
+        n, others = self.islands_per_uplink, self.islands - 1
+        return n * (self.islands - n) / others
+
+    @property
+    def line(self) -> Link:
+        """One island's share of the link in an exchange of all islands at once."""
+        rate = self.link.bits_per_second
+        return self.link if rate is None else Link(rate / self.crossing, self.link.rtt)
 
     @property
     def processor(self) -> Device:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .choosing import Choice
+from ..errors import counted
+from .choosing import Choice, said
 from .rows import Row
 from .situation import Situation
 
 _HEAD = (
-    "preset|settings|bytes/exchange|bytes/step|mean Gbit/s|peak|line use|exposed s/step|compute|"
-    "GB device|GB host|gap %"
+    "preset|settings|bytes/exchange|bytes/step|mean Gbit/s|peak Gbit/s|line use|exposed s/step|"
+    "compute|GB device|GB host|gap %"
 ).split("|")
+_SPARED = "line use|GB host|mean Gbit/s|peak Gbit/s|bytes/exchange|bytes of the run|GB device"
+"""Columns that a narrow terminal does not get, the first of them first."""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -35,8 +38,13 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def plan_table(rows: Sequence[Row]) -> str:
-    """All rows; chosen settings below the presets."""
+def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """All rows; chosen settings below the presets.
+
+    Args:
+        width: of the terminal; the least important columns are left out until a line fits, and
+            the text says so. None: all columns.
+    """
     days = any(r.days is not None for r in rows)
     head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
     body = [head]
@@ -61,6 +69,24 @@ def plan_table(rows: Sequence[Row]) -> str:
                 "-" if r.run_bytes is None else size(r.run_bytes),
             ]
         body.append(cells)
+    spared: list[str] = []
+    for name in _SPARED.split("|") if width else ():
+        if max(map(len, table(body).splitlines())) <= (width or 0):
+            break
+        if name in body[0]:
+            i = body[0].index(name)
+            body, spared = [row[:i] + row[i + 1 :] for row in body], [*spared, name]
+    left = f"\nleft out, as the terminal is narrow: {', '.join(spared)} (| cat shows all)"
+    return table(body) + left * bool(spared)
+
+
+def summary(found: Sequence[tuple[Situation, Row]]) -> str:
+    """One line for each case: what is recommended there, and what it costs."""
+    body = ["islands, link|settings|bytes/step|exposed s/step|compute".split("|")]
+    for s, r in found:
+        cells = [f"{s.islands}, {said(s).removeprefix('a link of ')}", f"{r.name} ({r.settings})"]
+        cells.append(size(r.bytes_per_step))
+        body.append([*cells, f"{r.exposed_seconds_per_step:.3g}", f"{r.compute_utilisation:.1%}"])
     return table(body)
 
 
@@ -78,10 +104,9 @@ def _gap(gap: dict[str, Any] | None) -> str:
 def title(situation: Situation, model: str, source: str) -> str:
     """What the plan is for, and where the step's time is from."""
     s = situation
-    line = str(s.link) if s.link else "not limited"
     out = (
-        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {s.islands} islands of {s.shards} "
-        f"shards, link {line}\nstep {s.step_seconds:.4g} s ({source})"
+        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {s.islands} islands of "
+        f"{counted(s.shards, 'shard')}, {said(s)}\nstep {s.step_seconds:.4g} s ({source})"
     )
     if s.system.overlap_backward:
         return (
@@ -126,7 +151,7 @@ def targets_table(rows: Sequence[dict[str, Any]]) -> str:
     body = [
         [name, words, *(_rate(by.get(t)) for t in wanted)] for (name, words), by in found.items()
     ]
-    return "Gbit/s of an island's line for a compute utilisation of\n" + table([head, *body])
+    return "Gbit/s of a link for a compute utilisation of\n" + table([head, *body])
 
 
 def _rate(value: float | None) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
-from .axis import Axis, axis
+from .axis import Axis, axis, log_axis
 from .figures import Points
 
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 30, 46
@@ -46,18 +46,28 @@ class Box:
 
 
 def chart(
-    lines: Sequence[Line], x: str, y: str, zero: bool = False, width: int = 380, height: int = 270
+    lines: Sequence[Line],
+    x: str,
+    y: str,
+    zero: bool = False,
+    log: bool = False,
+    width: int = 380,
+    height: int = 270,
 ) -> str:
     """Lines over one another, with axes (`axis.UNITS`).
 
     Args:
-        zero: the y axis begins at 0. width, height: in user units; text has 12.
+        zero: the y axis begins at 0. log: the x axis goes by ratio; points at 0 are not drawn.
+        width, height: in user units; text has 12.
     """
+    if log:
+        lines = [replace(a, points=[p for p in a.points if p[0] > 0]) for a in lines]
     xs = [p[0] for line in lines for p in line.points]
     ys = [p[1] for line in lines for p in line.points]
     if not xs:
         return empty("nothing was written yet")
-    across, up = axis(x, xs, count=max(4, round(width / 100))), axis(y, ys, zero=zero, count=5)
+    across = log_axis(x, xs) if log else axis(x, xs, count=max(4, round(width / 100)))
+    up = axis(y, ys, zero=zero, count=5)
     box = Box(across, up, width, height)
     parts = [_frame(box)]
     for line in sorted(lines, key=lambda one: not one.faint):
@@ -86,7 +96,9 @@ def _frame(box: Box) -> str:
         at = box.x(value)
         line = f'x1="{at:.1f}" x2="{at:.1f}" y1="{floor}" y2="{floor + 4}"'
         parts.append(f'<line class="axis" {line}/>')
-        parts.append(f'<text x="{at:.1f}" y="{floor + 17}" text-anchor="middle">{text}</text>')
+        # a long text at the end would be cut off
+        side = "end" if at > right - 1 and len(text) > 3 else "middle"
+        parts.append(f'<text x="{at:.1f}" y="{floor + 17}" text-anchor="{side}">{text}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>')
     middle = (LEFT + right) / 2
     parts.append(

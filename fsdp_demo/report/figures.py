@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import counted
 from .load import IslandFiles, Run
-from .words import short, size
+from .words import duration, short, size, times
 
 Points = list[tuple[float, float]]
 
@@ -49,6 +49,12 @@ def curve(run: Run, against: str) -> Curve:
     return Curve(training, validation)
 
 
+def far_apart(runs: Sequence[Run]) -> bool:
+    """Whether one of these runs has sent so much more than another that only ratios show both."""
+    sent = [f.sent for f in map(figures, runs) if f.sent]
+    return bool(sent) and max(sent) > 20 * min(sent)
+
+
 def still(island: IslandFiles) -> Points:
     """(seconds, share of the time since the line before in which training stood still)."""
     found, before = [], {"seconds": 0.0, "seconds_waiting": 0.0}
@@ -69,7 +75,11 @@ def still_everywhere(run: Run) -> Points:
 
 @dataclass(frozen=True)
 class Figures:
-    """Key figures of a run, up to its last line. None where nobody knows."""
+    """Key figures of a run, up to its last line. None where nobody knows.
+
+    Attributes:
+        held_out: the step of the evaluation that gave `loss`; None where it is of training.
+    """
 
     name: str
     preset: str
@@ -80,7 +90,7 @@ class Figures:
     tokens: float | None
     seconds: float | None
     loss: float | None
-    held_out: bool
+    held_out: int | None
     sent: float | None
     full: float | None
     tokens_per_second: float | None
@@ -102,19 +112,20 @@ class Figures:
 def figures(run: Run) -> Figures:
     """Means over the islands that are here; loss of the last evaluation, else of training. Tokens
     and bytes are those of the island that has counted most, since one that came back may have begun
-    anew. Bytes of islands that have ended are those of their summaries, with what `finish()` has
-    sent.
+    anew. Bytes, speed and waiting of islands that have ended are those of their summaries, with
+    what `finish()` has sent.
     """
     head, last = run.head, [island.lines[-1] for island in run.islands if island.lines]
     summaries = [island.summary for island in run.islands]
     whole = [summary for summary in summaries if summary is not None]
-    held = [e["loss"] for e in run.islands[0].events if e.get("kind") == "evaluation"]
+    held = [e for e in run.islands[0].events if e["kind"] == "evaluation" and "loss" in e]
     done = [s for s in whole if "bytes_sent_per_island" in s]
     counted_all = len(done) == len(summaries)
     most = max(done, key=lambda s: s["bytes_sent_per_island"]) if counted_all else {}
     sent, full = most.get("bytes_sent_per_island"), most.get("bytes_full_per_island")
     line = max(last, key=lambda one: one.get("bytes_sent") or 0, default={})
     waited, took = _mean(last, "seconds_waiting"), _mean(last, "seconds")
+    share = waited / took if waited is not None and took else None
     equal = [summary.get("digests_equal") for summary in whole]
     return Figures(
         run.name,
@@ -124,14 +135,15 @@ def figures(run: Run) -> Figures:
         max((line["step"] for line in last), default=0),
         head.get("steps"),
         max((one["tokens"] for one in last if one.get("tokens") is not None), default=None),
-        took,
-        held[-1] if held else _mean(last, "loss"),
-        bool(held),
+        _mean([i.events[-1] for i in run.islands], "seconds") if counted_all else took,
+        held[-1]["loss"] if held else _mean(last, "loss"),
+        held[-1]["step"] if held else None,
         line.get("bytes_sent") if sent is None else sent,
         line.get("bytes_full") if full is None else full,
-        _mean(last, "tokens_per_second"),
-        waited / took if waited is not None and took else None,
-        None if not equal or None in equal else all(equal),
+        (_mean(done, "tokens_per_second") if counted_all else None)
+        or _mean(last, "tokens_per_second"),
+        share if (known := _mean(done, "wait_share")) is None or not counted_all else known,
+        None if not equal or None in equal or len(run.islands) == 1 else all(equal),
         len(whole) == len(summaries),
     )
 
@@ -147,6 +159,7 @@ HEAD = (
     "shape",
     "steps",
     "tokens",
+    "time",
     "loss",
     "sent per island",
     "against all-reduce",
@@ -158,7 +171,8 @@ HEAD = (
 
 def comparison(found: Sequence[Figures]) -> list[list[str]]:
     """A table, head first: one row per run. A loss of training, where nothing was evaluated, is
-    marked."""
+    marked, and one of an evaluation that came before the last step.
+    """
     return [list(HEAD), *([*_row(f)] for f in found)]
 
 
@@ -170,13 +184,20 @@ def _row(f: Figures) -> list[str]:
         f.shape,
         steps + ("" if f.ended else ", no end"),
         _or(f.tokens, short),
-        _or(f.loss, lambda v: f"{v:.3f}" + ("" if f.held_out else " (training)")),
+        _or(f.seconds, duration),
+        _or(f.loss, lambda v: f"{v:.3f}{_of_loss(f)}"),
         _or(f.sent, size),
-        _or(f.ratio, lambda v: f"{v:.3g} x less"),
+        _or(f.ratio, lambda v: f"{times(v)} less"),
         _or(f.tokens_per_second, lambda v: f"{v:,.0f}"),
         _or(f.still, lambda v: f"{v:.1%}"),
         {True: "yes, bit for bit", False: "NO", None: "-"}[f.equal],
     ]
+
+
+def _of_loss(f: Figures) -> str:
+    if f.held_out is None:
+        return " (training)"
+    return f" (step {f.held_out:,})" if f.held_out < f.step else ""
 
 
 def _or(value: float | None, words: Any) -> str:
@@ -185,7 +206,7 @@ def _or(value: float | None, words: Any) -> str:
 
 def byte_rows(run: Run) -> list[list[str]]:
     """A table of bytes by channel, head first, of the rank that wrote them; only the head where no
-    island has ended."""
+    island has ended, or nothing was sent."""
     head = [["channel", "sent", "received", "share"]]
     summary = next((i.summary for i in run.islands if i.summary and i.summary.get("bytes")), None)
     if summary is None:
@@ -193,7 +214,9 @@ def byte_rows(run: Run) -> list[list[str]]:
     ledger = summary["bytes"]
     rows = [*ledger["channels"].items(), ("headers", ledger["headers"]), ("other", ledger["other"])]
     whole = sum(sent for _, (sent, _) in rows)
+    if not whole:
+        return head
     return head + [
-        [name, f"{sent:,} B", f"{received:,} B", f"{sent / whole:.1%}" if whole else "-"]
+        [name, f"{sent:,} B", f"{received:,} B", f"{sent / whole:.1%}"]
         for name, (sent, received) in rows
     ]

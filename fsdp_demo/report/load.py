@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ class IslandFiles:
         head: `run.json`. lines, exchanges, events: see `files.py`.
         summary: None where the run was killed, or goes on.
         half: lines that were left out since they are not whole.
+        diverged: lines of metrics whose loss is NaN or infinite.
     """
 
     name: str
@@ -30,6 +32,7 @@ class IslandFiles:
     events: Lines
     summary: dict[str, Any] | None
     half: int
+    diverged: int
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,12 @@ class Run:
             elif island.summary is None:
                 last, of = island.lines[-1]["step"], f" of {steps}" if steps else ""
                 found.append(f"{island.name} has no end: its last line is of step {last}{of}.")
+            if island.diverged:
+                lines = counted(island.diverged, "line")
+                found.append(f"{island.name}: the loss of {lines} is NaN or infinite, not drawn.")
             if island.half:
                 half = counted(island.half, "line")
-                found.append(f"{island.name}: {half} left out, cut off in the middle.")
+                found.append(f"{island.name}: {half} left out, cut off or damaged.")
         return found
 
 
@@ -84,10 +90,15 @@ def load(folder: str | Path) -> Run:
     if not places:
         raise ValueError(
             f"{folder} holds no run: neither it nor a folder in it has a {files.HEAD_FILE}, which "
-            "the recipes and ExchangeCallback write"
+            f"the recipes and ExchangeCallback write{_below(folder)}"
         )
     islands = sorted((_island(place) for place in places), key=lambda i: i.head.get("island", 0))
     return Run(folder.resolve().name, folder, tuple(islands))
+
+
+def _below(folder: Path) -> str:
+    runs = sorted({str(path.parent.parent) for path in folder.glob(f"*/*/{files.HEAD_FILE}")})
+    return f"; there are runs one folder below, as in: fsdp-demo report {runs[0]}" if runs else ""
 
 
 def load_all(folders: Sequence[str | Path]) -> list[Run]:
@@ -116,9 +127,26 @@ def _island(folder: Path) -> IslandFiles:
     return IslandFiles(
         str(head.get("name", folder.name)),
         head,
-        [line for line in lines if "step" in line and "seconds" in line],
-        exchanges,
-        events,
+        _sound(lines, files.STEP, ("step", "seconds")),
+        [e for e in _sound(exchanges, files.EXCHANGE, ("step",)) if e.get("channels")],
+        [e for e in _sound(events, files.EVENT, ("step", "seconds")) if e.get("kind")],
         files.read_json(folder / files.SUMMARY_FILE),
         a + b + c,
+        sum(isinstance(x := line.get("loss"), float) and not math.isfinite(x) for line in lines),
     )
+
+
+_TEXTS = ("channels", "islands", "kind", "reason")
+
+
+def _sound(lines: Lines, keys: Iterable[str], needed: Iterable[str]) -> Lines:
+    """The lines without values of `keys` that are no finite number: a loss can be NaN, a file can
+    be damaged. A line that lacks one of `needed` is left out.
+    """
+    numbers = set(keys).difference(_TEXTS)
+    sound = [{k: v for k, v in one.items() if k not in numbers or _finite(v)} for one in lines]
+    return [one for one in sound if all(key in one for key in needed)]
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

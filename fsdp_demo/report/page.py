@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from . import timeline
 from .chart import Line, chart, empty
-from .figures import byte_rows, comparison, curve, figures, still, still_everywhere
+from .figures import (
+    byte_rows,
+    comparison,
+    curve,
+    far_apart,
+    figures,
+    still,
+    still_everywhere,
+)
 from .load import Run
+from .words import times
 
 STYLE = """
 :root { --back: #ffffff; --text: #1c2733; --soft: #5a6775; --grid: #e3e8ee; --box: #f5f7f9;
@@ -52,6 +62,12 @@ td:first-child { white-space: normal; min-width: 110px; overflow-wrap: anywhere 
 ul.notes { margin: 8px 0; padding: 8px 12px 8px 30px; background: var(--box); border-radius: 6px }
 details { margin: 6px 0; background: var(--box); border-radius: 6px; padding: 6px 12px }
 summary { cursor: pointer } pre { overflow-x: auto; font-size: 13px; line-height: 1.4 }
+dl.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr));
+  gap: 12px 18px; margin: 8px 0 }
+dl.cards dt { color: var(--soft); font-size: 13px } dl.cards dd { margin: 0; font-weight: 600 }
+table.wraps td { white-space: normal }
+table.facts { width: 100% } table.facts :is(th, td) { text-align: left; white-space: normal;
+  overflow-wrap: anywhere } table.facts td:first-child { width: 14em; min-width: 8em }
 .empty { color: var(--soft); border: 1px dashed var(--grid); border-radius: 6px; padding: 30px 12px;
   text-align: center; max-width: none }
 """
@@ -69,15 +85,14 @@ def page(runs: Sequence[Run]) -> str:
         f"<h1>{escape(title)}</h1>",
         _subtitle(runs),
         _notes(runs),
-        "<h2>Comparison</h2>" if len(runs) > 1 else "<h2>Key figures</h2>",
-        _table(comparison([figures(run) for run in runs])),
+        *_figures(runs),
         "<h2>Loss</h2>",
         _legend([(run.name, i) for i, run in enumerate(runs)]) if len(runs) > 1 else "",
         _losses(runs),
-        "<h2>Utilisation</h2>",
+        "<h2>Time standing still</h2>",
         "<p>The share of time for which training stood still, waiting for messages. The rest is "
         "training, evaluation and saving.</p>",
-        _utilisation(runs),
+        _standing_still(runs),
         "<h2>Exchanges and events</h2>",
         "<p>Each row is a channel of an island. Pale bars are messages under way, the strong bars "
         "at their foot the time for which training stood still for them. Where exchanges are many, "
@@ -102,9 +117,11 @@ def _subtitle(runs: Sequence[Run]) -> str:
     found = figures(runs[0])
     text = f"preset {found.preset}, {found.shape}"
     if found.ratio:
-        text += f", {found.ratio:.3g} x fewer bytes than a bf16 all-reduce at every step"
+        text += f", {times(found.ratio)} fewer bytes than a bf16 all-reduce at every step"
     if model := head.get("facts", {}).get("model"):
         text = f"{model}, {text}"
+    if began := head.get("began"):
+        text += f", began {time.strftime('%Y-%m-%d %H:%M', time.localtime(began))}"
     return f'<p class="soft">{escape(text)}</p>'
 
 
@@ -115,13 +132,25 @@ def _notes(runs: Sequence[Run]) -> str:
     return f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>'
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _figures(runs: Sequence[Run]) -> list[str]:
+    """Several runs one below the other; of one run each figure below its name."""
+    rows = comparison([figures(run) for run in runs])
+    if len(runs) > 1:
+        return ["<h2>Comparison</h2>", _table(rows, "wraps")]
+    pairs = list(zip(*rows, strict=True))[1:]  # its name is the title
+    cards = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs
+    )
+    return ["<h2>Key figures</h2>", f'<dl class="cards">{cards}</dl>']
+
+
+def _table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:]
     )
     return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -143,7 +172,10 @@ def _losses(runs: Sequence[Run]) -> str:
             held = bool(found.validation)
             lines.append(Line(f"{run.name}, training", found.training, number, faint=held))
             lines.append(Line(f"{run.name}, validation", found.validation, number, dots=True))
-        figures_.append(f"<figure>{chart(lines, against, 'loss')}</figure>")
+        drawn = chart(lines, against, "loss", log=against == "bytes_sent" and far_apart(runs))
+        if against == "bytes_sent" and not any(figures(run).sent for run in runs):
+            drawn = empty("nothing was sent")
+        figures_.append(f"<figure>{drawn}</figure>")
     caption = (
         "Loss in nats per token. Lines with dots are evaluations, thin lines the mean training "
         "loss of the islands."
@@ -151,7 +183,7 @@ def _losses(runs: Sequence[Run]) -> str:
     return f'<div class="charts">{"".join(figures_)}</div><figcaption>{caption}</figcaption>'
 
 
-def _utilisation(runs: Sequence[Run]) -> str:
+def _standing_still(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         islands = runs[0].islands
         lines = [Line(island.name, still(island), n) for n, island in enumerate(islands)]
@@ -190,10 +222,11 @@ def _events(run: Run) -> str:
     seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for event in found:
         seen.setdefault((timeline.said(event), event["step"]), []).append(event)
-    rows = [["event", "step", "second", "seen by"]]
+    rows = [["event", "step", "seconds", "seen by"]]
     for (text, step), events in [*seen.items()][:MOST_EVENTS]:
         seconds = f"{min(event['seconds'] for event in events):.1f}"
-        rows.append([text, str(step), seconds, ", ".join(str(event["of"]) for event in events)])
+        by = ", ".join(sorted({str(event["of"]) for event in events}))
+        rows.append([text, str(step), seconds, by])
     more = len(seen) - MOST_EVENTS
     return _table(rows) + (f'<p class="soft">and {more} more</p>' if more > 0 else "")
 
@@ -215,7 +248,7 @@ def _configuration(run: Run, opened: bool) -> str:
     rows = [["fact", "value"], *([name, str(value)] for name, value in facts.items())]
     if because := run.head.get("chosen_because"):
         rows.append(["chosen by auto", str(because)])
-    text = _table(rows) if len(rows) > 1 else ""
+    text = _table(rows, "facts") if len(rows) > 1 else ""
     return (
         f"<details{' open' if opened else ''}><summary>{escape(run.name)}: preset "
         f"{escape(str(run.head.get('preset')))}</summary>{text}"

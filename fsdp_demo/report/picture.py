@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from . import timeline
-from .axis import Axis, axis
-from .figures import curve, figures, still, still_everywhere
+from .axis import Axis, axis, log_axis
+from .figures import curve, far_apart, figures, still, still_everywhere
 from .load import Run
+from .words import times
 
 COLOURS = (
     "#0b6e99",
@@ -59,7 +60,7 @@ def _title(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} runs"
     found = figures(runs[0])
-    saved = f", {found.ratio:.3g} x fewer bytes than a bf16 all-reduce" if found.ratio else ""
+    saved = f", {times(found.ratio)} fewer bytes than a bf16 all-reduce" if found.ratio else ""
     return f"{found.preset}: {found.shape}{saved}"
 
 
@@ -77,6 +78,7 @@ def _name(text: str) -> str:
 
 def _losses(panel: Any, runs: Sequence[Run], against: str) -> None:
     values: list[float] = []
+    by_ratio = against == "bytes_sent" and far_apart(runs)
     for number, run in enumerate(runs):
         found, colour = curve(run, against), COLOURS[number % 8]
         held, name = bool(found.validation), _name(run.name)
@@ -86,12 +88,20 @@ def _losses(panel: Any, runs: Sequence[Run], against: str) -> None:
             ("training", found.training, thin),
             ("validation", found.validation, dots),
         ):
+            if by_ratio:
+                points = [p for p in points if p[0] > 0]
             if points:
                 # a run is named once, by its strong line
                 label = kind if len(runs) == 1 else name if style is dots or not held else "_"
                 panel.plot(*zip(*points, strict=True), color=colour, label=label, **style)
                 values += [x for x, _ in points]
-    _plain(panel, axis(against, values))
+    if by_ratio:
+        panel.set_xscale("log")
+        panel.minorticks_off()
+    _plain(
+        panel,
+        log_axis(against, [v for v in values if v > 0]) if by_ratio else axis(against, values),
+    )
     panel.set_ylabel("loss (nats per token)" if against == "tokens" else "")
     if values and against == "tokens":
         panel.figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from .words import size
+from .words import size, times
 
 PLAIN_EVERY = 5.0
 """Seconds between two lines, where the output is no terminal."""
@@ -67,7 +67,7 @@ all-reduce'
     if known.sent:
         parts.append(f"sent {size(known.sent)}")
         if known.full:
-            parts.append(f"{known.full / known.sent:.3g} x less than all-reduce")
+            parts.append(f"{times(known.full / known.sent)} less than all-reduce")
     if end is not None:
         parts.append(f"ends {clock(end, time.time() if now is None else now)}")
     return ", ".join(parts)

@@ -14,7 +14,7 @@ def size(count: float) -> str:
         ('999 B', '11.9 MB')
     """
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
+        if abs(count) < 999.5:  # 999.6 is 1 of the next
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1000
     return f"{count:.3g} TB"
@@ -29,10 +29,21 @@ def short(count: float) -> str:
         ('950', '410 k', '1.25 G')
     """
     for unit in ("", " k", " M", " G"):
-        if abs(count) < 1000:
+        if abs(count) < 999.5:
             return f"{count:.3g}{unit}" if unit else f"{count:.0f}"
         count /= 1000
     return f"{count:.3g} T"
+
+
+def times(ratio: float) -> str:
+    """A ratio with three digits.
+
+    Example:
+        >>> from fsdp_demo.report.words import times
+        >>> times(2.734), times(50), times(2641.3)
+        ('2.73 x', '50 x', '2,640 x')
+    """
+    return f"{float(f'{ratio:.3g}'):,.10g} x"
 
 
 def duration(seconds: float) -> str:
@@ -43,7 +54,7 @@ def duration(seconds: float) -> str:
         >>> duration(8.25), duration(340), duration(7500)
         ('8.2 s', '5 min 40 s', '2 h 05 min')
     """
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -55,7 +55,7 @@ def test_the_first_setting_of_a_ladder_that_reaches_is_taken() -> None:
 
 def test_nothing_reaches_and_the_reason_says_so() -> None:
     name, _, reason, reached = taken(replace(LLAMA, link=Link(1e6, 0.1)))
-    assert not reached and reason.startswith("nothing keeps 95% on 1Mbit,100ms")
+    assert not reached and reason.startswith("nothing keeps 95% on a link of 1Mbit,100ms")
     assert name in reason
 
 
@@ -66,7 +66,7 @@ def test_memory_limits_the_choice() -> None:
     choice = choose(plan_rows(situation), situation)
     assert choice.reached and choice.row.device_bytes <= (whole + least) / 2
     _, _, reason, reached = taken(replace(LLAMA, memory_bytes=1e6))
-    assert not reached and reason.startswith("nothing fits into 1e+06 bytes")
+    assert not reached and reason.startswith("nothing fits into 0.001 GB: demo")
 
 
 def test_the_inner_optimizer_stays_if_it_must() -> None:
@@ -101,3 +101,35 @@ def test_a_model_without_layers_has_no_fragments() -> None:
     rows = plan_rows(situation)
     assert "streaming_diloco" not in {r.name for r in rows} and "diloco" in {r.name for r in rows}
     assert choose(rows, situation).reached
+
+
+def test_what_would_do_is_said() -> None:
+    slow = replace(LLAMA, link=Link(1e7, 0.04))
+    rows = plan_rows(slow, [preset("decoupled_momentum", period=256)])
+    reason = choose(rows, slow).reason
+    assert "; it would keep 95% on " in reason
+    rate = float(reason.rpartition(" on ")[2].removesuffix(" Mbit/s")) * 1.01e6
+    (row,) = plan_rows(replace(slow, link=Link(rate, 0.04)), [rows[0].config or ""])
+    assert row.compute_utilisation >= 0.95
+
+
+def test_a_method_that_exchanges_every_step_comes_after_those_of_long_periods() -> None:
+    rows = plan_rows(replace(LLAMA, islands=2), [preset("sparse_loco", period=60), "demo"])
+    fast = [replace(r, compute_utilisation=0.99) for r in rows]
+    assert choose(fast, LLAMA).row.name == "sparse_loco"
+    reason = choose(fast[1:], LLAMA).reason
+    assert reason.endswith("its inner optimizer is SGD (fsdp_demo.base_optimizer)")
+
+
+def test_muon_stays_with_the_method_that_is_made_for_it() -> None:
+    rows = plan_rows(LLAMA, ["sparse_loco", "muloco"])
+    fast = [replace(r, compute_utilisation=0.99) for r in rows]
+    assert choose(fast, LLAMA, "muon").row.name == "muloco"
+    assert choose(fast, LLAMA, "adamw").row.name == "sparse_loco"
+
+
+def test_little_room_for_activations_is_said() -> None:
+    (row,) = plan_rows(LLAMA, ["sparse_loco"])
+    for share, tight in ((0.9, True), (0.5, False)):
+        reason = choose([row], replace(LLAMA, memory_bytes=row.device_bytes / share)).reason
+        assert ("are left for activations" in reason) is tight

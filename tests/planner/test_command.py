@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo import load_config
+from fsdp_demo import Link, load_config
 from fsdp_demo.cli import main
-from fsdp_demo.planner import asking
+from fsdp_demo.planner import Situation, asking, load, plan_rows, text
 from fsdp_demo.planner import plot as planner_plot
 from fsdp_demo.planner.measure import measured_step
 
@@ -45,7 +45,7 @@ def test_the_table_and_the_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = said(capsys, *TINY, "--islands", "3", "--link", "10Mbit", "--rtt", "20ms",
                "--yaml", str(tmp_path / "a.yaml"), "--tokens", "1M", "--tokens-per-step", "500",
                "--memory", "1GB")  # fmt: skip
-    assert "tiny (0.5 M parameters), 3 islands of 1 shards, link 10Mbit,20ms" in out
+    assert "tiny (0.5 M parameters), 3 islands of 1 shard, a link of 10Mbit,20ms" in out
     (line,) = (one for one in out.splitlines() if one.startswith("Recommended: "))
     config = load_config(str(tmp_path / "a.yaml"))
     assert line.startswith(f"Recommended: {config.preset} (every ")
@@ -169,15 +169,15 @@ LINE = ["--link", "1Gbit"]
     [
         (["--model", "lama-3.2-1b", *LINE], "'lama-3.2-1b' is not known: the nearest known are"),
         ([*LINE], "give --model NAME or --params N"),
-        (["--model", "tiny", "--params", "1B", *LINE], "give --model NAME or --params N"),
+        (["--model", "tiny", "--params", "1B", *LINE], "two models: give --model NAME or"),
         (["--model", "tiny"], "plan needs --link RATE"),
         ([*TINY, "--link", "0"], "--link '0' carries nothing: give a rate above 0"),
         ([*TINY, "--link", "0Gbit"], "carries nothing"),
         ([*TINY, "--link", "fast"], "link rate 'fast'"),
         ([*TINY, "--link", "1Gbit,5ms", "--rtt", "6ms"], "name 2 round trips"),
         ([*TINY, *LINE, "--islands", "1"], "one island exchanges nothing"),
-        ([*TINY, *LINE, "--islands", "8:2"], "one island exchanges nothing|expected"),
-        ([*TINY, *LINE, "--islands", "few"], "expected a number or a range"),
+        ([*TINY, *LINE, "--islands", "8:2"], "expected the lower end first, as in 2:8"),
+        ([*TINY, *LINE, "--islands", "few"], "expected a number, a list or a range"),
         ([*TINY, *LINE, "--shards", "3"], "does not divide the 128 rows of .*1, 2, 4"),
         ([*TINY, *LINE, "--shards", "0"], "1 shard or more"),
         ([*TINY[:2], *LINE, "--step-time", "0s"], "expected a time above 0"),
@@ -190,8 +190,15 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, *LINE, "--memory", "much"], "expected a number above 0"),
         ([*TINY, *LINE, "--bytes-per-param", "0"], "a value takes more than 0"),
         ([*TINY, "--target-utilisation", "1.5"], "expected a share between 0 and 1"),
-        ([*TINY, "--target-utilisation", "0.9", "--yaml", "a"], "which --target-utilisation has"),
+        ([*TINY, "--target-utilisation", "0.9", "--yaml", "a"], "which needs --link"),
         ([*TINY, *LINE, "--exchange", "hsdp", "--yaml", "a"], "hsdp is no exchange"),
+        ([*TINY, *LINE, "--memory", "80"], "with MB, GB, GiB or TB, as in 80GB"),
+        ([*TINY, *LINE, "--tokens", "1B"], "give --tokens-per-step, too"),
+        ([*TINY, *LINE, "--keep-inner", "lion"], "no method was tried with it"),
+        ([*TINY, *LINE, "--yaml", "/nowhere/a.yaml"], "there is no folder /nowhere"),
+        ([*TINY, *LINE, "--plot", "a.gif2"], "allowed endings are .png"),
+        ([*TINY, "--link", "doctor.json"], "doctor.json cannot be read"),
+        ([*TINY, *LINE, "--islands-per-uplink", "2"], "2 islands .* 1 to 1 behind each"),
         (["--params", "many", *LINE], "expected a number above 0"),
         (["--params", "4", "--layers", "5", *LINE], "4 parameters in 5 layers"),
     ],
@@ -211,12 +218,42 @@ def test_a_summary_that_is_none(tmp_path: Path) -> None:
         asking.step_from(str(tmp_path / "a.json"))
 
 
+def test_what_doctor_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "doctor.json"
+    islands = [{"step_seconds": 0.2}, {"step_seconds": 0.3}]
+    link = {"bits_per_second": 5e8, "rtt": 0.02}
+    file.write_text(json.dumps({"format": 1, "link": link, "islands": islands}))
+    words = ["--model", "tiny", "--exchange", "demo", "--link", str(file)]
+    (row,) = rows_of(capsys, *words)
+    assert row["link"] == "500Mbit,20ms" and row["step_seconds"] == 0.3
+    assert "the slowest island" in row["step_source"]
+    (row,) = rows_of(capsys, *words, "--rtt", "5ms", "--step-time", "1s")
+    assert row["link"] == "500Mbit,5ms" and row["step_seconds"] == 1
+
+
+def test_cases_are_summed_up_and_a_target_is_aimed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "--link", "1Mbit,1Gbit", "--exchange", "demo,diloco"]
+    out = said(capsys, *words, "--target-utilisation", "0.3")
+    assert "that keeps 30%" in out and "Gbit/s of a link for a compute utilisation of" in out
+    _, _, rest = out.partition("Recommended, case by case:\n")
+    assert [line.split()[0] for line in rest.splitlines()[:3]] == ["islands,", "2,", "2,"]
+
+
+def test_a_narrow_terminal_gets_fewer_columns() -> None:
+    rows = plan_rows(Situation(load("tiny"), 2, Link(1e7), 0.1, device="cpu"), ["demo", "diloco"])
+    wide = text.plan_table(rows)
+    assert text.plan_table(rows, 400) == wide
+    *lines, left = text.plan_table(rows, 100).splitlines()
+    assert max(map(len, lines)) <= 100 and "compute" in lines[0] and "GB host" not in lines[0]
+    assert left.startswith("left out, as the terminal is narrow: line use, GB host")
+
+
 def test_numbers_and_times() -> None:
     assert asking.number("1.3B", "--params") == 1.3e9
-    assert asking.number("80GB", "--memory", "b") == 8e10
+    assert asking.memory("80GB") == asking.memory("80e9") == 8e10
     assert asking.number("20e9", "--tokens") == 2e10
     assert asking.seconds("350ms", "--step-time") == pytest.approx(0.35)
-    assert asking.islands("2:9") == [2, 4, 8, 9] and asking.islands("5") == [5]
+    assert asking.islands("2:9") == [2, 4, 8, 9] and asking.islands("5,8,4:5") == [5, 8, 4]
 
 
 def test_the_command_line_starts_without_torch() -> None:

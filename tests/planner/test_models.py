@@ -77,7 +77,8 @@ def test_published_sizes(name: str, millions: float) -> None:
 
 
 def test_a_hub_id_of_a_known_model_needs_no_network() -> None:
-    assert load("meta-llama/Llama-3.2-1B") == load("llama-3.2-1b")
+    for name in ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"):
+        assert load(name) == load("llama-3.2-1b")
 
 
 def test_unknown_models_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

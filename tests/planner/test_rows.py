@@ -135,3 +135,20 @@ def test_the_study_is_what_its_figures_say() -> None:
 def test_without_a_source_there_is_no_number() -> None:
     gap, why = expected_gap(replace(preset("demo"), preset="own"), 10**9, 4)
     assert gap is None and "'own'" in why
+
+
+def test_islands_behind_one_uplink_share_it() -> None:
+    """Two sites of two: each island sends two thirds of its bytes out, and two share the line."""
+    alone = Situation(TINY, 4, Link(1e6), 0.1, device="cpu", system=System(compression=False))
+    both = replace(alone, islands_per_uplink=2)
+    assert both.crossing == pytest.approx(4 / 3) and alone.crossing == 1
+    for name in ("diloco", "sparse_loco"):
+        (one,), (two,) = plan_rows(alone, [name]), plan_rows(both, [name])
+        assert two.waiting_seconds_per_step == pytest.approx(4 / 3 * one.waiting_seconds_per_step)
+        assert two.peak_gbit_s == pytest.approx(4 / 3 * one.peak_gbit_s)
+        assert two.bytes_per_step == one.bytes_per_step
+        more = gbit_s(both, preset(name), 0.9), gbit_s(alone, preset(name), 0.9)
+        assert more[0] == pytest.approx(4 / 3 * (more[1] or 0), rel=5e-3)
+    assert plan_rows(alone, ["hsdp"]) == plan_rows(both, ["hsdp"])  # a ring leaves a site once
+    with pytest.raises(ValueError, match="1 to 3 behind each"):
+        replace(alone, islands_per_uplink=4)

@@ -55,7 +55,7 @@ def test_a_run_that_was_killed_says_so(tmp_path, monkeypatch) -> None:
     assert run.notes == [
         "island0 has no end: its last line is of step 40 of 40.",
         "island1 has no end: its last line is of step 35 of 40.",
-        "island1: 1 line left out, cut off in the middle.",
+        "island1: 1 line left out, cut off or damaged.",
     ]
 
 

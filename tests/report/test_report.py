@@ -4,6 +4,8 @@ needs no other.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -178,3 +180,57 @@ def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     assert cli.main(["report", str(folder), "--png", "r.png"]) == 2
     assert "pip install 'fsdp_demo[report]'" in capsys.readouterr().err
     assert not Path("r.png").exists()
+
+
+def test_a_loss_that_is_no_number_and_a_damaged_file(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", steps=40)
+    metrics = folder / "island0" / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    one = json.loads(lines[2])
+    lines[2] = json.dumps(one | {"loss": math.nan})
+    lines += [json.dumps(one | {"step": "x"}), json.dumps(one | {"seconds": None}), "\0{", "[1]"]
+    metrics.write_text("\n".join(lines), encoding="utf-8")
+    with open(folder / "island1" / "events.jsonl", "a", encoding="utf-8") as file:
+        print('{"kind": "lost"}', '{"seconds": 1, "step": 2}', sep="\n", file=file)
+    with open(folder / "island1" / "exchanges.jsonl", "a", encoding="utf-8") as file:
+        print('{"step": 3}', '{"step": "x", "channels": ["a"]}', sep="\n", file=file)
+    run = load(folder)
+    assert len(run.islands[0].lines) == 8 and len(run.islands[1].exchanges) == 40
+    assert len(curve(run, "tokens").training) == 7
+    assert run.notes == [
+        "island0: the loss of 1 line is NaN or infinite, not drawn.",
+        "island0: 2 lines left out, cut off or damaged.",
+    ]
+    assert cli.main(["report", str(folder)]) == 0
+    assert "nan" not in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_loss_says_when_it_was_measured(tmp_path, monkeypatch) -> None:
+    def loss(folder: Path) -> str:
+        head, row = comparison([figures(load(folder))])
+        return dict(zip(head, row, strict=True))["loss"]
+
+    ended = made.run(monkeypatch, tmp_path / "ended", steps=40)
+    assert " " not in loss(ended)
+    killed = made.run(monkeypatch, tmp_path / "killed", steps=35, ended=False)
+    assert loss(killed).endswith(" (step 20)")
+    for island in killed.iterdir():
+        (island / "events.jsonl").unlink()
+    assert loss(killed).endswith(" (training)")
+
+
+def test_runs_that_sent_unlike_amounts_are_drawn_by_ratio(tmp_path, monkeypatch) -> None:
+    folders = [
+        made.run(monkeypatch, tmp_path / name, steps=40, each=each)
+        for name, each in (("few", 100), ("many", 100_000))
+    ]
+    for chosen, words in ((folders, True), (folders[:1], False)):
+        out = tmp_path / "out.html"
+        assert cli.main(["report", *map(str, chosen), "--out", str(out)]) == 0
+        assert ("by powers of ten" in out.read_text(encoding="utf-8")) is words
+
+
+def test_a_folder_of_runs_is_named(tmp_path, monkeypatch) -> None:
+    made.run(monkeypatch, tmp_path / "runs" / "a", steps=5)
+    with pytest.raises(ValueError, match=r"as in: fsdp-demo report .*runs.a$"):
+        load(tmp_path / "runs")
