@@ -26,6 +26,8 @@ import compare  # noqa: E402
 from report import size  # noqa: E402
 from study_stats import interval  # noqa: E402
 
+from fsdp_demo import preset  # noqa: E402
+
 Rows = list[list[str]]
 MARK = re.compile(
     r"^<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE
@@ -113,6 +115,7 @@ def quickstart() -> Rows:
     rows = []
     for run in load("quickstart.json"):
         name = BASELINE if run["preset"] == "full" else f"`{run['preset']}`"
+        name = f"`auto`: it chose {name}" if "auto" in run else name
         rows.append([name, *(cell.removesuffix(" less") for cell in compare.row(name, run)[1:])])
     return [head, *rows]
 
@@ -500,6 +503,24 @@ def study_choice() -> Rows:
     return [["method", "chosen"], *([name, f"`{told}`"] for name, told in tuned.items())]
 
 
+def study_evidence() -> Rows:
+    """Every preset at its published settings and at the best that were found, beside `full`."""
+    main = load("study-main.json")
+    rows, best = {row["name"]: row for row in main["rows"]}, _study()
+    found = [["preset", "published settings", "best of the grid", "seeds", "what the grid chose"]]
+    for name in (entry["preset"] for entry in load("bytes.json")["presets"]["rows"]):
+        if name not in best or best[name] is best["full"]:
+            continue
+        tuned = best[name]
+        plain = rows.get(tuned["name"].removesuffix(" tuned"))
+        told = main["tuned"][tuned["name"]]
+        seeds = str(tuned["seeds"]) if not plain else f"{plain['seeds']}, {tuned['seeds']}"
+        # one row each where the grid chose what was published
+        cells = [_percent(row, best["full"]) for row in (plain or tuned, tuned)]
+        found.append([f"`{name}`", *cells, seeds, f"`{told}`"])
+    return found
+
+
 def study_claims() -> Rows:
     """What papers claim, and the same comparison in the main table of the study."""
     rows = _study()
@@ -519,10 +540,40 @@ def study_claims() -> Rows:
     return found
 
 
+def study_rounds() -> Rows:
+    """How the deltas of tuned methods point, by quarters of the run, and the gain of a round."""
+    lines = (HERE / "study-runs.jsonl").read_text(encoding="utf-8").splitlines()
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in map(json.loads, lines):
+        name = run["cell"]["name"]
+        if name.endswith(" tuned") and len(run.get("rounds", {}).get("successive", ())) >= 8:
+            runs.setdefault(name, []).append(run)
+    head = ["method", "runs", "along the round before", "of two islands", "gain of a round"]
+    found = [head]
+    for name in sorted(runs):
+        cell, seen = runs[name][0]["cell"], [run["rounds"] for run in runs[name]]
+        outer = preset(cell["preset"], **cell["changes"]).channels[0].applier
+        along = _quarters([r["successive"] for r in seen])
+        gain = outer.lr * (1 + outer.momentum / (1 - outer.momentum * along[-1]))
+        parts = [along, _quarters([r["islands"] for r in seen])]
+        cells = [" ".join(f"{v:.2f}" for v in part) for part in parts]
+        found.append([name.removesuffix(" tuned"), str(len(seen)), *cells, f"{gain:.2f}"])
+    return found
+
+
+def _quarters(rows: list[list[float]]) -> list[float]:
+    """The mean of each quarter of some rows of equal length."""
+    means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+    cuts = [len(means) * n // 4 for n in range(5)]
+    return [statistics.fmean(means[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
 TABLES: dict[str, Callable[[], Rows]] = {
     "study-main": partial(study, "main"),
     "study-choice": study_choice,
     "study-claims": study_claims,
+    "study-evidence": study_evidence,
+    "study-rounds": study_rounds,
     "study-questions": partial(study, "questions"),
     "study-robust": partial(study, "robust"),
     "quickstart": quickstart,

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from study_cells import Cell, Run, Setting, code_version, parameters  # noqa: E402
 from study_earlier import TABLES as EARLIER  # noqa: E402
 from study_jobs import train_all  # noqa: E402
+from study_methods import TUNING_SEEDS, Method  # noqa: E402
 from study_results import KEPT, Results  # noqa: E402
 from study_show import publish, show  # noqa: E402
 from study_stats import Row, loss_of, summarise  # noqa: E402
 from study_tables import TABLES as NOW  # noqa: E402
-from study_tables import TUNING_SEEDS, Method  # noqa: E402
 from study_texts import load_texts  # noqa: E402
 
 TABLES = {**NOW, **EARLIER}
@@ -126,9 +126,11 @@ class Study:
             return self.groups
         best = [self.best(method) for method in self.methods]
         tuned = [cell for cell in best if cell]
-        plain = [m.published for m in self.methods]
-        others = [c for c in next(iter(self.groups.values()), []) if c not in plain]
-        return {"": [*tuned, *plain, *others]}
+        others = [*(m.published for m in self.methods), *next(iter(self.groups.values()), [])]
+        there = {self.run(cell, 0).key("") for cell in tuned}
+        # a row each: the best of a grid may be what was published
+        kept = {key: c for c in others if (key := self.run(c, 0).key("")) not in there}
+        return {"": [*tuned, *kept.values()]}
 
     def reported(self) -> list[Run]:
         """The runs of all cells on the seeds that are reported, those of tuned methods first."""

@@ -150,7 +150,8 @@ def code_version() -> str:
         if path.suffix in (".py", ".c")
         and path.relative_to(library).as_posix().startswith(CALCULATES)
     )
-    ours = [HERE / "study_run.py", HERE / "study_texts.py", *_recipes(("data.py", "pretrain.py"))]
+    names = ("study_run.py", "study_precision.py", "study_texts.py")
+    ours = [*(HERE / name for name in names), *_recipes(("data.py", "pretrain.py"))]
     digest = hashlib.sha256(torch.__version__.encode())
     for path in (*paths, *ours):
         digest.update(path.name.encode() + path.read_bytes())

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from pretrain import TrainArguments, load_model, schedule
 from study_cells import Cell, Run
+from study_precision import prepare, way
 from study_rounds import Rounds
 from study_texts import Texts, load_texts
 from torch import Tensor
@@ -54,11 +55,12 @@ def loss_of(model: str, precision: str, compiled: bool) -> Loss:
     """The loss of a Llama of recipes/models as a function of its parameters.
 
     Args:
-        precision: "fp32", or "bf16": autocast, as users train. Attention is then written out:
-            torch's fused one is slow backward in bf16 on a CPU.
+        precision: "fp32", or "bf16" (study_precision.py).
     """
-    body, mixed = load_model(model, 258), precision == "bf16"
-    body.set_attn_implementation("eager" if mixed else "sdpa")
+    body = load_model(model, 258)
+    if precision == "bf16":
+        prepare(body, way())
+    mixed = precision == "bf16" and way() == "autocast"
 
     def loss(parameters: Mapping[str, Tensor], ids: Tensor) -> Tensor:
         # weights are cast once a step: a cache of casts would hold them between steps
@@ -122,6 +124,7 @@ def train_run(run: Run, compiled: bool = True) -> dict[str, Any]:
         "parameters": size,
         "loss": {name: value if math.isfinite(value) else None for name, value in losses.items()},
         **merge(results),
+        "products": way() if setting.precision == "bf16" else "fp32",
         "seconds": time.monotonic() - began,
         "processor_seconds": time.process_time() - processor,
     }

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from report import table
 from study_cells import Run, parameters
+from study_methods import TUNING_SEEDS
 from study_results import FIGURES, write
 from study_stats import HEAD, Row, loss_of
-from study_tables import TUNING_SEEDS
 
 if TYPE_CHECKING:
     from study import Study
 
 FEW = 8
-"""Rows from which on a table has pictures in the documents."""
+"""Rows of one group from which on a table has pictures in the documents."""
 
 
 def caption(study: Study) -> str:
@@ -60,7 +60,7 @@ def publish(study: Study) -> None:
     """Write a table into the folders of the documents: json, and pictures."""
     if rows := study.rows():
         write(FIGURES / f"study-{study.name}.json", as_json(study, rows))
-        if len(rows) >= FEW:
+        if len(rows) >= FEW and len({row.group for row in rows}) == 1:
             draw(study, rows, FIGURES.parent / "pictures", "study-")
 
 

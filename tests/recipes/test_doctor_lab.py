@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
 
 import doctor_lab as lab  # noqa: E402
+import doctor_machine as machine  # noqa: E402
 
 from fsdp_demo.doctor.findings import RULES  # noqa: E402
 
@@ -79,9 +80,38 @@ def test_the_status_says_whether_all_were_named(monkeypatch, capsys, tmp_path) -
     assert "NO" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "version, files",
+    [
+        (1, {"cpu.shares": str(1024 * machine.WEIGHT), "cpu.cfs_quota_us": "25000"}),
+        (2, {"cpu.weight": str(100 * machine.WEIGHT), "cpu.max": "25000 100000"}),
+    ],
+)
+def test_a_slow_core_is_a_control_group(monkeypatch, tmp_path, version, files) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    if version == 1:
+        (tmp_path / "cpu").mkdir()
+    with machine.slow_core(machine.Call(("doctor",), {}), tmp_path) as call:
+        machine.join(call.group, 17)
+        found = {file.name: file.read_text() for file in call.group.parent.iterdir()}
+    assert found == {**files, "cgroup.procs": "17"}
+
+
+def test_without_control_groups_there_is_no_slow_core(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path / "none")
+    with machine.ahead() as group:
+        assert group is None  # the other faults need none
+    with (
+        pytest.raises(lab.LabError, match="no control group can limit a core here"),
+        machine.slow_core(machine.Call(("doctor",), {}), tmp_path),
+    ):
+        pass
+
+
 def test_what_is_kept_names_every_fault() -> None:
     rows = json.loads((ROOT / "docs" / "figures" / "doctor.json").read_text())
-    assert [row["fault"] for row in rows] == list(lab.FAULTS)
+    faults = {name: fault.says for name, fault in lab.FAULTS.items()}
+    assert {row["fault"]: row["done"] for row in rows} == faults
     assert all(row["named"] and row["alike"] for row in rows)
 
 

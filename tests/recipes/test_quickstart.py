@@ -73,7 +73,7 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
             "--model",
             "tiny",
             "--lr",
-            0.012,
+            0.004,
             "--steps",
             100,
             "--batch-size",

@@ -1,0 +1,152 @@
+"""The cells of the table `questions`: one number each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from study_cells import Cell, Setting
+from study_methods import ADAMW, STEPS, H, diloco, full, sign_loco, sparse_loco, with_feedback
+
+from fsdp_demo.config.patterns import EMBEDDINGS
+
+
+def decoupled(replicas: int) -> list[Cell]:
+    """Decoupled momentum beside DiLoCo at 1/16 of its bytes or less, both at their better rates."""
+    cells = [
+        *(diloco(f" lr {lr:g} R={replicas}", lr) for lr in (2e-3, 1.4e-3)),
+        *(
+            Cell(
+                f"decoupled_momentum H={h} k={k} beta {beta:g} lr {lr:g} R={replicas}",
+                "decoupled_momentum",
+                {"period": h, "topk": k, "beta": beta},
+                lr,
+            )
+            for h, k, beta, lr in ((5, 32, 0.6, 6e-3), (20, 128, 0.6, 6e-3))
+        ),
+    ]
+    return [dataclasses.replace(cell, replicas=replicas) for cell in cells]
+
+
+def rising(longer: int) -> list[Cell]:
+    """Outer momentum that rises over rounds or shares of runs of unlike length; 0: constant."""
+    cells = [
+        full(f" {longer} x longer"),
+        *(
+            sign_loco(f" rises over {n} {longer} x longer", **{"momentum_warmup": n})
+            for n in (0, 12, 24, 48, 96)
+        ),
+    ]
+    setting = Setting(steps=longer * STEPS)
+    return [dataclasses.replace(cell, setting=setting) for cell in cells]
+
+
+DIVISORS = {
+    f"divisor R = {r}": [
+        dataclasses.replace(cell, replicas=r)
+        for cell in (
+            sign_loco(f" over senders R={r}"),
+            sign_loco(f" over replicas R={r}", **{"reducer.mean_over": "replicas"}),
+        )
+    ]
+    for r in (2, 4, 16)
+}
+USUAL = {"betas": [0.9, 0.95]}
+DEMO_ADAMW = [
+    Cell("demo by sign", "demo", {"momentum.no_transform": []}, 1e-3),
+    Cell("demo adamw", "demo", ADAMW, 1e-3),
+    Cell("demo adamw betas 0.9", "demo", ADAMW, 1e-3, inner=USUAL),
+    Cell("demo adamw betas 0.9 by sign", "demo", {**ADAMW, "sign": True}, 1e-3, inner=USUAL),
+    *(
+        Cell(f"demo adamw betas 0.9 k={k}", "demo", {**ADAMW, "topk": k}, 2e-3, inner=USUAL)
+        for k in (512, 4096)
+    ),
+]
+CODES = ("1bit", "2bit", "int4")
+
+
+def form(name: str, method: str, lr: float, **changes: Any) -> Cell:
+    return Cell(f"{method} {name}", method, changes, lr)
+
+
+def one_in_five(name: str, lr: float, **changes: Any) -> Cell:
+    rule = {"period": 5, "transform": False, **changes}
+    return form(name, "decoupled_momentum", lr, **rule)
+
+
+ALL: dict[str, Any] = {"momentum.no_transform": []}
+INNER = ["*layers*"]
+PLAIN = {"momentum.no_transform": list(EMBEDDINGS)}
+FORMS = {
+    "demo": [
+        form("DCT on all", "demo", 1e-3, **ALL),
+        form("plain embeddings", "demo", 4e-3, **PLAIN),
+    ],
+    "random": [
+        *(form(f"beta 0.999 at {lr:g}", "random", lr, beta=0.999) for lr in (8e-3, 1.6e-2)),
+        form("beta 0.95 at 0.016", "random", 1.6e-2, beta=0.95),
+    ],
+    "stride": [
+        *(form(f"beta 0.999 at {lr:g}", "stride", lr, beta=0.999) for lr in (8e-3, 1.6e-2)),
+        form("beta 0.95 at 0.008", "stride", 8e-3, beta=0.95),
+    ],
+    "decoupled_momentum": [
+        one_in_five("DCT", 3e-3, transform=True),
+        one_in_five("no DCT", 3e-3),
+        one_in_five("no DCT beta 0.6", 6e-3, beta=0.6),
+    ],
+    "sparse_loco": [sparse_loco(" beta 0.95", 4e-3, beta=0.95), sparse_loco()],
+    "diloco": [
+        diloco(" momentum 0.9", momentum_warmup=0),
+        diloco(" momentum 0.5", momentum=0.5, momentum_warmup=0),
+        diloco(),
+    ],
+}
+"""The published form of a method, at the best rate of its own, and what did better."""
+
+DELTA = {"codec.transform": "dct"}
+TRANSFORM = {
+    "transform on gradients": [
+        form("DCT on nothing", "demo", 1e-3, transform=False),
+        form("DCT on embeddings", "demo", 1e-3, **{"momentum.no_transform": INNER}),
+        form("DCT on inner matrices", "demo", 1e-3, **PLAIN),
+        form("DCT on all", "demo", 1e-3, **ALL),
+        # fewer weights move at a step, so each can move further
+        *(form(f"DCT on nothing at {lr:g}", "demo", lr, transform=False) for lr in (4e-3, 1.6e-2)),
+        *(
+            form(f"DCT on nothing beta 0.95 at {lr:g}", "demo", lr, transform=False, beta=0.95)
+            for lr in (8e-3, 1.6e-2)
+        ),
+    ],
+    "transform on deltas": [
+        sign_loco(" DCT on nothing"),
+        sign_loco(" DCT on embeddings", **DELTA, **{"delta.no_transform": INNER}),
+        sign_loco(" DCT on inner matrices", **DELTA, **{"delta.no_transform": list(EMBEDDINGS)}),
+        sign_loco(" DCT on all", **DELTA),
+    ],
+}
+"""At equal bytes: the same number of coefficients in the same code."""
+
+QUESTIONS = {
+    **{f"published form of {name}": cells for name, cells in FORMS.items()},
+    **TRANSFORM,
+    "demo in AdamW's form": DEMO_ADAMW,
+    **{f"decoupled R = {r}": decoupled(r) for r in (2, 4, 8)},
+    **DIVISORS,
+    "feedback": [
+        full(),
+        *(make(f" {b}", value_dtype=b) for b in CODES for make in (sign_loco, with_feedback)),
+    ],
+    "periods of states": [
+        Cell("local_adam H=20", "local_adam", {"period": H}),
+        *(
+            Cell(
+                f"desloc 1 : {a} : {b}",
+                "desloc",
+                {"period": H, "embeddings": True, "states": {"exp_avg": a, "exp_avg_sq": b}},
+            )
+            for a, b in ((1, 3), (3, 6), (6, 12))
+        ),
+    ],
+    **{f"rise in {n} x {STEPS} steps": rising(n) for n in (1, 2)},
+}
