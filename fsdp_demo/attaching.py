@@ -21,6 +21,7 @@ from .errors import PeerLost, see
 from .exchange import log_setup
 from .exchange.exchange import Exchange
 from .exchange.startup import OwnCheckpoint, Start
+from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
 from .hosts.torch_params import TorchHost, unwrap, unwrap_model
@@ -154,9 +155,11 @@ def join(
     except PeerLost as error:
         _try_again(topology, error)
         raise
-    exchange.chosen_because = because
-    if undecided(config):
-        automatic.begin(exchange, model)
+    if because:
+        exchange.chosen_because = because
+        automatic.watch(exchange)
+    elif undecided(config):
+        automatic.begin(exchange, model, total_steps(facts))
     _attached.update(dict.fromkeys(host.optimizers, exchange))
     return exchange
 

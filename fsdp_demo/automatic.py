@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -25,13 +26,14 @@ from .comm.topology import Topology
 from .config.auto import AutoConfig, undecided
 from .config.schema import ExchangeConfig
 from .doctor.quick import quick_probe
-from .errors import PeerLost, see
+from .errors import PeerLost, counted, see
+from .exchange.assembly import check
 from .exchange.exchange import Exchange
-from .exchange.in_flight import ExchangeRecord
-from .exchange.refusals import refuse
+from .exchange.pending import ExchangeRecord
 from .hosts.base import TrainingHost
-from .hosts.optimizers import check_inner, keeps_momentum
+from .hosts.optimizers import keeps_momentum
 from .planner import Choice, Situation, choose, plan_rows
+from .planner.rows import plan_row
 
 log = logging.getLogger("fsdp_demo")
 
@@ -39,6 +41,9 @@ DIGITS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 """Leading digits to which rates and times are rounded: two measurements of one link mostly end in
 the same step.
 """
+
+PLANNED = re.compile(r"planned with (\S+) and (\S+) s:")
+"""In `Exchange.chosen_because`, which is saved: the link and the seconds per step of the plan."""
 
 LATE, ROUNDS = 2.0, 5
 """An exchange is late if it takes so many times what was planned; so many of them in a row are
@@ -55,8 +60,13 @@ def coarse(value: float) -> float:
     if value <= 0:
         return 0.0
     decade = 10.0 ** math.floor(math.log10(value))
-    steps = [d * decade for d in DIGITS] + [10 * decade]
-    return min(steps, key=lambda step: abs(math.log(step / value)))
+    nearest = min((*DIGITS, 10.0), key=lambda digit: abs(math.log(digit * decade / value)))
+    return _rounded(nearest * decade)
+
+
+def _rounded(value: float) -> float:
+    """Three digits, as a person would write them: 0.3, not 0.30000000000000004."""
+    return float(f"{value:.3g}")
 
 
 def remembered(
@@ -102,10 +112,13 @@ def _key(topology: Topology) -> str:
     return f"{topology.prefix()}/auto"
 
 
-def begin(exchange: Exchange, model: torch.nn.Module | None) -> None:
+def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None = None) -> None:
     """Measure the link, and choose the method after the first steps of a run that has just begun.
 
     All ranks of all islands call it behind `attach`.
+
+    Args:
+        steps: of the job, if they are known.
     """
     config = exchange.config
     if not isinstance(config, AutoConfig):
@@ -114,6 +127,13 @@ def begin(exchange: Exchange, model: torch.nn.Module | None) -> None:
         log.info("auto: one island exchanges nothing; the method is full")
         exchange.choose(config.taken_over(_full()), model)
         return
+    if steps is not None and steps <= config.measured and exchange.topology.rank == 0:
+        log.warning(
+            "auto: the run has %s, and the method is chosen after %d: nothing will be trained; "
+            "take more steps, or name a method",
+            counted(steps, "step"),
+            config.measured,
+        )
     exchange._runtime.at_end = _FirstSteps(exchange, config, model)
 
 
@@ -121,6 +141,16 @@ def _full() -> ExchangeConfig:
     from .config.load import preset
 
     return preset("full", value_dtype="bf16")
+
+
+def watch(exchange: Exchange) -> None:
+    """Compare exchanges with the plan in a run that goes on, or that this island has joined: the
+    reason for the choice says what was planned for.
+    """
+    found = PLANNED.search(exchange.chosen_because)
+    if found is not None and exchange.topology.islands > 1:
+        situation = _situation(exchange, Link.parse(found[1]), float(found[2]))
+        exchange._runtime.at_end = LinkHealth(exchange, situation)
 
 
 class _FirstSteps:
@@ -161,13 +191,8 @@ class _FirstSteps:
     def _choose(self, link: Link, step: float, memory: float) -> None:
         exchange, config = self._exchange, self._config
         seen = Link(coarse(link.bits_per_second or 0.0), coarse(link.rtt))
-        situation = Situation(
-            tensors(exchange.host),
-            exchange.topology.islands,
-            seen,
-            coarse(step),
-            shards=exchange.channels[0].position.num_shards,
-            device=_device_name(exchange.host.device),
+        situation = replace(
+            _situation(exchange, seen, coarse(step)),
             memory_bytes=memory or None,
             target=config.target,
         )
@@ -179,10 +204,10 @@ class _FirstSteps:
                 f"measure unlike models: name the method instead{see('unlike-runs')}"
             )
         exchange.choose(method, self._model)
+        measured = Link(_rounded(link.bits_per_second or 0.0), _rounded(1e3 * link.rtt) / 1e3)
         exchange.chosen_because = (
-            f"measured {link.bits_per_second or 0:.3g} bit/s, round trip {1e3 * link.rtt:.0f} ms, "
-            f"{step:.3g} s per step; planned with {seen} and {situation.step_seconds:g} s: "
-            f"{choice.reason}"
+            f"measured {measured} and {step:.3g} s per step; "
+            f"planned with {seen} and {situation.step_seconds:g} s: {choice.reason}"
         )
         topology = exchange.topology
         if topology.rank == 0:
@@ -190,7 +215,19 @@ class _FirstSteps:
             told = {"config": method.to_dict(), "chosen_because": exchange.chosen_because}
             if topology.kind == "islands":
                 topology.open_store().set(_key(topology), json.dumps(told))
-        exchange._runtime.at_end = LinkHealth(exchange, situation, choice)
+        exchange._runtime.at_end = LinkHealth(exchange, situation)
+
+
+def _situation(exchange: Exchange, link: Link, step_seconds: float) -> Situation:
+    host, placed = exchange.host, exchange.channels[0].position
+    return Situation(
+        tensors(host),
+        exchange.topology.islands,
+        link,
+        step_seconds,
+        shards=placed.num_shards,
+        device=_device_name(host.device),
+    )
 
 
 def tensors(host: TrainingHost) -> list[tuple[str, tuple[int, ...]]]:
@@ -219,8 +256,7 @@ def _fits(config: ExchangeConfig, host: TrainingHost) -> bool:
     if doubled:
         return False
     try:
-        check_inner(config, host.optimizer_names, host.optimizers)
-        refuse(host, config.needs_gradients)
+        check(config, host)
     except ValueError:
         return False
     return True
@@ -253,13 +289,13 @@ class LinkHealth:
     Called at the end of every step; no communication. It never changes the method.
     """
 
-    def __init__(self, exchange: Exchange, situation: Situation, choice: Choice):
-        self._exchange, self._situation, self._row = exchange, situation, choice.row
+    def __init__(self, exchange: Exchange, situation: Situation):
+        self._exchange, self._situation = exchange, situation
         self._seen: ExchangeRecord | None = None  # the newest that was looked at
-        self._late, self._said = 0, False
+        self._late, self._said = list[float](), False
         link = situation.link
-        rate = link.bits_per_second or math.inf
-        self.planned = 8 * choice.row.bytes_per_exchange / rate + 2 * link.rtt
+        self._bits = 8 * plan_row(situation, exchange.config).bytes_per_exchange
+        self.planned = self._bits / (link.bits_per_second or math.inf) + 2 * link.rtt
 
     def __call__(self) -> None:
         flown = self._exchange._queue.flown
@@ -269,24 +305,31 @@ class LinkHealth:
             if record.began is None or record.ended is None:
                 continue
             took = record.ended - record.began
-            self._late = self._late + 1 if took > LATE * self.planned + 0.05 else 0
-            if self._late == ROUNDS and not self._said and self._exchange.topology.rank == 0:
+            self._late = [*self._late, took] if took > LATE * self.planned + 0.05 else []
+            if len(self._late) == ROUNDS and not self._said and self._exchange.topology.rank == 0:
                 self._said = True
-                log.warning("auto: %s", self.advice(took))
+                log.warning("auto: %s", self.advice(self._late))
 
-    def advice(self, took: float) -> str:
-        """What to say of an exchange of `took` seconds."""
-        s = self._situation
-        rate = coarse((s.link.bits_per_second or 0.0) * self.planned / took)
+    def advice(self, late: Sequence[float]) -> str:
+        """What to say of exchanges that took so many seconds."""
+        s, took = self._situation, statistics.median(late)
         text = (
-            f"the last {ROUNDS} exchanges took {took:.2g} s and more, where {self.planned:.2g} s "
+            f"the last {len(late)} exchanges took {took:.3g} s, where {self.planned:.2g} s "
             f"were planned for {s.link}: the link has become slower, or an island comes late"
         )
+        # what the rate must be if the round trip is as it was
+        rate = self._bits / (took - 2 * s.link.rtt)
+        there = replace(s, link=Link(coarse(rate), s.link.rtt))
+        now = plan_row(there, self._exchange.config)
+        text += f". On {there.link} the method keeps {now.compute_utilisation:.1%} of the time"
         try:
-            fits = chosen(replace(s, link=Link(rate, s.link.rtt)), self._exchange.host)
+            fits = chosen(there, self._exchange.host)
         except ValueError:
             return text
+        if fits.row.compute_utilisation <= now.compute_utilisation:
+            return f"{text} for compute, and no other setting keeps more"
         return (
-            f"{text}. On {Link(rate, s.link.rtt)} this would fit: {fits.config.describe()}. The "
-            "method is not changed; resume with --exchange to change it"
+            f"{text} for compute; {fits.row.name} ({fits.row.settings}) would keep "
+            f"{fits.row.compute_utilisation:.1%}. The method stays as it is; to change it, start "
+            "again with that one by name"
         )

@@ -364,6 +364,7 @@ def main() -> None:
         mixed_precision="bf16" if cross.bf16 else None,
         gradient_accumulation_steps=data.accumulation,
         log_with=train.report_to,
+        project_dir=train.output,  # some trackers ask for a folder here
         **({"parallelism_config": mesh_config()} if cross.mesh else {}),
     )
     logging.getLogger("fsdp_demo").setLevel(
@@ -461,8 +462,13 @@ def main() -> None:
     )
     exchange.watch_energy(train.kept_energy)
     if train.report_to:
-        acc.project_configuration.set_directories(str(output / topology.name))
-        acc.init_trackers("fsdp_demo", config={k: v for k, v in facts.items() if v is not None})
+        acc.project_configuration.logging_dir = str(output / topology.name)
+        name = {"name": f"{output.name}-{topology.name}"}  # of the run; else islands look alike
+        acc.init_trackers(
+            "fsdp_demo",
+            config={k: v for k, v in facts.items() if v is not None},
+            init_kwargs={"wandb": name, "trackio": name},
+        )
         report.tracks = True
     report.count_flops(flops, peak_flops(acc.device, train.peak_tflops))
     loop = Loop(

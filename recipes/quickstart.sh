@@ -81,7 +81,8 @@ given() { # given NAME: was this option of pretrain.py (or change of the exchang
 rate() {
     if given --model || given --lr; then return; fi
     case $1 in
-        demo | random | stride | sign_loco) echo 0.004 ;;
+        demo) echo 0.001 ;;
+        random | stride | sign_loco) echo 0.004 ;;
         full | local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco | auto) echo 0.003 ;;
     esac
 }

@@ -49,6 +49,8 @@ make_environment() {
         return
     fi
     base=$(find_base)
+    # --clear would empty what the link leads to
+    [ ! -L .venv ] || die ".venv is a link to $(readlink .venv), made for another folder: remove the link and run this again"
     say "making .venv with $("$base" --version)"
     "$base" -m venv --clear .venv || die "'$base -m venv' failed (on Debian and Ubuntu: apt install python3-venv)"
 }

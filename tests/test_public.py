@@ -17,9 +17,12 @@ NAMES = [n for n in fsdp_demo.__all__ if n != "__version__"]
 
 
 def methods(cls: type) -> list[tuple[str, Any]]:
-    """What a class itself defines and shows: methods, properties, class methods."""
+    """What a class and those of this package below it define and show: methods, properties, class
+    methods.
+    """
+    own = [base for base in reversed(cls.__mro__) if base.__module__.startswith("fsdp_demo.")]
     found = []
-    for name, value in vars(cls).items():
+    for name, value in {n: v for base in own for n, v in vars(base).items()}.items():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if not name.startswith("_") and inspect.isfunction(function):
             found.append((name, function))

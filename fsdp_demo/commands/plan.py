@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 _EXAMPLE = """example:
   fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms --step-time 0.8s
 """  # noqa: E501
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
+_INNER = ("adamw", "adam", "muon", "muonadamw", "sgd")
 _USAGE = (
     "fsdp-demo plan [--model NAME | --params N] --islands R --link RATE --step-time TIME [options] "
     "[-- torchrun ... SCRIPT ARGS]"
@@ -41,7 +45,10 @@ def add(commands: Any) -> None:
         "--layers", type=int, default=24, metavar="N", help="of --params (default: 24)"
     )
     model.add_argument(
-        "--islands", default="2", metavar="R", help="how many, or a range that doubles, as in 2:64"
+        "--islands",
+        default="2",
+        metavar="R",
+        help="how many; a list; or a range that doubles, as in 2:64",
     )
     model.add_argument("--shards", type=int, metavar="S", help="ranks of an island (default: 1)")
     model.add_argument("--device", default="h100", metavar="NAME", help="of a rank")
@@ -53,7 +60,14 @@ def add(commands: Any) -> None:
         action="extend",
         default=[],
         metavar="RATE",
-        help="of an island, or several",
+        help="of an island, or several; or doctor.json, as fsdp-demo doctor --json writes it",
+    )
+    line.add_argument(
+        "--islands-per-uplink",
+        type=int,
+        default=1,
+        metavar="N",
+        help="islands of a site that share --link (default: 1)",
     )
     line.add_argument("--rtt", metavar="TIME", help="its round trip, as in 40ms (default: 0)")
     step = sub.add_argument_group("step")
@@ -80,7 +94,9 @@ def add(commands: Any) -> None:
         metavar="PATH=VALUE",
         help="changes to them; NAME:PATH=VALUE changes one",
     )
-    what.add_argument("--keep-inner", metavar="NAME", help="inner optimizer that must stay: adamw")
+    what.add_argument(
+        "--keep-inner", metavar="NAME", help=f"inner optimizer that must stay: {', '.join(_INNER)}"
+    )
     what.add_argument(
         "--target-utilisation",
         nargs="+",
@@ -115,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     from ..planner import asking
 
+    _check(args)
     counts = asking.islands(args.islands)
     chosen = asking.exchanges(args.exchange, args.set)
     wanted = asking.targets(args.target_utilisation)
@@ -122,18 +139,49 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("plan needs --link RATE, as in 1Gbit, or --target-utilisation SHARE")
     lines = asking.links(args.link, args.rtt)
     first, step, model = _situation(args)
-    cases = [replace(first, islands=n, link=link) for n in counts for link in lines]
+    shared = args.islands_per_uplink
+    cases = [
+        replace(first, islands=n, link=link, islands_per_uplink=shared)
+        for n in counts
+        for link in lines
+    ]
+    if args.yaml and not args.link:
+        raise ValueError("--yaml writes a recommendation, which needs --link RATE")
+    if args.yaml and wanted and args.json:
+        raise ValueError("--json with --target-utilisation has rates alone: leave out --yaml")
+    if args.link and not (wanted and args.json):  # of a target, json has the rates alone
+        aim = wanted[-1] if wanted else first.target
+        _plans(args, [replace(case, target=aim) for case in cases], chosen, step, model)
     if wanted:
-        if args.yaml:
-            raise ValueError("--yaml writes a recommendation, which --target-utilisation has none")
-        _solve(args, cases, wanted, chosen, step, model)
-    elif args.link:
-        _plans(args, cases, chosen, step, model)
+        if args.link and not args.json:
+            print()
+        _solve(args, _without_rate(cases), wanted, chosen, step, model)
     if args.plot:
         from ..planner.plot import draw
 
-        draw(args.plot, cases[0], chosen)
+        draw(args.plot, cases[0], chosen, lines if args.link else [])
     return 0
+
+
+def _without_rate(cases: list[Situation]) -> list[Situation]:
+    """One case for each number of islands."""
+    return list({case.islands: case for case in cases}.values())
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would fail only after the work is done."""
+    if args.keep_inner is not None:
+        args.keep_inner = args.keep_inner.lower()
+        if args.keep_inner not in _INNER:
+            raise ValueError(
+                f"--keep-inner {args.keep_inner!r}: no method was tried with it; allowed are "
+                f"{', '.join(_INNER)}"
+            )
+    for flag, name in (("--yaml", args.yaml), ("--plot", args.plot)):
+        if name and not Path(name).parent.is_dir():
+            raise ValueError(f"{flag} {name}: there is no folder {Path(name).parent}")
+    if args.plot and Path(args.plot).suffix not in _PICTURES:
+        raise ValueError(f"--plot {args.plot}: allowed endings are {', '.join(_PICTURES)}")
 
 
 def _plans(
@@ -146,7 +194,7 @@ def _plans(
     from ..planner import choose, plan_rows, text
     from ..planner.rows import HSDP
 
-    out, printed, best = [], [], None
+    out, printed, best, best_rows = [], [], None, []
     for case in cases:
         rows = plan_rows(case, chosen, args.keep_inner)
         ours = [r for r in rows if r.name != HSDP]
@@ -155,7 +203,10 @@ def _plans(
         for row in rows:
             take = {"recommended": choice is not None and row is choice.row}
             out.append({**row.as_json(), **_facts(case, step, model), **take})
-        parts = [text.title(case, model, step.source), "", text.plan_table(rows), ""]
+        if choice is not None:
+            best_rows.append((case, choice.row))
+        table = text.plan_table(rows, _width())
+        parts = [text.title(case, model, step.source), "", table, ""]
         parts += [text.recommendation(choice)] if choice is not None else []
         printed.append("\n".join(parts))
         notes = text.notes(rows)
@@ -164,7 +215,14 @@ def _plans(
             raise ValueError("--yaml: hsdp is no exchange of this package, so there is no yaml")
         written = f"# fsdp-demo plan: {best.reason}\n{best.config.to_yaml()}"
         Path(args.yaml).write_text(written, encoding="utf-8")
+    if len(best_rows) > 1:
+        printed.append(f"Recommended, case by case:\n{text.summary(best_rows)}")
     print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, notes]))
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None where the output is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _solve(
@@ -204,6 +262,7 @@ def _facts(case: Situation, step: Step, model: str) -> dict[str, Any]:
         "islands": case.islands,
         "shards": case.shards,
         "link": str(case.link),
+        "islands_per_uplink": case.islands_per_uplink,
         "step_seconds": case.step_seconds,
         "step_source": step.source,
     }
@@ -215,7 +274,9 @@ def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
     from ..planner.devices import device
     from ..planner.situation import check_shards
 
-    if (args.model is None) == (args.params is None):
+    if args.model is not None and args.params is not None:
+        raise ValueError("two models: give --model NAME or --params N, not both")
+    if args.model is None and args.params is None:
         raise ValueError("plan needs a model: give --model NAME or --params N")
     device(args.device)
     if args.shards is not None and args.shards < 1:
@@ -232,6 +293,11 @@ def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
     simulated = args.as_simulated or args.bytes_per_param is not None
     simulated |= args.no_compression_time and args.params is not None
     tokens = asking.number(args.tokens, "--tokens") if args.tokens else None
+    if tokens and not step.tokens:
+        raise ValueError(
+            "--tokens is the length of the run: give --tokens-per-step, too, the tokens of one "
+            "island's step"
+        )
     situation = Situation(
         tensors,
         islands=2,
@@ -243,7 +309,7 @@ def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
             if args.compression_time
             else None
         ),
-        memory_bytes=asking.number(args.memory, "--memory", "b") if args.memory else None,
+        memory_bytes=asking.memory(args.memory) if args.memory else None,
         tokens=tokens,
         tokens_per_step=step.tokens,
         system=asking.system(simulated, args.bytes_per_param, not args.no_compression_time),
@@ -280,4 +346,6 @@ def _step(args: argparse.Namespace, tensors: Any) -> tuple[Step, int]:
         from ..planner.measure import measured_step
 
         return Step(*measured_step(args.script, args.measure_steps, tokens)), shards
+    if (measured := asking.measured_step(args.link)) is not None:
+        return replace(measured, tokens=tokens), shards
     return asking.guess(tensors, shards, args.device, tokens), shards

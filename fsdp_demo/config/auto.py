@@ -52,16 +52,16 @@ class AutoConfig(ExchangeConfig):
         `measured`.
 
         Raises:
-            ValueError: a setting of a method, which is not chosen yet.
+            ValueError: a setting of a method, which is not chosen yet; a value that is not allowed.
         """
         options = (*KEPT, "target", "measured")
         for key in changes:
             if key not in options:
                 raise ValueError(
-                    f"auto has no setting {key!r}{nearest(key, options, 0.5)}: it chooses the "
-                    f"method and its settings; allowed are {', '.join(options)}"
+                    f"auto has no setting {key!r}: it chooses the method and its settings; allowed "
+                    f"are {', '.join(options)}{nearest(key, options, 0.5)}"
                 )
-        return dataclasses.replace(self, **changes)
+        return ExchangeConfig.from_dict({**self.to_dict(), **changes})
 
     def taken_over(self, chosen: ExchangeConfig) -> ExchangeConfig:
         """`chosen` with the settings that stand here."""

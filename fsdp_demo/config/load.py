@@ -59,7 +59,7 @@ def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
     if name == AUTO:
         return auto(**changes)
     known = presets()
-    one_of("preset", name, tuple(known))
+    one_of("preset", name, (*known, AUTO))
     takes = inspect.signature(known[name]).parameters
     hints = get_type_hints(known[name])
     for key, value in changes.items():

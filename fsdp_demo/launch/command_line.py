@@ -74,7 +74,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _meant(found: str, known: Sequence[str]) -> str:
-    return nearest(found, known, 0.5).replace("'", "")
+    longer = [word for word in known if word.startswith(found)]
+    if len(longer) == 1:
+        return f"; did you mean {longer[0]}?"
+    return nearest(found, known, 0.6).replace("'", "")
 
 
 Commands = argparse._SubParsersAction  # of `CommandParser`

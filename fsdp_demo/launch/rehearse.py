@@ -235,7 +235,8 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
         ]
         words += [] if on_gpu else ["--num_gpus", str(plan.procs)]
     else:
-        config = folder / "accelerate.yaml"
+        # one for each island: the one before may be reading its own now
+        config = folder / f"accelerate-{port}.yaml"
         config.write_text(_ACCELERATE_CONFIG.format(use_cpu=str(not on_gpu).lower()))
         words = [
             "launch",

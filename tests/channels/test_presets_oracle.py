@@ -128,7 +128,12 @@ def positions(
 
 
 def seeded_oracle(
-    *args: Any, config: ExchangeConfig, shards: int = 1, active_copies: int = 1, **kw: Any
+    *args: Any,
+    config: ExchangeConfig,
+    shards: int = 1,
+    active_copies: int = 1,
+    beta: float = 0.95,
+    **kw: Any,
 ) -> oracle.Demo:
     """DeMo at the positions of `config`."""
     shapes = {n: p.shape for n, p in args[0].items()}
@@ -139,7 +144,7 @@ def seeded_oracle(
         senders=False,
         positions=positions(config, shapes, shards, active_copies),
     )
-    return oracle.Demo(*args, coding=chosen, shards=shards, **kw)
+    return oracle.Demo(*args, coding=chosen, shards=shards, beta=beta, **kw)
 
 
 P = 4  # period of the delta presets here

@@ -158,7 +158,7 @@ def test_the_rate_is_for_gradients() -> None:
             ),
         )
     assert preset("random", **{"accumulator.rate": True}).channels[0].accumulator == Accumulator(
-        beta=0.999, rate=True
+        beta=0.95, rate=True
     )
     assert Window(None, 0, 4, rows=((1, 0, 2, 0), (0, 3, 5, 2))).scale(
         torch.ones(4), [2.0, 3.0]

@@ -269,10 +269,11 @@ def test_bf16_products_follow_fp32(small: None) -> None:
 
 @torch.no_grad()
 def test_what_is_not_transformed_is_not_transformed_back() -> None:
-    """Embeddings are plain by default: with bf16 products, too, their gradient is what was sent,
-    where it was sent.
+    """What `no_transform` names: with bf16 products, too, its gradient is what was sent, where it
+    was sent.
     """
-    config = preset("demo", topk=8, **{"applier.sign": False, "codec.transform_precision": "bf16"})
+    changes = {"applier.sign": False, "codec.transform_precision": "bf16"}
+    config = preset("demo", topk=8, **changes, **{"momentum.no_transform": ["*embed*"]})
     embedding = nn.Parameter(torch.zeros(128, 64))
     optimizer = fsdp_demo.base_optimizer(config, [("embed_tokens.weight", embedding)])
     made = ChannelRunner(config.channels[0], Placement(TorchHost([optimizer])))

@@ -244,6 +244,13 @@ def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
     ], output
 
 
+def test_no_island_rewrites_what_another_launcher_reads(tmp_path: Path) -> None:
+    plan = Rehearsal(2, 1, (__file__,), "accelerate")
+    words = [rehearse.command(plan, tmp_path, False) for _ in range(2)]
+    files = {each[each.index("--config_file") + 1] for each in words}
+    assert len(files) == 2 and all("use_cpu: true" in Path(file).read_text() for file in files)
+
+
 def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
     supervisor, started = (
@@ -783,7 +790,11 @@ def test_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixture[st
     )
     assert all(len(line.split()) > 1 for line in listed)
     kinds = {line.split()[0]: line.split()[1] for line in listed}
-    assert (kinds["full"], kinds["sign_loco"], kinds["desloc"]) == ("baseline", "ours", "paper")
+    assert (kinds["full"], kinds["sign_loco"], kinds["desloc"]) == (
+        "baseline",
+        "recommended",
+        "paper",
+    )
     assert cli.main(["presets", "demo", "--yaml"]) == 0
     assert fsdp_demo.ExchangeConfig.from_yaml(capsys.readouterr().out) == fsdp_demo.preset("demo")
     assert cli.main(["presets", "diloko"]) == 2
