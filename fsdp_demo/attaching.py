@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .checkpoint.exchange_state import SavedExchange
 from .comm.environment import restarted
 from .comm.topology import Topology
-from .config.auto import undecided
+from .config.auto import AutoChoice, undecided
 from .config.load import changed, load_config
 from .config.schema import ExchangeConfig
 from .errors import PeerLost, see
@@ -143,11 +143,11 @@ def join(
     topology = topology or Topology.from_env()
     refuse_lone_rank(topology, os.environ)
     log_setup.speak(topology)
-    because = ""
+    choice: AutoChoice | None = None
     if undecided(config):  # else the planner is not imported
         from . import automatic
 
-        config, because = automatic.remembered(topology, state, config)
+        config, choice = automatic.remembered(topology, state, config)
     try:
         exchange = Exchange(
             host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
@@ -155,9 +155,9 @@ def join(
     except PeerLost as error:
         _try_again(topology, error)
         raise
-    if because:
-        exchange.chosen_because = because
-        automatic.watch(exchange)
+    if choice is not None:
+        exchange.auto_choice = choice
+        automatic.watch(exchange, choice)
     elif undecided(config):
         automatic.begin(exchange, model, total_steps(facts))
     _attached.update(dict.fromkeys(host.optimizers, exchange))

@@ -11,19 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 import torch
 
 from .comm.link import Link
 from .comm.topology import Topology
-from .config.auto import AutoConfig, undecided
+from .config.auto import AutoChoice, AutoConfig, undecided
 from .config.schema import ExchangeConfig
 from .doctor.quick import quick_probe
 from .errors import PeerLost, counted, see
@@ -41,9 +39,6 @@ DIGITS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 """Leading digits to which rates and times are rounded: two measurements of one link mostly end in
 the same step.
 """
-
-PLANNED = re.compile(r"planned with (\S+) and (\S+) s:")
-"""In `Exchange.chosen_because`, which is saved: the link and the seconds per step of the plan."""
 
 LATE, ROUNDS = 2.0, 5
 """An exchange is late if it takes so many times what was planned; so many of them in a row are
@@ -71,21 +66,21 @@ def _rounded(value: float) -> float:
 
 def remembered(
     topology: Topology, state: Any, config: ExchangeConfig
-) -> tuple[ExchangeConfig, str]:
-    """The configuration to join with, and why: `config`, or what the run has chosen before."""
+) -> tuple[ExchangeConfig, AutoChoice | None]:
+    """The configuration to join with: what the run has chosen before and why, or `config`."""
     try:
         known = known_choice(topology, state)
     except PeerLost:
         known = None  # joining says it better
     if known is None:
-        return config, ""
+        return config, None
     log.info("auto: the run has chosen before: %s", known[0].describe())
     return known
 
 
-def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, str] | None:
-    """What the run has chosen before, and why: the state to resume from says so, or the store,
-    where the run is under way. None where it is still to be chosen.
+def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, AutoChoice | None] | None:
+    """The method of the run, and why, if `auto` has chosen it: the state to resume from says so, or
+    the store, where the run is under way. None where it is still to be chosen.
 
     Raises:
         ValueError: a state from which that cannot be read.
@@ -104,8 +99,8 @@ def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, str] |
         told = json.loads(topology.open_store().peek(_key(topology)) or "{}")
     if "config" not in told:
         return None
-    config = ExchangeConfig.from_dict(told["config"])
-    return None if undecided(config) else (config, str(told.get("chosen_because", "")))
+    config, choice = ExchangeConfig.from_dict(told["config"]), told.get("auto_choice")
+    return None if undecided(config) else (config, AutoChoice(**choice) if choice else None)
 
 
 def _key(topology: Topology) -> str:
@@ -134,7 +129,7 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
             counted(steps, "step"),
             config.measured,
         )
-    exchange._runtime.at_end = _FirstSteps(exchange, config, model)
+    exchange._runtime.at_end = _FirstSteps(exchange, config, model, steps)
 
 
 def _full() -> ExchangeConfig:
@@ -143,21 +138,24 @@ def _full() -> ExchangeConfig:
     return preset("full", value_dtype="bf16")
 
 
-def watch(exchange: Exchange) -> None:
-    """Compare exchanges with the plan in a run that goes on, or that this island has joined: the
-    reason for the choice says what was planned for.
-    """
-    found = PLANNED.search(exchange.chosen_because)
-    if found is not None and exchange.topology.islands > 1:
-        situation = _situation(exchange, Link.parse(found[1]), float(found[2]))
-        exchange._runtime.at_end = LinkHealth(exchange, situation)
+def watch(exchange: Exchange, choice: AutoChoice) -> None:
+    """Compare exchanges with the plan in a run that goes on, or that this island has joined."""
+    if exchange.topology.islands > 1:
+        exchange._runtime.at_end = LinkHealth(exchange, _situation(exchange, choice))
 
 
 class _FirstSteps:
     """Called at the end of every step until the method is chosen."""
 
-    def __init__(self, exchange: Exchange, config: AutoConfig, model: torch.nn.Module | None):
+    def __init__(
+        self,
+        exchange: Exchange,
+        config: AutoConfig,
+        model: torch.nn.Module | None,
+        steps: int | None,
+    ):
         self._exchange, self._config, self._model = exchange, config, model
+        self._steps = steps
         self._ends: list[float] = []
         peers = exchange._peers
         # an island that joins others finds them training
@@ -191,10 +189,9 @@ class _FirstSteps:
     def _choose(self, link: Link, step: float, memory: float) -> None:
         exchange, config = self._exchange, self._config
         seen = Link(coarse(link.bits_per_second or 0.0), coarse(link.rtt))
+        planned = AutoChoice("", str(seen), coarse(step), self._steps)
         situation = replace(
-            _situation(exchange, seen, coarse(step)),
-            memory_bytes=memory or None,
-            target=config.target,
+            _situation(exchange, planned), memory_bytes=memory or None, target=config.target
         )
         choice = chosen(situation, exchange.host)
         method = config.taken_over(choice.config)
@@ -205,28 +202,31 @@ class _FirstSteps:
             )
         exchange.choose(method, self._model)
         measured = Link(_rounded(link.bits_per_second or 0.0), _rounded(1e3 * link.rtt) / 1e3)
-        exchange.chosen_because = (
+        length = f" for {counted(self._steps, 'step')}" if self._steps else ""
+        reason = (
             f"measured {measured} and {step:.3g} s per step; "
-            f"planned with {seen} and {situation.step_seconds:g} s: {choice.reason}"
+            f"planned with {seen} and {planned.step_seconds:g} s{length}: {choice.reason}"
         )
+        exchange.auto_choice = replace(planned, reason=reason)
         topology = exchange.topology
         if topology.rank == 0:
-            log.info("auto: %s", exchange.chosen_because)
-            told = {"config": method.to_dict(), "chosen_because": exchange.chosen_because}
+            log.info("auto: %s", reason)
+            told = {"config": method.to_dict(), "auto_choice": exchange.auto_choice.to_dict()}
             if topology.kind == "islands":
                 topology.open_store().set(_key(topology), json.dumps(told))
         exchange._runtime.at_end = LinkHealth(exchange, situation)
 
 
-def _situation(exchange: Exchange, link: Link, step_seconds: float) -> Situation:
+def _situation(exchange: Exchange, planned: AutoChoice) -> Situation:
     host, placed = exchange.host, exchange.channels[0].position
     return Situation(
         tensors(host),
         exchange.topology.islands,
-        link,
-        step_seconds,
+        Link.parse(planned.link),
+        planned.step_seconds,
         shards=placed.num_shards,
         device=_device_name(host.device),
+        steps=planned.steps,
     )
 
 
@@ -298,10 +298,8 @@ class LinkHealth:
         self.planned = self._bits / (link.bits_per_second or math.inf) + 2 * link.rtt
 
     def __call__(self) -> None:
-        flown = self._exchange._queue.flown
-        new = list(takewhile(lambda record: record is not self._seen, reversed(flown)))
-        self._seen = flown[-1] if flown else None
-        for record in reversed(new):
+        for record in self._exchange.ended_since(self._seen):
+            self._seen = record
             if record.began is None or record.ended is None:
                 continue
             took = record.ended - record.began

@@ -16,7 +16,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
-from fsdp_demo.config.auto import MEASURED, AutoConfig, undecided
+from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.exchange import facts
 from fsdp_demo.exchange.pending import ExchangeRecord
@@ -173,9 +173,10 @@ def test_a_state_of_an_earlier_release_is_refused() -> None:
 
 
 def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
+    why = AutoChoice("slow", "20Mbit,40ms", 0.3, 900)
     told = {
         "run/0/auto": json.dumps(
-            {"config": preset("sparse_loco").to_dict(), "chosen_because": "slow"}
+            {"config": preset("sparse_loco").to_dict(), "auto_choice": why.to_dict()}
         )
     }
     store = SimpleNamespace(peek=lambda key: told.get(key, ""))
@@ -187,7 +188,7 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
         open_store=lambda: store,
     )
     found = automatic.remembered(late, None, preset("auto"))  # type: ignore[arg-type]
-    assert found == (preset("sparse_loco"), "slow")
+    assert found == (preset("sparse_loco"), why)
     told.clear()  # it comes before the choice, and measures with the others
     assert undecided(automatic.remembered(late, None, preset("auto"))[0])  # type: ignore[arg-type]
 

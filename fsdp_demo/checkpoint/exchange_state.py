@@ -35,7 +35,7 @@ def describe_part(exchange: Exchange) -> dict[str, Any]:
         "preset": exchange.config.preset,
         "config": exchange.config.to_dict(),
         "digest": exchange.config.digest(),
-        **({"chosen_because": exchange.chosen_because} if exchange.chosen_because else {}),
+        **({"auto_choice": choice.to_dict()} if (choice := exchange.auto_choice) else {}),
         "kind": topology.kind,
         "island": topology.island,
         "islands": topology.islands,

@@ -164,7 +164,7 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     out |= {
         "method": config.describe(),
         "settings": settings(config),
-        "chosen_because": first.get("chosen_because", ""),
+        "chosen_because": first.get("auto_choice", {}).get("reason", ""),
         "digest": f"{config.digest():016x}",
         "run": first["run"],
     }

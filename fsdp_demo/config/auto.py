@@ -75,6 +75,26 @@ class AutoConfig(ExchangeConfig):
         )
 
 
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `auto` has planned with, and why it took the method. Saved with the run.
+
+    Attributes:
+        reason: a sentence: what was measured, what was planned with, and why this method.
+        link: in the words of `Link.parse`, rounded. step_seconds: of a step without an exchange,
+            rounded. steps: of the run, or None where that was not known.
+    """
+
+    reason: str
+    link: str
+    step_seconds: float
+    steps: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self)
+
+
 def auto(**changes: Any) -> AutoConfig:
     """The configuration that `preset("auto")` gives."""
     channel = Channel("gradient", "gradient", SyncSchedule(NEVER))

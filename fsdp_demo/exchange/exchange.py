@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.topology import Topology
+from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import TrainingHost
@@ -64,7 +65,7 @@ class Exchange(Readings):
         newcomer: this island has joined a run under way: what `attach` was given of parameters,
             state and step was replaced by what the others hold, and `step` is where they were; they
             answer no question that is asked between `attach` and the first step.
-        chosen_because: of an "auto" run, on the islands that were there: why this method.
+        auto_choice: of an "auto" run: what was planned with, and why this method.
         shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -92,7 +93,7 @@ class Exchange(Readings):
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
-        self.chosen_because = ""
+        self.auto_choice: AutoChoice | None = None
         self._connections = Connections(
             topology, host.shard_position(topology.rank, topology.world), host.device
         )
@@ -358,8 +359,8 @@ class Exchange(Readings):
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
         """
         state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
-        if self.chosen_because:
-            state["chosen_because"] = self.chosen_because
+        if self.auto_choice is not None:
+            state["auto_choice"] = self.auto_choice.to_dict()
         if (peers := self._peers) is not None and not peers.wait_stable(peers.timeout):
             raise PeerLost(
                 f"not all islands have what this one would save at step {self.step}, after "

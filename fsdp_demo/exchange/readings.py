@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from ..channels.channel import ChannelRunner
 from ..comm.meter import Meter
 from ..comm.peers import PeerGroup
 from ..comm.topology import Topology
+from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..errors import renamed
 from ..hosts.base import TrainingHost
@@ -42,6 +44,7 @@ class Readings:
 
     topology: Topology
     host: TrainingHost
+    auto_choice: AutoChoice | None
     _connections: Connections
     _meter: Meter
     _queue: InFlightQueue
@@ -183,11 +186,23 @@ class Readings:
         """Tokens that this rank has counted (`Exchange.report`) since the start of the job."""
         return self._runtime.status.tokens
 
+    @property
+    def chosen_because(self) -> str:
+        """Of an "auto" run whose method is chosen: what was measured, and why this method."""
+        return "" if self.auto_choice is None else self.auto_choice.reason
+
     def timeline(self) -> list[ExchangeRecord]:
         """The exchanges that have ended (the last 10 000): step of launch, step of application,
         when they were on the wire.
         """
         return list(self._queue.flown)
+
+    def ended_since(self, last: ExchangeRecord | None) -> list[ExchangeRecord]:
+        """Those of `timeline()` behind `last`, oldest first; all of them for None. Cheap in every
+        step.
+        """
+        new = list(takewhile(lambda record: record is not last, reversed(self._queue.flown)))
+        return new[::-1]
 
     def metrics(self) -> dict[str, Any]:
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the

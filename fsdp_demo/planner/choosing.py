@@ -16,6 +16,7 @@ from ..comm.meter import ring_all_reduce_bytes
 from ..config.fragments import layer_of
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
+from ..errors import counted
 from .bandwidth import gbit_s, words
 from .rows import Row, named, plan_row
 from .situation import Situation
@@ -51,6 +52,12 @@ Periods: 30 is the one of the scaling laws for DiLoCo (arXiv 2503.09799) and of 
 (2603.08163), 15 to 250 are SparseLoCo's; INTELLECT-1 took 100 with int8 (2412.01152), DiLoCo 500.
 Delays up to 5 cost little (2501.18512).
 """
+
+SHORTER = (5, 10, 20)
+"""Periods that are tried first where a run is too short for `ROUNDS` rounds of a ladder's first."""
+
+ROUNDS = 20
+"""Rounds of exchange that a run should have. Momentum of 0.9 takes as many to rise."""
 
 COMPRESSED_GRADIENTS = ("demo", "random")
 """They exchange at every step, which says nothing about how near to an all-reduce they are: in our
@@ -104,12 +111,22 @@ def chosen_rows(situation: Situation, keep_inner: str | None = None) -> list[Row
 
 
 def _tried(situation: Situation, name: str, keep_inner: str | None) -> Iterator[Row]:
-    for changes in LADDERS[name]:
+    for changes in _ladder(name, situation.length):
         config = preset(name, **changes)
         if name in ("demo", "random") and keep_inner == "adamw":
             config = preset(name, inner_optimizer="adamw", **changes)
         if _allowed(config, keep_inner) and cuts(config, situation):
             yield plan_row(situation, config, chosen=True)
+
+
+def _ladder(name: str, length: float | None) -> _Forms:
+    """The settings to try of a method, for a run of so many steps."""
+    forms = LADDERS[name]
+    first = forms[0].get("period", 1)
+    if length is None or length >= ROUNDS * first:
+        return forms
+    short = [f for f in forms if f.get("period", 1) == first and "delay" not in f]
+    return [{**f, "period": h} for h in SHORTER if h < first for f in short] + forms
 
 
 def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = None) -> Choice:
@@ -135,7 +152,11 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
     if good:
         row = min(
             good,
-            key=lambda r: (_level(r), order.index(r.name) if r.name in order else len(order)),
+            key=lambda r: (
+                _rounds_missing(r, situation),
+                _level(r),
+                order.index(r.name) if r.name in order else len(order),
+            ),
         )
     elif fits:
         row = max(fits, key=lambda r: r.compute_utilisation)
@@ -199,6 +220,13 @@ def _level(row: Row) -> int:
     return (period > PARITY) + (period > LONG)
 
 
+def _rounds_missing(row: Row, s: Situation) -> float:
+    """Of `ROUNDS`, in a run of known length."""
+    assert row.config is not None
+    period = max(c.schedule.sync_every for c in row.config.channels)
+    return 0.0 if s.length is None else max(0.0, ROUNDS - s.length / period)
+
+
 def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool) -> str:
     assert row.config is not None
     what = f"{row.name} ({row.settings})"
@@ -215,9 +243,9 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
     if not good:
         return (
             f"nothing keeps {s.target:.0%} on {link}: {what} keeps the most, {keeps}{beside}"
-            f"{_needs(row, s)}"
+            f"{_needs(row, s)}{_few_rounds(row, s)}"
         )
-    tight = _tight(row, s)
+    tight = _tight(row, s) + _few_rounds(row, s)
     if hsdp is not None and hsdp.compute_utilisation >= s.target and _fits(hsdp, s):
         return (
             f"HSDP itself keeps {hsdp.compute_utilisation:.1%} on {link}: train one world over all "
@@ -259,6 +287,15 @@ def _tight(row: Row, s: Situation) -> str:
         return ""
     left = (s.memory_bytes - row.device_bytes) / 1e9
     return f"; only {left:.1f} GB are left for activations"
+
+
+def _few_rounds(row: Row, s: Situation) -> str:
+    """Says so where the run is short for it."""
+    missing = _rounds_missing(row, s)
+    if not missing or s.length is None:
+        return ""
+    run, rounds = counted(round(s.length), "step"), counted(round(ROUNDS - missing), "round")
+    return f"; a run of {run} has {rounds} of it, which is few"
 
 
 def _inner(row: Row) -> str:

@@ -156,7 +156,7 @@ def _row(
 ) -> Row:
     exposed = played.waiting + played.working
     whole = s.step_seconds + exposed
-    steps = s.tokens / (s.tokens_per_step * s.islands) if s.tokens and s.tokens_per_step else None
+    steps = s.length
     return Row(
         name,
         words,

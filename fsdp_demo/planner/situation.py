@@ -29,6 +29,7 @@ class Situation:
         memory_bytes: of one rank's device for state (parameters, gradients, inner optimizer,
             exchange, workspace), or None for no limit.
         tokens: of the run, all islands together, or None. tokens_per_step: of one island.
+        steps: of the run, or None: then they follow from the tokens, if those are known.
         target: compute utilisation that is wanted.
         system: how line and machines behave.
 
@@ -49,6 +50,7 @@ class Situation:
     target: float = 0.95
     system: System = field(default_factory=System)
     islands_per_uplink: int = 1
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -81,6 +83,13 @@ class Situation:
     def parameters(self) -> int:
         """Of the model."""
         return numel(self.tensors)
+
+    @property
+    def length(self) -> float | None:
+        """Optimizer steps of the run, where that is known."""
+        if self.steps is None and self.tokens and self.tokens_per_step:
+            return self.tokens / (self.tokens_per_step * self.islands)
+        return self.steps
 
     @property
     def crossing(self) -> float:

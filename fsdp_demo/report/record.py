@@ -136,12 +136,7 @@ class RunRecord:
 
     def exchanges(self) -> None:
         """Write the exchanges that have ended since the last call."""
-        new: list[Any] = []
-        for flown in reversed(self._exchange.timeline()):
-            if flown is self._last:
-                break
-            new.append(flown)
-        for flown in reversed(new):
+        for flown in self._exchange.ended_since(self._last):
             start, end = (
                 None if t is None else t - self._began for t in (flown.began, flown.ended)
             )

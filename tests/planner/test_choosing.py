@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_demo import ExchangeConfig, Link, preset
 from fsdp_demo.planner import Situation, choose, load, plan_rows
-from fsdp_demo.planner.choosing import LADDERS
+from fsdp_demo.planner.choosing import LADDERS, ROUNDS
 
 LLAMA = Situation(load("llama-3.2-1b"), 4, Link(1e9, 0.04), 0.8, shards=8)
 
@@ -133,3 +133,32 @@ def test_little_room_for_activations_is_said() -> None:
     for share, tight in ((0.9, True), (0.5, False)):
         reason = choose([row], replace(LLAMA, memory_bytes=row.device_bytes / share)).reason
         assert ("are left for activations" in reason) is tight
+
+
+TINY = Situation(load("tiny"), 2, Link(2e7, 0.04), 0.8, device="cpu")
+
+
+@pytest.mark.parametrize("steps", [None, 200, 1000, 100_000])
+def test_a_short_run_gets_a_period_of_which_it_has_many_rounds(steps: int | None) -> None:
+    name, config, reason, reached = taken(replace(TINY, steps=steps))
+    period = max(c.schedule.sync_every for c in config.channels)
+    assert reached and name == "diloco"
+    assert period * ROUNDS <= (steps or 600) and "which is few" not in reason
+    assert (period >= 30) == (steps is None or steps >= 600)
+
+
+def test_the_length_of_a_run_follows_from_its_tokens() -> None:
+    assert TINY.length is None and replace(TINY, steps=7, tokens=1e6).length == 7
+    assert replace(TINY, tokens=1e6, tokens_per_step=1000).length == 500
+
+
+def test_of_two_that_reach_the_one_with_rounds_enough_is_taken() -> None:
+    given = [preset("diloco", period=100), preset("sparse_loco", period=30)]
+    short = replace(TINY, steps=700)
+    assert choose(plan_rows(TINY, given), TINY).row.name == "sparse_loco"  # parity
+    assert choose(plan_rows(short, given[:1]), short).reason.endswith(
+        "7 rounds of it, which is few"
+    )
+    given[1] = preset("sparse_loco", period=60)
+    assert choose(plan_rows(TINY, given), TINY).row.name == "diloco"
+    assert choose(plan_rows(short, given), short).row.name == "sparse_loco"

@@ -56,6 +56,9 @@ class Exchange:
     def timeline(self) -> Sequence[Any]:
         return []
 
+    def ended_since(self, last: Any) -> Sequence[Any]:
+        return []
+
     def kept_energy(self) -> dict[str, float]:
         return {}
 
