@@ -16,6 +16,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
+from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.exchange import facts
@@ -141,18 +142,21 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
     def run(me: Any) -> list[Any]:
         model = model_of()
         optimizer = optimizer_of("adamw", model)
-        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
+        exchange = fsdp_demo.attach(optimizer, "auto", model=model, must_match={"steps": STEPS})
         early = None
         for t in range(STEPS):
             train(model, optimizer, me.island, range(t, t + 1))
             if t == 4:
                 early = exchange.state_dict()
-        state, chosen = exchange.state_dict(), exchange.config
+        state, chosen, why = exchange.state_dict(), exchange.config, exchange.auto_choice
+        assert why is not None and (why.steps, why.link) == (STEPS, "100kbit,20ms")
+        assert f"for {STEPS} steps: " in why.reason
+        assert describe_part(exchange)["auto_choice"] == state["auto_choice"] == why.to_dict()
         exchange.detach()
 
         again = fsdp_demo.attach(optimizer, "auto", model=model, state=state)
         known = again.config == chosen
-        known = known and again.chosen_because == exchange.chosen_because != ""
+        known = known and again.auto_choice == why
         before_, after = exchange._runtime.at_end, again._runtime.at_end
         watched = isinstance(after, automatic.LinkHealth) and after.planned == before_.planned
         again.detach()
