@@ -467,7 +467,7 @@ def main() -> None:
         acc.init_trackers(
             "fsdp_demo",
             config={k: v for k, v in facts.items() if v is not None},
-            init_kwargs={"wandb": name, "trackio": name},
+            init_kwargs={"wandb": {**name, "group": output.name}, "trackio": name},
         )
         report.tracks = True
     report.count_flops(flops, peak_flops(acc.device, train.peak_tflops))

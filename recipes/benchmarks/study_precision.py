@@ -1,4 +1,4 @@
-"""Forward passes in bf16 on a CPU, by the faster of two ways.
+"""Forward passes and Muon's iteration in bf16 on a CPU, by the faster of two ways.
 
 Products of bf16 operands with sums in fp32, as users train. Some processors calculate them faster
 than those of fp32. On others they take twice the time; there the operands are rounded to bf16 and
@@ -43,6 +43,7 @@ def prepare(model: nn.Module, how: str) -> None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        torch.optim._muon._zeropower_via_newtonschulz = newton_schulz  # type: ignore[attr-defined]
         ALL_ATTENTION_FUNCTIONS.register(how, attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(how, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
         for module in model.modules():
@@ -80,6 +81,22 @@ class Rounded(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return rounded(F.linear(rounded(x), rounded(self.weight)))
+
+
+def newton_schulz(
+    gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Muon's iteration as torch.optim.Muon has it in bf16: fp32 [rows, columns] -> bf16, nearly
+    orthogonal. With every result rounded, which torch's products of bf16 do, too.
+    """
+    a, b, c = coefficients
+    turned = gradient.size(0) > gradient.size(1)
+    x = nearest(gradient.T.contiguous() if turned else gradient)
+    x = nearest(x / nearest(x.norm()).clamp(min=eps))
+    for _ in range(steps):
+        gram = nearest(x @ x.T)
+        x = nearest(a * x + nearest(b * gram + c * (gram @ gram)) @ x)
+    return (x.T if turned else x).bfloat16()
 
 
 def attention(
