@@ -497,6 +497,18 @@ def study(name: str) -> Rows:
     return rows
 
 
+def study_front() -> Rows:
+    """Loss over bytes, the most bytes first; a star where nothing ends lower with as few bytes."""
+    found = [row for row in load("study-front.json")["rows"] if row["ratio"]]
+    found.sort(key=lambda row: (row["ratio"], -row["loss"]))
+    rows = [["", "method", "loss", "sent per island", "fewer bytes"]]
+    for i, row in enumerate(found):
+        best = all(row["loss"] < other["loss"] for other in found[i + 1 :])
+        cells = [row["name"], f"{row['loss']:.3f}", size(row["bytes_sent"])]
+        rows.append(["*" if best else "", *cells, f"{row['ratio']:.3g} x"])
+    return rows
+
+
 def study_choice() -> Rows:
     """What the grids of the main table chose."""
     tuned = load("study-main.json")["tuned"]
@@ -571,6 +583,7 @@ def _quarters(rows: list[list[float]]) -> list[float]:
 TABLES: dict[str, Callable[[], Rows]] = {
     "study-main": partial(study, "main"),
     "study-choice": study_choice,
+    "study-front": study_front,
     "study-claims": study_claims,
     "study-evidence": study_evidence,
     "study-rounds": study_rounds,

@@ -43,6 +43,7 @@ PLACE = {
     "study-choice": "docs/results.md",
     "study-claims": "docs/results.md",
     "study-questions": "docs/results.md",
+    "study-front": "docs/results.md",
     "study-robust": "docs/results.md",
     "slow-predict": "docs/plan.md",
     "published": "docs/results.md",
