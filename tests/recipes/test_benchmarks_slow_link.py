@@ -87,6 +87,31 @@ def test_runs_begin_where_the_least_is_under_way() -> None:
     assert slow_link.quiet_phase(preset("diloco", period=10, **{"schedule.delay": 4})) == (4, 0)
 
 
+def test_a_site_has_one_limited_cable_and_no_delay_inside(monkeypatch) -> None:
+    """Four nodes in two sites: only the ends of the two uplinks get the rate, and a node delays
+    what comes from the other site.
+    """
+    said: list[str] = []
+    monkeypatch.setattr(lab, "command", lambda *words, check=True: said.append(" ".join(words)))
+    plain, sites = lab.Lab(4), lab.Lab(4, per_uplink=2)
+    for made in (plain, sites):
+        made.shape(1e6, 0.0)
+        made.shape(None, 0.0)
+    limited = [line.split(" dev ")[1].split()[0] for line in said if " replace " in line]
+    freed = [line.split(" dev ")[1].split()[0] for line in said if " del " in line]
+    assert limited == freed
+    assert sorted(limited[:8]) == sorted(["eth0"] * 4 + ["p0", "p1", "p2", "p3"])
+    assert limited[8:] == ["u0", "c0", "u1", "c1"]
+    said.clear()
+    sites._join(1)
+    assert any("set u1 master site1 up" in line for line in said)
+    assert any("set c1 master br0 up" in line for line in said)
+    assert [sites._bridge(i) for i in range(4)] == ["site0", "site0", "site1", "site1"]
+    assert sites._far(1) == ["-s", f"{sites.address(2)},{sites.address(3)}"]
+    assert sites._far(2) == ["-s", f"{sites.address(0)},{sites.address(1)}"]
+    assert plain._far(1) == [] and {plain._bridge(i) for i in range(4)} == {"br0"}
+
+
 def test_numbers_of_parked_packets_are_read_from_netlink() -> None:
     def packet(number: int, extra: bytes = b"") -> bytes:
         inner = (
