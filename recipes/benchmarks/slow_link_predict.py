@@ -208,7 +208,7 @@ class Bench:
         for link in [Link(), *links]:
             cell = Cell(link, case.steps, self.args.repeat)
             if found:
-                slow_link._fits(cell, found[0], self.args)
+                slow_link._fits(case, cell, found[0], self.args)
             self._run(case, cell, settle)
             found.append(cell)
         for repeat in range(1, self.args.repeat):

@@ -4,6 +4,7 @@ as root, a small run in the lab.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import struct
@@ -147,6 +148,16 @@ def cell(link: Link, rate: float, steps: int) -> slow_link.Cell:
     return made
 
 
+def test_only_runs_of_equal_steps_are_made_shorter() -> None:
+    """A run of a part of a cycle would have an exchange too many or too few for its steps."""
+    slow, args = Link(1e3, 0.02), argparse.Namespace(patience=30.0)
+    for name, settings, steps in (("full", {}, 1), ("diloco", {"period": 5}, 5)):
+        case = slow_link.Case(name, name, settings, 5)
+        first, late = cell(Link(), 100.0, 5), slow_link.Cell(slow, 5, 3)
+        slow_link._fits(case, late, first, args)
+        assert late.steps == steps, name
+
+
 def test_rows_and_the_table() -> None:
     case, args = (
         slow_link.Case("full", "full", {"value_dtype": "bf16"}, 6),
@@ -189,12 +200,13 @@ def test_a_cell_longer_than_the_patience_is_left_out_or_made_shorter() -> None:
     for run in (*long.runs, *short.runs):
         for a in run:
             a["metered"] = 1e6 * a["tokens"] / 100  # 1 MB a step, 0.8 s at 10 Mbit/s
+    full = slow_link.Case("full", "full")
     made = slow_link.Cell(slow, 120, 5)
-    assert not slow_link._fits(made, long, args) and made.steps == 120
+    assert not slow_link._fits(full, made, long, args) and made.steps == 120
     made = slow_link.Cell(Link(100e6, 0.02), 120, 5)
-    assert slow_link._fits(made, long, args)
+    assert slow_link._fits(full, made, long, args)
     made = slow_link.Cell(Link(0.1e6, 0.02), 6, 5)
-    assert slow_link._fits(made, short, args) and made.steps == 1
+    assert slow_link._fits(full, made, short, args) and made.steps == 1
 
 
 def test_a_finished_file_is_shown_and_another_setting_refused(
