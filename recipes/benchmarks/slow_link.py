@@ -168,7 +168,7 @@ def measure(
     cells: list[Cell] = []
     for link in links:
         cell = Cell(link, case.steps, args.repeat)
-        if not cells or _fits(cell, cells[0], args):
+        if not cells or _fits(case, cell, cells[0], args):
             cells.append(cell)
             _run(cell, islands, settle, args)
     for repeat in range(1, args.repeat):
@@ -185,14 +185,14 @@ def measure(
     ]
 
 
-def _fits(cell: Cell, first: Cell, args: argparse.Namespace) -> bool:
+def _fits(case: Case, cell: Cell, first: Cell, args: argparse.Namespace) -> bool:
     """Whether a run takes no longer than `--patience` seconds. Where every step is alike it is made
     shorter than that.
     """
     rate = cell.link.bits_per_second
     sent = 8 * first.count("metered") / rate if rate else 0.0
     each = (first.seconds() + sent) / first.steps
-    if first.steps < 10 and rate:
+    if _cycle(case.config) == 1 and first.steps < 10 and rate:
         cell.steps = max(1, min(cell.steps, int(args.patience / 2 / each)))
     return cell.steps * each <= args.patience or cell.steps == 1
 

@@ -8,7 +8,9 @@ delay between them. Needs root.
     lab.down()
 
 All cables end in a bridge in a namespace of its own, so taking the lab down is deleting namespaces,
-and nothing of the machine's own network is touched. The rate is a token bucket (`tc tbf`) at both
+and nothing of the machine's own network is touched. With `per_uplink` the nodes of a site end in a
+bridge of the site, and one cable of the site, its uplink, joins it to the others. Rate and delay are
+then those of the uplinks: within a site nothing is limited. The rate is a token bucket (`tc tbf`) at both
 ends of a cable. The delay is a queue of the kernel (NFQUEUE) at the receiving node, from which a
 small loop of this file lets packets go when they are due: many kernels lack netem, packets are
 neither copied nor cut, and at the sender they would count against TCP's limit of what may wait
@@ -75,10 +77,12 @@ class Lab:
 
     Args:
         name: first part of the namespaces' names; labs of different names may live side by side.
+        per_uplink: neighbouring nodes that are one site, behind one uplink; 1: each has its own.
     """
 
-    def __init__(self, nodes: int, name: str = "slowlink"):
+    def __init__(self, nodes: int, name: str = "slowlink", per_uplink: int = 1):
         self.nodes, self.name, self.hub = nodes, name, f"{name}-hub"
+        self.per_uplink = per_uplink
         self._lines: dict[int, subprocess.Popen[bytes]] = {}
         self._delay = 0.0
 
@@ -91,6 +95,8 @@ class Lab:
         command("ip", "netns", "add", self.hub)
         self._in(self.hub, "ip", "link", "add", "br0", "type", "bridge")
         self._in(self.hub, "ip", "link", "set", "br0", "up")
+        for site in self._sites():
+            self._join(site)
         for i in range(self.nodes):
             space, port = self._space(i), f"p{i}"
             command("ip", "netns", "add", space)
@@ -108,13 +114,50 @@ class Lab:
                 "netns",
                 space,
             )
-            self._in(self.hub, "ip", "link", "set", port, "master", "br0", "up")
+            self._in(self.hub, "ip", "link", "set", port, "master", self._bridge(i), "up")
             self._in(space, "ip", "link", "set", "lo", "up")
             self._in(space, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             self._in(space, "ip", "link", "set", "eth0", "up")
             # as network cards do: what arrives together is acknowledged together
             self._in(space, "ethtool", "-K", "eth0", "gro", "on")
             self._in(self.hub, "ethtool", "-K", port, "gro", "on")
+
+    def _sites(self) -> range:
+        """Sites with a bridge of their own; none where each node has its own uplink."""
+        return range(-(-self.nodes // self.per_uplink) if self.per_uplink > 1 else 0)
+
+    def _bridge(self, node: int) -> str:
+        return f"site{node // self.per_uplink}" if self.per_uplink > 1 else "br0"
+
+    def _join(self, site: int) -> None:
+        """The bridge of a site and its uplink, whose ends are `u` at the site and `c`."""
+        bridge, ends = f"site{site}", (f"u{site}", f"c{site}")
+        self._in(self.hub, "ip", "link", "add", bridge, "type", "bridge")
+        self._in(self.hub, "ip", "link", "set", bridge, "up")
+        pair = ("type", "veth", "peer", "name", ends[1])
+        self._in(self.hub, "ip", "link", "add", ends[0], *pair)
+        for end, master in zip(ends, (bridge, "br0"), strict=True):
+            self._in(self.hub, "ip", "link", "set", end, "master", master, "up")
+
+    def _ends(self) -> list[tuple[str, str]]:
+        """(namespace, device) of both ends of every cable that has the rate."""
+        if self.per_uplink > 1:
+            return [(self.hub, f"{end}{site}") for site in self._sites() for end in "uc"]
+        ends = [((self._space(i), "eth0"), (self.hub, f"p{i}")) for i in range(self.nodes)]
+        return [end for pair in ends for end in pair]
+
+    def _far(self, node: int) -> list[str]:
+        """Words of iptables for packets from other sites; none where each node is a site."""
+        if self.per_uplink == 1:
+            return []
+        site = node // self.per_uplink
+        others = [i for i in range(self.nodes) if i // self.per_uplink != site]
+        return ["-s", ",".join(self.address(i) for i in others)]
+
+    def uplink_bytes(self) -> list[int]:
+        """Bytes that have left each site through its uplink; none without shared uplinks."""
+        counts = "/sys/class/net/u{}/statistics/tx_bytes"
+        return [int(self._in(self.hub, "cat", counts.format(site))) for site in self._sites()]
 
     def down(self) -> None:
         """End what runs in the lab and delete it; no error if there is none."""
@@ -139,26 +182,35 @@ class Lab:
 
     def shape(self, rate: float | None, delay: float) -> None:
         """Give all cables `rate` bits per second in each direction (None: not limited) and `delay`
-        seconds one way.
+        seconds one way; with shared uplinks, give it to these.
 
         TCP remembers what a link was like: connections that were made before a change creep for
         seconds (BBR by its smallest round trip, Reno by its threshold)."""
-        for i in range(self.nodes):
-            for space, device in ((self._space(i), "eth0"), (self.hub, f"p{i}")):
-                if rate is None:
-                    self._in(space, "tc", "qdisc", "del", "dev", device, "root", check=False)
-                else:
-                    # 50 ms of queue, as a modest router has; the burst lets one tick of the timer
-                    # pass at the wanted rate
-                    bucket = ("tbf", "rate", f"{rate:.0f}bit", "burst", "64kb", "latency", "50ms")
-                    self._in(space, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
-            if delay != self._delay:
+        for space, device in self._ends():
+            if rate is None:
+                self._in(space, "tc", "qdisc", "del", "dev", device, "root", check=False)
+            else:
+                # 50 ms of queue, as a modest router has; the burst lets one tick of the timer
+                # pass at the wanted rate
+                bucket = ("tbf", "rate", f"{rate:.0f}bit", "burst", "64kb", "latency", "50ms")
+                self._in(space, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
+        if delay != self._delay:
+            for i in range(self.nodes):
                 self._hold(i, delay)
         self._delay = delay
 
     def _hold(self, node: int, delay: float) -> None:
         space = self._space(node)
-        rule = ("-i", "eth0", "-j", "NFQUEUE", "--queue-num", str(QUEUE), "--queue-bypass")
+        rule = (
+            "-i",
+            "eth0",
+            *self._far(node),
+            "-j",
+            "NFQUEUE",
+            "--queue-num",
+            str(QUEUE),
+            "--queue-bypass",
+        )
         self._in(space, "iptables", "-w", "-t", "mangle", "-F", "PREROUTING")
         old = self._lines.pop(node, None)
         if old is not None:

@@ -10,6 +10,9 @@ long steps take. From that, and the planner's constants, the seconds per step of
 predicted and written to --predict; the file's SHA-256 is printed. Then every cell is measured in 3
 repeats, its links in turns. A cell counts as met where the seconds per step are within 20 %: those
 of the link without limits in the same repeats, and the seconds that the link was predicted to add.
+
+With --islands-per-uplink N the lab has sites of N islands, and the rate and the round trip are those
+of a site's uplink. --period, --length and --layers make steps short, so that the link decides.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -39,19 +42,20 @@ from fsdp_demo.planner.rows import plan_row  # noqa: E402
 from fsdp_demo.planner.shapes import Shape, Tensors  # noqa: E402
 
 TOLERANCE, NEEDED = 0.2, 30
-LINKS, PERIOD, DELAY, LAYERS = "1Gbit,100Mbit,20Mbit", 20, 15, 6
+NAMES = ("islands", "islands_per_uplink", "rtt", "links", "repeat", "layers", "length", "period")
+LINKS, PERIOD, LAYERS, LENGTH = "1Gbit,100Mbit,20Mbit", 20, 6, 256
 
 
-def grid() -> list[Case]:
-    """12 settings: those of `slow_link.py` without `desloc`, whose cycle is 120 steps, and three
-    more.
+def grid(period: int = PERIOD) -> list[Case]:
+    """12 settings: those of `slow_link.py` without `desloc`, whose cycle is 6 periods, and three
+    more. Late exchanges have three quarters of the period.
     """
-    kept = [c for c in slow_link.cases(PERIOD, DELAY) if c.preset != "desloc"]
+    kept = [c for c in slow_link.cases(period, 3 * period // 4) if c.preset != "desloc"]
     return [
         *kept,
-        Case("sparse_loco, period 20", "sparse_loco", {"period": PERIOD}, PERIOD),
+        Case(f"sparse_loco, period {period}", "sparse_loco", {"period": period}, period),
         Case("sign_loco", "sign_loco", {}, 10),
-        Case("muloco, period 20", "muloco", {"period": PERIOD}, PERIOD),
+        Case(f"muloco, period {period}", "muloco", {"period": period}, period),
     ]
 
 
@@ -60,15 +64,25 @@ def tensors(layers: int) -> Tensors:
     return Shape(320, 896, layers, 5, 5, 258).tensors()
 
 
-def added(config: ExchangeConfig, link: Link, step: float, model: Tensors, islands: int) -> float:
-    """Seconds per step that a link adds to the same training without a limit."""
+def added(
+    config: ExchangeConfig, link: Link, step: float, model: Tensors, islands: int, sharing: int = 1
+) -> float:
+    """Seconds per step that a link adds to the same training without a limit. sharing: islands
+    behind each uplink.
+    """
 
     def exposed(there: Link) -> float:
         # BBR sends at the rate it has seen, also after a pause
         bbr = Path("/proc/sys/net/ipv4/tcp_congestion_control")
         restarts = not (bbr.is_file() and bbr.read_text().strip() == "bbr")
         situation = Situation(
-            model, islands, there, step, device="cpu", system=System(restarts=restarts)
+            model,
+            islands,
+            there,
+            step,
+            device="cpu",
+            system=System(restarts=restarts),
+            islands_per_uplink=sharing,
         )
         return plan_row(situation, config).exposed_seconds_per_step
 
@@ -76,14 +90,21 @@ def added(config: ExchangeConfig, link: Link, step: float, model: Tensors, islan
 
 
 def predicted(
-    cases: Sequence[Case], steps: dict[str, float], links: Sequence[Link], islands: int, layers: int
+    cases: Sequence[Case],
+    steps: dict[str, float],
+    links: Sequence[Link],
+    islands: int,
+    layers: int,
+    sharing: int = 1,
 ) -> list[dict[str, Any]]:
-    """A row per cell. steps: seconds of each case's step, without a limit and without waiting."""
+    """A row per cell. steps: seconds of each case's step, without a limit and without waiting.
+    sharing: islands behind each uplink.
+    """
     model = tensors(layers)
     rows = []
     for case in cases:
         for link in links:
-            more = added(case.config, link, steps[case.name], model, islands)
+            more = added(case.config, link, steps[case.name], model, islands, sharing)
             rows.append(
                 {
                     "case": case.name,
@@ -146,11 +167,17 @@ def show(rows: Sequence[dict[str, Any]], digest: str) -> str:
 
 
 class Bench:
-    """Islands in a lab, and how cells are measured in it."""
+    """Islands in a lab, and how cells are measured in it.
+
+    Attributes:
+        crossed: (case, link) -> bytes that left a site, over those that an island sent; the last
+            run. Packet headers and acknowledgements count. Empty without shared uplinks.
+    """
 
     def __init__(self, lab: Lab, args: argparse.Namespace):
         self.args = args
-        self.islands = Islands(lab, (1, 256, args.layers), args.logs)
+        self.crossed: dict[tuple[str, str], float] = {}
+        self.islands = Islands(lab, (1, args.length, args.layers), args.logs)
 
     def attach(self, case: Case) -> int:
         """A fresh model; steps that settle it before each run."""
@@ -181,12 +208,12 @@ class Bench:
         for link in [Link(), *links]:
             cell = Cell(link, case.steps, self.args.repeat)
             if found:
-                slow_link._fits(cell, found[0], self.args)
-            slow_link._run(cell, self.islands, settle, self.args)
+                slow_link._fits(case, cell, found[0], self.args)
+            self._run(case, cell, settle)
             found.append(cell)
         for repeat in range(1, self.args.repeat):
             for cell in found if repeat % 2 == 0 else reversed(found):
-                slow_link._run(cell, self.islands, settle, self.args)
+                self._run(case, cell, settle)
         self.leave()
         return {
             (case.name, str(c.link)): statistics.median(
@@ -195,16 +222,27 @@ class Bench:
             for c in found
         }
 
+    def _run(self, case: Case, cell: Cell, settle: int) -> None:
+        """One repeat, and what crossed the uplinks."""
+        before = self.islands.lab.uplink_bytes()
+        slow_link._run(cell, self.islands, settle, self.args)
+        after = self.islands.lab.uplink_bytes()
+        if before:
+            sent = statistics.fmean(a["metered"] for a in cell.runs[-1])
+            left = statistics.fmean(b - a for a, b in zip(before, after, strict=True))
+            self.crossed[case.name, str(cell.link)] = left / sent
+
 
 def measure(args: argparse.Namespace, cases: Sequence[Case], links: Sequence[Link]) -> str:
     """Predict, write, measure; the table."""
-    lab = Lab(args.islands, "slowplan")
+    lab = Lab(args.islands, "slowplan", args.islands_per_uplink)
     try:
         lab.up()
         bench = Bench(lab, args)
         steps = {case.name: bench.step(case) for case in cases}
-        rows = predicted(cases, steps, links, args.islands, args.layers)
-        facts = slow_link.facts(args, ("islands", "rtt", "links", "repeat", "layers"))
+        shared = args.islands_per_uplink
+        rows = predicted(cases, steps, links, args.islands, args.layers, shared)
+        facts = slow_link.facts(args, NAMES)
         text = json.dumps({"settings": facts, "rows": rows}, indent=1) + "\n"
         args.predict.write_text(text, encoding="utf-8")
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -214,7 +252,10 @@ def measure(args: argparse.Namespace, cases: Sequence[Case], links: Sequence[Lin
             began = time.monotonic()
             measured |= bench.cells(case, links)
             print(f"{case.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-            found = compared(rows, measured)
+            found = [
+                row | {"crossed": bench.crossed.get((row["case"], row["link"]))}
+                for row in compared(rows, measured)
+            ]
             if args.json is not None:
                 out = {"settings": facts, "sha256": digest, "rows": found}
                 args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
@@ -265,8 +306,24 @@ def _parser() -> Parser:
     parser.add_argument("--links", default=LINKS, help=f"rates (default: {LINKS})")
     parser.add_argument("--rtt", default="20ms", help="round trip of all (default: 20ms)")
     parser.add_argument("--islands", type=int, default=2)
+    parser.add_argument(
+        "--islands-per-uplink",
+        type=int,
+        default=1,
+        metavar="N",
+        help="islands of a site that share a link (default: 1, each has its own)",
+    )
+    parser.add_argument(
+        "--period",
+        type=int,
+        default=PERIOD,
+        help=f"steps between exchanges of the periodic presets (default: {PERIOD})",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="runs per cell (default: 3)")
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument(
+        "--length", type=int, default=LENGTH, help=f"tokens per row (default: {LENGTH})"
+    )
     parser.add_argument(
         "--patience", type=float, default=30.0, help="seconds of a run; longer ones get fewer steps"
     )
@@ -285,7 +342,14 @@ def main() -> None:
     if args.predict is None:
         parser.error("give --predict FILE, where predictions are written before the run")
     wanted = [name for name in args.only.split(",") if name]
-    cases = [c for c in grid() if not wanted or c.preset in wanted]
+    if args.period < 2:
+        parser.error("--period from 2")
+    if not 1 <= args.islands_per_uplink < args.islands:
+        parser.error(
+            f"--islands-per-uplink {args.islands_per_uplink}: from 1 to {args.islands - 1} of "
+            f"{args.islands} islands, so that some are behind another uplink"
+        )
+    cases = [c for c in grid(args.period) if not wanted or c.preset in wanted]
     try:
         rtt = parse_rtt(args.rtt)
         links = [Link(Link.parse(text).bits_per_second, rtt) for text in args.links.split(",")]

@@ -4,6 +4,7 @@ as root, a small run in the lab.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import struct
@@ -87,6 +88,31 @@ def test_runs_begin_where_the_least_is_under_way() -> None:
     assert slow_link.quiet_phase(preset("diloco", period=10, **{"schedule.delay": 4})) == (4, 0)
 
 
+def test_a_site_has_one_limited_cable_and_no_delay_inside(monkeypatch) -> None:
+    """Four nodes in two sites: only the ends of the two uplinks get the rate, and a node delays
+    what comes from the other site.
+    """
+    said: list[str] = []
+    monkeypatch.setattr(lab, "command", lambda *words, check=True: said.append(" ".join(words)))
+    plain, sites = lab.Lab(4), lab.Lab(4, per_uplink=2)
+    for made in (plain, sites):
+        made.shape(1e6, 0.0)
+        made.shape(None, 0.0)
+    limited = [line.split(" dev ")[1].split()[0] for line in said if " replace " in line]
+    freed = [line.split(" dev ")[1].split()[0] for line in said if " del " in line]
+    assert limited == freed
+    assert sorted(limited[:8]) == sorted(["eth0"] * 4 + ["p0", "p1", "p2", "p3"])
+    assert limited[8:] == ["u0", "c0", "u1", "c1"]
+    said.clear()
+    sites._join(1)
+    assert any("set u1 master site1 up" in line for line in said)
+    assert any("set c1 master br0 up" in line for line in said)
+    assert [sites._bridge(i) for i in range(4)] == ["site0", "site0", "site1", "site1"]
+    assert sites._far(1) == ["-s", f"{sites.address(2)},{sites.address(3)}"]
+    assert sites._far(2) == ["-s", f"{sites.address(0)},{sites.address(1)}"]
+    assert plain._far(1) == [] and {plain._bridge(i) for i in range(4)} == {"br0"}
+
+
 def test_numbers_of_parked_packets_are_read_from_netlink() -> None:
     def packet(number: int, extra: bytes = b"") -> bytes:
         inner = (
@@ -120,6 +146,16 @@ def cell(link: Link, rate: float, steps: int) -> slow_link.Cell:
             [{**one, "tx": 1050 * steps}, {**one, "tx": 1050 * steps, "waiting": 0.2 * steps}]
         )
     return made
+
+
+def test_only_runs_of_equal_steps_are_made_shorter() -> None:
+    """A run of a part of a cycle would have an exchange too many or too few for its steps."""
+    slow, args = Link(1e3, 0.02), argparse.Namespace(patience=30.0)
+    for name, settings, steps in (("full", {}, 1), ("diloco", {"period": 5}, 5)):
+        case = slow_link.Case(name, name, settings, 5)
+        first, late = cell(Link(), 100.0, 5), slow_link.Cell(slow, 5, 3)
+        slow_link._fits(case, late, first, args)
+        assert late.steps == steps, name
 
 
 def test_rows_and_the_table() -> None:
@@ -164,12 +200,13 @@ def test_a_cell_longer_than_the_patience_is_left_out_or_made_shorter() -> None:
     for run in (*long.runs, *short.runs):
         for a in run:
             a["metered"] = 1e6 * a["tokens"] / 100  # 1 MB a step, 0.8 s at 10 Mbit/s
+    full = slow_link.Case("full", "full")
     made = slow_link.Cell(slow, 120, 5)
-    assert not slow_link._fits(made, long, args) and made.steps == 120
+    assert not slow_link._fits(full, made, long, args) and made.steps == 120
     made = slow_link.Cell(Link(100e6, 0.02), 120, 5)
-    assert slow_link._fits(made, long, args)
+    assert slow_link._fits(full, made, long, args)
     made = slow_link.Cell(Link(0.1e6, 0.02), 6, 5)
-    assert slow_link._fits(made, short, args) and made.steps == 1
+    assert slow_link._fits(full, made, short, args) and made.steps == 1
 
 
 def test_a_finished_file_is_shown_and_another_setting_refused(

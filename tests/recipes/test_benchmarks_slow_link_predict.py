@@ -40,6 +40,31 @@ def test_the_grid_has_36_cells() -> None:
     assert "0 of 36 cells within 20%" in predict.show(found, "")
 
 
+def test_a_shared_uplink_adds_what_crosses_it() -> None:
+    """Two sites of two islands: 4/3 of the bytes of one island cross each uplink."""
+    cases = [c for c in predict.grid(5) if c.name in ("full", "diloco, period 5")]
+    assert len(cases) == 2
+    steps, link = {c.name: 0.1 for c in cases}, [Link(1e6)]
+    own, shared = (
+        [r["added_seconds_per_step"] for r in predict.predicted(cases, steps, link, 4, 1, sharing)]
+        for sharing in (1, 2)
+    )
+    # the work of the host, a hundredth of the whole, is the same
+    assert [b / a for a, b in zip(own, shared, strict=True)] == pytest.approx([4 / 3] * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("number", ["0", "4"])
+def test_uplinks_that_nothing_crosses_are_refused(
+    number: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--predict", "x.json", "--islands", "4", "--islands-per-uplink", number]
+    monkeypatch.setattr(sys, "argv", ["slow_link_predict.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        predict.main()
+    assert ended.value.code == 2
+    assert "from 1 to 3 of 4 islands" in capsys.readouterr().err
+
+
 def test_a_file_for_the_predictions_is_needed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
