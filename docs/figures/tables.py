@@ -505,7 +505,8 @@ def study_front() -> Rows:
     for i, row in enumerate(found):
         best = all(row["loss"] < other["loss"] for other in found[i + 1 :])
         cells = [row["name"], f"{row['loss']:.3f}", size(row["bytes_sent"])]
-        rows.append(["*" if best else "", *cells, f"{row['ratio']:.3g} x"])
+        ratio = f"{row['ratio']:.3g}" if row["ratio"] < 1000 else f"{row['ratio']:.0f}"
+        rows.append(["*" if best else "", *cells, f"{ratio} x"])
     return rows
 
 
