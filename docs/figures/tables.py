@@ -376,6 +376,16 @@ def slow_predict() -> Rows:
     return rows
 
 
+def uplinks() -> Rows:
+    """The same behind shared uplinks, and how much crossed one."""
+    rows = [["setting", "uplink", "no limit, s", "predicted", "measured", "off", "crossed"]]
+    for r in load("uplinks.json")["rows"]:
+        times = [f"{r[key]:.2f}" for key in ("without_limit", "predicted", "measured")]
+        link = _rate(r["link"].partition(",")[0])
+        rows.append([r["case"], link, *times, f"{r['off']:+.0%}", f"{r['crossed']:.2f}"])
+    return rows
+
+
 def slow_link() -> Rows:
     """Speed that presets keep, as `recipes/benchmarks/slow_link.py --json` wrote it."""
     found = _slow()
@@ -612,6 +622,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "peers": peers,
     "slow-link": slow_link,
     "slow-predict": slow_predict,
+    "uplinks": uplinks,
     "slow-methods": slow_methods,
     "slow-delay": slow_delay,
 }
