@@ -127,7 +127,7 @@ def make(
     topology = SimpleNamespace(**facts, rank=place.copy * form.shards + place.shard, world=world)
     at = {"step": STEP, "state": state, "applied": {}, "history": "", "participants": []}
     rank = SimpleNamespace(
-        chosen_because="", channels=bound, host=host, config=config, topology=topology, **at
+        auto_choice=None, channels=bound, host=host, config=config, topology=topology, **at
     )
     rank.state_dict = lambda: rank.state
     return rank
