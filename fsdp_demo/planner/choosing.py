@@ -53,8 +53,10 @@ Periods: 30 is the one of the scaling laws for DiLoCo (arXiv 2503.09799) and of 
 Delays up to 5 cost little (2501.18512).
 """
 
-SHORTER = (5, 10, 20)
-"""Periods that are tried first where a run is too short for `ROUNDS` rounds of a ladder's first."""
+SHORTER = (20, 10, 5)
+"""Periods of which those with `ROUNDS` rounds are tried first, longest first, where a run is too
+short for a ladder's first. Many more rounds of DiLoCo did harm: its momentum is at 0.9 for them.
+"""
 
 ROUNDS = 20
 """Rounds of exchange that a run should have. Momentum of 0.9 takes as many to rise."""
@@ -126,7 +128,8 @@ def _ladder(name: str, length: float | None) -> _Forms:
     if length is None or length >= ROUNDS * first:
         return forms
     short = [f for f in forms if f.get("period", 1) == first and "delay" not in f]
-    return [{**f, "period": h} for h in SHORTER if h < first for f in short] + forms
+    periods = [h for h in SHORTER if h < first and ROUNDS * h <= length] or SHORTER[-1:]
+    return [{**f, "period": h} for h in periods if h < first for f in short] + forms
 
 
 def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = None) -> Choice:
