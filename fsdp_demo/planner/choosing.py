@@ -54,8 +54,9 @@ Delays up to 5 cost little (2501.18512).
 """
 
 SHORTER = (20, 10, 5)
-"""Periods of which those with `ROUNDS` rounds are tried first, longest first, where a run is too
-short for a ladder's first. One run with 38 rounds of DiLoCo ended worse than with 7 (docs/results.md).
+"""Where a run is too short for a ladder's first period, these are tried first: those with `ROUNDS`
+rounds, the longest first. One run with 38 rounds of DiLoCo ended worse than one with 7
+(docs/results.md).
 """
 
 ROUNDS = 20
