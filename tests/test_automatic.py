@@ -101,7 +101,9 @@ def test_it_is_the_run_that_begins_at_the_choice(
     assert len({chosen for chosen, _ in found}) == 1
     assert all(same for _, same in found)
     name = json.loads(found[0][0])["preset"]
-    assert name in (("full", "demo", "random") if kind == "sgd" else ("full", "diloco", *SPARSE))
+    assert name in (
+        ("full", "demo", "random") if kind == "sgd" else ("full", "sign_loco", "diloco", *SPARSE)
+    )
 
 
 SPARSE = ("sparse_loco", "decoupled_momentum", "streaming_diloco")

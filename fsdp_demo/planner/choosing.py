@@ -3,7 +3,7 @@ keeps the wanted share of the time, then the method.
 
 The order is one of evidence (docs/plan.md): an all-reduce; then what was trained with a billion
 parameters and more, at the periods of its paper; then longer periods. What was measured on tiny
-models only is never recommended.
+models only is recommended for such models only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..config.load import preset
 from ..config.schema import ExchangeConfig
 from ..errors import counted
 from .bandwidth import gbit_s, words
+from .gaps import SMALL
 from .rows import Row, named, plan_row
 from .situation import Situation
 
@@ -51,6 +52,11 @@ that of recommendation.
 Periods: 30 is the one of the scaling laws for DiLoCo (arXiv 2503.09799) and of SparseLoCo at 72 B
 (2603.08163), 15 to 250 are SparseLoCo's; INTELLECT-1 took 100 with int8 (2412.01152), DiLoCo 500.
 Delays up to 5 cost little (2501.18512).
+"""
+
+STUDIED: dict[str, _Forms] = {"sign_loco": [{"period": 5}]}
+"""What won our study. For models of its order of size it comes right behind the all-reduce. With
+longer periods it lost there.
 """
 
 SHORTER = (20, 10, 5)
@@ -99,8 +105,8 @@ def chosen_rows(situation: Situation, keep_inner: str | None = None) -> list[Row
         keep_inner: name of an inner optimizer that must stay ("adamw"), or None for any.
     """
     out = []
-    for name in LADDERS:
-        rows = _tried(situation, name, keep_inner)
+    for name, ladder in ladders(situation).items():
+        rows = _tried(situation, name, ladder, keep_inner)
         best: Row | None = None
         for row in rows:
             if best is None or row.compute_utilisation > best.compute_utilisation + 1e-9:
@@ -113,8 +119,17 @@ def chosen_rows(situation: Situation, keep_inner: str | None = None) -> list[Row
     return out
 
 
-def _tried(situation: Situation, name: str, keep_inner: str | None) -> Iterator[Row]:
-    for changes in _ladder(name, situation.length):
+def ladders(situation: Situation) -> dict[str, _Forms]:
+    """Those to try, the first to be recommended first."""
+    if situation.parameters >= SMALL:
+        return LADDERS
+    return {"full": LADDERS["full"], **STUDIED, **LADDERS}
+
+
+def _tried(
+    situation: Situation, name: str, ladder: _Forms, keep_inner: str | None
+) -> Iterator[Row]:
+    for changes in _for_length(ladder, situation.length):
         config = preset(name, **changes)
         if name in ("demo", "random") and keep_inner == "adamw":
             config = preset(name, inner_optimizer="adamw", **changes)
@@ -122,9 +137,8 @@ def _tried(situation: Situation, name: str, keep_inner: str | None) -> Iterator[
             yield plan_row(situation, config, chosen=True)
 
 
-def _ladder(name: str, length: float | None) -> _Forms:
-    """The settings to try of a method, for a run of so many steps."""
-    forms = LADDERS[name]
+def _for_length(forms: _Forms, length: float | None) -> _Forms:
+    """The settings to try of a ladder, for a run of so many steps."""
     first = forms[0].get("period", 1)
     if length is None or length >= ROUNDS * first:
         return forms
@@ -150,7 +164,7 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
             f"no setting keeps the inner optimizer {keep_inner!r}: allow another one, or add "
             "presets that are defined for it"
         )
-    order = _order(keep_inner)
+    order = _order(keep_inner, situation)
     fits = [r for r in own if _fits(r, situation)]
     good = [r for r in fits if _reaches(r, situation) and not _loses(r, situation)]
     if good:
@@ -175,11 +189,11 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
     )
 
 
-def _order(keep_inner: str | None) -> list[str]:
+def _order(keep_inner: str | None, situation: Situation) -> list[str]:
     """Methods, the first to be recommended first: where Muon must stay, the one that is made for it
     comes behind the all-reduce.
     """
-    order = list(LADDERS)
+    order = list(ladders(situation))
     if keep_inner in MUON:
         order.remove("muloco")
         order.insert(1, "muloco")

@@ -21,7 +21,7 @@ def plan_rows(
 
     Args:
         exchanges: names of presets ("hsdp" for the baseline) or configurations; None: HSDP, all
-            presets at their published settings, and for each method of `choosing.LADDERS` the
+            presets at their published settings, and for each method of `choosing.ladders` the
             settings that the planner would choose. Fragments are left out for a model whose
             parameter names hold no layer numbers.
         keep_inner: the inner optimizer that those must keep, or None.

@@ -9,6 +9,7 @@ import pytest
 from fsdp_demo import ExchangeConfig, Link, preset
 from fsdp_demo.planner import Situation, choose, load, plan_rows
 from fsdp_demo.planner.choosing import LADDERS, ROUNDS
+from fsdp_demo.planner.gaps import SMALL
 
 LLAMA = Situation(load("llama-3.2-1b"), 4, Link(1e9, 0.04), 0.8, shards=8)
 
@@ -136,11 +137,28 @@ def test_little_room_for_activations_is_said() -> None:
 
 
 TINY = Situation(load("tiny"), 2, Link(2e7, 0.04), 0.8, device="cpu")
+MEDIUM = Situation([(f"layers.{i}.w", (1024, 1024)) for i in range(12)], 2, Link(2e8, 0.04), 1.0)
+
+
+def test_what_won_among_small_models_is_recommended_for_small_models() -> None:
+    name, config, _, reached = taken(TINY)
+    assert TINY.parameters < SMALL and reached and name == "sign_loco"
+    assert config == preset("sign_loco", period=5)
+    assert taken(TINY, "sgd")[0] != "sign_loco"
+    fast = replace(TINY, link=Link(1e12))
+    rows = [r for r in plan_rows(fast) if r.name != "hsdp"]
+    assert choose(rows, fast).row.name == "full"
+
+
+def test_nobody_has_trained_a_large_model_with_it() -> None:
+    assert MEDIUM.parameters >= SMALL
+    assert "sign_loco" not in {r.name for r in plan_rows(MEDIUM) if r.chosen}
+    assert taken(MEDIUM)[0] == "diloco"
 
 
 @pytest.mark.parametrize("steps", [None, 200, 1000, 100_000])
 def test_a_short_run_gets_a_period_of_which_it_has_many_rounds(steps: int | None) -> None:
-    name, config, reason, reached = taken(replace(TINY, steps=steps))
+    name, config, reason, reached = taken(replace(MEDIUM, steps=steps))
     period = max(c.schedule.sync_every for c in config.channels)
     assert reached and name == "diloco"
     assert period * ROUNDS <= (steps or 600) and "which is few" not in reason
