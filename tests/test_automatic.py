@@ -4,6 +4,7 @@ method.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections import deque
@@ -100,7 +101,9 @@ def test_it_is_the_run_that_begins_at_the_choice(
     found = run_ranks(run, 2, procs)
     assert len({chosen for chosen, _ in found}) == 1
     assert all(same for _, same in found)
-    name = json.loads(found[0][0])["preset"]
+    config = json.loads(found[0][0])
+    name = config["preset"]
+    assert config["clip"] == preset(name).clip
     assert name in (
         ("full", "demo", "random") if kind == "sgd" else ("full", "sign_loco", "diloco", *SPARSE)
     )
@@ -234,6 +237,17 @@ def test_a_measurement_is_rounded_so_that_the_next_one_ends_alike() -> None:
     assert automatic.coarse(9.9e7) == 1e8 and automatic.coarse(0.0) == 0.0
     # as a person writes it
     assert str(Link(automatic.coarse(6.1e4), automatic.coarse(0.304))) == "70kbit,300ms"
+
+
+def test_the_method_keeps_what_was_not_given() -> None:
+    diloco = preset("diloco")
+    assert diloco.clip == 1.0
+    for given in ({}, {"target": 0.9}, {"clip": None}, {"clip": 0.5}, {"seed": 3, "clip": 2.0}):
+        config = preset("auto", **given).changed({"measured": 5})
+        kept = {k: v for k, v in given.items() if k != "target"}
+        taken = config.taken_over(diloco)  # type: ignore[attr-defined]
+        assert taken == dataclasses.replace(diloco, **kept)
+        assert ExchangeConfig.from_dict(config.to_dict()) == config
 
 
 def test_wrong_settings() -> None:

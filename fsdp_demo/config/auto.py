@@ -16,7 +16,7 @@ MEASURED = 8
 """Steps that are measured. The first two of them are left out: they compile and warm up."""
 
 KEPT = ("clip", "clip_scope", "norm_limit", "offload_outer_state", "seed")
-"""Settings that the chosen method takes over."""
+"""Settings that the chosen method takes over, where they were given: it has its own otherwise."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class AutoConfig(ExchangeConfig):
     Args:
         target: share of the time that training shall go on, not wait: 0.95 of it.
         measured: steps until the choice, 3 or more.
+        given: those of `KEPT` that were set; `changed` keeps count.
 
     Example:
         >>> from fsdp_demo import preset
@@ -39,6 +40,7 @@ class AutoConfig(ExchangeConfig):
 
     target: float = 0.95
     measured: int = MEASURED
+    given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,11 +63,12 @@ class AutoConfig(ExchangeConfig):
                     f"auto has no setting {key!r}: it chooses the method and its settings; allowed "
                     f"are {', '.join(options)}{nearest(key, options, 0.5)}"
                 )
-        return ExchangeConfig.from_dict({**self.to_dict(), **changes})
+        given = [name for name in KEPT if name in self.given or name in changes]
+        return ExchangeConfig.from_dict({**self.to_dict(), **changes, "given": given})
 
     def taken_over(self, chosen: ExchangeConfig) -> ExchangeConfig:
-        """`chosen` with the settings that stand here."""
-        return dataclasses.replace(chosen, **{name: getattr(self, name) for name in KEPT})
+        """`chosen` with the settings that were given here."""
+        return dataclasses.replace(chosen, **{name: getattr(self, name) for name in self.given})
 
     def describe(self) -> str:
         """One line for a table."""

@@ -133,8 +133,21 @@ def _tried(
         config = preset(name, **changes)
         if name in ("demo", "random") and keep_inner == "adamw":
             config = preset(name, inner_optimizer="adamw", **changes)
+        config = rising(config, situation.length)
         if _allowed(config, keep_inner) and cuts(config, situation):
             yield plan_row(situation, config, chosen=True)
+
+
+def rising(config: ExchangeConfig, length: float | None) -> ExchangeConfig:
+    """Outer momentum that rises over half of the rounds of a run of so many steps, or over fewer,
+    as that of what won our study.
+    """
+    if length is None:
+        return config
+    period = max(c.schedule.sync_every for c in config.channels)
+    half = max(1, int(length / period) // 2)
+    warmup = max(c.applier.momentum_warmup for c in config.channels)
+    return config.changed({"applier.momentum_warmup": half}) if half < warmup else config
 
 
 def _for_length(forms: _Forms, length: float | None) -> _Forms:

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_demo import ExchangeConfig, Link, preset
 from fsdp_demo.planner import Situation, choose, load, plan_rows
-from fsdp_demo.planner.choosing import LADDERS, ROUNDS
+from fsdp_demo.planner.choosing import LADDERS, ROUNDS, rising
 from fsdp_demo.planner.gaps import SMALL
 
 LLAMA = Situation(load("llama-3.2-1b"), 4, Link(1e9, 0.04), 0.8, shards=8)
@@ -181,3 +181,12 @@ def test_of_two_that_reach_the_one_with_rounds_enough_is_taken() -> None:
     given[1] = preset("sparse_loco", period=60)
     assert choose(plan_rows(TINY, given), TINY).row.name == "diloco"
     assert choose(plan_rows(short, given), short).row.name == "sparse_loco"
+
+
+def test_outer_momentum_rises_over_half_of_a_short_run() -> None:
+    _, config, _, _ = taken(replace(TINY, steps=200))
+    assert config == preset("sign_loco", period=5, momentum_warmup=20)
+    assert taken(replace(TINY, steps=100_000))[1] == preset("sign_loco", period=5)
+    (channel,) = rising(preset("diloco", period=10), 12).channels
+    assert channel.applier.momentum_warmup == 1  # 0 would be a constant one
+    assert rising(preset("sparse_loco"), 12) == preset("sparse_loco")
