@@ -161,7 +161,7 @@ class ElasticPeerGroup(PeerGroup):
         setup: bool = False,
         compare: bool = False,
     ) -> tuple[list[Header], list[Tensor], list[Tensor]]:
-        if (followed := self._followed(header, data, vectors, weigh)) is not None:
+        if (followed := self._followed(header, data, vectors, weigh, longest)) is not None:
             return followed
         if self._driver is None:
             raise PeerLost("the connections were closed")
@@ -200,7 +200,7 @@ class ElasticPeerGroup(PeerGroup):
         return out
 
     def _followed(
-        self, header: Header, data: Tensor, vectors: Vectors, weigh: Weigh
+        self, header: Header, data: Tensor, vectors: Vectors, weigh: Weigh, longest: int | None
     ) -> tuple[list[Header], list[Tensor], list[Tensor]] | None:
         """What the others have agreed on, while this island follows; None from the first message on
         that it takes part in.
@@ -208,9 +208,8 @@ class ElasticPeerGroup(PeerGroup):
         follow = self._follow
         if follow is None:
             return None
-        wanted = Expected(
-            header.kind, header.step, data.numel(), [(v.numel(), code) for v, code in vectors]
-        )
+        spans = [(v.numel(), code) for v, code in vectors]
+        wanted = Expected(header.kind, header.step, data.numel(), spans, longest=longest)
         try:
             arrived = None if follow.begun else follow.followed(wanted)
         except PeerLost as error:

@@ -157,29 +157,34 @@ def filled(parts: Sequence[Tensor], expected: Listed) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class Expected:
     """What a newcomer expects of the next message: kind and step as in its header, bytes of each
-    body, length and code of each vector that is reduced, and at most how many islands take part."""
+    body, length and code of each vector that is reduced, and at most how many islands take part.
+
+    With `longest` each body has a length of its own, of so many bytes at most: what the others say
+    is not as long as what this one would.
+    """
 
     kind: int
     step: int
     body: int
     vectors: Spans = field(default_factory=tuple)
     islands: int = 1 << 16
+    longest: int | None = None
 
     def sizes(self, head: Tensor) -> list[int]:
         """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if
         it is another message than this.
         """
-        headers, _, coded = self.check(head)
+        headers, _, bodies, coded = self.check(head)
         means = (
             [coding.total_bytes(part) for part in legs(self.vectors, len(headers))[1]]
             if coded
             else [4 * n for n, _ in self.vectors]
         )
-        return [self.body] * len(headers) + means
+        return bodies + means
 
-    def check(self, data: Tensor) -> tuple[list[Header], list[int], bool]:
-        """Headers and slots in the head of a packed message, and whether its means come in their
-        code. Raises WireError if it is another one than this."""
+    def check(self, data: Tensor) -> tuple[list[Header], list[int], list[int], bool]:
+        """Headers, slots and bytes of each body in the head of a packed message, and whether its
+        means come in their code. Raises WireError if it is another one than this."""
         head = from_bytes(data, "a message to follow")
         try:
             headers, slots = [_header(h) for h in head["headers"]], [int(s) for s in head["slots"]]
@@ -200,16 +205,21 @@ class Expected:
             )
         wanted = [self.body] * len(headers)
         if (
-            bodies != wanted
+            not (self._have_lengths(bodies, len(headers)) if self.longest else bodies == wanted)
             or means != [n for n, _ in self.vectors]
             or len(slots) not in (0, len(headers))
         ):
+            allowed = f"1 to {self.longest} each" if self.longest else f"{wanted}"
             raise WireError(
                 f"a message to follow has bodies of {bodies} bytes and vectors of {means} values, "
-                f"expected are {wanted} and "
+                f"expected are {allowed} and "
                 f"{[n for n, _ in self.vectors]}: use one release everywhere"
             )
-        return headers, slots, coded
+        return headers, slots, bodies, coded
+
+    def _have_lengths(self, bodies: Sequence[Any], n: int) -> bool:
+        most = self.longest or 0
+        return len(bodies) == n and all(isinstance(b, int) and 0 < b <= most for b in bodies)
 
 
 def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -238,7 +248,7 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
     """
     if not parts:
         raise WireError("a message to follow was cut off: nothing came")
-    headers, slots, coded = expected.check(parts[0])
+    headers, slots, _, coded = expected.check(parts[0])
     wanted, found = expected.sizes(parts[0]), [p.numel() for p in parts[1:]]
     if found != wanted:
         raise WireError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fsdp_demo.comm import agreement, meet
 from fsdp_demo.comm.collectives import ReceivedMessage, part_of_mean, shares, whole
 from fsdp_demo.comm.coming import Coming
 from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
-from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, Header
+from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import Place
 from fsdp_demo.comm.transport import Meeting
@@ -58,6 +59,12 @@ def payload(line: ElasticPeerGroup, step: int) -> tuple[int, ...]:
             "a newcomer has the bits of the others"
         )
     return arrived.slots
+
+
+def common(line: ElasticPeerGroup, step: int) -> None:
+    """A question that the newcomer asks too, once it trains; what it says is longer."""
+    said = agreement.gather_json(line, [line.slot, "x" * line.slot], QUESTION, step)
+    assert said == [[s, "x" * s] for s in line.slots]
 
 
 def questions(line: ElasticPeerGroup, step: int, count: int) -> list[tuple[int, ...]]:
@@ -113,6 +120,8 @@ class Run:
                 self.meet(line)
                 asked = questions(line, step, self.count)
                 self.asked.set()
+            else:
+                common(line, step)
             time.sleep(0.01)
         self.thread.join(WAIT) if line.slot == 0 else None
         return found, asked
@@ -185,6 +194,7 @@ class Run:
         while step < self.at + LAST:
             found.append((step, worker.submit(lambda at=step: payload(line, at)).result()))
             step += 1
+            worker.submit(lambda at=step: common(line, at)).result()
         return found
 
 
@@ -262,3 +272,28 @@ def test_means_travel_in_their_code(count: int) -> None:
         assert all(map(torch.equal, unpacked(some, expected).means, means))
     with pytest.raises(WireError, match="cut off: parts of"):
         unpacked([*coded[:-1], coded[-1][:-1]], expected)
+
+
+def test_texts_of_lengths_of_their_own() -> None:
+    bodies = [torch.zeros(n, dtype=torch.uint8) for n in (2, 5)]
+    sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, bodies, [], slots=(0, 1)))
+    found = unpacked(sent, Expected(QUESTION, 3, 9, longest=5)).bodies
+    assert [b.numel() for b in found] == [2, 5]
+    with pytest.raises(WireError, match=r"bodies of \[2, 5\] bytes .* expected are 1 to 4 each"):
+        unpacked(sent, Expected(QUESTION, 3, 9, longest=4))
+    with pytest.raises(WireError, match=r"expected are \[9, 9\]"):
+        unpacked(sent, Expected(QUESTION, 3, 9))
+
+
+def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others said arrives all the same."""
+    said = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"[0]", b"[1, 2]")]
+    sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, said, [], slots=(0, 1)))
+    line = object.__new__(ElasticPeerGroup)
+    follow = SimpleNamespace(begun=False, followed=lambda wanted: unpacked(sent, wanted))
+    monkeypatch.setattr(line, "_follow", follow, raising=False)
+    monkeypatch.setattr(line, "_set", lambda slots: None, raising=False)
+    monkeypatch.setattr(line, "meter", SimpleNamespace(count=lambda *sizes: None), raising=False)
+    line.header = lambda kind, step, flags=0: Header(0, step, kind=kind)  # type: ignore[method-assign]
+    mine = ["a newcomer", -1.0]
+    assert agreement.gather_json(line, mine, QUESTION, 3) == [[0], [1, 2]]
