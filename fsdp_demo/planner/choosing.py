@@ -139,15 +139,14 @@ def _tried(
 
 
 def rising(config: ExchangeConfig, length: float | None) -> ExchangeConfig:
-    """Outer momentum that rises over half of the rounds of a run of so many steps, or over fewer,
-    as that of what won our study.
+    """For a run of so many steps: what won our study has outer momentum that rises over half of the
+    rounds, or over the preset's number if that is less.
     """
-    if length is None:
+    if length is None or config.preset not in STUDIED:
         return config
-    period = max(c.schedule.sync_every for c in config.channels)
-    half = max(1, int(length / period) // 2)
-    warmup = max(c.applier.momentum_warmup for c in config.channels)
-    return config.changed({"applier.momentum_warmup": half}) if half < warmup else config
+    (channel,) = config.channels
+    half = max(1, int(length / channel.schedule.sync_every) // 2)  # 0 would be a constant one
+    return config.changed({"applier.momentum_warmup": min(half, channel.applier.momentum_warmup)})
 
 
 def _for_length(forms: _Forms, length: float | None) -> _Forms:

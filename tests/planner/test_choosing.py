@@ -187,6 +187,6 @@ def test_outer_momentum_rises_over_half_of_a_short_run() -> None:
     _, config, _, _ = taken(replace(TINY, steps=200))
     assert config == preset("sign_loco", period=5, momentum_warmup=20)
     assert taken(replace(TINY, steps=100_000))[1] == preset("sign_loco", period=5)
-    (channel,) = rising(preset("diloco", period=10), 12).channels
+    (channel,) = rising(preset("sign_loco"), 7).channels
     assert channel.applier.momentum_warmup == 1  # 0 would be a constant one
-    assert rising(preset("sparse_loco"), 12) == preset("sparse_loco")
+    assert rising(preset("diloco"), 12) == preset("diloco")
