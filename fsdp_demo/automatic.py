@@ -129,7 +129,9 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
             counted(steps, "step"),
             config.measured,
         )
-    exchange._runtime.at_end = _FirstSteps(exchange, config, model, steps)
+    first = _FirstSteps(exchange, config, model, steps)
+    exchange._runtime.at_end = first
+    first.chosen_meanwhile()
 
 
 def _full() -> ExchangeConfig:
@@ -169,7 +171,7 @@ class _FirstSteps:
     def __call__(self) -> None:
         self._ends.append(time.monotonic())
         exchange = self._exchange
-        if exchange.step % self._config.measured:
+        if self.chosen_meanwhile() or exchange.step % self._config.measured:
             return
         spans = [b - a for a, b in zip(self._ends, self._ends[1:], strict=False)]
         here = statistics.median(spans[1:]) if len(spans) > 1 else 0.0  # the first one warms up
@@ -185,6 +187,29 @@ class _FirstSteps:
         if not step or slowest < -1e300:
             return  # nobody has measured enough yet: at the next such step
         self._choose(Link(-slowest, rtt), step, -most)
+
+    def chosen_meanwhile(self) -> bool:
+        """Whether this island has joined while the others were choosing, and has their choice now.
+
+        It holds what they held then: had they exchanged anything since, it would have failed to
+        follow.
+        """
+        exchange = self._exchange
+        if not exchange.newcomer:
+            return False
+        known = known_choice(exchange.topology, None)
+        if exchange._island.any(known is None):
+            return False
+        assert known is not None
+        method, choice = known
+        if exchange.topology.rank == 0:
+            log.info("auto: the run has chosen meanwhile: %s", method.describe())
+        exchange.choose(method, self._model)
+        exchange.auto_choice = choice
+        exchange._runtime.at_end = None
+        if choice is not None:
+            watch(exchange, choice)
+        return True
 
     def _choose(self, link: Link, step: float, memory: float) -> None:
         exchange, config = self._exchange, self._config

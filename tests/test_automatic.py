@@ -18,6 +18,7 @@ from torch import nn
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
 from fsdp_demo.checkpoint.exchange_state import describe_part
+from fsdp_demo.comm.ranks import Ranks
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.exchange import facts
@@ -279,6 +280,35 @@ def test_a_run_that_ends_before_the_choice_is_told(
     with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
         automatic.begin(exchange, None, steps)  # type: ignore[arg-type]
     assert sum("8 steps, and the method is chosen after 8" in m for m in caplog.messages) == said
+
+
+def test_who_joins_while_the_others_choose_takes_their_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It finds the choice at the end of a step at the latest, and asks nobody then."""
+    known: list[Any] = [None, None, (preset("diloco"), AutoChoice("because", "1Gbit", 0.5))]
+    monkeypatch.setattr(automatic, "known_choice", lambda topology, state: known.pop(0))
+    watched, chosen = [], []
+    monkeypatch.setattr(automatic, "watch", lambda exchange, choice: watched.append(choice))
+    exchange = SimpleNamespace(
+        config=preset("auto"),
+        newcomer=True,
+        step=3,
+        topology=SimpleNamespace(islands=3, rank=0),
+        choose=lambda config, model: chosen.append(config),
+        _peers=None,
+        _island=Ranks(None, 0, 1),
+        _runtime=SimpleNamespace(at_end=None),
+    )
+    automatic.begin(exchange, None)  # type: ignore[arg-type]
+    measuring = exchange._runtime.at_end
+    measuring()
+    assert not chosen and exchange._runtime.at_end is measuring
+    exchange.step = MEASURED  # where the others would be asked
+    measuring()
+    assert chosen == [preset("diloco")] and not known
+    assert exchange.auto_choice.reason == "because" and watched == [exchange.auto_choice]
+    assert exchange._runtime.at_end is not measuring
 
 
 def test_an_undecided_configuration_is_saved_and_read() -> None:
