@@ -61,8 +61,8 @@ longer periods it lost there.
 
 SHORTER = (20, 10, 5)
 """Where a run is too short for a ladder's first period, these are tried first: those with `ROUNDS`
-rounds, the longest first. One run with 38 rounds of DiLoCo ended worse than one with 7
-(docs/results.md).
+rounds, the longest first. In our study DiLoCo with periods 5, 10 and 20 ended within 0.08, on one
+seed, so the fewest bytes decide.
 """
 
 ROUNDS = 20
