@@ -39,8 +39,10 @@ PACE = 60 / (parameters("study-small") * 4 * Setting().tokens)
 """Seconds of a core per parameter and token, where nothing is measured yet."""
 
 
-SAME = 2e-3
-"""Nats that one run may end apart on another machine: sums in another order."""
+SAME = 1e-2
+"""Nats that one run may end apart on another machine, where bf16 products are made another way:
+0.006 was seen (docs/results.md). On the same machine runs end equal.
+"""
 
 
 class Study:
