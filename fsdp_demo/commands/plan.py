@@ -216,7 +216,7 @@ def _plans(
         written = f"# fsdp-demo plan: {best.reason}\n{best.config.to_yaml()}"
         Path(args.yaml).write_text(written, encoding="utf-8")
     if len(best_rows) > 1:
-        printed.append(f"Recommended, case by case:\n{text.summary(best_rows)}")
+        printed.append(f"The best of each case:\n{text.summary(best_rows)}")
     print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, notes]))
 
 

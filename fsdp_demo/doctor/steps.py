@@ -76,5 +76,5 @@ def _model(name: str) -> Any:
         reason = (str(error).splitlines() or ["unknown"])[0][:160]
         raise ValueError(
             f"--model {name}: expected a config.json, a folder that holds one, a name of "
-            f"recipes/models or a hub id ({reason})"
+            f"./recipes/models or a hub id ({reason})"
         ) from None

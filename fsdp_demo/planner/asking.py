@@ -243,6 +243,8 @@ def step_from(path: str) -> tuple[Step, dict[str, Any]]:
         whole = found["tokens"] / found["tokens_per_second"]
         step = (whole - found["wait_share"] * found["seconds"]) / steps
         tokens = found["tokens"] / found["islands"] / steps
+    except OSError as error:
+        raise ValueError(f"--step-from {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"--step-from {path}: this is no summary.json of a recipe ({error!r:.80})"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..comm.link import Link
 from ..comm.meter import ring_all_reduce_bytes
 from ..config.fragments import layer_of
 from ..config.load import preset
@@ -289,7 +290,7 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
     among = "" if row.chosen else "of these "
     room = "" if s.memory_bytes is None else f" and fits into {s.memory_bytes / 1e9:.3g} GB"
     return (
-        f"{what} keeps {keeps} on {link}{beside}, and is the one {among}nearest to an all-reduce "
+        f"{what} keeps {keeps} on {link}{beside}, and is the first {among}in the planner's order "
         f"that keeps {s.target:.0%}{room}{tight}"
     )
 
@@ -300,14 +301,17 @@ def said(s: Situation) -> str:
         trip = f" and {s.link.rtt * 1e3:g} ms" if s.link.rtt else ""
         return f"a link without limit{trip}"
     shared = f" shared by {s.islands_per_uplink} islands" if s.islands_per_uplink > 1 else ""
-    return f"a link of {s.link}{shared}"
+    # a measured one has digits that say nothing
+    shown = Link(float(f"{s.link.bits_per_second:.3g}"), float(f"{s.link.rtt:.3g}"))
+    return f"a link of {shown}{shared}"
 
 
 def _needs(row: Row, s: Situation) -> str:
     """The rate with which a row would reach the target."""
     rate = gbit_s(s, row.config, s.target)
     if rate is None:
-        return "; no rate is enough for it at this round trip"
+        why = "the round trip and its compression" if s.link.rtt else "its compression"
+        return f"; no rate is enough for it, since {why} take too long"
     return f"; it would keep {s.target:.0%} on {words(rate)}"
 
 

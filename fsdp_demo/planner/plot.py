@@ -83,7 +83,7 @@ def draw(
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     s = situation
     axes.set_title(
-        f"{s.parameters / 1e6:,.0f} M parameters, {s.islands} islands of "
+        f"{s.parameters / 1e6:,.3g} M parameters, {s.islands} islands of "
         f"{counted(s.shards, 'shard')}, step {s.step_seconds:.3g} s, "
         f"round trip {s.link.rtt * 1e3:g} ms",
         fontsize=10,

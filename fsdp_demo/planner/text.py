@@ -81,7 +81,7 @@ def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def summary(found: Sequence[tuple[Situation, Row]]) -> str:
-    """One line for each case: what is recommended there, and what it costs."""
+    """One line for each case: what comes first there, and what it costs."""
     body = ["islands, link|settings|bytes/step|exposed s/step|compute".split("|")]
     for s, r in found:
         cells = [f"{s.islands}, {said(s).removeprefix('a link of ')}", f"{r.name} ({r.settings})"]
@@ -96,9 +96,10 @@ def _gap(gap: dict[str, Any] | None) -> str:
     """
     if gap is None:
         return "-"
+    percent = f"{round(gap['percent'], 1) + 0.0:+.1f}"  # no -0.0
     if not 0.1 < gap["factor"] < 10:
-        return f"({gap['percent']:+.1f})"
-    return f"{gap['percent']:+.1f}{'*' * bool(gap['extrapolated'])}"
+        return f"({percent})"
+    return f"{percent}{'*' * bool(gap['extrapolated'])}"
 
 
 def title(situation: Situation, model: str, source: str) -> str:

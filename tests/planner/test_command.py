@@ -235,7 +235,7 @@ def test_cases_are_summed_up_and_a_target_is_aimed_at(capsys: pytest.CaptureFixt
     words = [*TINY, "--link", "1Mbit,1Gbit", "--exchange", "demo,diloco"]
     out = said(capsys, *words, "--target-utilisation", "0.3")
     assert "that keeps 30%" in out and "Gbit/s of a link for a compute utilisation of" in out
-    _, _, rest = out.partition("Recommended, case by case:\n")
+    _, _, rest = out.partition("The best of each case:\n")
     assert [line.split()[0] for line in rest.splitlines()[:3]] == ["islands,", "2,", "2,"]
 
 
