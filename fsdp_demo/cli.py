@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"fsdp-demo: error: {error}", file=sys.stderr)
+        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"fsdp-demo: error: {named}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

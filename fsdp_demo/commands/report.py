@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ..launch.command_line import Commands
 
@@ -33,6 +34,9 @@ def report(args: argparse.Namespace) -> int:
     """Write the files and name them."""
     from ..report.make import make
 
+    for flag, name in (("--out", args.out), ("--png", args.png), ("--md", args.md)):
+        if name and not Path(name).parent.is_dir():
+            raise ValueError(f"{flag} {name}: there is no folder {Path(name).parent}")
     for path in make(args.runs, args.out, args.png, args.md):
         print(path)
     return 0

@@ -62,7 +62,8 @@ def _model(name: str) -> Any:
             f"--model needs transformers ({error}): pip install 'fsdp_demo[hf]', or leave --model "
             "out, or give --step-time"
         ) from None
-    places = (Path(name), Path("recipes") / "models" / f"{name}.json")
+    clone = Path(__file__).parents[2]
+    places = [Path(name), *(p / "recipes" / "models" / f"{name}.json" for p in (Path(), clone))]
     path = next((place for place in places if place.exists()), None)
     try:
         config = (
@@ -76,5 +77,5 @@ def _model(name: str) -> Any:
         reason = (str(error).splitlines() or ["unknown"])[0][:160]
         raise ValueError(
             f"--model {name}: expected a config.json, a folder that holds one, a name of "
-            f"./recipes/models or a hub id ({reason})"
+            f"recipes/models or a hub id ({reason})"
         ) from None

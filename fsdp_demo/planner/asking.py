@@ -92,7 +92,9 @@ def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
     """
     rates: list[float | None] = []
     trips = [parse_rtt(rtt)] if rtt is not None else []
-    for word in (w.strip() for text in texts for w in text.rstrip(",").split(",")):
+    # also "1Gbit 10Gbit", but "1 Gbit" is one rate
+    words = (w for text in texts for w in re.split(r",|\s+(?=[0-9.])", text.rstrip(",")))
+    for word in map(str.strip, words):
         if word.endswith(".json"):
             measured = reading.load(word).link
             rates.append(measured.bits_per_second)
@@ -148,8 +150,8 @@ def _doubled(text: str, word: str) -> list[int]:
     first, last = int(low), int(high or low)
     if first < 2:
         raise ValueError(
-            f"--islands {text!r}: one island exchanges nothing, so there is nothing to plan: give "
-            "2 or more"
+            f"--islands {text!r}: fewer than two islands exchange nothing, so there is nothing to "
+            "plan: give 2 or more"
         )
     if last < first:
         raise ValueError(f"--islands {text!r}: expected the lower end first, as in {last}:{first}")

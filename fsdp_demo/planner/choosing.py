@@ -310,8 +310,8 @@ def _needs(row: Row, s: Situation) -> str:
     """The rate with which a row would reach the target."""
     rate = gbit_s(s, row.config, s.target)
     if rate is None:
-        why = "the round trip and its compression" if s.link.rtt else "its compression"
-        return f"; no rate is enough for it, since {why} take too long"
+        slow = "the round trip and compression take" if s.link.rtt else "compression takes"
+        return f"; no rate is enough for it: {slow} too long"
     return f"; it would keep {s.target:.0%} on {words(rate)}"
 
 

@@ -41,9 +41,10 @@ def expected_gap(
     if difference is None:
         return None, f"nobody has compared {config.preset!r} with an all-reduce"
     factor = parameters / study["parameters"]
+    times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
     far = [
-        f"measured at {study['parameters'] / 1e6:.2f} M parameters, this model has "
-        f"{factor:,.3g} times as many: read the order of methods, not the number"
+        f"measured at {study['parameters'] / 1e6:.2f} M parameters, this model has {times} times "
+        "as many: read the order of methods, not the number"
     ] * (not 0.8 < factor < 1.25)
     if islands != study["islands"]:
         far.append(f"measured with {study['islands']} islands, not {islands}")

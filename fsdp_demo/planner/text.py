@@ -156,4 +156,4 @@ def targets_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "none does" if value is None else f"{value:.3g}"
+    return "no rate does" if value is None else f"{value:.3g}"

@@ -14,6 +14,7 @@ from fsdp_demo import Link, load_config
 from fsdp_demo.cli import main
 from fsdp_demo.planner import Situation, asking, load, plan_rows, text
 from fsdp_demo.planner import plot as planner_plot
+from fsdp_demo.planner.choosing import said as said_of
 from fsdp_demo.planner.measure import measured_step
 
 KEYS = {
@@ -175,7 +176,9 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, "--link", "0Gbit"], "carries nothing"),
         ([*TINY, "--link", "fast"], "link rate 'fast'"),
         ([*TINY, "--link", "1Gbit,5ms", "--rtt", "6ms"], "name 2 round trips"),
-        ([*TINY, *LINE, "--islands", "1"], "one island exchanges nothing"),
+        ([*TINY, *LINE, "--islands", "1"], "fewer than two islands exchange nothing"),
+        ([*TINY, *LINE, "--islands", "0"], "fewer than two islands exchange nothing"),
+        ([*TINY[:2], *LINE, "--step-from", "no.json"], "--step-from no.json: No such file"),
         ([*TINY, *LINE, "--islands", "8:2"], "expected the lower end first, as in 2:8"),
         ([*TINY, *LINE, "--islands", "few"], "expected a number, a list or a range"),
         ([*TINY, *LINE, "--shards", "3"], "does not divide the 128 rows of .*1, 2, 4"),
@@ -246,6 +249,16 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     *lines, left = text.plan_table(rows, 100).splitlines()
     assert max(map(len, lines)) <= 100 and "compute" in lines[0] and "GB host" not in lines[0]
     assert left.startswith("left out, as the terminal is narrow: line use, GB host")
+
+
+def test_links_with_commas_or_spaces() -> None:
+    for texts in (["100Mbit,1Gbit,40ms"], ["100Mbit", "1Gbit", "40ms"], ["100Mbit 1 Gbit 40ms"]):
+        assert asking.links(texts, None) == [Link(1e8, 0.04), Link(1e9, 0.04)]
+
+
+def test_a_measured_link_is_rounded_where_it_is_read() -> None:
+    measured = Situation([("w", (64, 64))], 2, Link(6262884193.505108, 0.00041763766), 1.0)
+    assert said_of(measured) == "a link of 6.26Gbit,0.418ms"
 
 
 def test_numbers_and_times() -> None:

@@ -180,6 +180,8 @@ def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     assert cli.main(["report", str(folder), "--png", "r.png"]) == 2
     assert "pip install 'fsdp_demo[report]'" in capsys.readouterr().err
     assert not Path("r.png").exists()
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "no" / "r.html")]) == 2
+    assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_and_a_damaged_file(tmp_path, monkeypatch) -> None:
