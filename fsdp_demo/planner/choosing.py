@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.link import Link
+from ..comm.link import Link, parse_rtt
 from ..comm.meter import ring_all_reduce_bytes
 from ..config.fragments import layer_of
 from ..config.load import preset
@@ -302,7 +302,8 @@ def said(s: Situation) -> str:
         return f"a link without limit{trip}"
     shared = f" shared by {s.islands_per_uplink} islands" if s.islands_per_uplink > 1 else ""
     # a measured one has digits that say nothing
-    shown = Link(float(f"{s.link.bits_per_second:.3g}"), float(f"{s.link.rtt:.3g}"))
+    rate = float(f"{s.link.bits_per_second:.3g}")
+    shown = Link(rate, parse_rtt(f"{s.link.rtt * 1e3:.3g}ms"))
     return f"a link of {shown}{shared}"
 
 
