@@ -292,6 +292,16 @@ def ranks(head: dict[str, Any]) -> str:
     )
 
 
+def texts(found: Sequence[dict[str, Any]]) -> str:
+    """`text` of all of them; a reason of `auto` that several share is told once."""
+    parts, told = [], set[str]()
+    for one in found:
+        why = one.get("chosen_because", "")
+        parts.append(text({**one, "chosen_because": "as above"} if why in told else one))
+        told |= {why} - {""}
+    return "\n\n".join(parts)
+
+
 def text(info: dict[str, Any]) -> str:
     """`describe_checkpoint`'s answer for people."""
     if "step" not in info:

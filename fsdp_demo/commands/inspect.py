@@ -31,13 +31,13 @@ def add(commands: Commands) -> None:
 def inspect_checkpoint(args: argparse.Namespace) -> int:
     """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
     from ..checkpoint.inspect import inspect as look
-    from ..checkpoint.inspect import shared, text
+    from ..checkpoint.inspect import shared, texts
 
     found = look(args.checkpoint)
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        print("\n\n".join(map(text, found)))
+        print(texts(found))
         if len(found) > 1:
             print(f"\n{shared(found)}")
     return 0 if all(one["complete"] for one in found) else 1

@@ -937,6 +937,17 @@ def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: s
     assert shared(found).endswith(says), shared(found)
 
 
+def test_inspect_tells_a_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_demo.checkpoint import inspect
+
+    monkeypatch.setattr(inspect, "text", lambda info: str(info.get("chosen_because", "-")))
+    reasons = [{"chosen_because": why} for why in ("", "fast", "fast", "slow", "fast")]
+    assert inspect.texts([{}, *reasons]).split("\n\n") == [
+        *("-", "", "fast", "as above"),
+        *("slow", "as above"),
+    ]
+
+
 def test_inspect_says_what_is_missing_or_damaged(
     run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
 ) -> None:
