@@ -44,6 +44,7 @@ def test_every_help_ends_with_an_example_that_is_right(name: str) -> None:
         ("rehearse --island 2", "unknown flag --island; did you mean --islands?"),
         ("plan --target 0.9", "unknown flag --target; did you mean --target-utilisation?"),
         ("rehearse --lnk=3", "unknown flag --lnk; did you mean --link?"),
+        ("rehearse --islands 2 --procs 1 go.py 3", "a script stands behind --, as in -- go.py"),
         ("rehearse --islands 2", "the following arguments are required: --procs"),
         ("rehearse --islands x --procs 1", "argument --islands: invalid int value: 'x'"),
         ("status -- train.py", "status takes no script behind --, found 'train.py'"),

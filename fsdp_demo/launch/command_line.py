@@ -48,6 +48,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, and end with status 2."""
+        found, _, words = message.partition("unrecognized arguments: ")
+        if script := next((w for w in words.split() if not found and w.endswith(".py")), ""):
+            message += f"; a script stands behind --, as in -- {script}"
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} ({self.prog} --help)\n")
 
     def commands(self) -> dict[str, CommandParser]:
