@@ -271,7 +271,8 @@ def test_wrong_settings() -> None:
 def test_a_run_that_ends_before_the_choice_is_told(
     steps: int | None, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(automatic, "_FirstSteps", lambda *_: None)
+    measuring = SimpleNamespace(chosen_meanwhile=lambda: False)
+    monkeypatch.setattr(automatic, "_FirstSteps", lambda *_: measuring)
     exchange = SimpleNamespace(
         config=preset("auto"),
         topology=SimpleNamespace(islands=2, rank=0),
