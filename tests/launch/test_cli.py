@@ -529,7 +529,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
     broken = PermissionError(13, "Permission denied", "run")
     monkeypatch.setattr("fsdp_demo.checkpoint.inspect.inspect", refuse(broken))
     assert cli.main(["inspect", "run"]) == 1
-    assert capsys.readouterr().err == "fsdp-demo: error: [Errno 13] Permission denied: 'run'\n"
+    assert capsys.readouterr().err == "fsdp-demo: error: run: Permission denied\n"
 
 
 def refuse(error: Exception) -> Callable[..., Any]:
