@@ -43,6 +43,8 @@ def test_every_help_ends_with_an_example_that_is_right(name: str) -> None:
         ("--versions", "unknown flag --versions; did you mean --version? (fsdp-demo --help)"),
         ("rehearse --island 2", "unknown flag --island; did you mean --islands?"),
         ("plan --target 0.9", "unknown flag --target; did you mean --target-utilisation?"),
+        ("plan --link 1Gbit -5Mbit", "-5Mbit is below 0: a value with a unit must be above it"),
+        ("plan --rtt -40ms", "-40ms is below 0"),
         ("rehearse --lnk=3", "unknown flag --lnk; did you mean --link?"),
         ("rehearse --islands 2 --procs 1 go.py 3", "a script stands behind --, as in -- go.py"),
         ("rehearse --islands 2", "the following arguments are required: --procs"),

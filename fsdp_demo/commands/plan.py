@@ -149,9 +149,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--yaml writes a recommendation, which needs --link RATE")
     if args.yaml and wanted and args.json:
         raise ValueError("--json with --target-utilisation has rates alone: leave out --yaml")
+    cases = [replace(case, target=wanted[-1] if wanted else case.target) for case in cases]
+    found: list[ExchangeConfig] = []
     if args.link and not (wanted and args.json):  # of a target, json has the rates alone
-        aim = wanted[-1] if wanted else first.target
-        _plans(args, [replace(case, target=aim) for case in cases], chosen, step, model)
+        found = _plans(args, cases, chosen, step, model)
     if wanted:
         if args.link and not args.json:
             print()
@@ -159,7 +160,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         from ..planner.plot import draw
 
-        draw(args.plot, cases[0], chosen, lines if args.link else [])
+        first_count = found[: len(lines)]  # the picture shows the first number of islands
+        draw(args.plot, cases[0], chosen, lines if args.link else [], first_count)
     return 0
 
 
@@ -190,7 +192,8 @@ def _plans(
     chosen: list[ExchangeConfig | str] | None,
     step: Step,
     model: str,
-) -> None:
+) -> list[ExchangeConfig]:
+    """Print the plan of each case; what is recommended for each."""
     from ..planner import choose, plan_rows, text
     from ..planner.rows import HSDP
 
@@ -206,7 +209,7 @@ def _plans(
         if choice is not None:
             best_rows.append((case, choice.row))
         table = text.plan_table(rows, _width())
-        parts = [text.title(case, model, step.source), "", table, ""]
+        parts = [text.title([case], model, step.source), "", table, ""]
         parts += [text.recommendation(choice)] if choice is not None else []
         printed.append("\n".join(parts))
         notes = text.notes(rows)
@@ -218,6 +221,7 @@ def _plans(
     if len(best_rows) > 1:
         printed.append(f"The best of each case:\n{text.summary(best_rows)}")
     print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, notes]))
+    return [row.config for _, row in best_rows if row.config is not None]
 
 
 def _width() -> int | None:
@@ -250,8 +254,9 @@ def _solve(
     if args.json:
         print(json.dumps(out, indent=2))
         return
-    head = text.title(replace(cases[0], link=Link(None, cases[0].link.rtt)), model, step.source)
-    print(f"{head}\n\n{text.targets_table(out)}")
+    if not args.link:  # else it stands above the plan
+        print(text.title(cases, model, step.source), end="\n\n")
+    print(text.targets_table(out, cases[0].link.rtt))
 
 
 def _facts(case: Situation, step: Step, model: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ that offer the nearest right word.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from typing import Any, NoReturn
 from ..config.parsing import nearest
 
 USAGE_ERROR = 2
+_BELOW_ZERO = re.compile(r"-[0-9.]+[a-zA-Z%/]+[0-9a-zA-Z,]*")
+"""`-5Mbit`, which argparse takes for a flag."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -41,7 +44,9 @@ class CommandParser(argparse.ArgumentParser):
                     break
             elif action := self._option_string_actions.get(flag):
                 if action.nargs is None and not equals:
-                    next(unseen, None)  # its value
+                    self._check_sign(next(unseen, ""))  # its value
+            elif _BELOW_ZERO.fullmatch(word):  # one of several values
+                self._check_sign(word)
             elif flag.startswith("--") and " " not in word:  # with a space it is a value
                 self.error(f"unknown flag {flag}{_meant(flag, self._flags())}")
         return super().parse_known_args(words, namespace)
@@ -59,6 +64,10 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 return dict(action.choices)
         return {}
+
+    def _check_sign(self, value: str) -> None:
+        if _BELOW_ZERO.fullmatch(value):
+            self.error(f"{value} is below 0: a value with a unit must be above it")
 
     def _check_command(self, word: str) -> None:
         known = list(self.commands())

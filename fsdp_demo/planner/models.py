@@ -34,6 +34,8 @@ def load(name: str) -> Tensors:
         return shape.tensors()
     if not path.exists() and "/" not in name:
         raise ValueError(f"--model {name!r} is not known: {_allowed(name)}")
+    if not path.exists() and (path.suffix == ".json" or name.startswith((".", "/", "~"))):
+        raise ValueError(f"--model {name!r}: there is no such file")
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -57,7 +57,7 @@ def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
             f"{r.mean_gbit_s:.3g}",
             f"{r.peak_gbit_s:.3g}",
             f"{r.line_use:.0%}",
-            f"{r.exposed_seconds_per_step:.3g}",
+            _short(r.exposed_seconds_per_step),
             f"{r.compute_utilisation:.1%}",
             f"{r.device_bytes / 1e9:.2f}",
             f"{r.host_bytes / 1e9:.2f}",
@@ -86,8 +86,15 @@ def summary(found: Sequence[tuple[Situation, Row]]) -> str:
     for s, r in found:
         cells = [f"{s.islands}, {said(s).removeprefix('a link of ')}", f"{r.name} ({r.settings})"]
         cells.append(size(r.bytes_per_step))
-        body.append([*cells, f"{r.exposed_seconds_per_step:.3g}", f"{r.compute_utilisation:.1%}"])
+        missed = f" (below {s.target:.0%})" if r.compute_utilisation < s.target else ""
+        share = f"{r.compute_utilisation:.1%}{missed}"
+        body.append([*cells, _short(r.exposed_seconds_per_step), share])
     return table(body)
+
+
+def _short(seconds: float) -> str:
+    """Three digits, and none below a tenth of a millisecond."""
+    return f"{seconds:.3g}" if seconds >= 1e-4 or not seconds else "<0.0001"
 
 
 def _gap(gap: dict[str, Any] | None) -> str:
@@ -102,12 +109,18 @@ def _gap(gap: dict[str, Any] | None) -> str:
     return f"{percent}{'*' * bool(gap['extrapolated'])}"
 
 
-def title(situation: Situation, model: str, source: str) -> str:
-    """What the plan is for, and where the step's time is from."""
-    s = situation
+def title(situations: Sequence[Situation], model: str, source: str) -> str:
+    """What the plan is for, and where the step's time is from.
+
+    Args:
+        situations: unlike in their islands only. One: its link is named, too.
+    """
+    s = situations[0]
+    counts = ", ".join(f"{one.islands}" for one in situations)
+    link = f", {said(s)}" if len(situations) == 1 and s.link.bits_per_second else ""
     out = (
-        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {s.islands} islands of "
-        f"{counted(s.shards, 'shard')}, {said(s)}\nstep {s.step_seconds:.4g} s ({source})"
+        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {counts} islands of "
+        f"{counted(s.shards, 'shard')}{link}\nstep {s.step_seconds:.4g} s ({source})"
     )
     if s.system.overlap_backward:
         return (
@@ -141,18 +154,22 @@ def recommendation(choice: Choice) -> str:
     return f"Recommended: {choice.reason}."
 
 
-def targets_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Gbit/s for each target."""
-    wanted = list(dict.fromkeys(r["target_utilisation"] for r in rows))
-    found: dict[tuple[str, str], dict[float, float | None]] = {}
+def targets_table(rows: Sequence[dict[str, Any]], rtt: float) -> str:
+    """Gbit/s for each target, of links with a round trip of `rtt` seconds."""
+    wanted = list(dict.fromkeys((r["islands"], r["target_utilisation"]) for r in rows))
+    several = len({islands for islands, _ in wanted}) > 1
+    found: dict[tuple[str, str], dict[tuple[int, float], float | None]] = {}
     for r in rows:
         key = (r["preset"], r["settings"])
-        found.setdefault(key, {})[r["target_utilisation"]] = r["gbit_s"]
-    head = ["preset", "settings", *(f"{t:.0%}" for t in wanted)]
+        found.setdefault(key, {})[r["islands"], r["target_utilisation"]] = r["gbit_s"]
+    shares = (f"{t:.0%}{f', {n} islands' if several else ''}" for n, t in wanted)
+    head = ["preset", "settings", *shares]
     body = [
-        [name, words, *(_rate(by.get(t)) for t in wanted)] for (name, words), by in found.items()
+        [name, words, *(_rate(by.get(case)) for case in wanted)]
+        for (name, words), by in found.items()
     ]
-    return "Gbit/s of a link for a compute utilisation of\n" + table([head, *body])
+    link = f"a link with a round trip of {1e3 * rtt:g} ms" if rtt else "a link"
+    return f"Gbit/s of {link} for a compute utilisation of\n{table([head, *body])}"
 
 
 def _rate(value: float | None) -> str:

@@ -48,6 +48,16 @@ def test_wrong_rates_say_what_is_allowed(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "meant"),
+    [("1Gb", "1Gbit?"), ("2.5g/s", "2.5Gbit?"), ("10kb", "10kbit?"), ("1GB", ""), ("1GBps", "")],
+)
+def test_a_unit_that_is_cut_short_is_offered_whole(text: str, meant: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        parse_rate(text)
+    assert str(raised.value).partition("; did you mean ")[2] == meant
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [("40ms", 0.04), ("0.04s", 0.04), ("500us", 0.0005), ("0", 0.0), ("0ms", 0.0), ("1 S", 1.0)],
 )

@@ -202,6 +202,8 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, *LINE, "--plot", "a.gif2"], "allowed endings are .png"),
         ([*TINY, "--link", "doctor.json"], "doctor.json cannot be read"),
         ([*TINY, *LINE, "--islands-per-uplink", "2"], "2 islands .* 1 to 1 behind each"),
+        (["--model", "nosuch/config.json", *LINE], "there is no such file"),
+        ([*TINY, "--link", "1Gb"], "did you mean 1Gbit"),
         (["--params", "many", *LINE], "expected a number above 0"),
         (["--params", "4", "--layers", "5", *LINE], "4 parameters in 5 layers"),
     ],
@@ -238,8 +240,34 @@ def test_cases_are_summed_up_and_a_target_is_aimed_at(capsys: pytest.CaptureFixt
     words = [*TINY, "--link", "1Mbit,1Gbit", "--exchange", "demo,diloco"]
     out = said(capsys, *words, "--target-utilisation", "0.3")
     assert "that keeps 30%" in out and "Gbit/s of a link for a compute utilisation of" in out
+    assert out.count("tiny (0.5 M parameters)") == 2, "the second table repeats nothing"
     _, _, rest = out.partition("The best of each case:\n")
-    assert [line.split()[0] for line in rest.splitlines()[:3]] == ["islands,", "2,", "2,"]
+    head, slow, fast = rest.splitlines()[:3]
+    assert [line.split()[0] for line in (head, slow, fast)] == ["islands,", "2,", "2,"]
+    slow_link = said(capsys, *TINY, "--link", "1kbit,100Gbit", "--exchange", "diloco")
+    _, slow, fast = slow_link.partition("The best of each case:\n")[2].splitlines()[:3]
+    assert slow.endswith("(below 95%)") and not fast.endswith(")")
+
+
+def test_a_target_for_several_numbers_of_islands(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "--exchange", "full", "--target-utilisation", "0.3", "--rtt", "2ms"]
+    out = said(capsys, *words, "--islands", "2,4")
+    assert out.startswith("tiny (0.5 M parameters), 2, 4 islands of 1 shard\n")
+    *_, head, row = out.splitlines()
+    assert "30%, 2 islands  30%, 4 islands" in head
+    alone = [said(capsys, *words, "--islands", n).split()[-1] for n in "24"]
+    assert row.split()[-2:] == alone and alone[0] != alone[1]
+
+
+def test_curves_end_where_nothing_moves_and_show_what_is_recommended() -> None:
+    situation = Situation(load("tiny"), 2, Link(1e7), 0.1, device="cpu")
+    mine, better = load_config("full"), load_config("demo")
+    rates, (first, second) = planner_plot._curves(situation, [mine], [better, better], set())
+    assert [first.recommended, second.recommended] == [False, True]
+    assert second.label.startswith("recommended: demo (") and len(first.values) == len(rates)
+    assert rates[0] == 1e6 and rates[-1] < 1e12
+    wider, _ = planner_plot._curves(situation, [mine], [], {5e11})
+    assert wider[-1] >= 5e11
 
 
 def test_a_narrow_terminal_gets_fewer_columns() -> None:
