@@ -55,8 +55,14 @@ def late(make: Callable[..., Cell]) -> list[Cell]:
 HALF = STEPS // 2
 ATTACHED = [
     dataclasses.replace(cell, name=f"{cell.name} from step {HALF}", attach_at=HALF)
-    for cell in (sign_loco(steps=HALF), diloco(steps=HALF))
+    for cell in (
+        sign_loco(steps=HALF),
+        *(sign_loco(f" lr {lr:g}", lr, steps=HALF) for lr in (2e-3, 4e-3)),
+        diloco(steps=HALF),
+    )
 ]
+"""The rate is one for the whole run, so it is that of the all-reduce before, too."""
+
 ROBUST = {
     **{f"R = {r}": winners(f" R={r}", replicas=r) for r in (2, 4, 8, 16)},
     "periods": [full(), *(form(period=h) for h in PERIODS for form in (sign_loco, diloco))],

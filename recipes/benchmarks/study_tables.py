@@ -59,6 +59,7 @@ TABLES: dict[str, Table] = {
     ),
     "front": Table("loss over bytes", {"": FRONT}),
     "robust": Table("where the winners hold", ROBUST, seeds=3),
+    "text": Table("does the order hold on another text (--data)", {"": winners()}, seeds=1),
     "questions": Table("questions with a number each", QUESTIONS),
     "size": Table(
         "does the gap shrink with size", {m: sized(m, s) for m, s in SIZES.items()}, seeds=2
