@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
