@@ -36,13 +36,13 @@ class Table:
 
 ALONE = Cell("one replica alone", "full", replicas=1)
 
-SIZES = {"study-small": 480, "small": 3196, "study-large": 9664}
+SIZES = {"study-small": 480, "study": 898, "small": 3196, "study-large": 9664}
 """Model -> steps: four tokens per parameter over four replicas."""
 
 
 def sized(model: str, steps: int) -> list[Cell]:
     """Larger models take lower rates: by the root of the width over 128."""
-    scale = {"study-small": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
+    scale = {"study-small": 1.0, "study": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
     return [
         dataclasses.replace(
             cell,
