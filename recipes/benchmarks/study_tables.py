@@ -36,17 +36,23 @@ class Table:
 
 ALONE = Cell("one replica alone", "full", replicas=1)
 
-SIZES = {"study-small": 480, "study": 898, "small": 3196, "study-large": 9664}
-"""Model -> steps: four tokens per parameter over four replicas."""
+SIZES = {
+    "0.49 M": ("study-small", 480),
+    "0.92 M": ("study", 898),
+    "3.3 M": ("small", 3196),
+    "9.9 M": ("study-large", 9664),
+}
+"""Parameters -> model, steps: four tokens per parameter over four replicas."""
 
 
-def sized(model: str, steps: int) -> list[Cell]:
+def sized(size: str) -> list[Cell]:
     """Larger models take lower rates: by the root of the width over 128."""
+    model, steps = SIZES[size]
     scale = {"study-small": 1.0, "study": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
     return [
         dataclasses.replace(
             cell,
-            name=f"{cell.name} {model}",
+            name=f"{cell.name} {size}",
             setting=Setting(model=model, steps=steps, warmup=steps // 20),
         )
         for cell in winners(scale=scale, steps=steps)
@@ -61,7 +67,5 @@ TABLES: dict[str, Table] = {
     "robust": Table("where the winners hold", ROBUST, seeds=3),
     "text": Table("does the order hold on another text (--data)", {"": winners()}, seeds=1),
     "questions": Table("questions with a number each", QUESTIONS),
-    "size": Table(
-        "does the gap shrink with size", {m: sized(m, s) for m, s in SIZES.items()}, seeds=2
-    ),
+    "size": Table("does the gap shrink with size", {size: sized(size) for size in SIZES}, seeds=2),
 }
