@@ -22,7 +22,7 @@ def decoupled(replicas: int) -> list[Cell]:
                 {"period": h, "topk": k, "beta": beta},
                 lr,
             )
-            for h, k, beta, lr in ((5, 32, 0.6, 6e-3), (20, 128, 0.6, 6e-3))
+            for h, k, beta, lr in ((5, 32, 0.6, 6e-3), (5, 24, 0.6, 6e-3), (20, 128, 0.6, 6e-3))
         ),
     ]
     return [dataclasses.replace(cell, replicas=replicas) for cell in cells]
