@@ -161,7 +161,7 @@ class _FirstSteps:
         self._ends: list[float] = []
         peers = exchange._peers
         # an island that joins others finds them training
-        reading = quick_probe(peers) if peers is not None and not exchange.newcomer else None
+        reading = None if exchange.newcomer else quick_probe(peers, island=exchange._island)
         seen = exchange._island.sum(0.0 if reading is None else reading.bits_per_second)[0]
         rtt = exchange._island.max(0.0 if reading is None else reading.rtt)[0]
         shaped = peers.link.bits_per_second if peers is not None and peers.link else None

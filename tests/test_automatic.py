@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from fsdp_demo import ExchangeConfig, Link, automatic, preset
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.comm.ranks import Ranks
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
+from fsdp_demo.doctor import quick
 from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.exchange import facts
 from fsdp_demo.exchange.pending import ExchangeRecord
@@ -64,8 +66,8 @@ def sharded(model: nn.Module, procs: int) -> nn.Module:
 
 
 def a_link(rate: float, everywhere: Any) -> None:
-    def reading(peers: Any) -> LinkReading:
-        return LinkReading(rate, 0.02)
+    def reading(peers: Any, island: Any) -> LinkReading | None:
+        return None if peers is None else LinkReading(rate, 0.02)
 
     everywhere.setattr("fsdp_demo.automatic", "quick_probe", reading)
 
@@ -339,3 +341,26 @@ def test_a_link_that_gets_slower_is_said_once(
     words = "On 2Mbit,20ms the method keeps 0.5% of the time for compute; sparse_loco (every 60"
     assert all(words in text for text in told)
     exchange.detach()
+
+
+def test_ranks_of_an_island_whose_clocks_differ_send_equally_many_messages(run_ranks: Any) -> None:
+    """A message is complete when all ranks of the island hold it. One more for one of them would
+    never be.
+    """
+
+    def run(me: Any) -> tuple[str, int]:
+        if me.proc:  # the time of the measurement is up at once
+            quick.time = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())  # type: ignore[attr-defined]
+        model = sharded(model_of(), 2)
+        optimizer = optimizer_of("adamw", model)
+        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
+        assert exchange._peers is not None
+        sent = exchange._peers.meter.setup_bytes
+        train(model, optimizer, me.island, range(MEASURED + 2))
+        exchange.finish()
+        return json.dumps(exchange.config.to_dict()), sent
+
+    found = run_ranks(run, 2, 2, timeout=60)
+    assert len({chosen for chosen, _ in found}) == 1
+    # both sent the first message, and nothing that the slower clock forbids
+    assert all(quick.SIZES[0] < sent < 4 * quick.SIZES[2] for _, sent in found)
