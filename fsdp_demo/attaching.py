@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .checkpoint.exchange_state import SavedExchange
 from .comm.environment import restarted
+from .comm.ranks import Ranks
 from .comm.topology import Topology
 from .config.auto import AutoChoice, undecided
 from .config.load import changed, load_config
@@ -147,7 +148,9 @@ def join(
     if undecided(config):  # else the planner is not imported
         from . import automatic
 
-        config, choice = automatic.remembered(topology, state, config)
+        # in a mesh nobody looks into a store, else all ranks of torch's group are one island
+        island = Ranks.everywhere(host.device)
+        config, choice = automatic.remembered(topology, state, config, island)
     try:
         exchange = Exchange(
             host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)

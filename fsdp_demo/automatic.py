@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 
+from .comm import attempts
 from .comm.link import Link
+from .comm.ranks import Ranks
+from .comm.store_client import Asker
 from .comm.topology import Topology
 from .config.auto import AutoChoice, AutoConfig, undecided
 from .config.schema import ExchangeConfig
@@ -65,22 +68,28 @@ def _rounded(value: float) -> float:
 
 
 def remembered(
-    topology: Topology, state: Any, config: ExchangeConfig
+    topology: Topology, state: Any, config: ExchangeConfig, island: Ranks
 ) -> tuple[ExchangeConfig, AutoChoice | None]:
-    """The configuration to join with: what the run has chosen before and why, or `config`."""
-    try:
-        known = known_choice(topology, state)
-    except PeerLost:
-        known = None  # joining says it better
+    """The configuration to join with: what the run has chosen before and why, or `config`.
+
+    Args:
+        island: the ranks of this island, which call it together.
+    """
+    known = known_choice(topology, state, island)
     if known is None:
         return config, None
     log.info("auto: the run has chosen before: %s", known[0].describe())
     return known
 
 
-def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, AutoChoice | None] | None:
+def known_choice(
+    topology: Topology, state: Any, island: Ranks
+) -> tuple[ExchangeConfig, AutoChoice | None] | None:
     """The method of the run, and why, if `auto` has chosen it: the state to resume from says so, or
-    the store, where the run is under way. None where it is still to be chosen.
+    the store, where the run is under way. None where it is still to be chosen, or the store is
+    silent.
+
+    Rank 0 looks into the store and tells the others: it may change while they look.
 
     Raises:
         ValueError: a state from which that cannot be read.
@@ -95,16 +104,47 @@ def known_choice(topology: Topology, state: Any) -> tuple[ExchangeConfig, AutoCh
         told = state
     elif heads := getattr(state, "heads", None):
         told = heads[0]
-    elif topology.kind == "islands" and topology.islands > 1 and topology.under_way():
-        told = json.loads(topology.open_store().peek(_key(topology)) or "{}")
+    elif topology.kind == "islands" and topology.islands > 1 and _under_way(topology):
+        told = island.from_first(lambda: _in_store(topology))
     if "config" not in told:
         return None
     config, choice = ExchangeConfig.from_dict(told["config"]), told.get("auto_choice")
     return None if undecided(config) else (config, AutoChoice(**choice) if choice else None)
 
 
-def _key(topology: Topology) -> str:
-    return f"{topology.prefix()}/auto"
+KEY = "auto"
+"""Below the run's prefix in the store."""
+
+
+def _under_way(topology: Topology) -> bool:
+    """The same on all ranks of the island. No, if the store is silent: joining says it better."""
+    try:
+        return topology.under_way()
+    except PeerLost:
+        return False
+
+
+def _in_store(topology: Topology) -> Any:
+    """What an island has put there; {} if nothing, or if the store does not answer."""
+    try:
+        store = topology.open_store(topology.question)
+        return json.loads(store.peek(f"{topology.prefix()}/{KEY}") or "{}")
+    except PeerLost:
+        return {}
+
+
+def _tell(topology: Topology, told: dict[str, Any]) -> None:
+    """Put it into the store, for islands that join later. A store that is silent now gets it when
+    it answers again: this run can do without.
+    """
+    pulse, text = attempts.join(topology), json.dumps(told)
+
+    def put(at: Asker) -> None:
+        at.set(KEY, text)
+        pulse.no_more(put)
+
+    if not pulse.ask(put, pulse.deadline):
+        pulse.every(put)
 
 
 def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None = None) -> None:
@@ -197,10 +237,9 @@ class _FirstSteps:
         exchange = self._exchange
         if not exchange.newcomer:
             return False
-        known = known_choice(exchange.topology, None)
-        if exchange._island.any(known is None):
+        known = known_choice(exchange.topology, None, exchange._island)
+        if known is None:
             return False
-        assert known is not None
         method, choice = known
         if exchange.topology.rank == 0:
             log.info("auto: the run has chosen meanwhile: %s", method.describe())
@@ -225,20 +264,19 @@ class _FirstSteps:
                 "auto: the islands do not choose the same method; they run unlike releases, or "
                 f"measure unlike models: name the method instead{see('unlike-runs')}"
             )
-        exchange.choose(method, self._model)
         measured = Link(_rounded(link.bits_per_second or 0.0), _rounded(1e3 * link.rtt) / 1e3)
         length = f" for {counted(self._steps, 'step')}" if self._steps else ""
         reason = (
             f"measured {measured} and {step:.3g} s per step; "
             f"planned with {seen} and {planned.step_seconds:g} s{length}: {choice.reason}"
         )
-        exchange.auto_choice = replace(planned, reason=reason)
-        topology = exchange.topology
+        planned, topology = replace(planned, reason=reason), exchange.topology
         if topology.rank == 0:
             log.info("auto: %s", reason)
-            told = {"config": method.to_dict(), "auto_choice": exchange.auto_choice.to_dict()}
-            if topology.kind == "islands":
-                topology.open_store().set(_key(topology), json.dumps(told))
+            if topology.kind == "islands":  # before the first message of the method
+                _tell(topology, {"config": method.to_dict(), "auto_choice": planned.to_dict()})
+        exchange.choose(method, self._model)
+        exchange.auto_choice = planned
         exchange._runtime.at_end = LinkHealth(exchange, situation)
 
 

@@ -23,11 +23,13 @@ from fsdp_demo.comm.ranks import Ranks
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.doctor import quick
 from fsdp_demo.doctor.reading import LinkReading
+from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import facts
 from fsdp_demo.exchange.pending import ExchangeRecord
 from fsdp_demo.planner import Situation
 
 STEPS = 24
+ALONE = Ranks(None, 0, 1)
 
 
 def model_of(seed: int = 0) -> nn.Module:
@@ -181,7 +183,7 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
 
 def test_a_state_of_an_earlier_release_is_refused() -> None:
     with pytest.raises(ValueError, match="name the method it was saved under"):
-        automatic.known_choice(fsdp_demo.Topology.from_env({}), {"step": 3})
+        automatic.known_choice(fsdp_demo.Topology.from_env({}), {"step": 3}, ALONE)
 
 
 def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
@@ -192,17 +194,70 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
         )
     }
     store = SimpleNamespace(peek=lambda key: told.get(key, ""))
+
+    def open_store(limit: float) -> Any:
+        if "silent" in told:
+            raise StoreSilent("nobody answers")
+        return store
+
     late = SimpleNamespace(
         kind="islands",
         islands=2,
         under_way=lambda: True,
+        question=5.0,
         prefix=lambda: "run/0",
-        open_store=lambda: store,
+        open_store=open_store,
     )
-    found = automatic.remembered(late, None, preset("auto"))  # type: ignore[arg-type]
-    assert found == (preset("sparse_loco"), why)
+
+    def found() -> Any:
+        return automatic.remembered(late, None, preset("auto"), ALONE)  # type: ignore[arg-type]
+
+    assert found() == (preset("sparse_loco"), why)
+    told["silent"] = "yes"
+    assert undecided(found()[0])
     told.clear()  # it comes before the choice, and measures with the others
-    assert undecided(automatic.remembered(late, None, preset("auto"))[0])  # type: ignore[arg-type]
+    assert undecided(found()[0])
+
+
+def test_rank_0_looks_for_the_choice_and_tells_the_others(run_ranks: Any) -> None:
+    """It is written while they look: rank 1 would find it, rank 0 does not, or the other way
+    round.
+    """
+
+    def run(me: Any) -> str:
+        looked = iter([{}, {"config": preset("diloco").to_dict()}])
+
+        def look(topology: Any) -> Any:
+            return next(looked) if me.proc == 0 else {"config": {"preset": "wrong"}}
+
+        automatic.__dict__.update(_under_way=lambda topology: True, _in_store=look)
+        topology, island = fsdp_demo.Topology.from_env(), Ranks.everywhere()
+        assert automatic.known_choice(topology, None, island) is None
+        known = automatic.known_choice(topology, None, island)
+        assert known is not None
+        return known[0].preset
+
+    assert run_ranks(run, 2, 2) == ["diloco"] * 4
+
+
+def test_a_silent_store_gets_the_choice_when_it_answers_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put, again = dict[str, str](), list[Any]()
+
+    class Pulse:
+        deadline = 0.1
+
+        def ask(self, job: Any, seconds: float) -> bool:
+            return False
+
+        every, no_more = again.append, again.remove
+
+    monkeypatch.setattr(automatic.attempts, "join", lambda topology: Pulse())
+    automatic._tell(None, {"config": {}})  # type: ignore[arg-type]
+    assert not put and len(again) == 1
+    again[0](SimpleNamespace(set=put.__setitem__))
+    assert json.loads(put["auto"]) == {"config": {}} and not again
 
 
 def test_one_island_alone_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +345,7 @@ def test_who_joins_while_the_others_choose_takes_their_choice(
 ) -> None:
     """It finds the choice at the end of a step at the latest, and asks nobody then."""
     known: list[Any] = [None, None, (preset("diloco"), AutoChoice("because", "1Gbit", 0.5))]
-    monkeypatch.setattr(automatic, "known_choice", lambda topology, state: known.pop(0))
+    monkeypatch.setattr(automatic, "known_choice", lambda topology, state, island: known.pop(0))
     watched, chosen = [], []
     monkeypatch.setattr(automatic, "watch", lambda exchange, choice: watched.append(choice))
     exchange = SimpleNamespace(
