@@ -145,9 +145,11 @@ class ElasticPeerGroup(PeerGroup):
     def hand_out(
         self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]
     ) -> Tensor:
-        """See `PeerGroup`. Where any rank needs it, all are sent it."""
-        if not any(needs):
-            return torch.empty(0, dtype=torch.uint8)
+        """See `PeerGroup`. Where any rank needs it, all are sent it.
+
+        Where none does, a message of one byte is sent: it may be that another shard of this island
+        is needed, and all ranks of an island send equally many messages.
+        """
         mine = data if data is not None else torch.zeros(1, dtype=torch.uint8)
         return self._run(header, mine, longest=max(size, 1), setup=True)[1][donor]
 

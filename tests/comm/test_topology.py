@@ -420,6 +420,30 @@ def test_different_seeds_start_equal(run_ranks, layout) -> None:
     assert all(after == donor for _, after, _ in results)
 
 
+@pytest.mark.parametrize("where", ["trained", "frozen"])
+def test_a_shard_of_one_rank_differs(run_ranks, where) -> None:
+    """A message is complete when all ranks of the island hold it: they send equally many, whatever
+    one of them has to send.
+    """
+
+    def fn(me: Any) -> list[list[float]]:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4, bias=False)
+        model.register_parameter("one", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+        fully_shard(model, mesh=me.mesh())  # of `one` rank 1 has an empty shard
+        mine: Any = model.weight if where == "trained" else model.one
+        if me.island == 0 and me.proc == (1 if where == "trained" else 0):
+            with torch.no_grad():
+                mine.to_local().add_(1.0)
+        fsdp_demo.attach(sgd([model.weight]), "demo", model=model).detach()
+        return [p.to_local().flatten().tolist() for p in model.parameters()]
+
+    found = run_ranks(fn, 2, 2, timeout=60)
+    assert found[:2] == found[2:]
+
+
 def test_equal_parameters_are_not_sent(run_ranks) -> None:
     def fn(me: Any) -> int:
         model = Mixed(seed=0)
