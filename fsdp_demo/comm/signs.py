@@ -40,7 +40,7 @@ class Signs:
 
     Attributes:
         began: when this rank has launched each message that is not delivered here, by number.
-            rounds: seconds that the last ones took.
+            rounds: seconds that the last ones of steps took.
         next_of: the next message of each peer, as it has said last. leaving: peers that have said
             that they end.
     """

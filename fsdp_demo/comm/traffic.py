@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import PeerLost, WireError
 from . import moves
 from .epochs import Kind, Member, Piece, Record, Settlement, needed
+from .header import WITHIN
 from .held import Due, Early, Message
 from .hub import Hub
 from .membership import Rank
@@ -70,9 +71,10 @@ class Traffic:
 
     def deliver(self, action: moves.Deliver) -> None:
         """It is complete."""
-        self._signs.rounds.append(
-            time.monotonic() - self._signs.began.pop(action.n, time.monotonic())
-        )
+        took = time.monotonic() - self._signs.began.pop(action.n, time.monotonic())
+        # those between steps (the start, a question) say nothing of how unlike islands are
+        if self._messages[action.n].header.kind in WITHIN:
+            self._signs.rounds.append(took)
         self._messages[action.n].tasks.put(Due(self._rank().record.settlement(action.n)))
 
     def free(self, action: moves.Free) -> None:

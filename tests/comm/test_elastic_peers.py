@@ -18,7 +18,7 @@ import torch
 from fsdp_demo import Link, PeerLost
 from fsdp_demo.comm import elastic_peers, held, streams
 from fsdp_demo.comm.epochs import Member
-from fsdp_demo.comm.header import PAYLOAD
+from fsdp_demo.comm.header import PAYLOAD, QUESTION, SETUP
 from fsdp_demo.comm.peers import TCP_SHARE
 
 from ..support.cases import named
@@ -272,3 +272,21 @@ def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
     with pytest.raises(PeerLost, match="is gone"):
         line.gather(header, nothing)
     assert ended == ["island 0 (a) is gone, before this island took part"]
+
+
+def test_messages_of_the_start_say_nothing_of_how_long_an_island_may_take(run_ranks) -> None:
+    """They are quick; a first round of 500 steps, or a step that compiles, is not."""
+
+    def run() -> None:
+        def ask(line: Any) -> list[float]:
+            byte, found = torch.zeros(1, dtype=torch.uint8), []
+            signs = line._driver.signs
+            for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
+                line.all_gather(byte, kind, step=1)
+                found.append(signs._patience(signs.rounds))
+            return found
+
+        for found in Islands(2, timeout=90.0).run(ask).values():
+            assert found == [90.0] * 6 + [60.0]
+
+    alone(run_ranks, run)
