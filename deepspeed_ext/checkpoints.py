@@ -22,12 +22,14 @@ import torch
 
 from fsdp_demo import Exchange
 from fsdp_demo.checkpoint import SavedExchange, load_exchange, save_exchange
+from fsdp_demo.checkpoint.exchange_state import method_of
 from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.fence import Fence
 from fsdp_demo.checkpoint.finite import refuse_exchange
 from fsdp_demo.checkpoint.folders import damaged, misfits
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
+from fsdp_demo.config.auto import undecided
 from fsdp_demo.errors import NeedsDecision, NotFinite
 
 from .checkpoint_choice import CURE, Choice, choose, choose_tags, folder_of, latest, look
@@ -198,11 +200,11 @@ class _Followed(Folders):
             return self._take_over(folder_of(root, topology), choice.tag)
         self.world.together(lambda: self._verify(choice), READS)
         fresh = options["load_module_only"] or not options["load_optimizer_states"]
-        saved = (
-            self.world.together(lambda: self._open(choice), READS)
-            if choice.parts and not fresh
-            else None
-        )
+        saved: SavedExchange | None = None
+        if choice.parts and not fresh:
+            found = self.world.together(lambda: load_exchange(*choice.parts), READS)
+            self._go_on(found.heads[0])
+            saved = self.world.together(lambda: self._fitting(found), READS)
         result = self._load(choice, options)
         state = (
             self.world.together(lambda: saved.state_for(self.exchange), READS)
@@ -228,6 +230,7 @@ class _Followed(Folders):
     def _take_over(self, folder: Path, tag: str) -> tuple[str, dict[str, Any]]:
         """What the others bring, at their step: nothing is loaded here."""
         note = self._tell(None)
+        self._go_on(note["method"])
         self.exchange.rejoin(None, 0, self.engine.module)
         advance(self.engine, self.exchange.step)
         self._own(folder)
@@ -255,14 +258,13 @@ class _Followed(Folders):
         topology = self.exchange.topology
         told, left = (None, []) if client is None else of_users(client)
 
+        note = {"name": topology.name, "client": told, "left": left}
+        note["method"] = method_of(self.exchange)
+
         def notes() -> Any:
             registry = CheckpointRegistry(topology)
             try:
-                return next(
-                    n
-                    for n in registry.meet({"name": topology.name, "client": told, "left": left})
-                    if n["client"] is not None
-                )
+                return next(n for n in registry.meet(note) if n["client"] is not None)
             finally:
                 registry.close()
 
@@ -278,9 +280,15 @@ class _Followed(Folders):
                     f"folder away; {CURE}"
                 )
 
-    def _open(self, choice: Choice) -> SavedExchange:
+    def _go_on(self, told: dict[str, Any]) -> None:
+        """With the method that the run has chosen before, if it is to be chosen here (`auto`)."""
+        if undecided(self.exchange.config):
+            from fsdp_demo import automatic  # with the planner
+
+            automatic.go_on(self.exchange, told, self.engine.module)
+
+    def _fitting(self, saved: SavedExchange) -> SavedExchange:
         """The exchange's parts, of this run's preset and model."""
-        saved = load_exchange(*choice.parts)
         try:
             saved.check(self.exchange)
         except ValueError as error:

@@ -106,10 +106,43 @@ def known_choice(
         told = heads[0]
     elif topology.kind == "islands" and topology.islands > 1 and _under_way(topology):
         told = island.from_first(lambda: _in_store(topology))
+    return _read(told)
+
+
+def _read(told: Mapping[str, Any]) -> tuple[ExchangeConfig, AutoChoice | None] | None:
+    """What `method_of` gave; None where the method is still to be chosen."""
     if "config" not in told:
         return None
     config, choice = ExchangeConfig.from_dict(told["config"]), told.get("auto_choice")
     return None if undecided(config) else (config, AutoChoice(**choice) if choice else None)
+
+
+def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | None) -> None:
+    """Take what the run has chosen before, for an engine that loads its checkpoint behind `attach`;
+    nothing where it had not chosen yet.
+
+    All ranks of all islands call it together, before the exchange goes on (`Exchange.rejoin`).
+
+    Args:
+        told: the head of a checkpoint, or `exchange_state.method_of`.
+    """
+    if (known := _read(told)) is not None:
+        if exchange.topology.rank == 0:
+            log.info("auto: the run has chosen before: %s", known[0].describe())
+        _take(exchange, *known, model)
+
+
+def _take(
+    exchange: Exchange,
+    method: ExchangeConfig,
+    choice: AutoChoice | None,
+    model: torch.nn.Module | None,
+) -> None:
+    exchange.choose(method, model)
+    exchange.auto_choice = choice
+    exchange._runtime.at_end = None
+    if choice is not None:
+        watch(exchange, choice)
 
 
 KEY = "auto"
@@ -243,11 +276,7 @@ class _FirstSteps:
         method, choice = known
         if exchange.topology.rank == 0:
             log.info("auto: the run has chosen meanwhile: %s", method.describe())
-        exchange.choose(method, self._model)
-        exchange.auto_choice = choice
-        exchange._runtime.at_end = None
-        if choice is not None:
-            watch(exchange, choice)
+        _take(exchange, method, choice, self._model)
         return True
 
     def _choose(self, link: Link, step: float, memory: float) -> None:

@@ -27,15 +27,23 @@ from .saved import PartSet
 PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "active_copies")
 
 
+def method_of(exchange: Exchange) -> dict[str, Any]:
+    """The method of a run, and what `auto` planned it with, as JSON."""
+    choice = exchange.auto_choice
+    return {
+        "config": exchange.config.to_dict(),
+        **({"auto_choice": choice.to_dict()} if choice is not None else {}),
+    }
+
+
 def describe_part(exchange: Exchange) -> dict[str, Any]:
     """The head of this rank's part: everything but format, package and file."""
     topology, place = exchange.topology, exchange.channels[0].position
     return {
         "step": exchange.step,
         "preset": exchange.config.preset,
-        "config": exchange.config.to_dict(),
         "digest": exchange.config.digest(),
-        **({"auto_choice": choice.to_dict()} if (choice := exchange.auto_choice) else {}),
+        **method_of(exchange),
         "kind": topology.kind,
         "island": topology.island,
         "islands": topology.islands,

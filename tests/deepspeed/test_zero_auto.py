@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,3 +49,44 @@ def test_it_is_the_run_that_begins_at_the_choice(
         return all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
 
     assert all(run_ranks(run, 2, 1, group=True, timeout=240))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_it_goes_on_with_what_its_checkpoint_says(
+    run_ranks: Any, everywhere: Any, tmp_path: Path, lost: bool
+) -> None:
+    """The engine loads behind `attach`. An island whose folder is lost hears it from the others."""
+
+    def reading(peers: Any, island: Any) -> LinkReading | None:
+        return None if peers is None else LinkReading(1e5, 0.02)
+
+    everywhere.setattr("fsdp_demo.automatic", "quick_probe", reading)
+    saved_at, end = MEASURED + 6, 24
+
+    def first(me: Any) -> Any:
+        made = zero.engine(zero.settings("zero2"), ADAMW)
+        exchange = deepspeed_ext.attach(made, "auto")
+        zero.train(made, range(saved_at), me.rank)
+        made.save_checkpoint(str(tmp_path))
+        zero.train(made, range(saved_at, end), me.rank)
+        exchange.finish()
+        return zero.whole(made), exchange.config.to_dict(), exchange.chosen_because
+
+    def again(me: Any) -> Any:
+        torch.manual_seed(5)
+        made = zero.engine(zero.settings("zero2"), ADAMW, zero.Model())
+        exchange = deepspeed_ext.attach(made, "auto")
+        made.load_checkpoint(str(tmp_path))
+        assert exchange.step == saved_at and not undecided(exchange.config)
+        zero.train(made, range(saved_at, end), me.rank)
+        exchange.finish()
+        return zero.whole(made), exchange.config.to_dict(), exchange.chosen_because
+
+    whole = run_ranks(first, 2, 1, group=True, timeout=120)
+    if lost:
+        shutil.rmtree(tmp_path / "island1")
+    resumed = run_ranks(again, 2, 1, group=True, timeout=120)
+    assert len({json.dumps(config) for _, config, _ in whole + resumed}) == 1
+    assert len({because for *_, because in whole + resumed}) == 1
+    held = [weights for weights, *_ in (resumed if lost else whole + resumed)]
+    assert all(torch.equal(w[n], held[0][n]) for w in held for n in w)
