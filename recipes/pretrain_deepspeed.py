@@ -82,9 +82,15 @@ class Arguments(LoopArguments, DataArguments, ExchangeArguments):
             "help": "steps between checkpoints in OUTPUT/<island>, and one at the end; 0: none"
         },
     )
-    resume: bool = field(
-        default=False,
-        metadata={"help": "go on from the newest checkpoint in OUTPUT, if there is one"},
+    resume: str | None = field(
+        default=None,
+        metadata={
+            "help": "go on from the newest checkpoint that all replicas hold in OUTPUT, if they "
+            "hold any; who holds none takes over from the others",
+            "nargs": "?",
+            "const": "auto",
+            "choices": ["auto"],
+        },
     )
     local_rank: int = field(
         default=-1, metadata={"help": "the deepspeed launcher adds it; LOCAL_RANK counts"}
@@ -261,7 +267,7 @@ def main() -> None:
     }
     # (*) the one line; checkpoints are per replica from here on
     exchange = deepspeed_ext.attach(engine, config, must_match=agreed)
-    warn_unsaved(args.resume, args.save_every, world.process_index)
+    warn_unsaved(bool(args.resume), args.save_every, world.process_index)
     try:
         counters = (
             (engine.load_checkpoint(args.output)[1] or {}).get("report", []) if args.resume else []
