@@ -30,6 +30,7 @@ from .held import Early, Message
 from .hub import Hub
 from .membership import Rank
 from .moves import Event
+from .sibling_watch import SiblingWatch
 from .signs import BEAT, SOON, Signs
 from .traffic import Traffic
 from .wire import Wire
@@ -97,6 +98,7 @@ class Driver:
             self.changed,
             lambda: self._closed,
         )
+        self._sibling_watch = SiblingWatch()
         self._failed = ""
         self._desk = desk(
             lambda event: self._post(lambda: self._take(event)),
@@ -263,6 +265,7 @@ class Driver:
             self._beat_at = now
             self._beat()
             self.signs.watch(now)
+            self._sibling_watch.look(self.machine, now)
 
     def _step(self, event: Event) -> None:
         self.machine, actions = self.machine.step(event)
