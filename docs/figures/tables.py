@@ -600,6 +600,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "study-rounds": study_rounds,
     "study-questions": partial(study, "questions"),
     "study-robust": partial(study, "robust"),
+    "study-size": partial(study, "size"),
     "quickstart": quickstart,
     "quickstart-settings": quickstart_settings,
     "methods": methods,

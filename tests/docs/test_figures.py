@@ -45,6 +45,7 @@ PLACE = {
     "study-questions": "docs/results.md",
     "study-front": "docs/results.md",
     "study-robust": "docs/results.md",
+    "study-size": "docs/results.md",
     "slow-predict": "docs/plan.md",
     "uplinks": "docs/plan.md",
     "published": "docs/results.md",
