@@ -601,6 +601,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "study-questions": partial(study, "questions"),
     "study-robust": partial(study, "robust"),
     "study-size": partial(study, "size"),
+    "study-text": partial(study, "text"),
     "quickstart": quickstart,
     "quickstart-settings": quickstart_settings,
     "methods": methods,

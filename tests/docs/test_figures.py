@@ -46,6 +46,7 @@ PLACE = {
     "study-front": "docs/results.md",
     "study-robust": "docs/results.md",
     "study-size": "docs/results.md",
+    "study-text": "docs/results.md",
     "slow-predict": "docs/plan.md",
     "uplinks": "docs/plan.md",
     "published": "docs/results.md",
