@@ -116,8 +116,8 @@ def unlike_runs(there: str, here: str, what: str) -> str:
 
 
 def sync_from(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) -> bool:
-    """Give every replica the donor's `work` (fp32 workspace), in place, sending nothing where
-    digests already agree.
+    """Give every replica the donor's `work` (fp32 workspace), in place. It is sent where digests
+    differ.
 
     Args:
         keep: this replica keeps its own even if it differs.
