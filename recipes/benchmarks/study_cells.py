@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from study_gain import capped
 from study_texts import digest
 
 import fsdp_demo
@@ -60,6 +61,7 @@ class Cell:
         attach_at: steps that are trained by `full` before this method is attached.
         slow: replica 0 takes half the rows of a step, as an island of half the speed would.
         inner: options of the inner optimizer, such as betas.
+        gain: 0, or a cap on the steady step of a round (study_gain.py) in place of a rise.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Cell:
     attach_at: int = 0
     slow: bool = False
     inner: dict[str, Any] = field(default_factory=dict)
+    gain: float = 0.0
 
     def config(self) -> ExchangeConfig:
         """Gradients are clipped at norm 1.0 under every method, unless the cell says otherwise. The
@@ -80,7 +83,8 @@ class Cell:
             ValueError: the library has no such preset or setting.
         """
         made = preset(self.preset, **{"clip": 1.0, **self.changes})
-        return dataclasses.replace(made, lr=None)
+        made = dataclasses.replace(made, lr=None)
+        return capped(made, self.gain) if self.gain else made
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,10 @@ class Run:
             "replicas": cell.replicas,
             "attach_at": cell.attach_at,
             "slow": cell.slow,
-            "config": said(cell.config()),
+            "config": said(dataclasses.replace(cell, gain=0.0).config()),
             "version": version,
             **({"inner": cell.inner} if cell.inner else {}),
+            **({"gain": cell.gain} if cell.gain else {}),
         }
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -127,6 +127,13 @@ TRANSFORM = {
 }
 """At equal bytes: the same number of coefficients in the same code."""
 
+
+def under(cell: Cell, gain: float) -> Cell:
+    """An outer momentum as large as the cap allows, up to 0.9, from the second round on."""
+    changes = {**cell.changes, "momentum": 0.9, "momentum_warmup": 0}
+    return dataclasses.replace(cell, name=f"{cell.name} gain {gain:g}", changes=changes, gain=gain)
+
+
 QUESTIONS = {
     **{f"published form of {name}": cells for name, cells in FORMS.items()},
     **TRANSFORM,
@@ -147,6 +154,13 @@ QUESTIONS = {
             )
             for a, b in ((1, 3), (3, 6), (6, 12))
         ),
+    ],
+    "cap on the gain": [
+        full(),
+        diloco(),
+        *(under(diloco(), gain) for gain in (0.8, 1.0, 1.3, 2.0)),
+        sign_loco(),
+        *(under(sign_loco(), gain) for gain in (1.0, 1.3, 1.6)),
     ],
     **{f"rise in {n} x {STEPS} steps": rising(n) for n in (1, 2)},
 }

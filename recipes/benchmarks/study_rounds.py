@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from study_gain import Capped
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from torch.nn.utils import parameters_to_vector
@@ -28,6 +29,7 @@ def period_of(config: ExchangeConfig) -> int:
 
 class Rounds:
     """Cosines of the rounds of one run; each replica has one, that of replica 0 keeps the numbers.
+    Under a cap on the gain each tells its own outer step, all alike.
 
     Attributes:
         successive: of the mean delta and the one of the round before; from the second round on.
@@ -46,6 +48,8 @@ class Rounds:
         self.period, self.count = period_of(config), step
         self.successive: list[float] = []
         self.islands: list[float] = []
+        applier = config.channels[0].applier
+        self._cap = applier if isinstance(applier, Capped) else None
         self._anchor, self._last = self._flat(), torch.empty(0)
 
     def _flat(self) -> Tensor:
@@ -58,7 +62,7 @@ class Rounds:
             return
         self.together.vectors[self.i] = self._anchor - self._flat()
         self.together.meet()
-        if self.i == 0:
+        if self.i == 0 or self._cap:
             self._note(self.together.vectors)
         self.together.meet()
 
@@ -71,6 +75,8 @@ class Rounds:
         mean, count = deltas.mean(0), len(deltas)
         if self._last.numel():
             self.successive.append(float(cosine_similarity(mean, self._last, dim=0)))
+            if self._cap:
+                self._cap.measured.append(self.successive[-1])
         if count > 1:
             unit = deltas / deltas.norm(dim=1, keepdim=True)
             pairs = float(unit.sum(0).square().sum()) - count

@@ -12,7 +12,7 @@ from typing import Any
 
 from study_cells import Cell, Setting
 from study_front import FRONT
-from study_methods import METHODS, Method
+from study_methods import METHODS, Method, full, sign_loco
 from study_questions import QUESTIONS
 from study_robust import ROBUST, winners
 
@@ -45,18 +45,27 @@ SIZES = {
 """Parameters -> model, steps: four tokens per parameter over four replicas."""
 
 
+def at_size(cells: list[Cell], size: str) -> list[Cell]:
+    """Cells as they train a model of that size."""
+    model, steps = SIZES[size]
+    setting = Setting(model=model, steps=steps, warmup=steps // 20)
+    return [dataclasses.replace(c, name=f"{c.name} {size}", setting=setting) for c in cells]
+
+
 def sized(size: str) -> list[Cell]:
     """Larger models take lower rates: by the root of the width over 128."""
     model, steps = SIZES[size]
     scale = {"study-small": 1.0, "study": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
-    return [
-        dataclasses.replace(
-            cell,
-            name=f"{cell.name} {size}",
-            setting=Setting(model=model, steps=steps, warmup=steps // 20),
-        )
-        for cell in winners(scale=scale, steps=steps)
-    ]
+    return at_size(winners(scale=scale, steps=steps), size)
+
+
+def rates(size: str) -> list[Cell]:
+    """As many rates of `full` and of ours, around those of `sized`."""
+    steps = SIZES[size][1]
+    tried = [full(), *(full(f" lr {lr:g}", lr) for lr in (1.4e-3, 2.8e-3))]
+    tried += [sign_loco(steps=steps)]
+    tried += [sign_loco(f" lr {lr:g}", lr, steps=steps) for lr in (4e-3, 5.6e-3)]
+    return at_size(tried, size)
 
 
 TABLES: dict[str, Table] = {
@@ -67,5 +76,12 @@ TABLES: dict[str, Table] = {
     "robust": Table("where the winners hold", ROBUST, seeds=3),
     "text": Table("does the order hold on another text (--data)", {"": winners()}, seeds=1),
     "questions": Table("questions with a number each", QUESTIONS),
-    "size": Table("does the gap shrink with size", {size: sized(size) for size in SIZES}, seeds=2),
+    "size": Table(
+        "does the gap shrink with size",
+        {
+            **{size: sized(size) for size in SIZES},
+            "0.92 M, rates": rates("0.92 M"),
+        },
+        seeds=2,
+    ),
 }

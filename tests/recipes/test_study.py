@@ -21,6 +21,7 @@ sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent)]
 
 import study  # noqa: E402
 import study_cells  # noqa: E402
+import study_gain  # noqa: E402
 import study_jobs  # noqa: E402
 import study_methods  # noqa: E402
 import study_precision  # noqa: E402
@@ -137,6 +138,35 @@ def test_the_cosines_of_deltas_are_those_before_the_exchange(run_ranks):
     ((found,),) = run_ranks(lambda: [as_threads(None, CELLS[1])["rounds"]], 1, 1)
     assert len(found["islands"]) == 2 and len(found["successive"]) == 1
     assert all(abs(v) < 0.9 for v in found["islands"]), found  # the texts are noise
+
+
+def test_a_cap_on_the_gain_sets_the_momentum():
+    """Where it binds, the steady step of a round is the cap; it needs a round before."""
+    for lr, gain, rho in ((0.7, 1.3, 0.5), (0.7, 2.0, 0.9), (0.7, 1.0, 0.0)):
+        mu = study_gain.allowed(0.99, lr, gain, rho)
+        assert lr * (1 + mu / (1 - mu * rho)) == pytest.approx(gain)
+    assert study_gain.allowed(0.5, 0.7, 2.0, 0.1) == 0.5
+    assert study_gain.allowed(0.9, 0.7, 0.5, 0.5) == 0.0  # the rate alone is above the cap
+    assert study_gain.allowed(0.9, 0.7, 2.0, -0.9) == 0.9
+    applier = Cell("capped", "diloco", {"period": 1}, gain=1.3).config().channels[0].applier
+    assert applier.momentum_in(1) == 0.0
+    applier.measured.extend([1.0, 0.5])
+    assert applier.momentum_in(2) == study_gain.allowed(0.9, 0.7, 1.3, 0.9)
+
+
+def test_a_capped_run_steps_by_what_it_measures(run_ranks):
+    """A cap at the outer rate leaves no momentum, and a higher one leaves some."""
+    plain = {"period": 1, "momentum_warmup": 0}
+    none = Cell("none", "diloco", {**plain, "momentum": 0.0})
+    low, high = (Cell(f"{gain}", "diloco", plain, gain=gain) for gain in (0.7, 2.0))
+
+    def ends(rank):
+        return [as_threads(rank, cell) for cell in (none, low, high)]
+
+    ((without, at_rate, above),) = run_ranks(ends, 1, 1)
+    assert at_rate["loss"] == without["loss"] and above["loss"] != without["loss"]
+    assert above["equal_at_end"] is True
+    assert Run(low, SHORT, 0).key("v") != Run(high, SHORT, 0).key("v")
 
 
 def test_a_replica_that_fails_ends_the_run(run_ranks):
