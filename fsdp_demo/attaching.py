@@ -58,7 +58,7 @@ def attach(
             turns; or an engine of a package that offers an `attach` of its own
             (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
         config: a preset name, the path of a yaml file, an `ExchangeConfig`, or "auto", which
-            measures the link and the first steps and then chooses (`automatic.py`).
+            measures the link and the first steps and then chooses (`automatic`).
         model: gives parameters their names, and its frozen parameters and buffers are made equal on
             all replicas.
         topology: default `Topology.from_env()`.

@@ -18,6 +18,9 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
+from fsdp_demo.automatic import earlier_choice, first_steps, link_health
+from fsdp_demo.automatic.situation import chosen as chosen_in
+from fsdp_demo.automatic.situation import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.comm.ranks import Ranks
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
@@ -26,6 +29,7 @@ from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import facts
 from fsdp_demo.exchange.pending import ExchangeRecord
+from fsdp_demo.hosts.optimizers import keeps_momentum
 from fsdp_demo.planner import Situation
 
 STEPS = 24
@@ -71,7 +75,7 @@ def a_link(rate: float, everywhere: Any) -> None:
     def reading(peers: Any, island: Any) -> LinkReading | None:
         return None if peers is None else LinkReading(rate, 0.02)
 
-    everywhere.setattr("fsdp_demo.automatic", "quick_probe", reading)
+    everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
         known = again.config == chosen
         known = known and again.auto_choice == why
         before_, after = exchange._runtime.at_end, again._runtime.at_end
-        watched = isinstance(after, automatic.LinkHealth) and after.planned == before_.planned
+        watched = isinstance(after, link_health.LinkHealth) and after.planned == before_.planned
         again.detach()
 
         before = fsdp_demo.attach(optimizer, "auto", model=model, state=early)
@@ -183,7 +187,7 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
 
 def test_a_state_of_an_earlier_release_is_refused() -> None:
     with pytest.raises(ValueError, match="name the method it was saved under"):
-        automatic.known_choice(fsdp_demo.Topology.from_env({}), {"step": 3}, ALONE)
+        earlier_choice.known_choice(fsdp_demo.Topology.from_env({}), {"step": 3}, ALONE)
 
 
 def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
@@ -230,10 +234,10 @@ def test_rank_0_looks_for_the_choice_and_tells_the_others(run_ranks: Any) -> Non
         def look(topology: Any) -> Any:
             return next(looked) if me.proc == 0 else {"config": {"preset": "wrong"}}
 
-        automatic.__dict__.update(_under_way=lambda topology: True, _in_store=look)
+        earlier_choice.__dict__.update(_under_way=lambda topology: True, _in_store=look)
         topology, island = fsdp_demo.Topology.from_env(), Ranks.everywhere()
-        assert automatic.known_choice(topology, None, island) is None
-        known = automatic.known_choice(topology, None, island)
+        assert earlier_choice.known_choice(topology, None, island) is None
+        known = earlier_choice.known_choice(topology, None, island)
         assert known is not None
         return known[0].preset
 
@@ -253,8 +257,8 @@ def test_a_silent_store_gets_the_choice_when_it_answers_again(
 
         every, no_more = again.append, again.remove
 
-    monkeypatch.setattr(automatic.attempts, "join", lambda topology: Pulse())
-    automatic._tell(None, {"config": {}})  # type: ignore[arg-type]
+    monkeypatch.setattr(earlier_choice.attempts, "join", lambda topology: Pulse())
+    earlier_choice.tell(None, {"config": {}})  # type: ignore[arg-type]
     assert not put and len(again) == 1
     again[0](SimpleNamespace(set=put.__setitem__))
     assert json.loads(put["auto"]) == {"config": {}} and not again
@@ -281,20 +285,20 @@ def test_the_users_optimizer_is_kept(rate: float) -> None:
         model = model_of()
         exchange = fsdp_demo.attach(optimizer_of(kind, model), "full", model=model)
         situation = Situation([("layers.0.w", (512, 512))], 4, Link(rate, 0.02), 0.1, device="cpu")
-        chosen = automatic.chosen(situation, exchange.host).config
+        chosen = chosen_in(situation, exchange.host).config
         allowed = ("sgd", "any") if kind == "sgd" else ("adamw", "any")
         assert set(allowed) & set(chosen.inner_optimizers)
-        assert kind == "sgd" or not automatic.keeps_momentum(chosen)
+        assert kind == "sgd" or not keeps_momentum(chosen)
         exchange.detach()
 
 
 def test_a_measurement_is_rounded_so_that_the_next_one_ends_alike() -> None:
     for value in (1.0, 1.5e3, 7e8, 0.02):
-        assert automatic.coarse(value) == pytest.approx(value)
-        assert automatic.coarse(1.1 * value) == automatic.coarse(0.92 * value)
-    assert automatic.coarse(9.9e7) == 1e8 and automatic.coarse(0.0) == 0.0
+        assert coarse(value) == pytest.approx(value)
+        assert coarse(1.1 * value) == coarse(0.92 * value)
+    assert coarse(9.9e7) == 1e8 and coarse(0.0) == 0.0
     # as a person writes it
-    assert str(Link(automatic.coarse(6.1e4), automatic.coarse(0.304))) == "70kbit,300ms"
+    assert str(Link(coarse(6.1e4), coarse(0.304))) == "70kbit,300ms"
 
 
 def test_the_method_keeps_what_was_not_given() -> None:
@@ -329,7 +333,7 @@ def test_a_run_that_ends_before_the_choice_is_told(
     steps: int | None, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     measuring = SimpleNamespace(chosen_meanwhile=lambda: False)
-    monkeypatch.setattr(automatic, "_FirstSteps", lambda *_: measuring)
+    monkeypatch.setattr(first_steps, "_FirstSteps", lambda *_: measuring)
     exchange = SimpleNamespace(
         config=preset("auto"),
         topology=SimpleNamespace(islands=2, rank=0),
@@ -345,9 +349,9 @@ def test_who_joins_while_the_others_choose_takes_their_choice(
 ) -> None:
     """It finds the choice at the end of a step at the latest, and asks nobody then."""
     known: list[Any] = [None, None, (preset("diloco"), AutoChoice("because", "1Gbit", 0.5))]
-    monkeypatch.setattr(automatic, "known_choice", lambda topology, state, island: known.pop(0))
+    monkeypatch.setattr(first_steps, "known_choice", lambda topology, state, island: known.pop(0))
     watched, chosen = [], []
-    monkeypatch.setattr(automatic, "watch", lambda exchange, choice: watched.append(choice))
+    monkeypatch.setattr(first_steps, "watch", lambda exchange, choice: watched.append(choice))
     exchange = SimpleNamespace(
         config=preset("auto"),
         newcomer=True,
@@ -382,10 +386,10 @@ def test_a_link_that_gets_slower_is_said_once(
     model = model_of()
     exchange = fsdp_demo.attach(optimizer_of("adamw", model), "full", model=model)
     situation = Situation([("layers.0.w", (2048, 2048))], 4, Link(1e7, 0.02), 0.5, device="cpu")
-    health = automatic.LinkHealth(exchange, situation)
+    health = link_health.LinkHealth(exchange, situation)
     exchange._queue.flown = deque(maxlen=2)  # it forgets old ones, and does not grow
     with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
-        for n in range(3 * automatic.ROUNDS):
+        for n in range(3 * link_health.ROUNDS):
             took = slower * health.planned + (0.06 if slower > 2 else 0.0)
             exchange._queue.flown.append(
                 ExchangeRecord(n, n, ("delta",), 10.0 * n, 10.0 * n + took)

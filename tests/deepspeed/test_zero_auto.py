@@ -27,7 +27,7 @@ def test_it_is_the_run_that_begins_at_the_choice(
     def reading(peers: Any, island: Any) -> LinkReading | None:
         return None if peers is None else LinkReading(1e5, 0.02)
 
-    everywhere.setattr("fsdp_demo.automatic", "quick_probe", reading)
+    everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
 
     def run(me: Any) -> bool:
         made = zero.engine(zero.settings(stage), ADAMW)
@@ -60,7 +60,7 @@ def test_it_goes_on_with_what_its_checkpoint_says(
     def reading(peers: Any, island: Any) -> LinkReading | None:
         return None if peers is None else LinkReading(1e5, 0.02)
 
-    everywhere.setattr("fsdp_demo.automatic", "quick_probe", reading)
+    everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
     saved_at, end = MEASURED + 6, 24
 
     def first(me: Any) -> Any:

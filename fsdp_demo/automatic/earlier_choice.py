@@ -1,0 +1,102 @@
+"""What `auto` has chosen in this run before: in a state to resume from, or in the store."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ..comm import attempts
+from ..comm.ranks import Ranks
+from ..comm.store_client import Asker
+from ..comm.topology import Topology
+from ..config.auto import AutoChoice, undecided
+from ..config.schema import ExchangeConfig
+from ..errors import PeerLost
+
+log = logging.getLogger("fsdp_demo")
+
+KEY = "auto"
+"""Below the run's prefix in the store."""
+
+
+def remembered(
+    topology: Topology, state: Any, config: ExchangeConfig, island: Ranks
+) -> tuple[ExchangeConfig, AutoChoice | None]:
+    """The configuration to join with: what the run has chosen before and why, or `config`.
+
+    Args:
+        island: the ranks of this island, which call it together.
+    """
+    known = known_choice(topology, state, island)
+    if known is None:
+        return config, None
+    log.info("auto: the run has chosen before: %s", known[0].describe())
+    return known
+
+
+def known_choice(
+    topology: Topology, state: Any, island: Ranks
+) -> tuple[ExchangeConfig, AutoChoice | None] | None:
+    """The method of the run, and why, if `auto` has chosen it: the state to resume from says so, or
+    the store, where the run is under way. None where it is still to be chosen, or the store is
+    silent.
+
+    Rank 0 looks into the store and tells the others: it may change while they look.
+
+    Raises:
+        ValueError: a state from which that cannot be read.
+    """
+    told: Mapping[str, Any] = {}
+    if isinstance(state, Mapping):
+        if "config" not in state:
+            raise ValueError(
+                "attach(state=...) with auto: this state does not say its method, so an earlier "
+                "release has saved it: name the method it was saved under"
+            )
+        told = state
+    elif heads := getattr(state, "heads", None):
+        told = heads[0]
+    elif topology.kind == "islands" and topology.islands > 1 and _under_way(topology):
+        told = island.from_first(lambda: _in_store(topology))
+    return read(told)
+
+
+def read(told: Mapping[str, Any]) -> tuple[ExchangeConfig, AutoChoice | None] | None:
+    """What `method_of` gave; None where the method is still to be chosen."""
+    if "config" not in told:
+        return None
+    config, choice = ExchangeConfig.from_dict(told["config"]), told.get("auto_choice")
+    return None if undecided(config) else (config, AutoChoice(**choice) if choice else None)
+
+
+def _under_way(topology: Topology) -> bool:
+    """The same on all ranks of the island. No, if the store is silent: joining says it better."""
+    try:
+        return topology.under_way()
+    except PeerLost:
+        return False
+
+
+def _in_store(topology: Topology) -> Any:
+    """What an island has put there; {} if nothing, or if the store does not answer."""
+    try:
+        store = topology.open_store(topology.question)
+        return json.loads(store.peek(f"{topology.prefix()}/{KEY}") or "{}")
+    except PeerLost:
+        return {}
+
+
+def tell(topology: Topology, told: dict[str, Any]) -> None:
+    """Put it into the store, for islands that join later. A store that is silent now gets it when
+    it answers again: this run can do without.
+    """
+    pulse, text = attempts.join(topology), json.dumps(told)
+
+    def put(at: Asker) -> None:
+        at.set(KEY, text)
+        pulse.no_more(put)
+
+    if not pulse.ask(put, pulse.deadline):
+        pulse.every(put)
