@@ -12,7 +12,7 @@ from typing import Any
 
 from study_cells import Cell, Setting
 from study_front import FRONT
-from study_methods import METHODS, Method, full, sign_loco
+from study_methods import METHODS, Method, full, sign_loco, with_feedback
 from study_questions import QUESTIONS
 from study_robust import ROBUST, winners
 
@@ -68,6 +68,23 @@ def rates(size: str) -> list[Cell]:
     return at_size(tried, size)
 
 
+def nearer(size: str) -> list[Cell]:
+    """What may close the gap of ours to `full` where the model is larger: one change each, at the
+    better rate of `rates`; feedback at a rate of its own.
+    """
+    steps, lr = SIZES[size][1], 5.6e-3
+    tried = [
+        full(),
+        sign_loco(f" lr {lr:g}", lr, steps=steps),
+        *(sign_loco(f" lr {lr:g}", lr, period=h, steps=steps) for h in (2, 3)),
+        sign_loco(f" lr {lr:g}", lr, topk=180, steps=steps),
+        sign_loco(f" int4 lr {lr:g}", lr, steps=steps, value_dtype="int4"),
+        sign_loco(f" outer rate 1 lr {lr:g}", lr, steps=steps, **{"applier.lr": 1.0}),
+        with_feedback(steps=steps),
+    ]
+    return at_size(tried, size)
+
+
 TABLES: dict[str, Table] = {
     "main": Table(
         "every preset, published and tuned", {"": [METHODS[0].published, ALONE]}, METHODS
@@ -81,6 +98,7 @@ TABLES: dict[str, Table] = {
         {
             **{size: sized(size) for size in SIZES},
             "0.92 M, rates": rates("0.92 M"),
+            "0.92 M, changes": nearer("0.92 M"),
         },
         seeds=2,
     ),
