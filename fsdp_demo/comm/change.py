@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ..errors import PeerLost, StoreSilent
 from . import moves
@@ -70,7 +71,7 @@ class ChangeDesk:
         self._patience, self._failed = patience, failed
         self.epoch = 0
         self._at: Asker | None = None
-        self._met = False
+        self._met, self._own = False, ""
         self._jobs: queue.SimpleQueue[Callable[[Asker], None] | None] = queue.SimpleQueue()
         self._watched: Watched | None = None
         self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
@@ -86,8 +87,8 @@ class ChangeDesk:
         """
 
         def job(at: Asker) -> None:
-            self._met = True
-            at.set(_report_key(report.view, report.member, report.rank), report_text(report))
+            self._met, self._own = True, _report_key(report.view, report.member, report.rank)
+            self._write(lambda: at.set(self._own, report_text(report)))
             self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
 
         self._jobs.put(job)
@@ -123,7 +124,7 @@ class ChangeDesk:
 
     def fetch(self, epoch: int) -> None:
         """Read a record that somebody has announced."""
-        self._jobs.put(lambda at: self._seen(at.get(_record_key(epoch)).decode()))
+        self._jobs.put(lambda at: self._seen(at, at.get(_record_key(epoch)).decode()))
 
     def close(self) -> None:
         """End the thread, unless a silent store holds it."""
@@ -178,13 +179,28 @@ class ChangeDesk:
         self._met = True
 
     def _hand_in(self, at: Asker, record: Record) -> None:
-        self._seen(at.compare_set(_record_key(record.epoch), "", record_text(record)))
+        key, text = _record_key(record.epoch), record_text(record)
+        if stands := self._write(lambda: at.compare_set(key, "", text)):
+            self._seen(at, stands)
 
-    def _seen(self, text: str) -> None:
+    def _write(self, ask: Callable[[], Any]) -> Any:
+        """What the store answers. It may refuse: it is full, say. Nobody can finish a change then,
+        and this rank does not wait for one.
+        """
+        try:
+            return ask()
+        except ValueError as error:
+            self._failed(str(error))
+            return None
+
+    def _seen(self, at: Asker, text: str) -> None:
         record = read_record(text)
-        if self._watched is not None and record.view == record.epoch > self._watched.view:
-            self._watched = None  # the change is over
+        over = self._watched is not None and record.view == record.epoch > self._watched.view
+        if over:
+            self._watched = None
         self._tell(moves.RecordSeen(record))
+        if over:  # nobody acts on reports once the record stands, and a run of weeks makes many
+            at.delete(self._own)
 
     def _look(self, at: Asker) -> None:
         watched = self._watched
@@ -192,20 +208,19 @@ class ChangeDesk:
             return
         if text := at.peek(_record_key(watched.epoch)):
             watched.epoch += 1
-            self._seen(text)
+            self._seen(at, text)
             return
+        # a report that came before the limit counts, however long the questions take
+        late = time.monotonic() > watched.until
         for member in watched.members:
-            for rank in range(self._ranks):
-                key = _report_key(watched.view, member, rank)
-                if (
-                    key not in watched.found
-                    and key not in watched.damaged
-                    and (text := at.peek(key))
-                ):
+            keys = [_report_key(watched.view, member, rank) for rank in range(self._ranks)]
+            keys = [k for k in keys if k not in watched.found and k not in watched.damaged]
+            for key, text in zip(keys, at.peek_all(keys), strict=True):
+                if text:
                     watched.take(key, text)
         now, awaited = time.monotonic(), watched.awaited(self._ranks)
         given_up = bool(awaited) and awaited <= watched.lost and now > watched.since + MINORITY
-        if (given_up or now > watched.until) and not watched.waited:
+        if (given_up or late) and not watched.waited:
             watched.waited = watched.new = True
         have, of = {r.member for r in watched.found.values()}, len(watched.members)
         few = 2 * len(have) < of or (2 * len(have) == of and watched.members[0] not in have)

@@ -488,7 +488,7 @@ class Driver:
             view, lost = int(word[1]), set(word[2])
             self._soon.append((time.monotonic() + SOON, lambda: self._freeze_too(view, lost)))
         elif member is not None and what == "beat":
-            self.signs.next_of[member] = int(word[1])
+            self.signs.heard(member, int(word[1]))
         elif member is not None and what == "landed?":
             self.signs.say(["beat", self.machine.next], [self.notes[member]])
         elif member is not None and what == "joined" and self.guests is not None:

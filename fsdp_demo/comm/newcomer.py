@@ -72,11 +72,23 @@ class Reached:
             w.close(0)
 
 
-def newest(at: Asker) -> Record | None:
-    """The newest record of a run; None where there is none."""
-    found, epoch = None, 0
-    while text := at.peek(f"record/{epoch}"):
-        found, epoch = read_record(text), epoch + 1
+def newest(at: Asker, known: Record | None = None) -> Record | None:
+    """The newest record of a run; None where there is none.
+
+    Epochs have no gaps, so few questions find the last one: steps that double, then halves. A run
+    of weeks has hundreds of records, and the store may be far away.
+
+    Args:
+        known: a record of the run, from which the search goes on.
+    """
+    found, there, step = known, -1 if known is None else known.epoch, 1
+    missing = None
+    while missing is None or missing - there > 1:
+        epoch = there + step if missing is None else (there + missing) // 2
+        if text := at.peek(f"record/{epoch}"):
+            found, there, step = read_record(text), epoch, 2 * step
+        else:
+            missing = epoch
     return found
 
 
@@ -97,6 +109,7 @@ def reach(
         PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
     """
     end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
+    record: Record | None = None
     key = f"in/{me.slot}.{me.incarnation}"
     # two islands that come at once would each be let into some peer groups only
     while peer_group and not at.peek(key):
@@ -104,7 +117,7 @@ def reach(
             raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
         time.sleep(AGAIN / 5)
     while time.monotonic() < end:
-        record = newest(at)
+        record = newest(at, record)
         members = [m for m in record.members if m.slot != me.slot] if record is not None else []
         # lost meanwhile, or to be tried again
         for m in [m for m in reached if m not in members or reached[m].failed]:

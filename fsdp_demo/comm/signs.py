@@ -36,7 +36,8 @@ class Signs:
             messages. siblings: for each other rank of this island that has a peer group, by its
             number.
         dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
-        patience: seconds without progress, given how long the last messages took.
+        patience: seconds without progress, given how long the last messages took. Nothing is known
+            of a peer that has not moved since it came: its first step may compile.
 
     Attributes:
         began: when this rank has launched each message that is not delivered here, by number.
@@ -63,6 +64,7 @@ class Signs:
         self.rounds: deque[float] = deque(maxlen=50)
         self.next_of: dict[Member, int] = {}
         self.leaving: set[Member] = set()
+        self._came_with: dict[Member, int] = {}
         self._ended: dict[Member, float] = {}
         self._signed, self._standing = 0.0, dict[Wire, float]()
 
@@ -113,6 +115,7 @@ class Signs:
     def drop(self, member: Member) -> None:
         """A peer less."""
         self._ended.pop(member, None)
+        self._came_with.pop(member, None)
         for wire in [self.notes.pop(member), *self.connections.pop(member, [])]:
             wire.close(0)
 
@@ -121,6 +124,11 @@ class Signs:
         for wire in self.wires:
             wire.heard_at = now
         self.began, self._standing = dict.fromkeys(self.began, now), {}
+
+    def heard(self, member: Member, next: int) -> None:
+        """A peer has said its next message."""
+        self.next_of[member] = next
+        self._came_with.setdefault(member, next)
 
     def quiet(self, now: float, unheard: bool = False) -> list[Member]:
         """Peers that have missed several beats; `unheard`: also who was never heard, as by a
@@ -136,7 +144,7 @@ class Signs:
     def lost(self, now: float) -> dict[Member, str]:
         """Who is lost, and why."""
         oldest = min(self.began, default=-1)
-        late = oldest >= 0 and now - self.began[oldest] > self._patience(self.rounds)
+        waited = now - self.began[oldest] if oldest >= 0 else 0.0
         found: dict[Member, str] = {}
         silent = False
         for member in self.notes:
@@ -150,8 +158,8 @@ class Signs:
                 found[member] = (
                     f"one of its connections has stood for {self.dead:g} s while others move"
                 )
-            elif late and self.next_of.get(member, 0) <= oldest:
-                found[member] = f"no progress for {now - self.began[oldest]:.0f} s"
+            elif waited > self._slow(member) and self.next_of.get(member, 0) <= oldest:
+                found[member] = f"no progress for {waited:.0f} s"
         if silent:  # who has fallen silent with it would otherwise stand in the report as heard
             found = {**{m: "silent, too" for m in self.quiet(now)}, **found}
         return found
@@ -174,6 +182,11 @@ class Signs:
 
     def _heard_at(self, member: Member) -> float:
         return max(w.heard_at for w in self._of(member))
+
+    def _slow(self, member: Member) -> float:
+        """Seconds that a peer may take for a step."""
+        moved = self.next_of.get(member, 0) > self._came_with.get(member, 0)
+        return self._patience(self.rounds if moved else ())
 
     def _silence(self, member: Member) -> float:
         """Seconds that a peer may be silent: longer until it was heard first."""

@@ -14,7 +14,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
@@ -90,7 +90,23 @@ class Asker:
 
     def peek(self, key: str) -> str:
         """The value of a key, "" if it is not there: one question."""
-        return self.compare_set(key, "", "")
+        return self.peek_all([key])[0]
+
+    def peek_all(self, keys: Sequence[str]) -> list[str]:
+        """The values of keys, "" for one that is not there: one question of a durable store, which
+        writes nothing; one for each key of torch's, which keeps "" for a missing key.
+        """
+        if not keys or not isinstance(self.store, BoundedStore):
+            return [self.compare_set(key, "", "") for key in keys]
+        found = self._ask(lambda store: store.find_all([self.prefix + key for key in keys]))
+        return [
+            self._bounded(key, value).decode(errors="replace")
+            for key, value in zip(keys, found, strict=True)
+        ]
+
+    def delete(self, key: str) -> None:
+        """Delete a key; nothing happens if it is not there."""
+        self._ask(lambda store: store.delete_key(self.prefix + key))
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..errors import WireError
 from .stores import LARGEST
 
-VERSION = 1
+VERSION = 2
 LARGEST_MESSAGE = 2 * LARGEST + 4096
 """Bytes of a question or an answer: two values and a key."""
 
@@ -37,8 +37,8 @@ _QUESTION, _ANSWER, _LENGTH = (
 
 
 class Kind(IntEnum):
-    """What is asked. Fields: key; key and value; key and amount; key, expected and desired;
-    keys.
+    """What is asked. Fields: key; key and value; key and amount; key, expected and desired; keys
+    of CHECK and FIND.
     """
 
     HELLO = 0
@@ -48,10 +48,11 @@ class Kind(IntEnum):
     ADD = 4
     COMPARE_SET = 5
     DELETE = 6
+    FIND = 7
 
 
 FIELDS = {Kind.HELLO: 0, Kind.GET: 1, Kind.SET: 2, Kind.ADD: 2, Kind.COMPARE_SET: 3, Kind.DELETE: 1}
-"""How many fields a question has; CHECK has any number."""
+"""How many fields a question has; CHECK and FIND have any number."""
 
 
 class Status(IntEnum):

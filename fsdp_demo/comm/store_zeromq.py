@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,6 +44,7 @@ FIRST = 1.0
 
 RARELY = 10.0
 AGAIN = 0.1  # seconds between two tries to connect
+AT_ONCE = 1024  # keys in one question
 NOBODY_LISTENS = "nobody listens"
 
 ENDED = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
@@ -293,6 +295,13 @@ class ZeroMQStore(BoundedStore):
         """See `BoundedStore`."""
         answer = self._ask(Kind.GET, key_bytes(key))
         return None if answer.status is Status.MISSING else answer.fields[0]
+
+    def find_all(self, keys: Sequence[str]) -> list[bytes]:
+        """See `BoundedStore`: one question, and more where the values do not fit in one answer."""
+        wanted, found = [key_bytes(key) for key in keys], list[bytes]()
+        while len(found) < len(wanted):
+            found += self._ask(Kind.FIND, *wanted[len(found) : len(found) + AT_ONCE]).fields
+        return found
 
     def check(self, keys: list[str]) -> bool:
         """See `BoundedStore`."""

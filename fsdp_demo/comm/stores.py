@@ -8,6 +8,7 @@ import copy
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from ..errors import StoreSilent
@@ -93,6 +94,12 @@ class BoundedStore(ABC):
     @abstractmethod
     def find(self, key: str) -> bytes | None:
         """The value of a key, None if it is not there."""
+
+    def find_all(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys, b"" for one that is not there. `deadline` is of each question that
+        this takes.
+        """
+        return [self.find(key) or b"" for key in keys]
 
     @abstractmethod
     def check(self, keys: list[str]) -> bool:

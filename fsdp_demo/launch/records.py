@@ -174,10 +174,23 @@ class Records:
         return Answer(status, question.number, fields)
 
     def _read(self, question: Question) -> tuple[Status, tuple[bytes, ...]]:
+        if question.kind is Kind.FIND:
+            return Status.DONE, self._found(question.fields)
         values = [self._value(_key(key)) for key in question.fields]
         if question.kind is Kind.CHECK:
             return Status.DONE, (b"0" if None in values else b"1",)
         return (Status.MISSING, ()) if values[0] is None else (Status.DONE, (values[0],))
+
+    def _found(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        """The values of the first keys, as many as one answer has room for: one at least."""
+        found, room = list[bytes](), LARGEST
+        for key in keys:
+            value = self._value(_key(key)) or b""
+            room -= len(value)
+            if found and room < 0:
+                break
+            found.append(value)
+        return tuple(found)
 
     def _changed(self, question: Question) -> tuple[Status, tuple[bytes, ...]]:
         """Make a change, or give the answer that was given when it was made."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch.distributed as dist
 
 from fsdp_demo.comm import change, moves
 from fsdp_demo.comm.change import ChangeDesk
-from fsdp_demo.comm.epochs import Member, Report
+from fsdp_demo.comm.epochs import Member, Record, Report
 from fsdp_demo.comm.record_json import report_text
 from fsdp_demo.comm.store_client import Asker
 
@@ -29,9 +30,8 @@ class Told:
             Asker(dist.HashStore(), "the test", 5.0),
             queue.SimpleQueue[moves.ReportsSeen](),
         )
-        self.desk = ChangeDesk(
-            lambda: self.store, 1, dead, 60.0, self._events.put, lambda reason: None
-        )  # type: ignore[arg-type]
+        self.failed = queue.SimpleQueue[str]()
+        self.desk = ChangeDesk(lambda: self.store, 1, dead, 60.0, self._events.put, self.failed.put)  # type: ignore[arg-type]
 
     def reports(self, *members: Member) -> None:
         for member in members:
@@ -96,3 +96,51 @@ def test_who_was_lost_before_but_is_heard_by_another_is_waited_for(told: Told) -
     assert told.next() == ([A, B], False)
     with pytest.raises(queue.Empty):
         told.next(1.0)
+
+
+def test_a_report_that_came_in_time_counts_however_far_the_store_is() -> None:
+    """One look takes longer than a peer may be silent. The report comes after its place was read,
+    and before the limit.
+    """
+    told = Told(dead=0.5)
+    reads = told.store.peek_all
+
+    def slow(keys: Sequence[str]) -> list[str]:
+        found = reads(keys)
+        if "report/0/1.0.0" in keys and not any(found):
+            told.reports(B)
+            time.sleep(1.0)
+        return found
+
+    told.store.peek_all = slow  # type: ignore[method-assign]
+    try:
+        told.reports(C)
+        told.desk.post(report(A, *MEMBERS), MEMBERS, 0)
+        assert told.next() == ([A, C], False)
+        assert told.next() == ([A, B, C], True)
+    finally:
+        told.desk.close()
+
+
+def test_a_report_is_deleted_when_the_change_is_over(told: Told) -> None:
+    """A run of weeks makes many, and the store has an end."""
+    told.reports(B, C)
+    told.desk.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.next() == ([A, B, C], False)
+    told.desk.propose(Record(1, 1, MEMBERS, (0, 0, 0)))
+    end = time.monotonic() + 20.0
+    while told.store.check(["report/0/0.0.0"]):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert told.store.check(["report/0/1.0.0", "record/1"])  # B deletes its own
+
+
+def test_a_store_that_refuses_ends_the_wait_at_once(told: Told) -> None:
+    """A full one, say: nobody can finish a change there."""
+
+    def full(key: str, value: str) -> None:
+        raise ValueError("the store refuses: it holds 100000 keys")
+
+    told.store.set = full  # type: ignore[method-assign]
+    told.desk.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.failed.get(timeout=20.0) == "the store refuses: it holds 100000 keys"

@@ -21,6 +21,7 @@ from fsdp_demo.comm.store_client import Asker
 from fsdp_demo.comm.store_wire import (
     LARGEST_MESSAGE,
     NOBODY,
+    VERSION,
     Answer,
     Kind,
     Question,
@@ -250,6 +251,41 @@ def test_a_repeated_question_has_its_first_answer_and_an_old_one_none(tmp_path: 
     records = Records(tmp_path / "keys")
     assert records.answer([add, add]) == [one, one] and one.fields == (b"1",)
     records.close()
+
+
+def test_many_keys_are_found_by_one_question_and_nothing_is_written(tmp_path: Path) -> None:
+    """One answer has room for 1 MiB of values, and for one value at least."""
+    records = Records(tmp_path / "keys")
+    values = {b"a": b"1" * (LARGEST // 2), b"b": b"2" * (LARGEST // 2), b"c": b"3", b"d": b""}
+    for number, (key, value) in enumerate(values.items(), 1):
+        records.answer([question(Kind.SET, records, number, key, value)])
+    ask = question(Kind.FIND, records, 9, b"nothing", b"a", b"b", b"c")
+    (found,) = records.answer([ask])
+    assert found is not None and found.fields == (b"", values[b"a"], values[b"b"])
+    (found,) = records.answer([ask._replace(number=10, fields=(b"d", b"c", b"nothing"))])
+    assert found is not None and found.fields == (b"", b"3", b"")
+    assert records._held == len(values)
+    records.close()
+
+
+def test_a_client_finds_all_keys_whatever_fits_in_one_answer(run_ranks: Any) -> None:
+    def fn(folder: Path) -> bool:
+        store = Durable()
+        client = store.client()
+        values = {f"k{n}": bytes([n % 256]) * (n % 7 * 100_000) for n in range(40)}
+        for key, value in values.items():
+            client.set(key, value)
+        at = Asker(client, "here", 20.0)
+        keys = [*values, "nothing", *reversed(values)]
+        found = client.find_all(keys)
+        return (
+            found == [values.get(key, b"") for key in keys]
+            and at.peek_all(["nothing", "k1"]) == ["", "\x01" * 100_000]
+            and at.peek_all([]) == []
+            and client.find("nothing") is None
+        )
+
+    assert alone(run_ranks, fn)
 
 
 def test_a_lost_comparison_that_comes_late_does_not_act(tmp_path: Path) -> None:
@@ -567,13 +603,13 @@ def test_a_store_of_another_release_is_told_apart(run_ranks) -> None:
         from fsdp_demo.comm import store_wire
 
         store = Durable()
-        store_wire.VERSION = 2
+        store_wire.VERSION += 1
         with pytest.raises(ValueError) as error:
             store.client().check(["k"])
         return str(error.value)
 
     text = alone(run_ranks, fn)
-    assert "is no store of this release" in text and "version 1, expected version 2" in text
+    assert "is no store of this release" in text and "version 2, expected version 3" in text
 
 
 def test_questions_and_answers_read_back_and_torn_ones_do_not() -> None:
@@ -587,6 +623,6 @@ def test_questions_and_answers_read_back_and_torn_ones_do_not() -> None:
         for size in range(len(data)):
             with pytest.raises(WireError):
                 read(data[:size])
-    long = struct.pack("<4sBBHQI", b"FDSA", 1, 0, 1, 1, 24) + struct.pack("<I", 2**32 - 1)
+    long = struct.pack("<4sBBHQI", b"FDSA", VERSION, 0, 1, 1, 24) + struct.pack("<I", 2**32 - 1)
     with pytest.raises(WireError, match="torn"):
         read_answer(long)

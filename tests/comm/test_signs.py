@@ -1,0 +1,87 @@
+"""Who is slow, and for how long that is borne."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_demo.comm.epochs import Member, Record
+from fsdp_demo.comm.meet import patience
+from fsdp_demo.comm.newcomer import newest
+from fsdp_demo.comm.record_json import record_text
+from fsdp_demo.comm.signs import Signs
+from fsdp_demo.comm.store_client import Asker
+
+NEW = Member(1, 1)
+
+
+class Quiet(SimpleNamespace):
+    """A connection on which something has just come."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def signs_of(member: Member) -> Signs:
+    """What a rank hears of `member`, after 50 quick messages."""
+
+    def wire() -> Any:
+        return Quiet(gone="", heard_at=time.monotonic(), stood=0.0, close=lambda linger: None)
+
+    signs = Signs(
+        None,  # type: ignore[arg-type]
+        {},
+        {},
+        {},
+        10.0,
+        600.0,
+        lambda rounds: patience(rounds, 600.0),
+    )
+    signs.rounds.extend([0.3] * 50)
+    signs.admit(member, wire(), [wire()], time.monotonic())
+    return signs
+
+
+def test_a_newcomer_may_compile_before_its_first_step() -> None:
+    """It has the time of the start, ISLAND_TIMEOUT. After its first step it has what all have."""
+    signs, now = signs_of(NEW), time.monotonic()
+    signs.heard(NEW, 1003)  # its base
+    for waited, lost in ((61.0, False), (599.0, False), (601.0, True)):
+        signs.began = {1003: now - waited}
+        assert bool(signs.lost(now)) is lost, waited
+    signs.heard(NEW, 1004)
+    for waited, lost in ((59.0, False), (61.0, True)):
+        signs.began = {1004: now - waited}
+        assert bool(signs.lost(now)) is lost, waited
+    assert signs.lost(now) == {NEW: "no progress for 61 s"}
+    signs.drop(NEW)
+    assert signs.lost(now) == {}
+
+
+@pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
+def test_the_newest_record_is_found_by_few_questions(records: int) -> None:
+    """A run of weeks has hundreds, and a newcomer looks again and again."""
+    at = Asker(dist.HashStore(), "here", 5.0)
+    made = [Record(n, n, (Member(0),), (0,)) for n in range(records)]
+    for record in made:
+        at.set(f"record/{record.epoch}", record_text(record))
+    asked = itertools.count()
+    peeks = at.peek_all
+
+    def count(keys: Any) -> list[str]:
+        next(asked)
+        return peeks(keys)
+
+    at.peek_all = count  # type: ignore[method-assign]
+    found = newest(at)
+    assert found == (made[-1] if made else None)
+    assert next(asked) <= 2 * max(records, 1).bit_length() + 1
+    for known in made[:: max(records // 10, 1)]:
+        assert newest(at, known) == made[-1]
+    asked = itertools.count()
+    assert newest(at, found) == found
+    assert next(asked) == 1
