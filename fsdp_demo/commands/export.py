@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
         "--step",
         type=int,
         metavar="N",
-        help="of the checkpoints (default: the newest that is whole)",
+        help="of the checkpoints (default: the newest that suffices for the model)",
     )
     sub.add_argument("--island", type=int, metavar="I", help="this island's replica alone")
     sub.add_argument(

@@ -21,8 +21,8 @@ _EXAMPLE = """example:
 _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 _INNER = ("adamw", "adam", "muon", "muonadamw", "sgd")
 _USAGE = (
-    "fsdp-demo plan [--model NAME | --params N] --islands R --link RATE --step-time TIME [options] "
-    "[-- torchrun ... SCRIPT ARGS]"
+    "fsdp-demo plan [--model NAME | --params N] --link RATE [--islands R] [--step-time TIME] "
+    "[options] [-- torchrun ... SCRIPT ARGS]"
 )
 
 
@@ -48,10 +48,10 @@ def add(commands: Any) -> None:
         "--islands",
         default="2",
         metavar="R",
-        help="how many; a list; or a range that doubles, as in 2:64",
+        help="how many; a list; or a range that doubles, as in 2:64 (default: 2)",
     )
     model.add_argument("--shards", type=int, metavar="S", help="ranks of an island (default: 1)")
-    model.add_argument("--device", default="h100", metavar="NAME", help="of a rank")
+    model.add_argument("--device", default="h100", metavar="NAME", help="of a rank (default: h100)")
     model.add_argument("--memory", metavar="SIZE", help="of a rank's device, as in 80GB")
     line = sub.add_argument_group("link")
     line.add_argument(
@@ -76,7 +76,11 @@ def add(commands: Any) -> None:
     step.add_argument("--tokens", metavar="N", help="of the run, all islands, as in 20B")
     step.add_argument("--tokens-per-step", metavar="N", help="of one island")
     step.add_argument(
-        "--measure-steps", type=int, default=20, metavar="N", help="of the script after --"
+        "--measure-steps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="of the script after -- (default: 20)",
     )
     what = sub.add_argument_group("methods")
     what.add_argument(

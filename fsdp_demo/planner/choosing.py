@@ -56,8 +56,8 @@ Delays up to 5 cost little (2501.18512).
 """
 
 STUDIED: dict[str, _Forms] = {"sign_loco": [{"period": 5}]}
-"""What won our study. For models of its order of size it comes right behind the all-reduce. With
-longer periods it lost there.
+"""What ended lowest in our study of all that have AdamW or SGD inside. For models of its order of
+size it comes right behind the all-reduce. With longer periods it lost there.
 """
 
 SHORTER = (20, 10, 5)
@@ -140,8 +140,8 @@ def _tried(
 
 
 def rising(config: ExchangeConfig, length: float | None) -> ExchangeConfig:
-    """For a run of so many steps: what won our study has outer momentum that rises over half of the
-    rounds, or over the preset's number if that is less.
+    """For a run of so many steps: what leads our study has outer momentum that rises over half of
+    the rounds, or over the preset's number if that is less.
     """
     if length is None or config.preset not in STUDIED:
         return config

@@ -281,7 +281,7 @@ PEERS = {
             "demo",
             "published DeMo",
             PublishedDemo,
-            differs="int8 values, no transform of embeddings",
+            differs="int8 values",
         ),
     )
 }

@@ -17,7 +17,8 @@ import torch  # noqa: E402
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
-batches = [torch.randn(4, 8) for _ in range(2)]
+steps, loader = 2, [torch.randn(4, 8) for _ in range(2)]
+batches = loader
 config = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 1.0,
