@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import time
 from collections import deque
 from types import SimpleNamespace
@@ -185,6 +186,66 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
     assert run_ranks(run, 2, 1) == [[True, True, True, True]] * 2
 
 
+def test_who_has_lost_its_state_hears_what_the_others_resume_with(
+    run_ranks: Any, everywhere: Any
+) -> None:
+    """All have ended, and one has lost its disk: it takes over from the other, also its method."""
+    a_link(1e5, everywhere)
+
+    def run(me: Any) -> tuple[bool, Any, Any, list[torch.Tensor]]:
+        def start(state: Any = None, step: int = 0) -> tuple[Any, ...]:
+            model = model_of()
+            optimizer = optimizer_of("adamw", model)
+            exchange = fsdp_demo.attach(optimizer, "auto", model=model, state=state, step=step)
+            return model, optimizer, exchange
+
+        model, optimizer, exchange = start()
+        train(model, optimizer, me.island, range(STEPS))
+        exchange.finish()
+        state, chosen, why = exchange.state_dict(), exchange.config, exchange.auto_choice
+        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+        exchange.detach()
+        os.environ["ISLAND_RUN"] += "-again"
+        if me.island == 0:
+            model, optimizer, again = start()
+        else:
+            model = model_of()
+            model.load_state_dict(kept)
+            optimizer = optimizer_of("adamw", model)
+            again = fsdp_demo.attach(optimizer, "auto", model=model, state=state, step=STEPS)
+        return again.config == chosen, again.auto_choice == why, again.step, weights(model)
+
+    (*first, mine), (*second, others) = run_ranks(run, 2, 1)
+    assert first == second == [True, True, STEPS]
+    assert all(map(torch.equal, mine, others))
+
+
+def test_islands_with_unlike_devices_choose_for_the_slowest(
+    run_ranks: Any, everywhere: Any
+) -> None:
+    a_link(1e7, everywhere)
+
+    def run(me: Any) -> str:
+        name = ["cpu", "h100"][me.island]
+        first_steps.__dict__["device_name"] = lambda device: name
+        planned = list[str]()
+        choose = first_steps.chosen
+
+        def note(situation: Situation, host: Any) -> Any:
+            planned.append(situation.device)
+            return choose(situation, host)
+
+        first_steps.__dict__["chosen"] = note
+        model = model_of()
+        optimizer = optimizer_of("adamw", model)
+        exchange = fsdp_demo.attach(optimizer, "auto", model=model)
+        train(model, optimizer, me.island, range(MEASURED))
+        exchange.detach()
+        return planned[0]
+
+    assert run_ranks(run, 2, 1) == ["cpu", "cpu"]
+
+
 def test_a_state_of_an_earlier_release_is_refused() -> None:
     with pytest.raises(ValueError, match="name the method it was saved under"):
         earlier_choice.known_choice(fsdp_demo.Topology.from_env({}), {"step": 3}, ALONE)
@@ -288,6 +349,7 @@ def test_the_users_optimizer_is_kept(rate: float) -> None:
         chosen = chosen_in(situation, exchange.host).config
         allowed = ("sgd", "any") if kind == "sgd" else ("adamw", "any")
         assert set(allowed) & set(chosen.inner_optimizers)
+        assert chosen.preset != "muloco", "AdamW is only the partner of Muon there"
         assert kind == "sgd" or not keeps_momentum(chosen)
         exchange.detach()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +22,10 @@ log = logging.getLogger("fsdp_demo")
 KEY = "auto"
 """Below the run's prefix in the store."""
 
+LOOK = 0.02  # seconds between two looks for what another island says
+
+_begins = itertools.count()  # of this process: each `attach` has keys of its own
+
 
 def remembered(
     topology: Topology, state: Any, config: ExchangeConfig, island: Ranks
@@ -30,6 +36,10 @@ def remembered(
         island: the ranks of this island, which call it together.
     """
     known = known_choice(topology, state, island)
+    if topology.kind == "islands" and topology.islands > 1 and not _under_way(topology):
+        # one that takes over from the others has no state that says it
+        told = island.from_first(lambda: _together(topology, known))
+        known = known or read(told)
     if known is None:
         return config, None
     log.info("auto: the run has chosen before: %s", known[0].describe())
@@ -86,6 +96,36 @@ def _in_store(topology: Topology) -> Any:
         return json.loads(store.peek(f"{topology.prefix()}/{KEY}") or "{}")
     except PeerLost:
         return {}
+
+
+def _together(
+    topology: Topology, known: tuple[ExchangeConfig, AutoChoice | None] | None
+) -> dict[str, Any]:
+    """Say what this island goes on with, and hear what the others that begin do; {} where none of
+    them has chosen. Who does not come is named at the meeting of the islands, right behind this.
+    """
+    own = {} if known is None else method_note(*known)
+    prefix = f"{topology.prefix()}/{KEY}-begin{next(_begins)}"
+    try:
+        store = topology.open_store(topology.question).under(prefix)
+        store.set(str(topology.island), json.dumps(own))
+        said, end = dict[int, str](), time.monotonic() + topology.timeout
+        while missing := [i for i in topology.starters if i not in said]:
+            said |= {i: text for i in missing if (text := store.peek(str(i)))}
+            if time.monotonic() > end or own:
+                break
+            time.sleep(LOOK)
+        return next((told for i in sorted(said) if (told := json.loads(said[i]))), {})
+    except PeerLost:
+        return {}
+
+
+def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, Any]:
+    """What `read` reads."""
+    return {
+        "config": config.to_dict(),
+        "auto_choice": None if choice is None else choice.to_dict(),
+    }
 
 
 def tell(topology: Topology, told: dict[str, Any]) -> None:

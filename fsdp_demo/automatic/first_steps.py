@@ -19,9 +19,9 @@ from ..config.schema import ExchangeConfig
 from ..doctor.quick import quick_probe
 from ..errors import counted, see
 from ..exchange.exchange import Exchange
-from .earlier_choice import known_choice, read, tell
+from .earlier_choice import known_choice, method_note, read, tell
 from .link_health import LinkHealth
-from .situation import chosen, coarse, free_bytes, rounded, situation_of
+from .situation import SLOWEST_LAST, chosen, coarse, device_name, free_bytes, rounded, situation_of
 
 log = logging.getLogger("fsdp_demo")
 
@@ -121,17 +121,19 @@ class _FirstSteps:
         spans = [b - a for a, b in zip(self._ends, self._ends[1:], strict=False)]
         here = statistics.median(spans[1:]) if len(spans) > 1 else 0.0  # the first one warms up
         link = self._link
-        step, slowest, rtt, most = exchange.across_islands.largest(
+        place = SLOWEST_LAST.index(device_name(exchange.host.device))
+        step, slowest, rtt, most, device = exchange.across_islands.largest(
             [
                 here,
                 -math.inf if link is None else -(link.bits_per_second or 0.0),
                 0.0 if link is None else link.rtt,
                 -free_bytes(exchange.host.device),
+                float(place),
             ]
         )
         if not step or slowest < -1e300:
             return  # nobody has measured enough yet: at the next such step
-        self._choose(Link(-slowest, rtt), step, -most)
+        self._choose(Link(-slowest, rtt), step, -most, SLOWEST_LAST[int(device)])
 
     def chosen_meanwhile(self) -> bool:
         """Whether this island has joined while the others were choosing, and has their choice now.
@@ -151,12 +153,15 @@ class _FirstSteps:
         _take(exchange, method, choice, self._model)
         return True
 
-    def _choose(self, link: Link, step: float, memory: float) -> None:
+    def _choose(self, link: Link, step: float, memory: float, device: str) -> None:
         exchange, config = self._exchange, self._config
         seen = Link(coarse(link.bits_per_second or 0.0), coarse(link.rtt))
         planned = AutoChoice("", str(seen), coarse(step), self._steps)
         situation = replace(
-            situation_of(exchange, planned), memory_bytes=memory or None, target=config.target
+            situation_of(exchange, planned),
+            memory_bytes=memory or None,
+            device=device,
+            target=config.target,
         )
         choice = chosen(situation, exchange.host)
         method = config.taken_over(choice.config)
@@ -175,7 +180,7 @@ class _FirstSteps:
         if topology.rank == 0:
             log.info("auto: %s", reason)
             if topology.kind == "islands":  # before the first message of the method
-                tell(topology, {"config": method.to_dict(), "auto_choice": planned.to_dict()})
+                tell(topology, method_note(method, planned))
         exchange.choose(method, self._model)
         exchange.auto_choice = planned
         exchange._runtime.at_end = LinkHealth(exchange, situation)

@@ -22,6 +22,10 @@ the same step.
 """
 
 
+SLOWEST_LAST = sorted(DEVICES, key=lambda name: (DEVICES[name].transformed, name))
+"""Islands may have unlike devices, and choose for the slowest one."""
+
+
 def coarse(value: float) -> float:
     """The nearest number that begins with one of `DIGITS`, by ratio; 0 stays 0.
 
@@ -48,7 +52,7 @@ def situation_of(exchange: Exchange, planned: AutoChoice) -> Situation:
         Link.parse(planned.link),
         planned.step_seconds,
         shards=placed.num_shards,
-        device=_device_name(host.device),
+        device=device_name(host.device),
         steps=planned.steps,
     )
 
@@ -85,7 +89,7 @@ def _fits(config: ExchangeConfig, host: TrainingHost) -> bool:
     return True
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """The planner's name of a device; an unknown GPU counts as an H100."""
     if device.type != "cuda":
         return "cpu"

@@ -188,15 +188,17 @@ class RunState:
         """From this replica's checkpoint; with other numbers, from all that are seen."""
         rank, mine = self.checkpoints.topology.rank, self.checkpoints.path(step)
         if own:
-            self.checkpoints.verify(step)
+            self.checkpoints.verify(mine)
         of = self._replicas([mine] if own else [], self._siblings("checkpoint", step))
+        taken, loops = self._weights(), mine if own else next(iter(of.values()))
+        for folder in sorted({*(of[i] for i in taken), loops} - ({mine} if own else set())):
+            self.checkpoints.verify(folder)
         load_tensors(
-            {of[i] / "model": w for i, w in self._weights().items()},
+            {of[i] / "model": w for i, w in taken.items()},
             self.model,
             self.optimizers,
             self.checkpoints.group,
         )
-        loops = mine if own else next(iter(of.values()))
         self._take(read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1])
 
     def _load_left(self, step: int) -> None:

@@ -81,17 +81,15 @@ class Shelf:
         }
         return sorted(s for s, place in found.items() if _left(place, self.topology) is not None)
 
-    def verify(self, step: int) -> None:
-        """Compare all checksums of a checkpoint, each rank its share. All ranks of the replica come
-        together.
+    def verify(self, folder: Path) -> None:
+        """Compare all checksums of a checkpoint, this replica's or another's, each rank its share.
+        All ranks of the replica come together.
 
         Raises:
             ValueError: on every rank, if a file is damaged.
         """
         rank, world = self.topology.rank, self.topology.world
-        bad = self.ranks.together(
-            lambda: folders.damaged(self.path(step), rank, world), str(self.path(step))
-        )
+        bad = self.ranks.together(lambda: folders.damaged(folder, rank, world), str(folder))
         if self.ranks.any(bool(bad)):
             what = (
                 f"{', '.join(bad)}: checksum does not fit"
@@ -99,7 +97,7 @@ class Shelf:
                 else "another rank found a file whose checksum does not fit"
             )
             raise ValueError(
-                f"{self.path(step)} is damaged ({what}): remove this folder on one island, and all "
+                f"{folder} is damaged ({what}): remove this folder on one island, and all "
                 "resume from the common step before it"
                 f"{see('damaged-checkpoint')}"
             )

@@ -96,6 +96,14 @@ def check_inner(
             )
     if {"any", "as_is"} & set(config.inner_optimizers):
         return
+    muon = {"muon", "muonadamw"}
+    if config.inner_optimizers[0] in muon and not muon & {name.lower() for name in names}:
+        raise ValueError(
+            f"preset {config.preset!r} is defined for Muon with AdamW as its partner, found "
+            f"{' and '.join(names)} alone: build both by "
+            "fsdp_demo.base_optimizer(config, model.named_parameters(), lr), or insist with "
+            f"inner_optimizers='as_is'{see('wrong-optimizer')}"
+        )
     for name, optimizer in zip(names, optimizers, strict=True):
         momentum = (
             [g.get("momentum", 0) for g in optimizer.param_groups]

@@ -221,6 +221,8 @@ def cuts(config: ExchangeConfig, s: Situation) -> bool:
 
 def _allowed(config: ExchangeConfig, keep_inner: str | None) -> bool:
     names = config.inner_optimizers
+    if keep_inner is not None and names[0] in MUON:  # AdamW is there for what is no matrix
+        return keep_inner in MUON
     return keep_inner is None or keep_inner in names or "any" in names or "as_is" in names
 
 

@@ -376,9 +376,9 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path):
     kept.save(20, write("z"))
     (kept.path(20) / "a.txt").write_text("y")  # the same size
     assert kept.complete() == [10, 20]
-    kept.verify(10)
+    kept.verify(kept.path(10))
     with pytest.raises(ValueError, match="a.txt: checksum does not fit"):
-        kept.verify(20)
+        kept.verify(kept.path(20))
 
 
 def test_the_newest_stay(tmp_path):

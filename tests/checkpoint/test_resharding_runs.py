@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp_demo
-from fsdp_demo.checkpoint import load_exchange, save_exchange
+from fsdp_demo.checkpoint import CheckpointManager, RunState, load_exchange, save_exchange
 from fsdp_demo.checkpoint.reshard import average_states, shares
 
 from ..support import layered, probe
@@ -177,3 +177,43 @@ def test_the_loss_goes_on(name: str, run_ranks, tmp_path: Path) -> None:
     fresh = mean_losses(run_ranks(run, 2, 1, args=(name, tmp_path, True, True)))
     print("  without its state          " + " ".join(f"{x:.3f}" for x in fresh))
     assert max(abs(a - b) for a, b in zip(fresh, after, strict=True)) > same  # the bound would tell
+
+
+def test_a_damaged_folder_of_another_island_is_refused(run_ranks: Any) -> None:
+    """With another number of islands its weights are read, too."""
+
+    def state_of(folder: Path) -> RunState:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        topology = fsdp_demo.Topology.from_env()
+        return RunState(
+            CheckpointManager(folder / topology.name, topology),
+            model,
+            torch.optim.AdamW(model.parameters()),
+        )
+
+    def save(me: Any) -> str:
+        state = state_of(me.folder / "run")
+        state.restore(False)
+        exchange = fsdp_demo.attach(state.optimizers[0], "diloco", model=state.model, period=3)
+        for _ in range(4):
+            state.model(torch.randn(4, 64)).square().sum().backward()
+            state.optimizers[0].step()
+            state.optimizers[0].zero_grad()
+        state.save(exchange)
+        exchange.detach()
+        return str(me.folder / "run")
+
+    folder = Path(run_ranks(save, 2, 1)[0])
+    (hit,) = folder.glob("island1/checkpoint-4/model/*.safetensors")
+    data = bytearray(hit.read_bytes())
+    data[-6] ^= 0x40
+    hit.write_bytes(data)
+
+    def load(me: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            state_of(folder).restore(True)
+        return str(error.value)
+
+    (said,) = run_ranks(load, 1, 1)
+    assert "island1/checkpoint-4 is damaged" in said and hit.name in said

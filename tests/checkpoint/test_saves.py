@@ -95,7 +95,7 @@ def refused(me, topology, home, second):
     second.close()  # attach would refuse a wrong preset here
     third = CheckpointManager(home, topology)
     step = third.resolve_resume_step()
-    third.verify(step)
+    third.verify(third.path(step))
     return step, names(home), (home / ASIDE).exists() and any((home / ASIDE).iterdir())
 
 

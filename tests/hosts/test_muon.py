@@ -14,6 +14,7 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import MuonAdamW, preset
+from fsdp_demo.planner import choosing
 
 
 class Tiny(nn.Module):
@@ -220,3 +221,14 @@ def test_a_state_that_no_parameter_has_is_refused(monkeypatch) -> None:
         fsdp_demo.attach(
             torch.optim.RMSprop(model.parameters()), "desloc", model=model, states={"square_avg": 3}
         )
+
+
+def test_muloco_is_refused_for_adamw_alone() -> None:
+    """AdamW is the partner of Muon there, for what is no matrix."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="defined for Muon with AdamW as its partner, found AdamW"):
+        fsdp_demo.attach(optimizer, "muloco", model=model)
+    assert not choosing._allowed(fsdp_demo.preset("muloco"), "adamw")
+    assert choosing._allowed(fsdp_demo.preset("muloco"), "muonadamw")
+    assert choosing._allowed(fsdp_demo.preset("diloco"), "adamw")
