@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from study_gain import capped
 from study_texts import digest
+from study_transforms import TRIALS, register
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset
@@ -82,6 +83,8 @@ class Cell:
         Raises:
             ValueError: the library has no such preset or setting.
         """
+        if any(value in TRIALS for value in self.changes.values() if isinstance(value, str)):
+            register()
         made = preset(self.preset, **{"clip": 1.0, **self.changes})
         made = dataclasses.replace(made, lr=None)
         return capped(made, self.gain) if self.gain else made

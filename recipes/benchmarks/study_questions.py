@@ -127,6 +127,35 @@ TRANSFORM = {
 }
 """At equal bytes: the same number of coefficients in the same code."""
 
+WHERE = {"embeddings": {"delta.no_transform": INNER}, "all": {}}
+OTHERS = {
+    "other transforms on gradients": [
+        form("DCT on all", "demo", 1e-3, **ALL),
+        form("DCT on nothing at 0.004", "demo", 4e-3, transform=False),
+        *(
+            form(f"{name} at {lr:g}", "demo", lr, **ALL, **{"codec.transform": name})
+            for name, rates in {
+                "dct32": (1e-3,),
+                "dct16": (1e-3, 2e-3),
+                "dct8": (2e-3,),
+                "dct_right": (1e-3, 2e-3),
+                "dct_left": (1e-3, 2e-3),
+                "rotation": (1e-3,),
+            }.items()
+            for lr in rates
+        ),
+    ],
+    "other transforms on deltas": [
+        sign_loco(" DCT on nothing"),
+        *(
+            sign_loco(f" {name} on {where}", **{"codec.transform": name}, **only)
+            for where, only in WHERE.items()
+            for name in ("dct16", "dct_right", "dct_left", "rotation")
+        ),
+    ],
+}
+"""Smaller tiles, one axis, and a rotation without frequencies (study_transforms.py)."""
+
 
 def under(cell: Cell, gain: float) -> Cell:
     """An outer momentum as large as the cap allows, up to 0.9, from the second round on."""
@@ -137,6 +166,7 @@ def under(cell: Cell, gain: float) -> Cell:
 QUESTIONS = {
     **{f"published form of {name}": cells for name, cells in FORMS.items()},
     **TRANSFORM,
+    **OTHERS,
     "demo in AdamW's form": DEMO_ADAMW,
     **{f"decoupled R = {r}": decoupled(r) for r in (2, 4, 8)},
     **DIVISORS,

@@ -93,6 +93,11 @@ TABLES: dict[str, Table] = {
     "robust": Table("where the winners hold", ROBUST, seeds=3),
     "text": Table("does the order hold on another text (--data)", {"": winners()}, seeds=1),
     "questions": Table("questions with a number each", QUESTIONS),
+    "precision": Table(
+        "does bf16 change the order",
+        {p: winners(f" {p}", setting=Setting(precision=p)) for p in ("bf16", "fp32")},
+        seeds=1,
+    ),
     "size": Table(
         "does the gap shrink with size",
         {

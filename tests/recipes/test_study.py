@@ -30,11 +30,17 @@ import study_rounds  # noqa: E402
 import study_run  # noqa: E402
 import study_stats  # noqa: E402
 import study_texts  # noqa: E402
+import study_transforms  # noqa: E402
 from pretrain import TrainArguments, load_model, schedule  # noqa: E402
 from study_cells import Cell, Run, Setting  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 
 from fsdp_demo import attach, base_optimizer  # noqa: E402
+from fsdp_demo.compression import transform as transforms  # noqa: E402
+from fsdp_demo.compression.blocks import EDGE, Layout  # noqa: E402
+from fsdp_demo.config import channel as checks  # noqa: E402
+
+from ..oracles.dct import basis  # noqa: E402
 
 SHORT = Setting("tiny", steps=5, batch=2, length=32, warmup=2, held_out=4, precision="fp32")
 CELLS = [
@@ -47,6 +53,16 @@ CELLS = [
 def texts(*_):
     rows = np.random.default_rng(0).integers(0, 256, (40, 32)).astype(np.int32)
     return study_texts.Texts(rows[4:], rows[:4])
+
+
+@pytest.fixture(autouse=True)
+def own_transforms(monkeypatch):
+    """What the study registers ends with its test."""
+    monkeypatch.setattr(transforms, "MATRICES", dict(transforms.MATRICES))
+    monkeypatch.setattr(transforms, "Transform", transforms.Transform)
+    monkeypatch.setattr(checks, "TRANSFORMS", checks.TRANSFORMS)
+    yield
+    transforms._matrix.cache_clear()
 
 
 # -- replicas as threads --------------------------------------------------------------------------
@@ -167,6 +183,51 @@ def test_a_capped_run_steps_by_what_it_measures(run_ranks):
     assert at_rate["loss"] == without["loss"] and above["loss"] != without["loss"]
     assert above["equal_at_end"] is True
     assert Run(low, SHORT, 0).key("v") != Run(high, SHORT, 0).key("v")
+
+
+@pytest.mark.parametrize("name", study_transforms.TRIALS)
+def test_a_trial_transforms_block_by_block(name):
+    """Written out for every block of 64 rows and columns, the last one of 2 rows; both directions,
+    and into an accumulator, as the library calls it."""
+
+    def matrix(n):
+        if name == "rotation":
+            return study_transforms.turned(n)
+        tile = int(name[3:]) if name[3:].isdigit() else n
+        parts = [basis(min(tile, n - at)) for at in range(0, n, tile)]
+        return torch.block_diag(*parts)
+
+    cell = Cell(name, "demo", {"momentum.no_transform": [], "codec.transform": name})
+    codec = cell.config().channels[0].codec
+    layout = Layout([(642, 128)], ["transform"])
+    x = torch.randn(642, 128)
+    expected = torch.empty(642, 128)
+    for i in range(0, 642, EDGE):
+        for j in range(0, 128, EDGE):
+            block = x[i : i + EDGE, j : j + EDGE].double()
+            left = torch.eye(len(block)) if name == "dct_right" else matrix(len(block))
+            right = torch.eye(EDGE) if name == "dct_left" else matrix(EDGE)
+            expected[i : i + EDGE, j : j + EDGE] = left.double() @ block @ right.double().T
+
+    def unpacked(work):
+        out = torch.empty(642, 128)
+        layout.unpack(work, [out])
+        return out
+
+    work = layout.new("cpu")
+    layout.pack([x], work)
+    start = work.clone()
+    transforms.transform(codec, layout, work)
+    torch.testing.assert_close(unpacked(work), expected, atol=1e-5, rtol=1e-5)
+
+    added = torch.ones_like(work)
+    with transforms.make_transform(codec, "cpu") as made:
+        for part in (part for w in layout.windows("cpu") for part in w.inner):
+            made.add(part.group, part.of(start.clone()), part.of(added), 0.5, 2.0)
+    torch.testing.assert_close(unpacked(added), 0.5 + 2.0 * expected, atol=2e-5, rtol=1e-5)
+
+    transforms.transform(codec, layout, work, inverse=True)
+    torch.testing.assert_close(unpacked(work), x, atol=1e-5, rtol=1e-5)
 
 
 def test_a_replica_that_fails_ends_the_run(run_ranks):
