@@ -94,7 +94,7 @@ fit() {
     case $1 in
         local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
             given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
-        decoupled_momentum | sparse_loco) # sparser and oftener wins: docs/results.md
+        decoupled_momentum | sparse_loco) # sparser and oftener wins: docs/study.md
             given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
         sign_loco) # its momentum rises over half of the rounds
             period=$((period < 5 ? period : 5))

@@ -485,9 +485,34 @@ def zero_memory() -> Rows:
     return rows
 
 
-def study(name: str) -> Rows:
-    """A table of the study: losses, paired differences with 90 % intervals, bytes."""
+STUDY = {
+    "study-forms": ("questions", "published form"),
+    "study-transform": ("questions", "transform", "other transforms"),
+    "study-demo-adamw": ("questions", "demo in AdamW"),
+    "study-decoupled": ("questions", "decoupled"),
+    "study-divisor": ("questions", "divisor"),
+    "study-feedback": ("questions", "feedback"),
+    "study-states": ("questions", "periods of states"),
+    "study-rise": ("questions", "rise", "cap"),
+    "study-replicas": ("robust", "R ="),
+    "study-rates": ("robust", "rate", "2 x longer", "4 x longer"),
+    "study-periods": ("robust", "periods"),
+    "study-delay": ("robust", "delay"),
+    "study-slow-island": ("robust", "one slow island"),
+    "study-attached": ("robust", "attached"),
+    "study-main": ("main",),
+    "study-size": ("size",),
+    "study-text": ("text",),
+}
+"""Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
+
+
+def study(name: str, *groups: str) -> Rows:
+    """A table of the study, or some groups of it: losses, paired differences with 90 % intervals,
+    bytes.
+    """
     found = load(f"study-{name}.json")["rows"]
+    found = [row for row in found if not groups or row["group"].startswith(groups)]
     groups = len({row["group"] for row in found}) > 1
     head = ["method", "seeds", "loss", "minus the reference", "sent per island", "fewer bytes"]
     rows = [["case", *head] if groups else head]
@@ -592,16 +617,12 @@ def _quarters(rows: list[list[float]]) -> list[float]:
 
 
 TABLES: dict[str, Callable[[], Rows]] = {
-    "study-main": partial(study, "main"),
+    **{name: partial(study, *of) for name, of in STUDY.items()},
     "study-choice": study_choice,
     "study-front": study_front,
     "study-claims": study_claims,
     "study-evidence": study_evidence,
     "study-rounds": study_rounds,
-    "study-questions": partial(study, "questions"),
-    "study-robust": partial(study, "robust"),
-    "study-size": partial(study, "size"),
-    "study-text": partial(study, "text"),
     "quickstart": quickstart,
     "quickstart-settings": quickstart_settings,
     "methods": methods,

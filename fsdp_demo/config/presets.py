@@ -25,7 +25,7 @@ UNPUBLISHED = {"full": "baseline", "sign_loco": "ours"}
 
 WARMUP = 20
 """Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant
-momentum. Measured (docs/results.md): constant over 24 rounds ended worse than one replica alone,
+momentum. Measured (docs/study.md): constant over 24 rounds ended worse than one replica alone,
 a rise over 12 to 24 of them close to the mean gradient at every step. Longer runs were not
 measured, nor whether rounds, steps or the share of the run decide."""
 
@@ -113,7 +113,7 @@ def diloco(
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and
     fp16 or int8 without loss in later work (OpenDiLoCo, INTELLECT-1). Not published, ours: the
     outer momentum rises over the first `momentum_warmup` rounds (0: constant), since a constant one
-    did harm in runs of few rounds (docs/results.md), perhaps by its gain lr (1 + momentum / (1 -
+    did harm in runs of few rounds (docs/study.md), perhaps by its gain lr (1 + momentum / (1 -
     momentum)) = 7. To compare with a paper set it to 0: at period 500 the rise takes 10 000 steps.
     """
     outer = Applier(
@@ -233,7 +233,7 @@ def random(
     No indices travel, and the values are reduced: bytes do not grow with the number of islands.
     Every coefficient is sent once in a pass of 4096 / topk steps. Published: rates 1/2 to 1/32
     (`topk` 128 is 1/32), beta 0.999, sign, fp32 values. Ours: beta 0.95. The published one lost
-    0.16 nats per byte in our study, two seeds (docs/results.md, "Published forms").
+    0.16 nats per byte in our study, two seeds (docs/study.md, "Published forms").
     """
     return _seeded("random", topk, beta, value_dtype, sign, transform, inner_optimizer)
 
@@ -278,7 +278,7 @@ def decoupled_momentum(
     exchange and logs the drift. `lr` is the outer rate of all tensors, also of those that are sent
     whole (`applier.dense_lr` changes theirs alone). Published: inner AdamW 4e-4, betas 0.9 / 0.95,
     period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default,
-    since on deltas it was worth nothing and cost much on attention matrices (docs/results.md).
+    since on deltas it was worth nothing and cost much on attention matrices (docs/study.md).
     """
     one_of("rule", rule, ("consensus", "released"))
     released = rule == "released"
@@ -367,7 +367,7 @@ def sign_loco(
     The outer momentum rises from 0 over the first `momentum_warmup` rounds. The rule says the first
     half of the rounds: set it to steps / (2 period). 48 is that of the 480 steps it was tried on.
 
-    Where the numbers come from: the study of docs/results.md, on 0.49 M parameters with an inner
+    Where the numbers come from: docs/study.md, on 0.49 M parameters with an inner
     AdamW at 8e-3, several seeds. Larger models take lower rates. The other setting that did well is
     `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
     """

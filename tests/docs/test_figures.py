@@ -39,14 +39,9 @@ PLACE = {
     "quickstart": "README.md",
     "methods": "README.md",
     "all-methods": "docs/methods.md",
-    "study-main": "docs/results.md",
-    "study-choice": "docs/results.md",
-    "study-claims": "docs/results.md",
-    "study-questions": "docs/results.md",
-    "study-front": "docs/results.md",
-    "study-robust": "docs/results.md",
-    "study-size": "docs/results.md",
-    "study-text": "docs/results.md",
+    **dict.fromkeys(
+        (*tables.STUDY, "study-front", "study-choice", "study-claims"), "docs/study.md"
+    ),
     "slow-predict": "docs/plan.md",
     "uplinks": "docs/plan.md",
     "published": "docs/results.md",
@@ -94,6 +89,17 @@ def test_a_table_stands_somewhere(name: str) -> None:
     assert name in {found for _, found, _ in marked()}, (
         f"no page has <!-- table: {name} -->; it belongs into {PLACE[name]}"
     )
+
+
+@pytest.mark.parametrize("name", sorted({table for table, *_ in tables.STUDY.values()}))
+def test_every_group_of_the_study_stands_in_one_table(name: str) -> None:
+    for group in {row["group"] for row in tables.load(f"study-{name}.json")["rows"]}:
+        there = [
+            label
+            for label, (of, *begins) in tables.STUDY.items()
+            if of == name and (not begins or group.startswith(tuple(begins)))
+        ]
+        assert len(there) == 1, f"group {group!r} of study-{name}.json stands in {there}"
 
 
 def test_the_planner_has_the_gaps_of_the_study() -> None:

@@ -1,5 +1,5 @@
 """Each passage has one place, sections of the pages about the code say what they are for, and every
-table of docs/results.md has a date, a machine and a command, or says that these were not recorded.
+measured table has a date, a machine and a command, or says that these were not recorded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from ..support import pages
 
 DOCS = pages.ROOT / "docs"
-RESULTS = DOCS / "results.md"
+MEASURED = ("results", "study")
 GENERATED = {"docs/api.md", "docs/commands.md", "docs/configuration.md"}
 FRONT = {"README.md", "docs/index.md"}  # the first page of the repository and that of the site
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
@@ -21,15 +21,21 @@ MACHINE = re.compile(r"CPU core|Xeon|EPYC|no machine matters|machine was not rec
 COMMAND = re.compile(r"```bash|`[^`\n]*\.(?:py|sh)\b[^`\n]*`|commands? .*not recorded")
 
 
-def sections(text: str) -> list[tuple[str, str]]:
-    """(heading, what stands below it up to the next heading) of a page."""
+def sections(text: str, inherit: bool = False) -> list[tuple[str, str]]:
+    """(heading, what stands below it up to the next heading) of a page; `inherit`: below a part of
+    a section stands the beginning of its section, too.
+    """
     lines = text.splitlines()
     code = {n for b in pages.blocks(text) for n in range(b.line, b.line + b.code.count("\n"))}
     heads = [n for n, line in enumerate(lines) if re.match(r"#{2,3} ", line) and n + 1 not in code]
-    return [
-        (lines[start].lstrip("# "), "\n".join(lines[start + 1 : end]).strip() + "\n")
-        for start, end in pairwise([*heads, len(lines)])
-    ]
+    found, section = [], ""
+    for start, end in pairwise([*heads, len(lines)]):
+        below = "\n".join(lines[start + 1 : end]).strip() + "\n"
+        section = section if lines[start].startswith("###") else below
+        if inherit and section is not below:
+            below += section
+        found.append((lines[start].lstrip("# "), below))
+    return found
 
 
 def written() -> list[tuple[str, str]]:
@@ -79,7 +85,7 @@ def test_a_row_of_a_table_stands_on_one_page() -> None:
     ("page", "head", "below"),
     [
         pytest.param(page, head, below, id=f"{page} {head}")
-        for page in ("architecture", "membership", "performance", "results")
+        for page in ("architecture", "membership", "performance", *MEASURED)
         for head, below in sections((DOCS / f"{page}.md").read_text(encoding="utf-8"))
         if not below.startswith("#")
     ],
@@ -92,14 +98,15 @@ def test_a_section_begins_with_a_sentence(page: str, head: str, below: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("head", "below"),
+    ("page", "head", "below"),
     [
-        pytest.param(head, below, id=head)
-        for head, below in sections(RESULTS.read_text(encoding="utf-8"))
+        pytest.param(page, head, below, id=f"{page} {head}")
+        for page in MEASURED
+        for head, below in sections((DOCS / f"{page}.md").read_text(encoding="utf-8"), inherit=True)
         if TABLE.search(below) and head != "What is tested where"
     ],
 )
-def test_a_measured_table_has_date_machine_and_command(head: str, below: str) -> None:
+def test_a_measured_table_has_date_machine_and_command(page: str, head: str, below: str) -> None:
     lacks = [
         what
         for what, form in (
@@ -109,4 +116,4 @@ def test_a_measured_table_has_date_machine_and_command(head: str, below: str) ->
         )
         if not form.search(below)
     ]
-    assert not lacks, f"docs/results.md, {head}, lacks {' and '.join(lacks)}"
+    assert not lacks, f"docs/{page}.md, {head}, lacks {' and '.join(lacks)}"
