@@ -729,11 +729,11 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _study() -> dict[str, dict[str, Any]]:
-    """The tuned rows of the study's main table, by preset, and by "full muon" and the like."""
+    """The tuned rows of the study's main table, by preset, and by "full muon", "muloco 1 bit"."""
     found = {}
     for row in load("study-main.json")["rows"]:
         words = row["name"].split()
-        inner = [word for word in words if word in ("muon", "adamw")]
+        inner = [word for word in words if word in ("muon", "adamw", "1", "bit")]
         if words[-1] == "tuned":
             found[" ".join([words[0], *inner])] = row
     return found

@@ -152,9 +152,12 @@ OTHERS = {
             for where, only in WHERE.items()
             for name in ("dct16", "dct_right", "dct_left", "rotation")
         ),
+        sign_loco(" square blocks", **{"codec.transform": "square"}),
     ],
 }
-"""Smaller tiles, one axis, and a rotation without frequencies (study_transforms.py)."""
+"""Smaller tiles, one axis, a rotation without frequencies, square blocks without any transform
+(study_transforms.py).
+"""
 
 
 def under(cell: Cell, gain: float) -> Cell:

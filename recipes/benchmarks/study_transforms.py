@@ -27,6 +27,13 @@ def tiled(tile: int, n: int) -> Tensor:
     return torch.block_diag(*(dct_matrix(size) for size in sizes))
 
 
+def plain(n: int) -> Tensor:
+    """No transform: fp64 [n, n]. What it changes is the blocks, which are 64 x 64 instead of 4096
+    values in a row.
+    """
+    return torch.eye(n, dtype=torch.float64)
+
+
 def turned(n: int) -> Tensor:
     """A rotation drawn from a fixed seed: fp64 [n, n]. It spreads values as the DCT does, and knows
     of no frequencies.
@@ -38,6 +45,7 @@ def turned(n: int) -> Tensor:
 TRIALS: dict[str, Callable[[int], Tensor]] = {
     **{f"dct{tile}": partial(tiled, tile) for tile in (8, 16, 32)},
     "rotation": turned,
+    "square": plain,
     RIGHT: dct_matrix,
     LEFT: dct_matrix,
 }

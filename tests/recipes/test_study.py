@@ -193,6 +193,8 @@ def test_a_trial_transforms_block_by_block(name):
     def matrix(n):
         if name == "rotation":
             return study_transforms.turned(n)
+        if name == "square":
+            return torch.eye(n)
         tile = int(name[3:]) if name[3:].isdigit() else n
         parts = [basis(min(tile, n - at)) for at in range(0, n, tile)]
         return torch.block_diag(*parts)
