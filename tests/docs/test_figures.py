@@ -24,15 +24,19 @@ sys.path[:0] = [str(FIGURES), str(ROOT / "recipes"), str(ROOT / "recipes" / "ben
 pytest.importorskip("transformers")  # shapes of the models
 
 import bytes as counting  # noqa: E402
+import figure_cells  # noqa: E402
 import memory as remembering  # noqa: E402
 import tables  # noqa: E402
+import tables_costs  # noqa: E402
+import tables_links  # noqa: E402
+import tables_study  # noqa: E402
 
 from fsdp_demo import Link, load_config, ring_all_reduce_bytes  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
 
 STORMS = [
     pytest.param(name, id=name)
-    for name in tables.STORMS
+    for name in tables_links.STORMS
     if (FIGURES / f"storm-{name}.json").exists()
 ]
 PLACE = {
@@ -40,7 +44,7 @@ PLACE = {
     "methods": "README.md",
     "all-methods": "docs/methods.md",
     **dict.fromkeys(
-        (*tables.STUDY, "study-front", "study-choice", "study-claims"), "docs/study.md"
+        (*tables_study.STUDY, "study-front", "study-choice", "study-claims"), "docs/study.md"
     ),
     "slow-predict": "docs/plan.md",
     "uplinks": "docs/plan.md",
@@ -91,20 +95,20 @@ def test_a_table_stands_somewhere(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted({table for table, *_ in tables.STUDY.values()}))
+@pytest.mark.parametrize("name", sorted({table for table, *_ in tables_study.STUDY.values()}))
 def test_every_group_of_the_study_stands_in_one_table(name: str) -> None:
-    for group in {row["group"] for row in tables.load(f"study-{name}.json")["rows"]}:
+    for group in {row["group"] for row in figure_cells.load(f"study-{name}.json")["rows"]}:
         there = [
             label
-            for label, (of, *begins) in tables.STUDY.items()
+            for label, (of, *begins) in tables_study.STUDY.items()
             if of == name and (not begins or group.startswith(tuple(begins)))
         ]
         assert len(there) == 1, f"group {group!r} of study-{name}.json stands in {there}"
 
 
 def test_the_planner_has_the_gaps_of_the_study() -> None:
-    there = json.loads(tables.GAPS.read_text(encoding="utf-8"))
-    assert there == tables.planner_gaps(), "run python docs/figures/tables.py --write"
+    there = json.loads(tables_study.GAPS.read_text(encoding="utf-8"))
+    assert there == tables_study.planner_gaps(), "run python docs/figures/tables.py --write"
 
 
 def test_marks_come_in_pairs() -> None:
@@ -142,7 +146,7 @@ def shapes() -> Callable[[str], Any]:
     "run",
     [
         pytest.param(run, id=f"auto {run['preset']}" if "auto" in run else run["preset"])
-        for run in tables.load("quickstart.json")
+        for run in figure_cells.load("quickstart.json")
     ],
 )
 def test_the_quickstart_sends_what_the_planner_counts(
@@ -165,19 +169,19 @@ def test_the_quickstart_sends_what_the_planner_counts(
 
 def test_the_readme_says_the_same_in_its_sentences() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (demo,) = (run for run in tables.load("quickstart.json") if run["preset"] == "demo")
+    (demo,) = (run for run in figure_cells.load("quickstart.json") if run["preset"] == "demo")
     assert (
         f"{demo['parameters'] / 1e6:.1f} M parameters on {demo['tokens']:,} tokens".replace(
             ",", " "
         )
         in text
     )
-    about = tables.load("about.json")["quickstart.json"]
+    about = figure_cells.load("about.json")["quickstart.json"]
     assert f"`{about['command']}` ({about['date']}," in text
 
 
 def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
-    facts = tables.load("bytes.json")["presets"]
+    facts = figure_cells.load("bytes.json")["presets"]
     assert (facts["model"], facts["islands"], facts["shards"]) == ("llama-3.2-1b", 3, 1)
     link = Link.parse(facts["link"])
     made = {e.preset: e for e in counting.entries(shapes("llama-3.2-1b"), 3, 1, link)}
@@ -196,12 +200,12 @@ def test_what_is_published_is_counted_again(shapes: Callable[[str], Any]) -> Non
     made = counting.published(shapes("olmo-300m"), shapes("olmo-1b"))
     assert [asdict(claim) for claim in made] == [
         {key: row[key] for key in asdict(made[0])}
-        for row in tables.load("published.json")["published"]
+        for row in figure_cells.load("published.json")["published"]
     ]
 
 
 def test_the_memory_is_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
-    rows = tables.load("memory.json")
+    rows = figure_cells.load("memory.json")
     assert [asdict(e) for e in remembering.entries(shapes("llama-3.2-1b"), 4, 8)] == rows
 
 
@@ -216,9 +220,9 @@ def test_every_preset_has_its_words() -> None:
 
 def test_the_rows_of_compression_add_up() -> None:
     """Stages make the whole, ratios are of the figures beside them, and the processor is named."""
-    found = tables.load("codec.json")
+    found = figure_cells.load("codec.json")
     assert found["cpu"] and found["form"].startswith("part=")
-    for name in tables.HOT:
+    for name in tables_costs.HOT:
         r = found[name]
         for whole, key in (("ours_ns", "stages_ns"), ("published_ns", "published_stages_ns")):
             if key in r:
@@ -229,7 +233,7 @@ def test_the_rows_of_compression_add_up() -> None:
 
 
 def test_the_table_of_scale_says_how_far_costs_lie_apart() -> None:
-    found = tables.load("scale.json")
+    found = figure_cells.load("scale.json")
     costs = [r["all"] for r in found["rows"] if r["kind"] == "size"]
     assert found["cpu"] and found["spread"]["size"] == pytest.approx(max(costs) / min(costs) - 1)
     assert {r["replicas"] for r in found["rows"]} >= {2, 4, 8, 16}
@@ -242,8 +246,8 @@ def test_the_table_of_scale_says_how_far_costs_lie_apart() -> None:
 @pytest.mark.parametrize("name", STORMS)
 def test_a_storm_is_whole_and_of_its_preset(name: str) -> None:
     found, about = (
-        tables.load(f"storm-{name}.json"),
-        tables.load("about.json")[f"storm-{name}.json"],
+        figure_cells.load(f"storm-{name}.json"),
+        figure_cells.load("about.json")[f"storm-{name}.json"],
     )
     words = shlex.split(about["command"])
     assert words[words.index("--preset") + 1] == name and words[words.index("--events") + 1] == str(
@@ -288,8 +292,8 @@ def test_storms_are_taken_as_they_are_written(
     }
     found |= {"loss": 1.8338, "loss_undisturbed": None}
     (tmp_path / "storm-demo.json").write_text(json.dumps(found))
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    assert tables.storm()[1] == [
+    monkeypatch.setattr(figure_cells, "HERE", tmp_path)
+    assert tables_links.storm()[1] == [
         "`demo`, 2 events",
         "2 of 2",
         "10.3 s",
@@ -300,4 +304,4 @@ def test_storms_are_taken_as_they_are_written(
         "1.834",
         "not run",
     ]
-    assert tables.storm_kinds()[1] == ["`stop`", "2 of 2, 10.3 s"]
+    assert tables_links.storm_kinds()[1] == ["`stop`", "2 of 2, 10.3 s"]

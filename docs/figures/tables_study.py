@@ -1,0 +1,185 @@
+"""Tables of the study (docs/study.md), and what the planner and the README take from it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from figure_cells import HERE, ROOT, Rows, cell, load
+from report import size
+from study_stats import interval
+
+from fsdp_demo import preset
+
+STUDY = {
+    "study-forms": ("questions", "published form"),
+    "study-transform": ("questions", "transform", "other transforms"),
+    "study-demo-adamw": ("questions", "demo in AdamW"),
+    "study-decoupled": ("questions", "decoupled"),
+    "study-divisor": ("questions", "divisor"),
+    "study-feedback": ("questions", "feedback"),
+    "study-states": ("questions", "periods of states"),
+    "study-rise": ("questions", "rise", "cap"),
+    "study-replicas": ("robust", "R ="),
+    "study-rates": ("robust", "rate", "2 x longer", "4 x longer"),
+    "study-periods": ("robust", "periods"),
+    "study-delay": ("robust", "delay"),
+    "study-slow-island": ("robust", "one slow island"),
+    "study-attached": ("robust", "attached"),
+    "study-main": ("main",),
+    "study-size": ("size",),
+    "study-text": ("text",),
+}
+"""Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
+
+
+def study(name: str, *groups: str) -> Rows:
+    """A table of the study, or some groups of it: losses, paired differences with 90 % intervals,
+    bytes.
+    """
+    found = load(f"study-{name}.json")["rows"]
+    found = [row for row in found if not groups or row["group"].startswith(groups)]
+    groups = len({row["group"] for row in found}) > 1
+    head = ["method", "seeds", "loss", "minus the reference", "sent per island", "fewer bytes"]
+    rows = [["case", *head] if groups else head]
+    for row in found:
+        apart = cell(row["difference"], "+.3f")
+        if row["half"] is not None:
+            apart += f" +- {row['half']:.3f}"
+        cells = [
+            row["name"],
+            str(row["seeds"]),
+            "failed" if row["failed"] else f"{row['loss']:.3f}",
+            apart,
+            size(row["bytes_sent"]) if row["bytes_sent"] else "-",
+            cell(row["ratio"], ".3g") + (" x" if row["ratio"] else ""),
+        ]
+        rows.append([row["group"], *cells] if groups else cells)
+    return rows
+
+
+def study_front() -> Rows:
+    """Loss over bytes, the most bytes first; a star where nothing ends lower with as few bytes."""
+    found = [row for row in load("study-front.json")["rows"] if row["ratio"]]
+    found.sort(key=lambda row: (row["ratio"], -row["loss"]))
+    rows = [["", "method", "loss", "sent per island", "fewer bytes"]]
+    for i, row in enumerate(found):
+        best = all(row["loss"] < other["loss"] for other in found[i + 1 :])
+        cells = [row["name"], f"{row['loss']:.3f}", size(row["bytes_sent"])]
+        ratio = f"{row['ratio']:.3g}" if row["ratio"] < 1000 else f"{row['ratio']:.0f}"
+        rows.append(["*" if best else "", *cells, f"{ratio} x"])
+    return rows
+
+
+def study_choice() -> Rows:
+    """What the grids of the main table chose."""
+    tuned = load("study-main.json")["tuned"]
+    return [["method", "chosen"], *([name, f"`{told}`"] for name, told in tuned.items())]
+
+
+def study_evidence() -> Rows:
+    """Every preset at its published settings and at the best that were found, beside `full`."""
+    main = load("study-main.json")
+    rows, best = {row["name"]: row for row in main["rows"]}, tuned()
+    found = [["preset", "published settings", "best of the grid", "seeds", "what the grid chose"]]
+    for name in (entry["preset"] for entry in load("bytes.json")["presets"]["rows"]):
+        if name not in best or best[name] is best["full"]:
+            continue
+        chosen = best[name]
+        plain = rows.get(chosen["name"].removesuffix(" tuned"))
+        told = main["tuned"][chosen["name"]]
+        seeds = str(chosen["seeds"]) if not plain else f"{plain['seeds']}, {chosen['seeds']}"
+        # one row each where the grid chose what was published
+        cells = [percent(row, best["full"]) for row in (plain or chosen, chosen)]
+        found.append([f"`{name}`", *cells, seeds, f"`{told}`"])
+    return found
+
+
+def study_claims() -> Rows:
+    """What papers claim, and the same comparison in the main table of the study."""
+    rows = tuned()
+    found = [["claim", "here", "loss here", "bytes here", "what differs"]]
+    for claim in load("claims.json"):
+        ours, other = rows[claim["ours"]], rows[claim["against"]]
+        fewer = other["bytes_sent"] / ours["bytes_sent"]
+        found.append(
+            [
+                f"{claim['claim']} ({claim['source']})",
+                f"`{claim['ours']}` beside `{claim['against']}`",
+                percent(ours, other),
+                f"{fewer:.3g} x fewer" if fewer >= 1 else f"{1 / fewer:.3g} x more",
+                claim["differs"],
+            ]
+        )
+    return found
+
+
+def study_rounds() -> Rows:
+    """How the deltas of tuned methods point, by quarters of the run, and the gain of a round."""
+    lines = (HERE / "study-runs.jsonl").read_text(encoding="utf-8").splitlines()
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in map(json.loads, lines):
+        name = run["cell"]["name"]
+        if name.endswith(" tuned") and len(run.get("rounds", {}).get("successive", ())) >= 8:
+            runs.setdefault(name, []).append(run)
+    head = ["method", "runs", "along the round before", "of two islands", "gain of a round"]
+    found = [head]
+    for name in sorted(runs):
+        cell, seen = runs[name][0]["cell"], [run["rounds"] for run in runs[name]]
+        outer = preset(cell["preset"], **cell["changes"]).channels[0].applier
+        along = _quarters([r["successive"] for r in seen])
+        gain = outer.lr * (1 + outer.momentum / (1 - outer.momentum * along[-1]))
+        parts = [along, _quarters([r["islands"] for r in seen])]
+        cells = [" ".join(f"{v:.2f}" for v in part) for part in parts]
+        found.append([name.removesuffix(" tuned"), str(len(seen)), *cells, f"{gain:.2f}"])
+    return found
+
+
+def _quarters(rows: list[list[float]]) -> list[float]:
+    """The mean of each quarter of some rows of equal length."""
+    means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+    cuts = [len(means) * n // 4 for n in range(5)]
+    return [statistics.fmean(means[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def tuned() -> dict[str, dict[str, Any]]:
+    """The tuned rows of the study's main table, by preset, and by "full muon", "muloco 1 bit"."""
+    found = {}
+    for row in load("study-main.json")["rows"]:
+        words = row["name"].split()
+        inner = [word for word in words if word in ("muon", "adamw", "1", "bit")]
+        if words[-1] == "tuned":
+            found[" ".join([words[0], *inner])] = row
+    return found
+
+
+def percent(ours: dict[str, Any], other: dict[str, Any]) -> str:
+    """The paired difference of two rows of the study in percent of the other's loss, with its 90 %
+    interval.
+    """
+    seeds = [seed for seed in ours["losses"] if other["losses"].get(seed) is not None]
+    apart = [100 * (ours["losses"][s] / other["losses"][s] - 1) for s in seeds]
+    mean, half = interval(apart)
+    return f"{mean:+.1f} %" + (f" +- {half:.1f} %" if len(apart) > 1 else "")
+
+
+GAPS = ROOT / "fsdp_demo" / "planner" / "gaps.json"
+
+
+def planner_gaps() -> dict[str, Any]:
+    """The planner's table of gaps, with the study's rows as they are now."""
+    table, rows = json.loads(GAPS.read_text(encoding="utf-8")), tuned()
+    full = rows["full"]
+    table["study"]["loss"] = round(full["loss"], 6)
+    table["study"]["difference"] = {
+        name: round(row["difference"], 6)
+        for name, row in rows.items()
+        if row is not full and " " not in name
+    }
+    return table
+
+
+def write_gaps() -> None:
+    """Put the study's rows into the planner's table."""
+    GAPS.write_text(json.dumps(planner_gaps(), indent=1) + "\n", encoding="utf-8")
