@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fsdp_demo import cli
+from fsdp_demo.report import picture as report_png
 from fsdp_demo.report.axis import UNITS, axis
 from fsdp_demo.report.chart import thinned
 from fsdp_demo.report.figures import comparison, curve, figures, still
@@ -166,6 +167,7 @@ def test_ticks_lie_on_their_axis(what: str, values: list[float]) -> None:
 
 def test_a_png_where_matplotlib_is(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
+    assert report_png.available()
     folder = made.run(monkeypatch, tmp_path / "run", islands=3, lost_at=10)
     assert cli.main(["report", str(folder), "--png", str(tmp_path / "r.png")]) == 0
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"

@@ -31,6 +31,7 @@ STARTS = {
     "kernel",  # of topk: a compiler
     "study_plot",  # matplotlib: fc-list, where it knows no fonts yet
     "planner_plot",  # the same
+    "report_png",  # the same
     "measured_step",  # of the planner: the user's script
 }
 Code = types.CodeType
