@@ -12,7 +12,7 @@ from typing import Any
 
 from study_cells import Cell, Setting
 from study_front import FRONT
-from study_methods import METHODS, Method, full, sign_loco, with_feedback
+from study_methods import METHODS, Method, full, muloco, sign_loco, with_feedback
 from study_questions import QUESTIONS
 from study_robust import ROBUST, winners
 
@@ -56,7 +56,8 @@ def sized(size: str) -> list[Cell]:
     """Larger models take lower rates: by the root of the width over 128."""
     model, steps = SIZES[size]
     scale = {"study-small": 1.0, "study": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
-    return at_size(winners(scale=scale, steps=steps), size)
+    often = muloco(" 1 bit", 3.2e-2 * scale, period=5, value_dtype="1bit")
+    return at_size([*winners(scale=scale, steps=steps), often], size)
 
 
 def rates(size: str) -> list[Cell]:
