@@ -28,7 +28,8 @@ STUDY = {
     "study-slow-island": ("robust", "one slow island"),
     "study-attached": ("robust", "attached"),
     "study-main": ("main",),
-    "study-size": ("size",),
+    "study-size": ("size", "0.", "3.", "9."),
+    "study-size-ours": ("size", "rates at", "changes at"),
     "study-text": ("text",),
 }
 """Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""

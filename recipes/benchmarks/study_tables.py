@@ -103,8 +103,8 @@ TABLES: dict[str, Table] = {
         "does the gap shrink with size",
         {
             **{size: sized(size) for size in SIZES},
-            "0.92 M, rates": rates("0.92 M"),
-            "0.92 M, changes": nearer("0.92 M"),
+            "rates at 0.92 M": rates("0.92 M"),
+            "changes at 0.92 M": nearer("0.92 M"),
         },
         seeds=2,
     ),
