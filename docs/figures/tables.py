@@ -157,6 +157,7 @@ def all_methods() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **{name: partial(the_study.study, *of) for name, of in the_study.STUDY.items()},
+    "study-short": the_study.study_short,
     "study-choice": the_study.study_choice,
     "study-front": the_study.study_front,
     "study-claims": the_study.study_claims,

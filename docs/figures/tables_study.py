@@ -73,6 +73,21 @@ def study_front() -> Rows:
     return rows
 
 
+def study_short() -> Rows:
+    """Of the tuned rows those that nothing beats with as few bytes, and `full`, which is beaten."""
+    found = sorted(tuned().values(), key=lambda row: (row["ratio"], -row["loss"]))
+    full = tuned()["full"]
+    rows = [["method", "fewer bytes", "loss", "beside the all-reduce with AdamW"]]
+    for i, row in enumerate(found):
+        if row is full or row["name"] == full["name"]:
+            rows.append(["`full`: all-reduce, AdamW", "1 x", f"{row['loss']:.3f}", "-"])
+        elif all(row["loss"] < other["loss"] for other in found[i + 1 :]):
+            name = row["name"].removesuffix(" tuned")
+            fewer = f"{row['ratio']:.3g} x"
+            rows.append([f"`{name}`", fewer, f"{row['loss']:.3f}", percent(row, full)])
+    return rows
+
+
 def study_choice() -> Rows:
     """What the grids of the main table chose."""
     tuned = load("study-main.json")["tuned"]

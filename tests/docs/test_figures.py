@@ -44,7 +44,8 @@ PLACE = {
     "methods": "README.md",
     "all-methods": "docs/methods.md",
     **dict.fromkeys(
-        (*tables_study.STUDY, "study-front", "study-choice", "study-claims"), "docs/study.md"
+        (*tables_study.STUDY, "study-short", "study-front", "study-choice", "study-claims"),
+        "docs/study.md",
     ),
     "slow-predict": "docs/plan.md",
     "uplinks": "docs/plan.md",
