@@ -28,6 +28,7 @@ STUDY = {
     "study-slow-island": ("robust", "one slow island"),
     "study-attached": ("robust", "attached"),
     "study-main": ("main",),
+    "study-precision": ("precision",),
     "study-size": ("size", "0.", "3.", "9."),
     "study-size-ours": ("size", "rates at", "changes at"),
     "study-text": ("text",),
