@@ -11,6 +11,7 @@ from report import size
 from study_stats import interval
 
 from fsdp_demo import preset
+from fsdp_demo.config.presets import UNPUBLISHED
 
 STUDY = {
     "study-forms": ("questions", "published form"),
@@ -99,7 +100,7 @@ def study_evidence() -> Rows:
     """Every preset at its published settings and at the best that were found, beside `full`."""
     main = load("study-main.json")
     rows, best = {row["name"]: row for row in main["rows"]}, tuned()
-    found = [["preset", "published settings", "best of the grid", "seeds", "what the grid chose"]]
+    found = [["preset", "published rule", "best of the grid", "seeds", "what the grid chose"]]
     for name in (entry["preset"] for entry in load("bytes.json")["presets"]["rows"]):
         if name not in best or best[name] is best["full"]:
             continue
@@ -109,6 +110,8 @@ def study_evidence() -> Rows:
         seeds = str(chosen["seeds"]) if not plain else f"{plain['seeds']}, {chosen['seeds']}"
         # one row each where the grid chose what was published
         cells = [percent(row, best["full"]) for row in (plain or chosen, chosen)]
+        if name in UNPUBLISHED:
+            cells[0] = "-"
         found.append([f"`{name}`", *cells, seeds, f"`{told}`"])
     return found
 

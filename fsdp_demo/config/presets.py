@@ -26,8 +26,8 @@ UNPUBLISHED = {"full": "baseline", "sign_loco": "ours"}
 WARMUP = 20
 """Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant
 momentum. Measured (docs/study.md): constant over 24 rounds ended worse than one replica alone,
-a rise over 12 to 24 of them close to the mean gradient at every step. Longer runs were not
-measured, nor whether rounds, steps or the share of the run decide."""
+a rise over 12 to 24 of them close to the mean gradient at every step. `diloco` was not measured in
+longer runs; for `sign_loco` rounds decide, not the share of the run."""
 
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 
