@@ -164,8 +164,8 @@ METHODS = (
     tried(
         muloco(" 1 bit", 2.24e-2, period=5, value_dtype="1bit", momentum=0.9),
         ("momentum 0.9 rising", {"momentum_warmup": STEPS // 10}, (1e-2, 2.24e-2)),
-        ("momentum 0.5", HALVED, MUON_RATES[1:]),
-        ("momentum 0.5 beta 0.6", {**HALVED, "beta": 0.6}, (3.2e-2, 4.5e-2)),
+        ("momentum 0.5", HALVED, (*MUON_RATES[1:], 9e-2)),
+        ("momentum 0.5 beta 0.6", {**HALVED, "beta": 0.6}, (3.2e-2, 4.5e-2, 6.3e-2, 9e-2)),
     ),
     tried(full(" muon", 2.24e-2, **MUON), ("", {}, (2.5e-3, *MUON_RATES, 9e-2))),
     tried(
