@@ -17,7 +17,7 @@ from .parsing import one_of
 from .patterns import EMBEDDINGS
 from .schema import ExchangeConfig
 
-RECOMMENDED = ("sign_loco", "demo", "diloco", "decoupled_momentum")
+RECOMMENDED = ("sign_loco", "muloco", "demo", "diloco", "decoupled_momentum")
 """What to start from; the other presets stand for their papers."""
 
 UNPUBLISHED = {"full": "baseline", "sign_loco": "ours"}
