@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from typing import Any
 
 from figure_cells import HERE, ROOT, Rows, cell, load
 from report import size
+from study_cells import parameters
 from study_stats import interval
+from study_tables import SIZES
 
 from fsdp_demo import preset
 from fsdp_demo.config.presets import UNPUBLISHED
@@ -197,7 +200,26 @@ def planner_gaps() -> dict[str, Any]:
         for name, row in rows.items()
         if row is not full and " " not in name
     }
+    table["study"]["larger"] = [_at_size(size) for size in ("0.92 M", "3.3 M")]
     return table
+
+
+def _at_size(size: str) -> dict[str, Any]:
+    """What the planner takes from a larger model of the study: each preset's best row there."""
+    rows = [r for r in load("study-size.json")["rows"] if r["name"].endswith(f" {size}")]
+    best: dict[str, float] = {}
+    for row in rows:
+        name = row["name"].split()[0]
+        if name != "full":
+            best[name] = min(row["difference"], best.get(name, math.inf))
+    full = next(r for r in rows if r["name"] == f"full {size}")
+    return {
+        "source": f"our study (docs/figures/study-size.json): {SIZES[size][1]} steps",
+        "date": load("about.json")["study-size.json"]["date"],
+        "parameters": parameters(SIZES[size][0]),
+        "loss": round(full["loss"], 6),
+        "difference": {name: round(value, 6) for name, value in best.items()},
+    }
 
 
 def write_gaps() -> None:

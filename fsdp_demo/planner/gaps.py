@@ -36,10 +36,12 @@ def expected_gap(
     period = max(c.schedule.sync_every for c in config.channels)
     if config.preset == "diloco" and parameters >= SMALL:
         return _diloco(parameters, islands, period), ""
-    study = _data()["study"]
-    difference = study["difference"].get(config.preset)
-    if difference is None:
+    main = _data()["study"]
+    known = [s for s in (main, *main["larger"]) if config.preset in s["difference"]]
+    if not known:
         return None, f"nobody has compared {config.preset!r} with an all-reduce"
+    study = main | min(known, key=lambda s: abs(math.log(parameters / s["parameters"])))
+    difference = study["difference"][config.preset]
     factor = parameters / study["parameters"]
     times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
     far = [

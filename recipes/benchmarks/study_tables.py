@@ -82,6 +82,9 @@ def nearer(size: str) -> list[Cell]:
         sign_loco(f" int4 lr {lr:g}", lr, steps=steps, value_dtype="int4"),
         sign_loco(f" outer rate 1 lr {lr:g}", lr, steps=steps, **{"applier.lr": 1.0}),
         with_feedback(steps=steps),
+        # deltas of two islands agree less the longer a run is: rounds that let them agree more
+        sign_loco(f" lr {lr:g}", lr, period=10, topk=180, steps=steps),
+        with_feedback(period=10, topk=180, steps=steps),
     ]
     return at_size(tried, size)
 

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_demo import ExchangeConfig, Link, preset
 from fsdp_demo.planner import Situation, choose, load, plan_rows
-from fsdp_demo.planner.choosing import LADDERS, ROUNDS, rising
+from fsdp_demo.planner.choosing import LADDERS, ROUNDS, SHORT_RUN, rising
 from fsdp_demo.planner.gaps import SMALL
 
 LLAMA = Situation(load("llama-3.2-1b"), 4, Link(1e9, 0.04), 0.8, shards=8)
@@ -141,16 +141,19 @@ MEDIUM = Situation([(f"layers.{i}.w", (1024, 1024)) for i in range(12)], 2, Link
 
 
 def test_what_won_among_small_models_is_recommended_for_small_models() -> None:
-    name, config, _, reached = taken(TINY)
+    short = replace(TINY, steps=SHORT_RUN)
+    name, config, _, reached = taken(short)
     assert TINY.parameters < SMALL and reached and name == "sign_loco"
     assert config == preset("sign_loco", period=5)
-    assert taken(TINY, "sgd")[0] != "sign_loco"
-    fast = replace(TINY, link=Link(1e12))
+    assert taken(short, "sgd")[0] != "sign_loco"
+    fast = replace(short, link=Link(1e12))
     rows = [r for r in plan_rows(fast) if r.name != "hsdp"]
     assert choose(rows, fast).row.name == "full"
 
 
-def test_nobody_has_trained_a_large_model_with_it() -> None:
+def test_it_lost_in_long_runs_and_nobody_has_trained_a_large_model_with_it() -> None:
+    for steps in (None, SHORT_RUN + 1):
+        assert taken(replace(TINY, steps=steps))[0] != "sign_loco"
     assert MEDIUM.parameters >= SMALL
     assert "sign_loco" not in {r.name for r in plan_rows(MEDIUM) if r.chosen}
     assert taken(MEDIUM)[0] == "diloco"
@@ -186,7 +189,7 @@ def test_of_two_that_reach_the_one_with_rounds_enough_is_taken() -> None:
 def test_outer_momentum_rises_over_half_of_a_short_run() -> None:
     _, config, _, _ = taken(replace(TINY, steps=200))
     assert config == preset("sign_loco", period=5, momentum_warmup=20)
-    assert taken(replace(TINY, steps=100_000))[1] == preset("sign_loco", period=5)
+    assert taken(replace(TINY, steps=SHORT_RUN))[1] == preset("sign_loco", period=5)
     (channel,) = rising(preset("sign_loco"), 7).channels
     assert channel.applier.momentum_warmup == 1  # 0 would be a constant one
     assert rising(preset("diloco"), 12) == preset("diloco")

@@ -127,6 +127,13 @@ def test_the_study_is_what_its_figures_say() -> None:
         gap, _ = expected_gap(preset(name), 492_672, 4)
         assert gap is not None
         assert gap["percent"] == round(100 * (row["difference"] or 0) / tuned["full"]["loss"], 2)
+    larger = json.loads(
+        (FIGURES.parents[1] / "fsdp_demo" / "planner" / "gaps.json").read_text(encoding="utf-8")
+    )["study"]["larger"]
+    for size in larger:
+        gap, _ = expected_gap(preset("sign_loco"), size["parameters"], 4)
+        assert gap is not None and gap["factor"] == 1.0 and gap["extrapolated"] == ""
+        assert gap["percent"] == round(100 * size["difference"]["sign_loco"] / size["loss"], 2)
     gap, _ = expected_gap(preset("demo"), 1_235_814_400, 2)
     assert gap is not None and "2,508 times as many" in gap["extrapolated"]
     assert "4 islands, not 2" in gap["extrapolated"]
