@@ -30,7 +30,7 @@ MARK = re.compile(
     r"^<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE
 )
 BASELINE = "baseline (all-reduce every step)"
-CHOICE = ("sign_loco", "diloco", "demo", "full")  # those of the README
+CHOICE = ("muloco", "sign_loco", "diloco", "demo", "full")  # those of the README
 
 # Of each preset: what crosses the slow link, the inner optimizer, when the replicas are equal.
 METHODS = {
@@ -126,7 +126,8 @@ def methods() -> Rows:
     ]
     out = [head]
     for name in CHOICE:
-        there, full = rows[name], rows["full"]
+        full, forms = rows["full"], [rows[n] for n in (name, f"{name} 1 bit") if n in rows]
+        there = min(forms, key=lambda row: row["loss"])
         learned = f"{there['loss']:.3f}"
         learned += f", {the_study.percent(there, full)}" if there is not full else ""
         fewer = f"{short(there['ratio'])} x"
