@@ -46,9 +46,9 @@ def study(name: str, *groups: str) -> Rows:
     """
     found = load(f"study-{name}.json")["rows"]
     found = [row for row in found if not groups or row["group"].startswith(groups)]
-    groups = len({row["group"] for row in found}) > 1
+    several = len({row["group"] for row in found}) > 1
     head = ["method", "seeds", "loss", "minus the reference", "sent per island", "fewer bytes"]
-    rows = [["case", *head] if groups else head]
+    rows = [["case", *head] if several else head]
     for row in found:
         apart = cell(row["difference"], "+.3f")
         if row["half"] is not None:
@@ -61,7 +61,7 @@ def study(name: str, *groups: str) -> Rows:
             size(row["bytes_sent"]) if row["bytes_sent"] else "-",
             cell(row["ratio"], ".3g") + (" x" if row["ratio"] else ""),
         ]
-        rows.append([row["group"], *cells] if groups else cells)
+        rows.append([row["group"], *cells] if several else cells)
     return rows
 
 
@@ -205,8 +205,12 @@ def planner_gaps() -> dict[str, Any]:
 
 
 def _at_size(size: str) -> dict[str, Any]:
-    """What the planner takes from a larger model of the study: each preset's best row there."""
-    rows = [r for r in load("study-size.json")["rows"] if r["name"].endswith(f" {size}")]
+    """What the planner takes from a larger model of the study: each method in its form of the main
+    table, at the best of the rates that were tried. Other periods, bits or values are other bytes.
+    """
+    forms = {size, f"rates at {size}"}
+    rows = [r for r in load("study-size.json")["rows"] if r["group"] in forms]
+    rows = [r for r in rows if "bit" not in r["name"].split()]
     best: dict[str, float] = {}
     for row in rows:
         name = row["name"].split()[0]

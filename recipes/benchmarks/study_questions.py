@@ -131,7 +131,6 @@ WHERE = {"embeddings": {"delta.no_transform": INNER}, "all": {}}
 OTHERS = {
     "other transforms on gradients": [
         form("DCT on all", "demo", 1e-3, **ALL),
-        form("DCT on nothing at 0.004", "demo", 4e-3, transform=False),
         *(
             form(f"{name} at {lr:g}", "demo", lr, **ALL, **{"codec.transform": name})
             for name, rates in {

@@ -167,7 +167,7 @@ def test_ticks_lie_on_their_axis(what: str, values: list[float]) -> None:
 
 def test_a_png_where_matplotlib_is(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
-    assert report_png.available()
+    assert report_png.available()  # the name marks the test: tests/support/kinds.py
     folder = made.run(monkeypatch, tmp_path / "run", islands=3, lost_at=10)
     assert cli.main(["report", str(folder), "--png", str(tmp_path / "r.png")]) == 0
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
