@@ -82,6 +82,11 @@ def muloco(end: str = "", lr: float = 3.2e-2, period: int = H, **c: Any) -> Cell
     return Cell(f"muloco H={period}{end}", "muloco", {**rule, **c}, lr)
 
 
+def muloco_bit(end: str = "", lr: float = 4.5e-2, **c: Any) -> Cell:
+    """In 1 bit every 5 steps, with feedback that decays by 0.6, as the grid chose."""
+    return muloco(f" 1 bit{end}", lr, period=5, value_dtype="1bit", **{"beta": 0.6, **c})
+
+
 def tried(base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]]) -> Method:
     """A method and its grid: variants (label, changes, learning rates), by default all of `RATES`.
 

@@ -7,7 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from study_cells import Cell, Setting
-from study_methods import MUON, STEPS, diloco, full, muloco, sign_loco, sparse_loco, with_feedback
+from study_methods import (
+    MUON,
+    STEPS,
+    diloco,
+    full,
+    muloco,
+    muloco_bit,
+    sign_loco,
+    sparse_loco,
+    with_feedback,
+)
 
 
 def winners(end: str = "", scale: float = 1.0, steps: int = STEPS, **replaced: Any) -> list[Cell]:
@@ -18,6 +28,7 @@ def winners(end: str = "", scale: float = 1.0, steps: int = STEPS, **replaced: A
         diloco(end, 2e-3 * scale, steps=steps),
         sparse_loco(end, 6e-3 * scale),
         muloco(end, 3.2e-2 * scale),
+        muloco_bit(end, 4.5e-2 * scale),
         sign_loco(end, 8e-3 * scale, steps=steps),
     ]
     if steps != STEPS:

@@ -56,8 +56,10 @@ def sized(size: str) -> list[Cell]:
     """Larger models take lower rates: by the root of the width over 128."""
     model, steps = SIZES[size]
     scale = {"study-small": 1.0, "study": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
+    # trained before a grid chose more of a rate and a feedback that decays
     often = muloco(" 1 bit", 3.2e-2 * scale, period=5, value_dtype="1bit")
-    return at_size([*winners(scale=scale, steps=steps), often], size)
+    others = [c for c in winners(scale=scale, steps=steps) if c.name != often.name]
+    return at_size([*others, often], size)
 
 
 def rates(size: str) -> list[Cell]:

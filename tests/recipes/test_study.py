@@ -405,11 +405,11 @@ def test_a_table_is_tuned_on_other_seeds_and_goes_on_where_it_stood(tmp_path, mo
 def test_the_list_counts_what_is_missing(tmp_path, monkeypatch, capsys, played):
     words = ("--table", "robust", "--only", "R=2")
     command(monkeypatch, tmp_path, *words, "--list")
-    assert not played and "table robust: 18 runs are missing" in capsys.readouterr().out
+    assert not played and "table robust: 21 runs are missing" in capsys.readouterr().out
     command(monkeypatch, tmp_path, *words, "--seeds", "1")
-    assert len(played) == 6
+    assert len(played) == 7
     command(monkeypatch, tmp_path, *words, "--list")
-    assert "table robust: 12 runs are missing" in capsys.readouterr().out
+    assert "table robust: 14 runs are missing" in capsys.readouterr().out
 
 
 def test_kept_results_count_for_code_that_ends_alike(tmp_path, monkeypatch, played):
