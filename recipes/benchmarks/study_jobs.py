@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -30,6 +31,9 @@ ENVIRONMENT = {
 }
 """Of the processes that train."""
 
+LEAVES_WITHIN = 20.0
+"""Seconds for an idle process to leave. Threads of it may hold it up."""
+
 
 @dataclass
 class Worker:
@@ -49,6 +53,11 @@ class Worker:
         return cls(process, here)
 
     def end(self) -> None:
+        """Ask an idle process to leave, so that it gives back its semaphores; kill another."""
+        if self.run is None:
+            with contextlib.suppress(OSError):
+                self.pipe.send(None)
+            self.process.join(timeout=LEAVES_WITHIN)
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -69,8 +78,7 @@ def _work(pipe: Connection, compiled: bool) -> None:
     logging.getLogger("fsdp_demo").setLevel(logging.WARNING)
     from study_run import train_run
 
-    while True:
-        run = pipe.recv()
+    while run := pipe.recv():
         try:
             pipe.send(train_run(run, compiled))
         except Exception:
@@ -104,6 +112,7 @@ def train_all(
                 if "error" in result:
                     worker.end()
                 else:
+                    worker.run = None
                     idle.append(worker)
     finally:
         for worker in (*busy.values(), *idle):
