@@ -125,14 +125,15 @@ def methods() -> Rows:
         "inner optimizer",
     ]
     out = [head]
-    for name in CHOICE:
-        full, forms = rows["full"], [rows[n] for n in (name, f"{name} 1 bit") if n in rows]
-        there = min(forms, key=lambda row: row["loss"])
+    for name in (the_study.ONE_BIT, *CHOICE):
+        one_bit = name == the_study.ONE_BIT
+        entry = load("bytes-muloco.json")["presets"]["rows"][1] if one_bit else found[name]
+        full, there = rows["full"], rows[name]
         learned = f"{there['loss']:.3f}"
         learned += f", {the_study.percent(there, full)}" if there is not full else ""
         fewer = f"{short(there['ratio'])} x"
-        sent = _sent(found[name])
-        out.append([*_named(found[name])[:2], *sent, learned, fewer, METHODS[name][1]])
+        inner = METHODS[entry["preset"]][1]
+        out.append([*_named(entry)[:2], *_sent(entry), learned, fewer, inner])
     return out
 
 

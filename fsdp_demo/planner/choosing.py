@@ -61,6 +61,15 @@ comes right behind the all-reduce. With longer periods it lost there, and in lon
 models.
 """
 
+ONE_BIT: dict[str, Any] = {
+    "period": 5,
+    "value_dtype": "1bit",
+    "momentum": 0.5,
+    "momentum_warmup": 0,
+    "beta": 0.6,
+}
+"""The form of `muloco` that ended lowest of all in our study, for runs of its kind."""
+
 SHORT_RUN = 1000
 """Steps up to which a run is of that kind: with 480 and 960 steps sign_loco ended where the
 all-reduce did, with 898 of a model twice as large 3 % above it but below diloco and sparse_loco,
@@ -132,7 +141,8 @@ def ladders(situation: Situation) -> dict[str, _Forms]:
     steps = situation.length
     if situation.parameters >= SMALL or steps is None or steps > SHORT_RUN:
         return LADDERS
-    return {"full": LADDERS["full"], **STUDIED, **LADDERS}
+    muloco = [ONE_BIT, *LADDERS["muloco"]]
+    return {"full": LADDERS["full"], **STUDIED, **LADDERS, "muloco": muloco}
 
 
 def _tried(

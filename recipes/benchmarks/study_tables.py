@@ -12,7 +12,16 @@ from typing import Any
 
 from study_cells import Cell, Setting
 from study_front import FRONT
-from study_methods import METHODS, Method, full, muloco, sign_loco, with_feedback
+from study_methods import (
+    METHODS,
+    MUON,
+    Method,
+    full,
+    muloco,
+    muloco_bit,
+    sign_loco,
+    with_feedback,
+)
 from study_questions import QUESTIONS
 from study_robust import ROBUST, winners
 
@@ -110,6 +119,9 @@ TABLES: dict[str, Table] = {
             **{size: sized(size) for size in SIZES},
             "rates at 0.92 M": rates("0.92 M"),
             "changes at 0.92 M": nearer("0.92 M"),
+            "muloco as tuned": at_size(
+                [full(), full(" muon", 4.5e-2, **MUON), muloco_bit(" tuned")], "0.92 M"
+            ),
         },
         seeds=2,
     ),

@@ -197,6 +197,24 @@ def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> 
         ] == pytest.approx(entry.seconds)
 
 
+def test_the_bytes_of_muloco_in_one_bit_are_what_the_planner_counts(
+    shapes: Callable[[str], Any],
+) -> None:
+    facts = figure_cells.load("bytes-muloco.json")["presets"]
+    form = load_config(facts["exchange"], facts["set"])
+    made = counting.entries(
+        shapes("llama-3.2-1b"), facts["islands"], 1, Link.parse(facts["link"]), [form]
+    )
+    assert [(e.settings, e.sent) for e in made] == [
+        (r["settings"], r["sent"]) for r in facts["rows"]
+    ]
+    # the study's row beside it is of the same settings
+    one_bit = tables_study.tuned()[tables_study.ONE_BIT]
+    assert one_bit["name"] == "muloco H=5 1 bit tuned" and "1bit" in " ".join(facts["set"])
+    chosen = figure_cells.load("study-main.json")["tuned"][one_bit["name"]]
+    assert set(chosen.split()[1:]) <= set(facts["set"])
+
+
 def test_what_is_published_is_counted_again(shapes: Callable[[str], Any]) -> None:
     made = counting.published(shapes("olmo-300m"), shapes("olmo-1b"))
     assert [asdict(claim) for claim in made] == [
