@@ -23,6 +23,8 @@ STUDY = {
     "study-decoupled": ("questions", "decoupled"),
     "study-divisor": ("questions", "divisor"),
     "study-feedback": ("questions", "feedback"),
+    "study-one-bit": ("questions", "every value in one bit"),
+    "study-longer": ("questions", "rates of a run"),
     "study-states": ("questions", "periods of states"),
     "study-rise": ("questions", "rise", "cap"),
     "study-replicas": ("robust", "R ="),

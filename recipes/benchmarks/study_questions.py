@@ -175,16 +175,10 @@ def under(cell: Cell, gain: float) -> Cell:
     return dataclasses.replace(cell, name=f"{cell.name} gain {gain:g}", changes=changes, gain=gain)
 
 
-def one_bit(end: str = "", lr: float = 2.8e-3, **changes: Any) -> Cell:
-    """AdamW inside in place of Muon, behind `muloco`'s exchange in one bit."""
-    return muloco_bit(f" with AdamW{end}", lr, inner_optimizers=["adamw"], **changes)
-
-
 LONGER = [
     dataclasses.replace(cell, setting=Setting(steps=4 * STEPS))
     for cell in (
         full(" 4 x longer"),
-        *(one_bit(f" at {lr:g} 4 x longer", lr) for lr in (2e-3, 2.8e-3)),
         *(sign_loco(f" at {lr:g} 4 x longer", lr, steps=4 * STEPS) for lr in (4e-3, 8e-3)),
     )
 ]
@@ -219,10 +213,13 @@ QUESTIONS = {
         *(under(sign_loco(), gain) for gain in (1.0, 1.3, 1.6)),
     ],
     **{f"rise in {n} x {STEPS} steps": rising(n) for n in (1, 2)},
-    "AdamW in one bit": [
+    "every value in one bit": [
         full(),
-        *(one_bit(f" at {lr:g}", lr) for lr in (1.4e-3, 2e-3, 2.8e-3, 4e-3)),
-        one_bit(" momentum 0.6 rising at 0.0028", momentum=0.6, momentum_warmup=48),
+        muloco_bit(),
+        *(
+            muloco_bit(f" with AdamW at {lr:g}", lr, inner_optimizers=["adamw"])
+            for lr in (2e-3, 2.8e-3, 4e-3)
+        ),
     ],
-    "AdamW in one bit, 4 x longer": LONGER,
+    "rates of a run of 4 x the length": LONGER,
 }
