@@ -41,6 +41,8 @@ STUDY = {
     "study-text": ("text",),
 }
 """Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
+ONE_BIT = "muloco 1 bit"
+"""A form of `muloco` that the study ranks beside the preset."""
 
 
 def study(name: str, *groups: str) -> Rows:
@@ -107,10 +109,6 @@ def _told(choice: str) -> str:
     rate, *changes = choice.split()
     more = f", `{' '.join(changes)}`" if changes else ""
     return f"rate {rate.removeprefix('lr=')}{more}"
-
-
-ONE_BIT = "muloco 1 bit"
-"""A form of `muloco` that the study ranks beside the preset."""
 
 
 def study_evidence() -> Rows:

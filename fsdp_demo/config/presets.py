@@ -422,8 +422,8 @@ def muloco(
     has four bins over mean +- 3 sigma of a tensor or row, with a table of the bins' means. What
     either loses stays in the feedback.
 
-    In our study (docs/study.md, 0.49 M parameters) `period` 5, "1bit", `momentum` 0.5 from the start
-    (`momentum_warmup` 0) and `beta` 0.6 did best.
+    In our study (docs/study.md, 0.49 M parameters) `period` 5, "1bit", `momentum` 0.5 from the
+    start (`momentum_warmup` 0) and `beta` 0.6 did best.
     """
     codec = Codec(value_dtype=value_dtype)
     feedback = not codec.format.exact

@@ -65,7 +65,7 @@ def sized(size: str) -> list[Cell]:
     """Larger models take lower rates: by the root of the width over 128."""
     model, steps = SIZES[size]
     scale = {"study-small": 1.0, "study": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
-    # trained before a grid chose more of a rate and a feedback that decays
+    # these ran before the grid, which chose a higher rate and a feedback that decays faster
     often = muloco(" 1 bit", 3.2e-2 * scale, period=5, value_dtype="1bit")
     others = [c for c in winners(scale=scale, steps=steps) if c.name != often.name]
     return at_size([*others, often], size)
