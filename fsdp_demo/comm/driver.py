@@ -200,6 +200,21 @@ class Driver:
                 self.changed.wait(min(left, 0.5))
             return self.stable >= below or self._left or self._failed == CLOSED
 
+    def wait_read(self, below: int, seconds: float) -> None:
+        """Wait until all members have delivered the messages below that number, or are gone: who is
+        gone reads no more. For the end of a run. Other ranks of this island may have ended then, so
+        the change of members that a loss begins would never come to its end.
+        """
+        end = time.monotonic() + seconds
+        self._post(lambda: self.signs.say(["landed?"], self.notes.values()))
+        with self.changed:
+            while (
+                self.machine.unread(below)
+                and not (self._closed or self._left)
+                and (left := end - time.monotonic()) > 0
+            ):
+                self.changed.wait(min(left, SOON))
+
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The
         connections close.

@@ -389,6 +389,13 @@ class ElasticPeerGroup(PeerGroup):
             or self._driver.wait_stable(self._next, seconds)
         )
 
+    def wait_read(self, seconds: float) -> None:
+        """At the end of a run: wait until all members have delivered what this rank has, or are
+        gone.
+        """
+        if self._driver is not None and self._follow is None:
+            self._driver.wait_read(self._next, seconds)
+
     def release(self) -> None:
         """Close the connections; the others hear that this island has finished, or that it
         leaves.

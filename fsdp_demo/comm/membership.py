@@ -255,6 +255,15 @@ class Rank:
             ]
         )
 
+    def unread(self, below: int) -> bool:
+        """Whether a member that is not lost has yet to deliver a message below that number, as far
+        as this rank knows.
+        """
+        return any(
+            h < below and m != self.me and m not in self.lost
+            for m, h in zip(self.record.members, self.heard, strict=True)
+        )
+
     def _freed_below(self, stable: int) -> tuple[Rank, Actions]:
         if stable <= self.freed:
             return self, ()

@@ -73,7 +73,7 @@ class Departures:
         """
         if (peers := self._connections.peers) is not None:
             peers.all_gather(torch.zeros(1, dtype=torch.uint8), END, step)
-            peers.wait_stable(peers.timeout)
+            peers.wait_read(peers.timeout)
         if self._topology.rank == 0:
             self._presence.end("finished")
 

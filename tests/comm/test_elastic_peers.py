@@ -7,6 +7,7 @@ Vectors hold whole numbers, so that the mean of exactly these islands is known b
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -172,6 +173,37 @@ def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
 
         one.run(fn)
         one.survivors()
+
+    alone(run_ranks, run)
+
+
+def test_who_ends_waits_for_nobody_that_is_gone(run_ranks) -> None:
+    """The other rank of the island has ended, and so has the peer, whose last word was lost: no
+    change of members would ever come to its end.
+    """
+
+    def run() -> None:
+        two, seconds, met = Islands(2, ranks=2), list[float](), threading.Barrier(4)
+
+        def fn(line: Any) -> None:
+            exchanged(line, 0)
+            _, rank = next(key for key, known in two.lines.items() if known is line)
+            met.wait(20)
+            if line.slot == 1:
+                two.kill(1, rank)
+            elif rank == 0:
+                line.ending = True
+                line.release()
+                raise PeerLost("this one has ended")
+            else:
+                begun = time.monotonic()
+                line.wait_read(15)
+                seconds.append(time.monotonic() - begun)
+                assert line._driver.machine.state == "frozen"
+                raise PeerLost("and this one, too")
+
+        two.run(fn)
+        assert len(seconds) == 1 and seconds[0] < 10
 
     alone(run_ranks, run)
 
