@@ -15,6 +15,7 @@ from study_tables import SIZES
 
 from fsdp_demo import preset
 from fsdp_demo.config.presets import UNPUBLISHED
+from fsdp_demo.planner.gaps import ONE_BIT
 
 STUDY = {
     "study-forms": ("questions", "published form"),
@@ -41,8 +42,6 @@ STUDY = {
     "study-text": ("text",),
 }
 """Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
-ONE_BIT = "muloco 1 bit"
-"""A form of `muloco` that the study ranks beside the preset."""
 
 
 def study(name: str, *groups: str) -> Rows:

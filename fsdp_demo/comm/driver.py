@@ -189,31 +189,28 @@ class Driver:
 
     def wait_stable(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number."""
-        end = time.monotonic() + seconds
-        self._post(lambda: self.signs.say(["landed?"], self.notes.values()))
-        with self.changed:
-            while (
-                self.stable < below
-                and not (self._closed or self._left)
-                and (left := end - time.monotonic()) > 0
-            ):
-                self.changed.wait(min(left, 0.5))
-            return self.stable >= below or self._left or self._failed == CLOSED
+        reached = self._wait(lambda: self.stable >= below, seconds)
+        return reached or self._left or self._failed == CLOSED
 
-    def wait_read(self, below: int, seconds: float) -> None:
+    def wait_read(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number, or are gone: who is
         gone reads no more. For the end of a run. Other ranks of this island may have ended then, so
         the change of members that a loss begins would never come to its end.
         """
+        return self._wait(lambda: not self.machine.unread(below), seconds)
+
+    def _wait(self, reached: Callable[[], bool], seconds: float) -> bool:
+        """Ask the members how far they are, and wait until that is far enough; whether it is."""
         end = time.monotonic() + seconds
         self._post(lambda: self.signs.say(["landed?"], self.notes.values()))
         with self.changed:
             while (
-                self.machine.unread(below)
+                not reached()
                 and not (self._closed or self._left)
                 and (left := end - time.monotonic()) > 0
             ):
-                self.changed.wait(min(left, SOON))
+                self.changed.wait(min(left, 0.5))
+            return reached()
 
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The

@@ -389,12 +389,15 @@ class ElasticPeerGroup(PeerGroup):
             or self._driver.wait_stable(self._next, seconds)
         )
 
-    def wait_read(self, seconds: float) -> None:
+    def wait_read(self, seconds: float) -> bool:
         """At the end of a run: wait until all members have delivered what this rank has, or are
-        gone.
+        gone. False: the seconds are over.
         """
-        if self._driver is not None and self._follow is None:
-            self._driver.wait_read(self._next, seconds)
+        return (
+            self._driver is None
+            or self._follow is not None
+            or self._driver.wait_read(self._next, seconds)
+        )
 
     def release(self) -> None:
         """Close the connections; the others hear that this island has finished, or that it

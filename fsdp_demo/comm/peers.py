@@ -365,10 +365,11 @@ class PeerGroup:
         """Wait until all islands have what this one has; True at once where members are fixed."""
         return True
 
-    def wait_read(self, seconds: float) -> None:
-        """At the end of a run: wait until all islands have what this one has, or are gone. Returns
-        at once where members are fixed.
+    def wait_read(self, seconds: float) -> bool:
+        """At the end of a run: wait until all islands have what this one has, or are gone; True at
+        once where members are fixed.
         """
+        return True
 
     @property
     def slot(self) -> int:

@@ -18,6 +18,9 @@ SMALL = 10e6
 models have 35 M.
 """
 
+ONE_BIT = "muloco 1 bit"
+"""A form of `muloco` that the study ranks beside the preset."""
+
 
 def expected_gap(
     config: ExchangeConfig, parameters: int, islands: int
@@ -39,7 +42,7 @@ def expected_gap(
     main = _data()["study"]
     name = config.preset
     if name == "muloco" and config.channels[0].codec.value_dtype == "1bit":
-        name = "muloco 1 bit"  # the study ranks it beside the preset
+        name = ONE_BIT
     known = [s for s in (main, *main["larger"]) if name in s["difference"]]
     if not known:
         return None, f"nobody has compared {config.preset!r} with an all-reduce"
