@@ -40,6 +40,9 @@ log = logging.getLogger("fsdp_demo")
 CLOSED = "the connections were closed"
 """The regular end: what this rank has is what all have. After a failure nobody knows that (K9)."""
 
+LAST_WORD = 1.0
+"""Seconds that the last word of this rank has to be handed to the library."""
+
 STOPPED = 2.0
 """Seconds between two turns of this thread after which the process itself must have been stopped:
 the others are not to blame then.
@@ -238,6 +241,7 @@ class Driver:
                     SOON / 2 if self._soon or self.signs.soon else BEAT / 2, self._has_work
                 )
                 self._turn()
+            self._hand_over()
         except BaseException as error:
             if not self._closed:
                 log.exception("membership: the thread has failed")
@@ -246,6 +250,18 @@ class Driver:
 
     def _has_work(self) -> bool:
         return bool(self._work)
+
+    def _hand_over(self) -> None:
+        """Let what was said last leave: whoever closes the connections drops what waits here, as
+        it does where another thread had them at that moment.
+        """
+
+        def given() -> bool:
+            return not any(wire.waiting and not wire.gone for wire in self.signs.wires)
+
+        end = time.monotonic() + LAST_WORD
+        while not given() and (left := end - time.monotonic()) > 0:
+            self._hub.drive(left, given)
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -258,9 +274,9 @@ class Driver:
             self._read_notes(wire, member)
         for wire in list(self.siblings.values()):
             self._read_notes(wire, None)
-        for wires in self.connections.values():
+        for member, wires in list(self.connections.items()):
             for wire in wires:
-                wire.notes.clear()  # signs: that they came is all
+                self._read_notes(wire, member)
                 wire.keep_pace(now)
         self._traffic.look()
         if self.guests is not None:
@@ -326,7 +342,8 @@ class Driver:
             self._take_later(epoch, event)
 
     def _end(self, word: str) -> None:
-        self.signs.say([word], self.notes.values())
+        # on each connection: it comes before the end of that one, however late the others are
+        self.signs.say([word], [w for member in self.notes for w in self.signs.of(member)])
         if self.guests is not None:
             self.guests.close()
         self._closed = True

@@ -77,6 +77,10 @@ class Signs:
             *(w for wires in self.connections.values() for w in wires),
         ]
 
+    def of(self, member: Member) -> list[Wire]:
+        """All connections to a peer."""
+        return [self.notes[member], *self.connections.get(member, [])]
+
     def say(self, word: list[Any], wires: Iterable[Wire]) -> None:
         """Send a short word."""
         data = bytearray(json.dumps(word, separators=(",", ":")).encode())
@@ -99,7 +103,7 @@ class Signs:
             )
         half, standing = max(self.dead / 2, 4 * BEAT), dict[Wire, float]()
         for member in self.notes:
-            stood = {w: seconds for w in self._of(member) if (seconds := w.stood) is not None}
+            stood = {w: seconds for w in self.of(member) if (seconds := w.stood) is not None}
             if min(stood.values(), default=half) < half:
                 standing |= {
                     w: self._standing.get(w, now) for w, seconds in stood.items() if seconds > half
@@ -150,11 +154,11 @@ class Signs:
         for member in self.notes:
             if why := self._gone(member, now, oldest >= 0):
                 found[member] = why
-            elif any(w.gone for w in self._of(member)):
+            elif any(w.gone for w in self.of(member)):
                 continue
             elif now - self._heard_at(member) > (limit := self._silence(member)):
                 found[member], silent = f"silent for {limit:g} s", True
-            elif any(now - self._standing.get(w, now) > self.dead for w in self._of(member)):
+            elif any(now - self._standing.get(w, now) > self.dead for w in self.of(member)):
                 found[member] = (
                     f"one of its connections has stood for {self.dead:g} s while others move"
                 )
@@ -172,16 +176,13 @@ class Signs:
     def _gone(self, member: Member, now: float, waiting: bool) -> str:
         """Why the connections of a peer are gone, a moment later: its last word may come on another
         one. Nothing where it has said that it ends, and nobody waits for it."""
-        why = next((w.gone for w in self._of(member) if w.gone), "")
+        why = next((w.gone for w in self.of(member) if w.gone), "")
         if not why or (member in self.leaving and not waiting):
             return ""
         return why if now >= self._ended.setdefault(member, now + SOON) else ""
 
-    def _of(self, member: Member) -> list[Wire]:
-        return [self.notes[member], *self.connections.get(member, [])]
-
     def _heard_at(self, member: Member) -> float:
-        return max(w.heard_at for w in self._of(member))
+        return max(w.heard_at for w in self.of(member))
 
     def _slow(self, member: Member) -> float:
         """Seconds that a peer may take for a step."""

@@ -75,6 +75,73 @@ def test_a_slow_connection_is_not_dead(run_ranks) -> None:
     alone(run_ranks, run)
 
 
+def test_who_ends_is_not_lost_though_one_connection_is_late(run_ranks) -> None:
+    """The word that it ends came on one connection only, and the others closed before it was
+    there.
+    """
+
+    def run() -> None:
+        network, met = Network(), threading.Barrier(2)
+        here, seen = Islands(2, store=network), list[tuple[Any, int]]()
+
+        def fn(line: Any) -> None:
+            exchanged(line, 0)
+            line.wait_stable(10)
+            if line.slot == 0:
+                network.relays[0, 1][NOTES].wait = 0.4
+            met.wait(10)
+            if line.slot == 0:
+                signs, until = line._driver.signs, time.monotonic() + 10
+                while not all(w.gone for w in signs.wires) and time.monotonic() < until:
+                    time.sleep(0.01)
+                seen.append((line._driver.machine.state, len(signs.leaving)))
+
+        here.run(fn)
+        network.close()
+        assert seen == [("running", 1)]
+
+    alone(run_ranks, run)
+
+
+def test_the_last_word_leaves_though_another_thread_has_the_connections(run_ranks) -> None:
+    """As when it drops one of them at that moment."""
+
+    def run() -> None:
+        here, met, seen = Islands(2), threading.Barrier(2), list[tuple[Any, int]]()
+
+        def fn(line: Any) -> None:
+            exchanged(line, 0)
+            line.wait_stable(10)
+            signs, hub = line._driver.signs, line._driver._hub
+            met.wait(10)
+            if line.slot == 1:
+                say = signs.say
+
+                def say_meanwhile(word: list[Any], wires: Any) -> None:
+                    if word == ["bye"]:
+                        taken = threading.Event()
+                        threading.Thread(target=hold, args=(taken,)).start()
+                        taken.wait(10)
+                    say(word, wires)
+
+                def hold(taken: threading.Event) -> None:
+                    with hub.alone():
+                        taken.set()
+                        time.sleep(0.3)
+
+                signs.say = say_meanwhile
+                return
+            until = time.monotonic() + 10
+            while not all(w.gone for w in signs.wires) and time.monotonic() < until:
+                time.sleep(0.01)
+            seen.append((line._driver.machine.state, len(signs.leaving)))
+
+        here.run(fn)
+        assert seen == [("running", 1)]
+
+    alone(run_ranks, run)
+
+
 def test_what_the_kernel_knows_of_a_connection() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(server.getsockname())

@@ -139,6 +139,17 @@ class Storm:
             self._base(at) == 0 or self.ranks[at].next > self._base(at)
         )
 
+    def _may_go_on(self, m: Member) -> bool:
+        """Whether an island counts as begun in a change: each of its ranks has launched its base,
+        and a frozen one had done so before it froze, which is what it has reported.
+        """
+        for r in range(self.peer_groups):
+            rank, base = self.ranks[m, r], self._base((m, r))
+            launched = rank.reported if rank.state == "frozen" else rank.next
+            if 0 < base >= launched:
+                return False
+        return True
+
     def _base(self, at: At) -> int:
         record = self.ranks[at].record
         return record.base[record.members.index(at[0])]
@@ -446,7 +457,7 @@ class Storm:
             for m, b in zip(newest.members, newest.base, strict=True)
             if all((m, r) in self.ranks for r in range(self.peer_groups))
         ]
-        if not any(self._has_begun((m, r)) for m, _ in whole for r in range(self.peer_groups)):
+        if not any(self._may_go_on(m) for m, _ in whole):
             # all members crashed, but newcomers that had not begun: the run starts again from a
             # checkpoint
             self.events["all gone"] += 1
