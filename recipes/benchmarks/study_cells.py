@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from study_gain import capped
+from study_owners import owned
 from study_texts import digest
 from study_transforms import TRIALS, register
 
@@ -63,6 +64,8 @@ class Cell:
         slow: replica 0 takes half the rows of a step, as an island of half the speed would.
         inner: options of the inner optimizer, such as betas.
         gain: 0, or a cap on the steady step of a round (study_gain.py) in place of a rise.
+        owners: None, or what owners of blocks send back of each 4096 values, and the weight of what
+            they keep (study_owners.py).
     """
 
     name: str
@@ -75,6 +78,7 @@ class Cell:
     slow: bool = False
     inner: dict[str, Any] = field(default_factory=dict)
     gain: float = 0.0
+    owners: tuple[int, float] | None = None
 
     def config(self) -> ExchangeConfig:
         """Gradients are clipped at norm 1.0 under every method, unless the cell says otherwise. The
@@ -87,6 +91,7 @@ class Cell:
             register()
         made = preset(self.preset, **{"clip": 1.0, **self.changes})
         made = dataclasses.replace(made, lr=None)
+        made = owned(made, *self.owners) if self.owners else made
         return capped(made, self.gain) if self.gain else made
 
 
@@ -113,10 +118,11 @@ class Run:
             "replicas": cell.replicas,
             "attach_at": cell.attach_at,
             "slow": cell.slow,
-            "config": said(dataclasses.replace(cell, gain=0.0).config()),
+            "config": said(dataclasses.replace(cell, gain=0.0, owners=None).config()),
             "version": version,
             **({"inner": cell.inner} if cell.inner else {}),
             **({"gain": cell.gain} if cell.gain else {}),
+            **({"owners": cell.owners} if cell.owners else {}),
         }
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 

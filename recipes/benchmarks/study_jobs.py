@@ -76,11 +76,13 @@ def _work(pipe: Connection, compiled: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this one
     end_with_parent()
     logging.getLogger("fsdp_demo").setLevel(logging.WARNING)
-    from study_run import train_run
+    from study_owners import recounted
+    from study_run import fresh_model, train_run
 
     while run := pipe.recv():
         try:
-            pipe.send(train_run(run, compiled))
+            result = train_run(run, compiled)
+            pipe.send(recounted(result, run.cell, fresh_model(run)) if run.cell.owners else result)
         except Exception:
             pipe.send({"error": traceback.format_exc()})
 

@@ -51,6 +51,13 @@ def rising(longer: int) -> list[Cell]:
     return [dataclasses.replace(cell, setting=setting) for cell in cells]
 
 
+def by_owners(back: int, kept: float, replicas: int) -> Cell:
+    """Ours by owners of blocks, who keep `kept` of what they do not send back."""
+    rest = f" kept {kept:g}" if kept else ""
+    cell = sign_loco(f" owners k={back}{rest} R={replicas}")
+    return dataclasses.replace(cell, owners=(back, kept))
+
+
 DIVISORS = {
     f"divisor R = {r}": [
         dataclasses.replace(cell, replicas=r)
@@ -61,6 +68,19 @@ DIVISORS = {
     ]
     for r in (2, 4, 16)
 }
+OWNERS = {
+    f"owners R = {r}": [
+        dataclasses.replace(cell, replicas=r)
+        for cell in (
+            full(f" R={r}"),
+            sign_loco(f" R={r}"),
+            *(by_owners(back, kept, r) for back, kept in ((90, 0.0), (90, 0.6), (wide, 0.0))),
+        )
+    ]
+    for r, wide in ((4, 180), (8, 360), (16, 360))
+}
+"""What R replicas send of a block has at most 90 R places."""
+
 USUAL = {"betas": [0.9, 0.95]}
 DEMO_ADAMW = [
     Cell("demo by sign", "demo", {"momentum.no_transform": []}, 1e-3),
@@ -190,6 +210,7 @@ QUESTIONS = {
     "demo in AdamW's form": DEMO_ADAMW,
     **{f"decoupled R = {r}": decoupled(r) for r in (2, 4, 8)},
     **DIVISORS,
+    **OWNERS,
     "feedback": [
         full(),
         *(make(f" {b}", value_dtype=b) for b in CODES for make in (sign_loco, with_feedback)),
