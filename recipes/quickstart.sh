@@ -83,7 +83,7 @@ rate() {
     case $1 in
         demo) echo 0.001 ;;
         random | stride | sign_loco) echo 0.004 ;;
-        muloco) echo 0.032 ;; # not searched here: the study's by the root of the width
+        muloco | sign_muloco) echo 0.032 ;; # not searched here: the study's by the root of the width
         full | local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco | auto) echo 0.003 ;;
     esac
 }
@@ -93,16 +93,10 @@ fit() {
     local period=$((steps >= 30 ? steps / 15 : 2))
     case $1 in full) given codec.value_dtype || given value_dtype || echo "codec.value_dtype=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
     case $1 in
-        local_sgd | local_adam | desloc | diloco | streaming_diloco)
+        local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
             given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
-        decoupled_momentum | sparse_loco) # sparser and oftener wins: docs/study.md
+        decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: docs/study.md
             given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
-        muloco) # short rounds in one bit: docs/study.md
-            given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))"
-            given codec.value_dtype || given value_dtype || echo value_dtype=1bit
-            given applier.momentum || given momentum || echo momentum=0.5
-            given applier.momentum_warmup || given momentum_warmup || echo momentum_warmup=0
-            given accumulator.beta || given beta || echo beta=0.6 ;;
         sign_loco) # its momentum rises over half of the rounds
             period=$((period < 5 ? period : 5))
             given schedule.sync_every || given sync_every || given period || echo "period=$period"

@@ -30,7 +30,7 @@ MARK = re.compile(
     r"^<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE
 )
 BASELINE = "baseline (all-reduce every step)"
-CHOICE = ("muloco", "sign_loco", "diloco", "demo", "full")  # those of the README
+CHOICE = ("sign_muloco", "muloco", "sign_loco", "diloco", "demo", "full")  # those of the README
 
 # Of each preset: what crosses the slow link, the inner optimizer, when the replicas are equal.
 METHODS = {
@@ -72,6 +72,11 @@ METHODS = {
         "at the end",
     ),
     "muloco": ("pseudo-gradient of Muon, with error feedback", "Muon + AdamW", "after an exchange"),
+    "sign_muloco": (
+        "signs of the pseudo-gradient of Muon, with error feedback",
+        "Muon + AdamW",
+        "after an exchange",
+    ),
     "local_sgd": ("parameters", "any", "after an exchange"),
     "local_adam": ("parameters and both moments", "AdamW", "after an exchange"),
     "desloc": (
@@ -125,10 +130,8 @@ def methods() -> Rows:
         "inner optimizer",
     ]
     out = [head]
-    for name in (the_study.ONE_BIT, *CHOICE):
-        one_bit = name == the_study.ONE_BIT
-        entry = load("bytes-muloco.json")["presets"]["rows"][1] if one_bit else found[name]
-        full, there = rows["full"], rows[name]
+    for name in CHOICE:
+        entry, full, there = found[name], rows["full"], rows[name]
         learned = f"{there['loss']:.3f}"
         learned += f", {the_study.percent(there, full)}" if there is not full else ""
         fewer = f"{short(there['ratio'])} x"

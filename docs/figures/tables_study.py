@@ -15,7 +15,6 @@ from study_tables import SIZES
 
 from fsdp_demo import preset
 from fsdp_demo.config.presets import UNPUBLISHED
-from fsdp_demo.planner.gaps import ONE_BIT
 
 STUDY = {
     "study-forms": ("questions", "published form"),
@@ -23,6 +22,7 @@ STUDY = {
     "study-demo-adamw": ("questions", "demo in AdamW"),
     "study-decoupled": ("questions", "decoupled"),
     "study-divisor": ("questions", "divisor"),
+    "study-owners": ("questions", "owners"),
     "study-feedback": ("questions", "feedback"),
     "study-one-bit": ("questions", "every value in one bit"),
     "study-longer": ("questions", "rates of a run"),
@@ -42,6 +42,9 @@ STUDY = {
     "study-text": ("text",),
 }
 """Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
+
+ONE_BIT = "sign_muloco"
+"""The preset that the study's runs of `muloco` in 1 bit have become."""
 
 
 def study(name: str, *groups: str) -> Rows:
@@ -115,7 +118,7 @@ def study_evidence() -> Rows:
     main = load("study-main.json")
     rows, best = {row["name"]: row for row in main["rows"]}, tuned()
     found = [["preset", "published rule", "best of the grid", "seeds", "what the grid chose"]]
-    for name in (*(e["preset"] for e in load("bytes.json")["presets"]["rows"]), ONE_BIT):
+    for name in (e["preset"] for e in load("bytes.json")["presets"]["rows"]):
         if name not in best or best[name] is best["full"]:
             continue
         chosen = best[name]
@@ -125,9 +128,8 @@ def study_evidence() -> Rows:
         # one row each where the grid chose what was published
         cells = [percent(row, best["full"]) for row in (plain or chosen, chosen)]
         if name in UNPUBLISHED:
-            cells[0] = "-"
-        shown = f"`{name}`" if name != ONE_BIT else "`muloco`, every 5 steps, 1 bit"
-        found.append([shown, *cells, seeds, _told(told)])
+            cells[0], seeds = "-", str(chosen["seeds"])
+        found.append([f"`{name}`", *cells, seeds, _told(told)])
     return found
 
 
@@ -179,13 +181,13 @@ def _quarters(rows: list[list[float]]) -> list[float]:
 
 
 def tuned() -> dict[str, dict[str, Any]]:
-    """The tuned rows of the study's main table, by preset, and by "full muon", "muloco 1 bit"."""
+    """The tuned rows of the study's main table, by preset, and by "full muon" and the like."""
     found = {}
     for row in load("study-main.json")["rows"]:
         words = row["name"].split()
-        inner = [word for word in words if word in ("muon", "adamw", "1", "bit")]
+        inner = [word for word in words if word in ("muon", "adamw")]
         if words[-1] == "tuned":
-            found[" ".join([words[0], *inner])] = row
+            found[ONE_BIT if "bit" in words else " ".join([words[0], *inner])] = row
     return found
 
 
@@ -210,7 +212,7 @@ def planner_gaps() -> dict[str, Any]:
     table["study"]["difference"] = {
         name: round(row["difference"], 6)
         for name, row in rows.items()
-        if row is not full and (" " not in name or name == ONE_BIT)
+        if row is not full and " " not in name
     }
     table["study"]["larger"] = [_at_size(size) for size in ("0.92 M", "3.3 M")]
     return table
@@ -218,8 +220,7 @@ def planner_gaps() -> dict[str, Any]:
 
 def _at_size(size: str) -> dict[str, Any]:
     """What the planner takes from a larger model of the study: each method in its form of the main
-    table, at the best of the rates that were tried; `muloco` in one bit beside its preset. Other
-    periods, bits or values are other bytes.
+    table, at the best of the rates that were tried. Other periods, bits or values are other bytes.
     """
     forms = {size, f"rates at {size}"}
     rows = [r for r in load("study-size.json")["rows"] if r["group"] in forms]

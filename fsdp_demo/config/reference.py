@@ -186,7 +186,7 @@ PRESET_HEAD = """## Keywords of the presets
 
 `lr` has two meanings:
 
-* As a keyword of `diloco`, `streaming_diloco`, `decoupled_momentum`, `sparse_loco`, `sign_loco` and `muloco` it is the rate of the outer step
+* As a keyword of `diloco`, `streaming_diloco`, `decoupled_momentum`, `sparse_loco`, `sign_loco`, `muloco` and `sign_muloco` it is the rate of the outer step
   (`applier.lr`).
 * Beside other presets, and in a whole yaml file, it is the published rate of the inner optimizer. It changes one thing: the rate
   that `base_optimizer(config, params)` takes where you give it no `lr`.

@@ -55,20 +55,11 @@ Periods: 30 is the one of the scaling laws for DiLoCo (arXiv 2503.09799) and of 
 Delays up to 5 cost little (2501.18512).
 """
 
-STUDIED: dict[str, _Forms] = {"sign_loco": [{"period": 5}]}
-"""What ended lowest in our study of all that have AdamW or SGD inside. For runs of its kind it
-comes right behind the all-reduce. With longer periods it lost there, and in longer runs of larger
-models.
+STUDIED: dict[str, _Forms] = {"sign_loco": [{"period": 5}], "sign_muloco": [{"period": 5}]}
+"""What ended lowest in our study: of all that have AdamW or SGD inside, and with Muon. For runs of
+its kind they come right behind the all-reduce. With longer periods `sign_loco` lost there, and in
+longer runs of larger models.
 """
-
-ONE_BIT: dict[str, Any] = {
-    "period": 5,
-    "value_dtype": "1bit",
-    "momentum": 0.5,
-    "momentum_warmup": 0,
-    "beta": 0.6,
-}
-"""The form of `muloco` that ended lowest of all in our study, for runs of its kind."""
 
 SHORT_RUN = 1000
 """Steps up to which a run is of that kind: with 480 and 960 steps sign_loco ended where the
@@ -141,8 +132,7 @@ def ladders(situation: Situation) -> dict[str, _Forms]:
     steps = situation.length
     if situation.parameters >= SMALL or steps is None or steps > SHORT_RUN:
         return LADDERS
-    muloco = [ONE_BIT, *LADDERS["muloco"]]
-    return {"full": LADDERS["full"], **STUDIED, **LADDERS, "muloco": muloco}
+    return {"full": LADDERS["full"], **STUDIED, **LADDERS}
 
 
 def _tried(
@@ -164,6 +154,8 @@ def rising(config: ExchangeConfig, length: float | None) -> ExchangeConfig:
     if length is None or config.preset not in STUDIED:
         return config
     (channel,) = config.channels
+    if not channel.applier.momentum_warmup:
+        return config
     half = max(1, int(length / channel.schedule.sync_every) // 2)  # 0 would be a constant one
     return config.changed({"applier.momentum_warmup": min(half, channel.applier.momentum_warmup)})
 
@@ -221,14 +213,15 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
 
 
 def _order(keep_inner: str | None, situation: Situation) -> list[str]:
-    """Methods, the first to be recommended first: where Muon must stay, the one that is made for it
-    comes behind the all-reduce.
+    """Methods, the first to be recommended first: where Muon must stay, those that are made for it
+    come behind the all-reduce.
     """
     order = list(ladders(situation))
-    if keep_inner in MUON:
-        order.remove("muloco")
-        order.insert(1, "muloco")
-    return order
+    if keep_inner not in MUON:
+        return order
+    made = [name for name in ("sign_muloco", "muloco") if name in order]
+    first, *rest = (name for name in order if name not in made)
+    return [first, *made, *rest]
 
 
 def cuts(config: ExchangeConfig, s: Situation) -> bool:

@@ -18,9 +18,6 @@ SMALL = 10e6
 models have 35 M.
 """
 
-ONE_BIT = "muloco 1 bit"
-"""A form of `muloco` that the study ranks beside the preset."""
-
 
 def expected_gap(
     config: ExchangeConfig, parameters: int, islands: int
@@ -41,8 +38,6 @@ def expected_gap(
         return _diloco(parameters, islands, period), ""
     main = _data()["study"]
     name = config.preset
-    if name == "muloco" and config.channels[0].codec.value_dtype == "1bit":
-        name = ONE_BIT
     known = [s for s in (main, *main["larger"]) if name in s["difference"]]
     if not known:
         return None, f"nobody has compared {config.preset!r} with an all-reduce"

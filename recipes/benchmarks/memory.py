@@ -58,6 +58,7 @@ PERIODS = {
     "sparse_loco": 2,
     "sign_loco": 2,
     "muloco": 2,
+    "sign_muloco": 2,
 }
 
 

@@ -74,7 +74,7 @@ OWNERS = {
         for cell in (
             full(f" R={r}"),
             sign_loco(f" R={r}"),
-            *(by_owners(back, kept, r) for back, kept in ((90, 0.0), (90, 0.6), (wide, 0.0))),
+            *(by_owners(back, kept, r) for back in (90, wide) for kept in (0.0, 0.6)),
         )
     ]
     for r, wide in ((4, 180), (8, 360), (16, 360))

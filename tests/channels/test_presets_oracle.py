@@ -724,11 +724,17 @@ def test_computing_in_bf16(run_ranks, name, islands):
 # -- MuLoCo --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("islands, code", [("4x1", "fp32"), ("2x2", "2bit"), ("4x1", "2bit")])
+@pytest.mark.parametrize(
+    "islands, code", [("4x1", "fp32"), ("2x2", "2bit"), ("4x1", "2bit"), ("2x2", "1bit")]
+)
 def test_muloco_on_measured_updates(run_ranks, islands, code):
-    """What each inner step of MuonAdamW did is measured; the outer rule must follow from it."""
+    """What each inner step of MuonAdamW did is measured; the outer rule must follow from it. In one
+    bit it is `sign_muloco`.
+    """
     count, procs, _ = ISLANDS[islands]
-    config = preset("muloco", momentum_warmup=0, period=P, value_dtype=code)
+    short = code == "1bit"
+    plain = preset("muloco", momentum_warmup=0, period=P, value_dtype=code)
+    config = preset("sign_muloco", period=P) if short else plain
 
     def run(me):
         loss = layered.small_loss(bf16=False)
@@ -749,7 +755,7 @@ def test_muloco_on_measured_updates(run_ranks, islands, code):
     order = [n for g in MuonAdamW(model.named_parameters()).param_groups for n in g["param_names"]]
     # groups of values with a common level cross tensors in this order
     first = {n: model.get_parameter(n).detach() for n in order}
-    beta = None if code == "fp32" else 0.9
+    beta = None if code == "fp32" else 0.6 if short else 0.9
     method = oracle.MuLoCo(
         first,
         count,
@@ -757,7 +763,7 @@ def test_muloco_on_measured_updates(run_ranks, islands, code):
         shards=procs,
         period=P,
         lr=0.8,
-        momentum=0.9,
+        momentum=0.5 if short else 0.9,
         beta=beta,
         code=code,
         dtype=torch.float32,

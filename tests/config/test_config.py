@@ -614,7 +614,7 @@ def test_base_optimizer_is_one_that_attach_takes(monkeypatch, name) -> None:
             "no parameter name holds a layer number",
             "weight, bias",
         )
-    if name == "muloco":
+    if name in ("muloco", "sign_muloco"):
         refusal(
             lambda: fsdp_demo.base_optimizer(config, model.parameters()), "model.named_parameters()"
         )
@@ -623,12 +623,15 @@ def test_base_optimizer_is_one_that_attach_takes(monkeypatch, name) -> None:
 
 
 def test_published_rates() -> None:
-    """As the papers (DESIGN.md 3, algorithms.md) have them; `sign_loco` has no paper."""
+    """As the papers (DESIGN.md 3, algorithms.md) have them; `sign_loco` and `sign_muloco` have
+    none.
+    """
     assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {
         "full": None,
         "local_sgd": None,
         "muloco": 0.0224,
         "sign_loco": 8e-3,
+        "sign_muloco": 4.5e-2,
     }
     assert preset("demo", inner_optimizer="adamw").lr == 1e-3
     outer = preset("diloco").channels[0].applier

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ pytest.importorskip("transformers")  # shapes of the models
 import bytes as counting  # noqa: E402
 import figure_cells  # noqa: E402
 import memory as remembering  # noqa: E402
+import study_methods  # noqa: E402
 import tables  # noqa: E402
 import tables_costs  # noqa: E402
 import tables_links  # noqa: E402
 import tables_study  # noqa: E402
 
-from fsdp_demo import Link, load_config, ring_all_reduce_bytes  # noqa: E402
+from fsdp_demo import Link, load_config, preset, ring_all_reduce_bytes  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
 
 STORMS = [
@@ -197,22 +198,16 @@ def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> 
         ] == pytest.approx(entry.seconds)
 
 
-def test_the_bytes_of_muloco_in_one_bit_are_what_the_planner_counts(
-    shapes: Callable[[str], Any],
-) -> None:
-    facts = figure_cells.load("bytes-muloco.json")["presets"]
-    form = load_config(facts["exchange"], facts["set"])
-    made = counting.entries(
-        shapes("llama-3.2-1b"), facts["islands"], 1, Link.parse(facts["link"]), [form]
-    )
-    assert [(e.settings, e.sent) for e in made] == [
-        (r["settings"], r["sent"]) for r in facts["rows"]
-    ]
-    # the study's row beside it is of the same settings
-    one_bit = tables_study.tuned()[tables_study.ONE_BIT]
-    assert one_bit["name"] == "muloco H=5 1 bit tuned" and "1bit" in " ".join(facts["set"])
-    chosen = figure_cells.load("study-main.json")["tuned"][one_bit["name"]]
-    assert set(chosen.split()[1:]) <= set(facts["set"])
+def test_sign_muloco_has_what_the_study_chose_for_muloco_in_one_bit() -> None:
+    row = tables_study.tuned()["sign_muloco"]
+    assert row["name"] == "muloco H=5 1 bit tuned"
+    rate, *chosen = figure_cells.load("study-main.json")["tuned"][row["name"]].split()
+    cell = study_methods.muloco_bit()
+    plain = preset("muloco", **{**cell.changes, "clip": 1.0, "lr": 0.8})
+    assert {f"{key}={cell.changes[key]}" for key in ("momentum", "beta")} <= set(chosen)
+    ours = preset("sign_muloco")
+    assert replace(ours, preset="muloco", lr=plain.lr) == plain
+    assert f"lr={ours.lr}" == rate and ours.lr == cell.lr
 
 
 def test_what_is_published_is_counted_again(shapes: Callable[[str], Any]) -> None:

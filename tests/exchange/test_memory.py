@@ -312,6 +312,7 @@ def test_published_settings() -> None:
         "sparse_loco": 8.0,
         "sign_loco": 8.0,
         "muloco": 12.0,
+        "sign_muloco": 12.0,
     }
     assert host == {
         **none,
@@ -323,10 +324,12 @@ def test_published_settings() -> None:
         "sparse_loco": 4.0,
         "sign_loco": 8.0,
         "muloco": 8.0,
+        "sign_muloco": 8.0,
     }
     assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == {
         **dict.fromkeys(sparse, "SGD"),
         "muloco": "Muon + AdamW",
+        "sign_muloco": "Muon + AdamW",
     }
 
 

@@ -64,6 +64,7 @@ CASES: dict[str, ExchangeConfig] = {
     "sparse_loco": preset("sparse_loco", period=3),
     "sign_loco": preset("sign_loco", period=3),
     "muloco": preset("muloco", period=4),
+    "sign_muloco": preset("sign_muloco", period=3),
     # forms that no preset takes by default
     "demo, late": preset("demo", topk=3, **{"schedule.delay": 2}),
     "diloco, int8": preset("diloco", period=4, value_dtype="int8"),
@@ -121,7 +122,7 @@ def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]
     kind = torch.optim.SGD if config.inner_optimizers[0] == "sgd" else torch.optim.AdamW
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     # bytes do not depend on it, and AdamW alone is refused under muloco
-    insists = {"inner_optimizers": "as_is"} if config.preset == "muloco" else {}
+    insists = {"inner_optimizers": "as_is"} if config.preset.endswith("muloco") else {}
     exchange = fsdp_demo.attach(optimizer, config, model=model, **insists)
     out, before = [], (0, 0, 0, 0)
     for t in range(STEPS):
