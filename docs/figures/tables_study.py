@@ -22,6 +22,7 @@ STUDY = {
     "study-demo-adamw": ("questions", "demo in AdamW"),
     "study-decoupled": ("questions", "decoupled"),
     "study-divisor": ("questions", "divisor"),
+    "study-values": ("questions", "values"),
     "study-owners": ("questions", "owners"),
     "study-feedback": ("questions", "feedback"),
     "study-one-bit": ("questions", "every value in one bit"),

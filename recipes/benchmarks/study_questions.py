@@ -68,16 +68,32 @@ DIVISORS = {
     ]
     for r in (2, 4, 16)
 }
+VALUES = {
+    f"values R = {r}": [
+        dataclasses.replace(cell, replicas=r)
+        for cell in (
+            full(f" R={r}"),
+            sign_loco(f" R={r}"),
+            *(sign_loco(f" R={r}", topk=k) for k in others),
+        )
+    ]
+    for r, others in {2: (180, 45), 4: (256, 32), 8: (45, 32), 16: (32, 22, 16)}.items()
+}
+"""How many values each of R replicas should send: a value that one replica alone sends counts
+whole.
+"""
+
 OWNERS = {
     f"owners R = {r}": [
         dataclasses.replace(cell, replicas=r)
         for cell in (
             full(f" R={r}"),
             sign_loco(f" R={r}"),
+            *(sign_loco(f" R={r}", topk=k) for k in fewer),  # as few bytes without owners
             *(by_owners(back, kept, r) for back in (90, wide) for kept in (0.0, 0.6)),
         )
     ]
-    for r, wide in ((4, 180), (8, 360), (16, 360))
+    for r, wide, fewer in ((8, 360, (32,)), (16, 360, (16,)))
 }
 """What R replicas send of a block has at most 90 R places."""
 
@@ -210,6 +226,7 @@ QUESTIONS = {
     "demo in AdamW's form": DEMO_ADAMW,
     **{f"decoupled R = {r}": decoupled(r) for r in (2, 4, 8)},
     **DIVISORS,
+    **VALUES,
     **OWNERS,
     "feedback": [
         full(),

@@ -165,6 +165,13 @@ def test_what_won_among_small_models_is_recommended_for_small_models() -> None:
     assert choose(rows, fast).row.name == "full"
 
 
+@pytest.mark.parametrize(("islands", "topk"), [(2, 90), (4, 90), (8, 45), (16, 22)])
+def test_more_islands_send_fewer_values_each(islands: int, topk: int) -> None:
+    short = replace(TINY, islands=islands, steps=SHORT_RUN)
+    name, config, _, _ = taken(short)
+    assert name == "sign_loco" and config.channels[0].codec.topk == topk
+
+
 def test_it_lost_in_long_runs_and_nobody_has_trained_a_large_model_with_it() -> None:
     for steps in (None, SHORT_RUN + 1):
         assert taken(replace(TINY, steps=steps))[0] != "sign_loco"
