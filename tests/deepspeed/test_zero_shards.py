@@ -448,7 +448,7 @@ def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ra
             zero.sgd if config.inner_optimizers[0] == "sgd" else zero.adamw,
         )
         changes = {} if config.channels[0].before_step else {"period": 2}
-        if preset == "muloco":  # bytes do not depend on it, and AdamW alone is refused
+        if preset.endswith("muloco"):  # bytes do not depend on it, and AdamW alone is refused
             changes["inner_optimizers"] = "as_is"
         exchange = deepspeed_ext.attach(made, preset, **changes)
         sections = [c.section for c in (*exchange.channels, *exchange._runtime.buffers)]
