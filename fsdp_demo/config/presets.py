@@ -364,8 +364,8 @@ def sign_loco(
     `beta` times what earlier exchanges left over, and subtracts what it sends. Tensors that are
     sent whole step with `lr` too.
 
-    With more than four replicas set `topk` to 360 over their number: eight and sixteen ended nearer
-    to the all-reduce so than with 90 each.
+    With more than four replicas set `topk` to 360 over their number: eight and sixteen did as well
+    so as with 90 each, with fewer bytes.
 
     The outer momentum rises from 0 over the first `momentum_warmup` rounds. The rule says the first
     half of the rounds: set it to steps / (2 period). 48 is that of the 480 steps it was tried on.
