@@ -229,7 +229,7 @@ def _at_size(size: str) -> dict[str, Any]:
     for row in rows:
         words = row["name"].split()
         name = ONE_BIT if "bit" in words else words[0]
-        if name != "full":
+        if name != "full" and row["difference"] is not None:  # one that failed has none
             best[name] = min(row["difference"], best.get(name, math.inf))
     full = next(r for r in rows if r["name"] == f"full {size}")
     return {
