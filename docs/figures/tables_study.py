@@ -221,7 +221,8 @@ def planner_gaps() -> dict[str, Any]:
 
 def _at_size(size: str) -> dict[str, Any]:
     """What the planner takes from a larger model of the study: each method in its form of the main
-    table, at the best of the rates that were tried. Other periods, bits or values are other bytes.
+    table, at the best of the rates that were tried; `sign_muloco` with the longer memory of
+    `muloco`, as it ran at each size. Other periods, bits or values are other bytes.
     """
     forms = {size, f"rates at {size}"}
     rows = [r for r in load("study-size.json")["rows"] if r["group"] in forms]

@@ -228,7 +228,7 @@ def _order(keep_inner: str | None, situation: Situation) -> list[str]:
     order = list(ladders(situation))
     if keep_inner not in MUON:
         return order
-    made = [name for name in ("sign_muloco", "muloco") if name in order]
+    made = [name for name in order if preset(name).inner_optimizers[0] in MUON]
     first, *rest = (name for name in order if name not in made)
     return [first, *made, *rest]
 

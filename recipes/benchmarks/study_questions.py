@@ -58,25 +58,26 @@ def by_owners(back: int, kept: float, replicas: int) -> Cell:
     return dataclasses.replace(cell, owners=(back, kept))
 
 
+def among(replicas: int, *cells: Cell) -> list[Cell]:
+    """Cells as so many replicas train them."""
+    return [dataclasses.replace(cell, replicas=replicas) for cell in cells]
+
+
 DIVISORS = {
-    f"divisor R = {r}": [
-        dataclasses.replace(cell, replicas=r)
-        for cell in (
-            sign_loco(f" over senders R={r}"),
-            sign_loco(f" over replicas R={r}", **{"reducer.mean_over": "replicas"}),
-        )
-    ]
+    f"divisor R = {r}": among(
+        r,
+        sign_loco(f" over senders R={r}"),
+        sign_loco(f" over replicas R={r}", **{"reducer.mean_over": "replicas"}),
+    )
     for r in (2, 4, 16)
 }
 VALUES = {
-    f"values R = {r}": [
-        dataclasses.replace(cell, replicas=r)
-        for cell in (
-            full(f" R={r}"),
-            sign_loco(f" R={r}"),
-            *(sign_loco(f" R={r}", topk=k) for k in others),
-        )
-    ]
+    f"values R = {r}": among(
+        r,
+        full(f" R={r}"),
+        sign_loco(f" R={r}"),
+        *(sign_loco(f" R={r}", topk=k) for k in others),
+    )
     for r, others in {2: (180, 45), 4: (256, 32), 8: (45, 32), 16: (32, 22, 16)}.items()
 }
 """How many values each of R replicas should send: a value that one replica alone sends counts
@@ -84,16 +85,14 @@ whole.
 """
 
 OWNERS = {
-    f"owners R = {r}": [
-        dataclasses.replace(cell, replicas=r)
-        for cell in (
-            full(f" R={r}"),
-            sign_loco(f" R={r}"),
-            *(sign_loco(f" R={r}", topk=k) for k in fewer),  # as few bytes without owners
-            *(by_owners(back, kept, r) for back in (90, wide) for kept in (0.0, 0.6)),
-        )
-    ]
-    for r, wide, fewer in ((8, 360, (32,)), (16, 360, (16,)))
+    f"owners R = {r}": among(
+        r,
+        full(f" R={r}"),
+        sign_loco(f" R={r}"),
+        sign_loco(f" R={r}", topk=fewer),  # as few bytes without owners
+        *(by_owners(back, kept, r) for back in (90, 360) for kept in (0.0, 0.6)),
+    )
+    for r, fewer in ((8, 32), (16, 16))
 }
 """What R replicas send of a block has at most 90 R places."""
 
