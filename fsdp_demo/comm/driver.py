@@ -41,7 +41,7 @@ CLOSED = "the connections were closed"
 """The regular end: what this rank has is what all have. After a failure nobody knows that (K9)."""
 
 LAST_WORD = 1.0
-"""Seconds that the last word of this rank has to be handed to the library."""
+"""Seconds that the last message of this rank has to arrive, and its last word to be handed over."""
 
 STOPPED = 2.0
 """Seconds between two turns of this thread after which the process itself must have been stopped:
@@ -217,9 +217,13 @@ class Driver:
 
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The
-        connections close.
+        connections close. "leave" waits a moment for what was delivered here: it takes a connection
+        of its own, and those who hear it first settle without this rank.
         """
         if not self._closed:
+            if word == "leave":
+                had = self.machine.landed
+                self._wait(lambda: not self.machine.unread(had), LAST_WORD)
             self._post(lambda: self._end(word))
             self._thread.join(5.0)
         self._desk.close()

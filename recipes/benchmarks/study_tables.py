@@ -61,14 +61,24 @@ def at_size(cells: list[Cell], size: str) -> list[Cell]:
     return [dataclasses.replace(c, name=f"{c.name} {size}", setting=setting) for c in cells]
 
 
+SCALES = {"0.49 M": 1.0, "0.92 M": 1.0, "3.3 M": 2**-0.5, "9.9 M": 2.5**-0.5}
+"""Larger models take lower rates: by the root of the width over 128."""
+
+
 def sized(size: str) -> list[Cell]:
-    """Larger models take lower rates: by the root of the width over 128."""
-    model, steps = SIZES[size]
-    scale = {"study-small": 1.0, "study": 1.0, "small": 2**-0.5, "study-large": 2.5**-0.5}[model]
+    """The winners at that size."""
+    steps, scale = SIZES[size][1], SCALES[size]
     # these ran before the grid, which chose a higher rate and a feedback that decays faster
     often = muloco(" 1 bit", 3.2e-2 * scale, period=5, value_dtype="1bit")
     others = [c for c in winners(scale=scale, steps=steps) if c.name != often.name]
     return at_size([*others, often], size)
+
+
+def as_tuned(size: str) -> list[Cell]:
+    """Muon's all-reduce and `sign_muloco`, each as its grid chose."""
+    scale, lr = SCALES[size], 4.5e-2 * SCALES[size]
+    tried = [full(lr=2e-3 * scale), full(" muon", lr, **MUON), muloco_bit(" tuned", lr)]
+    return at_size(tried, size)
 
 
 def rates(size: str) -> list[Cell]:
@@ -119,9 +129,8 @@ TABLES: dict[str, Table] = {
             **{size: sized(size) for size in SIZES},
             "rates at 0.92 M": rates("0.92 M"),
             "changes at 0.92 M": nearer("0.92 M"),
-            "muloco as tuned": at_size(
-                [full(), full(" muon", 4.5e-2, **MUON), muloco_bit(" tuned")], "0.92 M"
-            ),
+            "muloco as tuned": as_tuned("0.92 M"),
+            "muloco as tuned at 3.3 M": as_tuned("3.3 M"),
         },
         seeds=2,
     ),

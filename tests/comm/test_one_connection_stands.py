@@ -103,6 +103,36 @@ def test_who_ends_is_not_lost_though_one_connection_is_late(run_ranks) -> None:
     alone(run_ranks, run)
 
 
+def test_who_leaves_is_in_the_last_message_though_a_connection_is_late(run_ranks) -> None:
+    """Its word that it leaves overtook that message: the other island settled without it, and went
+    on from another mean.
+    """
+
+    def run() -> None:
+        network, met = Network(), threading.Barrier(2)
+        here = Islands(2, store=network)
+
+        def fn(line: Any) -> Any:
+            exchanged(line, 0)
+            line.wait_stable(10)
+            if line.slot == 0:
+                relay = network.relays[0, 1][LANE]
+                relay.hold(forth=False)
+                threading.Timer(0.4, relay.let_go).start()
+            met.wait(10)
+            found = exchanged(line, 2)  # it has it as soon as the other has sent
+            if line.slot == 0:
+                line.release()
+            return found
+
+        here.run(fn)
+        slots = agree([[found] for found in here.survivors()])
+        network.close()
+        assert slots == [(0, 1)] and not here.expelled
+
+    alone(run_ranks, run)
+
+
 def test_the_last_word_leaves_though_another_thread_has_the_connections(run_ranks) -> None:
     """As when it drops one of them at that moment."""
 
