@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         SyncSchedule,
     )
     from .config.load import load_config, preset
-    from .config.presets import half_life_multiples, presets
+    from .config.methods.averages import half_life_multiples
+    from .config.presets import presets
     from .config.schema import ExchangeConfig
     from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
     from .exchange.exchange import Exchange
@@ -82,7 +83,8 @@ _HOMES = {
         "SyncSchedule",
     ),
     "config.load": ("load_config", "preset"),
-    "config.presets": ("half_life_multiples", "presets"),
+    "config.methods.averages": ("half_life_multiples",),
+    "config.presets": ("presets",),
     "config.schema": ("ExchangeConfig",),
     "errors": ("Mismatch", "NeedsDecision", "NotFinite", "PeerLost", "Stopped", "WireError"),
     "exchange.exchange": ("Exchange",),

@@ -78,7 +78,6 @@ def test_matrices_are_orthonormal() -> None:
 
 TABLES = (
     "config/names.py",
-    "config/presets.py",
     "compression/formats.py",
     "compression/transform.py",
     "compression/selection.py",

@@ -1,0 +1,1 @@
+"""Methods by family: short functions that return an `ExchangeConfig`. `presets.py` names them."""
