@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
 def rehearse(args: argparse.Namespace) -> int:
     """Run N islands on this machine and return the worst exit status."""
     from ..comm.link import Link, parse_rate, parse_rtt
-    from ..launch.rehearse import Rehearsal
+    from ..launch.rehearsal import Rehearsal
     from ..launch.rehearse import rehearse as run
 
     link = None

@@ -1,20 +1,15 @@
-"""Several islands on one machine: each launched on its own, one store, output prefixed by island.
+"""Several islands on one machine: each launched on its own as `rehearsal.py` says, one store.
 
-What runs is what runs on separate machines: `accelerate launch`, `torchrun` or `deepspeed` once per
-island, with the `ISLAND_*` variables that a user would set there. Only the addresses (127.0.0.1)
-and, with a link, the pacing differ.
+Their output is prefixed by island.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import re
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,86 +19,33 @@ from pathlib import Path
 from typing import TextIO
 
 from ..comm.environment import transport
-from ..comm.link import Link
 from ..comm.stores import FILE, SCHEME
 from ..errors import counted
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .console import Console, Splitter
-from .deepspeed import without_compiler
 from .forking import Forked, Template
-from .launchers import FORKED, LAUNCHED, LAUNCHERS, shell_status
-from .processes import adopt_orphans, descendants, end_with_parent, reap, reserve_port, send
+from .launchers import FORKED, LAUNCHED, shell_status
+from .processes import adopt_orphans, descendants, end_with_parent, reap, send
+from .rehearsal import (
+    LOCALHOST,
+    Rehearsal,
+    command,
+    devices,
+    environment,
+    may_have_gpus,
+    shared_environment,
+)
 from .run import main, main_module
 from .starting import share_imports, start
 
 STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""
 
-LOCALHOST = "127.0.0.1"
-
 BRIEF = 30.0
 """Seconds: a store that ends sooner after it was started again has a reason of its own, and is not
 started once more.
 """
-
-_ACCELERATE_CONFIG = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-num_machines: 1
-mixed_precision: 'no'
-use_cpu: {use_cpu}
-"""
-"""MULTI_GPU is what makes `accelerate launch` start several processes, on a CPU too: with MULTI_CPU
-(or --cpu and no file) it starts one, or asks for mpirun. A file of our own also keeps the user's
-default configuration out of it."""
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the
-    others when one dies for good. An island is restarted `restarts` times at most, with
-    `resume_args` (`restarts.py`). With `fork` this process makes the imports of all ranks, which
-    are forked from it where they can be (`forking.py`)."""
-
-    islands: int
-    procs: int
-    script: tuple[str, ...]
-    launcher: str = "accelerate"
-    link: Link | None = None
-    run: str = "rehearse"
-    cpu: bool = False
-    grace: float = 40.0
-    restarts: int = 0
-    resume_args: str = ""
-    fork: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in (("islands", self.islands), ("procs", self.procs)):
-            if value < 1:
-                raise ValueError(f"--{name} {value}: must be 1 or more")
-        if self.launcher not in LAUNCHERS:
-            raise ValueError(f"--launcher {self.launcher}: expected one of {', '.join(LAUNCHERS)}")
-        spec = importlib.util.find_spec(LAUNCHERS[self.launcher].partition(".")[0])
-        # no origin: a mere folder, as recipes/deepspeed for who stands in recipes/
-        if spec is None or spec.origin is None:
-            extra = "deepspeed" if self.launcher == "deepspeed" else "hf"
-            raise ValueError(
-                f"--launcher {self.launcher}: not installed; pip install -e '.[{extra}]', or "
-                "--launcher torchrun"
-            )
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", self.run):
-            raise ValueError(
-                f"--run {self.run!r}: a run id has letters, digits, dot, dash and underscore only"
-            )
-        if self.restarts < 0:
-            raise ValueError(f"--restarts {self.restarts}: must be 0 or more")
-        if self.grace < 0:
-            raise ValueError(f"--grace {self.grace:g}: must be 0 or more seconds")
-        if not self.script:
-            raise ValueError("no script: fsdp-demo rehearse --islands 2 --procs 2 -- SCRIPT ARGS")
-        if not Path(self.script[0]).is_file():
-            raise ValueError(f"script {self.script[0]!r}: no such file (looked in {Path.cwd()})")
 
 
 @dataclass
@@ -114,145 +56,6 @@ class Island:
     process: Forked | subprocess.Popen[bytes]
     status: int | None = None
     stopped: bool = False
-
-
-def devices(plan: Rehearsal) -> tuple[list[str], str]:
-    """`CUDA_VISIBLE_DEVICES` of each island ("" is the CPU), and words for it.
-
-    Every rank of an island needs a GPU of its own (NCCL refuses to share one); islands may share,
-    and do if there are too few.
-    """
-    count = 0 if plan.cpu or not _may_have_gpus() else _gpus()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    ids = (
-        names[:count]
-        if len(names) >= count > 0 and names[0]
-        else [str(number) for number in range(count)]
-    )
-    if count < plan.procs:
-        too_few = (
-            f" ({counted(count, 'GPU')} for {plan.procs} processes per island is too few)"
-            if count
-            else ""
-        )
-        return [""] * plan.islands, f"on the CPU{too_few}"
-    groups = count // plan.procs
-    slices = [ids[part * plan.procs : (part + 1) * plan.procs] for part in range(groups)]
-    words = (
-        "on GPUs of their own"
-        if groups >= plan.islands
-        else f"sharing {counted(groups * plan.procs, 'GPU')}"
-    )
-    return [",".join(slices[island % groups]) for island in range(plan.islands)], words
-
-
-def _gpus() -> int:
-    import torch  # it takes seconds
-
-    return torch.cuda.device_count()
-
-
-def _may_have_gpus() -> bool:
-    """Whether a driver of NVIDIA (also inside Windows) or AMD has left a device here."""
-    if sys.platform != "linux":
-        return True
-    dev = Path("/dev")
-    return any((dev / name).exists() for name in ("kfd", "dxg", "nvmap")) or any(
-        dev.glob("nvidia*")
-    )
-
-
-def environment(
-    plan: Rehearsal, island: int, endpoint: str, folder: Path, visible: str
-) -> dict[str, str]:
-    """The variables of one island's launcher: this process's own, and what makes it that island."""
-    env = dict(os.environ)
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // (plan.islands * plan.procs))))
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env.update(
-        ISLAND_RANK=str(island),
-        ISLAND_COUNT=str(plan.islands),
-        ISLAND_ENDPOINT=endpoint,
-        ISLAND_RUN=plan.run,
-        ISLAND_NAME=f"island{island}",
-        ISLAND_ADDRESS=LOCALHOST,
-        CUDA_VISIBLE_DEVICES=visible,
-    )
-    env[STATUS_FOLDER] = str(folder / f"island{island}")
-    if plan.link is not None:
-        env["ISLAND_LINK"] = str(plan.link)
-    if not visible:
-        env["DS_ACCELERATOR"] = "cpu"
-        if plan.launcher == "deepspeed":
-            env |= without_compiler(folder / "site", env)
-        else:  # Accelerate would leave DeepSpeed out without a word
-            env["ACCELERATE_USE_CPU"] = "true"
-    if sys.stdout.isatty():
-        # Progress bars take the width from here; the prefix needs some of it.
-        env["COLUMNS"] = str(
-            max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1)
-        )
-    return env
-
-
-def shared_environment(env: dict[str, str]) -> dict[str, str]:
-    """What the variables of one island have in common with those of all others."""
-    own = ("ISLAND_RANK", "ISLAND_NAME", STATUS_FOLDER)
-    return {name: value for name, value in env.items() if name not in own}
-
-
-def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
-    """The launcher's command line, with a master port of its own."""
-    port = str(reserve_port(LOCALHOST))
-    if plan.launcher == "torchrun":
-        words = [
-            "--nnodes",
-            "1",
-            "--nproc-per-node",
-            str(plan.procs),
-            "--master-addr",
-            LOCALHOST,
-            "--master-port",
-            port,
-        ]
-    elif plan.launcher == "deepspeed":
-        # It takes the GPUs of CUDA_VISIBLE_DEVICES unless their number is given; then it takes the
-        # first ones. A hostfile of the machine would make it start ranks elsewhere. Scripts read
-        # LOCAL_RANK; few know the option --local_rank that it adds by itself.
-        words = [
-            "--hostfile",
-            os.devnull,
-            "--master_port",
-            port,
-            "--log_level",
-            "error",
-            "--no_local_rank",
-        ]
-        words += [] if on_gpu else ["--num_gpus", str(plan.procs)]
-    else:
-        # one for each island: the one before may be reading its own now
-        config = folder / f"accelerate-{port}.yaml"
-        config.write_text(_ACCELERATE_CONFIG.format(use_cpu=str(not on_gpu).lower()))
-        words = [
-            "launch",
-            "--config_file",
-            str(config),
-            "--num_processes",
-            str(plan.procs),
-            "--main_process_port",
-            port,
-        ]
-    again = (
-        ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"]
-        if plan.restarts
-        else []
-    )
-    return [sys.executable, "-m", "fsdp_demo.launch", *again, plan.launcher, *words, *plan.script]
 
 
 class Supervisor:
@@ -312,7 +115,7 @@ class Supervisor:
         """Make the imports of all ranks in this process, unless they may see a GPU."""
         if not self.plan.fork or self.plan.launcher == "deepspeed":
             return
-        if not self.plan.cpu and _may_have_gpus():
+        if not self.plan.cpu and may_have_gpus():
             self.console.note("each rank imports by itself: it may use a GPU")
             return
         env = shared_environment(environment(self.plan, 0, "", self.folder, ""))

@@ -221,7 +221,7 @@ def test_a_rehearsal_on_the_cpu_compiles_nothing(tmp_path):
     """A script of somebody else, who has not switched the operator off, with the lock of a build
     that was killed in its way.
     """
-    from fsdp_demo.launch.rehearse import Rehearsal, environment
+    from fsdp_demo.launch.rehearsal import Rehearsal, environment
 
     (tmp_path / "script.py").write_text(BUILT)
     (tmp_path / "user").mkdir()

@@ -26,7 +26,9 @@ from fsdp_demo.comm.address import join_address, split_address
 from fsdp_demo.errors import StoreSilent
 from fsdp_demo.launch import rehearse, run
 from fsdp_demo.launch.console import Console, Splitter
-from fsdp_demo.launch.rehearse import Rehearsal, Supervisor, devices
+from fsdp_demo.launch.rehearsal import Rehearsal, devices
+from fsdp_demo.launch.rehearsal import command as launched
+from fsdp_demo.launch.rehearse import Supervisor
 from fsdp_demo.launch.store import serve
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -246,7 +248,7 @@ def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
 
 def test_no_island_rewrites_what_another_launcher_reads(tmp_path: Path) -> None:
     plan = Rehearsal(2, 1, (__file__,), "accelerate")
-    words = [rehearse.command(plan, tmp_path, False) for _ in range(2)]
+    words = [launched(plan, tmp_path, False) for _ in range(2)]
     files = {each[each.index("--config_file") + 1] for each in words}
     assert len(files) == 2 and all("use_cpu: true" in Path(file).read_text() for file in files)
 
@@ -420,7 +422,7 @@ def test_gpus_are_split_over_islands(
     expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rehearse, "_may_have_gpus", lambda: True)
+    monkeypatch.setattr("fsdp_demo.launch.rehearsal.may_have_gpus", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

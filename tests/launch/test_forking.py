@@ -16,7 +16,8 @@ import pytest
 
 from fsdp_demo.launch import rehearse, starting
 from fsdp_demo.launch.preload import Imported, imports
-from fsdp_demo.launch.rehearse import Rehearsal, Supervisor
+from fsdp_demo.launch.rehearsal import Rehearsal
+from fsdp_demo.launch.rehearse import Supervisor
 
 from .test_cli import ON_LINUX, rehearsal, run_id  # noqa: F401 (a fixture)
 
@@ -282,7 +283,7 @@ def test_variables_that_imports_set_are_those_of_a_rank() -> None:
 
 
 def test_ranks_that_may_use_a_gpu_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearse, "_may_have_gpus", lambda: True)
+    monkeypatch.setattr(rehearse, "may_have_gpus", lambda: True)
     out = io.StringIO()
     supervisor = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun", fork=True), out)
     supervisor.share_imports()

@@ -20,7 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fsdp_demo import cli
 from fsdp_demo.launch import rehearse, restarts
 from fsdp_demo.launch import run as launch
-from fsdp_demo.launch.rehearse import Rehearsal, Supervisor
+from fsdp_demo.launch.rehearsal import Rehearsal
+from fsdp_demo.launch.rehearsal import command as launched
+from fsdp_demo.launch.rehearse import Supervisor
 
 from .test_cli import ON_LINUX, WAIT, lines_until, rehearsal, run_id  # noqa: F401 (a fixture)
 
@@ -102,13 +104,13 @@ def test_rehearse_hands_restarts_on() -> None:
     plan = Rehearsal(
         2, 1, (__file__, "--lr", "1"), "torchrun", restarts=3, resume_args="--resume auto"
     )
-    words = rehearse.command(plan, Path("/nowhere"), False)
+    words = launched(plan, Path("/nowhere"), False)
     assert launch._parse(words[3:])[:2] == (3, ["--resume", "auto"]) and words[-3:] == [
         __file__,
         "--lr",
         "1",
     ]
-    assert "--restarts" not in rehearse.command(
+    assert "--restarts" not in launched(
         Rehearsal(2, 1, (__file__,), "torchrun"), Path("/nowhere"), False
     )
 

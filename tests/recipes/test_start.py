@@ -70,10 +70,10 @@ def test_a_process_without_a_launcher_counts_from_its_own_start(
 def test_a_rehearsal_without_a_gpu_does_not_wait_for_torch() -> None:
     program = (
         "import sys\n"
-        "from fsdp_demo.launch import rehearse\n"
-        "rehearse._may_have_gpus = lambda: False\n"
-        f"plan = rehearse.Rehearsal(2, 2, ({__file__!r},), 'torchrun')\n"
-        "assert rehearse.devices(plan) == (['', ''], 'on the CPU')\n"
+        "from fsdp_demo.launch import rehearsal\n"
+        "rehearsal.may_have_gpus = lambda: False\n"
+        f"plan = rehearsal.Rehearsal(2, 2, ({__file__!r},), 'torchrun')\n"
+        "assert rehearsal.devices(plan) == (['', ''], 'on the CPU')\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
