@@ -10,6 +10,7 @@ from typing import Any
 from figure_cells import HERE, ROOT, Rows, cell, load
 from report import size
 from study_cells import parameters
+from study_methods import METHODS
 from study_stats import interval
 from study_tables import SIZES
 
@@ -39,13 +40,10 @@ STUDY = {
     "study-precision": ("precision",),
     "study-size": ("size", "0.", "3.", "9."),
     "study-size-ours": ("size", "rates at", "changes at"),
-    "study-size-muloco": ("size", "muloco as tuned"),
+    "study-size-muloco": ("size", "sign_muloco at"),
     "study-text": ("text",),
 }
 """Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
-
-ONE_BIT = "sign_muloco"
-"""The preset that the study's runs of `muloco` in 1 bit have become."""
 
 
 def study(name: str, *groups: str) -> Rows:
@@ -67,7 +65,7 @@ def study(name: str, *groups: str) -> Rows:
             "failed" if row["failed"] else f"{row['loss']:.3f}",
             apart,
             size(row["bytes_sent"]) if row["bytes_sent"] else "-",
-            cell(row["ratio"], ".3g") + (" x" if row["ratio"] else ""),
+            times(row["ratio"]) if row["ratio"] else "-",
         ]
         rows.append([row["group"], *cells] if several else cells)
     return rows
@@ -81,9 +79,13 @@ def study_front() -> Rows:
     for i, row in enumerate(found):
         best = all(row["loss"] < other["loss"] for other in found[i + 1 :])
         cells = [row["name"], f"{row['loss']:.3f}", size(row["bytes_sent"])]
-        ratio = f"{row['ratio']:.3g}" if row["ratio"] < 1000 else f"{row['ratio']:.0f}"
-        rows.append(["*" if best else "", *cells, f"{ratio} x"])
+        rows.append(["*" if best else "", *cells, times(row["ratio"])])
     return rows
+
+
+def times(ratio: float) -> str:
+    """A ratio of bytes, such as `39.8 x`, `3168 x`."""
+    return f"{ratio:.3g} x" if ratio < 1000 else f"{ratio:.0f} x"
 
 
 def study_short() -> Rows:
@@ -96,8 +98,9 @@ def study_short() -> Rows:
             rows.append(["`full`: all-reduce, AdamW", "1 x", f"{row['loss']:.3f}", "-"])
         elif all(row["loss"] < other["loss"] for other in found[i + 1 :]):
             name = row["name"].removesuffix(" tuned")
-            fewer = f"{row['ratio']:.3g} x"
-            rows.append([f"`{name}`", fewer, f"{row['loss']:.3f}", percent(row, full)])
+            rows.append(
+                [f"`{name}`", times(row["ratio"]), f"{row['loss']:.3f}", percent(row, full)]
+            )
     return rows
 
 
@@ -188,7 +191,7 @@ def tuned() -> dict[str, dict[str, Any]]:
         words = row["name"].split()
         inner = [word for word in words if word in ("muon", "adamw")]
         if words[-1] == "tuned":
-            found[ONE_BIT if "bit" in words else " ".join([words[0], *inner])] = row
+            found[" ".join([words[0], *inner])] = row
     return found
 
 
@@ -215,22 +218,26 @@ def planner_gaps() -> dict[str, Any]:
         for name, row in rows.items()
         if row is not full and " " not in name
     }
+    table["study"]["period"] = {
+        name: max(c.schedule.sync_every for c in method.published.config().channels)
+        for method in METHODS
+        if (name := method.name or method.published.preset) in table["study"]["difference"]
+    }
     table["study"]["larger"] = [_at_size(size) for size in ("0.92 M", "3.3 M")]
     return table
 
 
 def _at_size(size: str) -> dict[str, Any]:
     """What the planner takes from a larger model of the study: each method in its form of the main
-    table, at the best of the rates that were tried; `sign_muloco` with the longer memory of
-    `muloco`, as it ran at each size. Other periods, bits or values are other bytes.
+    table, at the best of the rates that were tried. Other periods, bits or values are other bytes.
     """
-    forms = {size, f"rates at {size}"}
+    forms = {size, f"rates at {size}", f"sign_muloco at {size}"}
     rows = [r for r in load("study-size.json")["rows"] if r["group"] in forms]
     best: dict[str, float] = {}
     for row in rows:
-        words = row["name"].split()
-        name = ONE_BIT if "bit" in words else words[0]
-        if name != "full" and row["difference"] is not None:  # one that failed has none
+        name = row["name"].split()[0]
+        other = name == "full" or "1 bit" in row["name"]  # `muloco` has 2
+        if not other and row["difference"] is not None:  # one that failed has none
             best[name] = min(row["difference"], best.get(name, math.inf))
     full = next(r for r in rows if r["name"] == f"full {size}")
     return {

@@ -24,7 +24,7 @@ def expected_gap(
 ) -> tuple[dict[str, Any] | None, str]:
     """(gap, why there is none). A gap is {"percent": of the loss, "source": text, "extrapolated":
     text, empty within the source's range, "factor": how many times larger or smaller the model is
-    than the nearest of the source}.
+    than the nearest of the source, "period": the source's, where it is another; else None}.
     """
     if config.preset == "full":
         return {
@@ -32,6 +32,7 @@ def expected_gap(
             "source": "the mean gradient of every step, as all-reduce",
             "extrapolated": "",
             "factor": 1.0,
+            "period": None,
         }, ""
     period = max(c.schedule.sync_every for c in config.channels)
     if config.preset == "diloco" and parameters >= SMALL:
@@ -56,6 +57,7 @@ def expected_gap(
         "source": f"{study['source']}, {study['date']}",
         "extrapolated": "; ".join(far),
         "factor": factor,
+        "period": _unlike(study["period"][name], period),
     }, ""
 
 
@@ -79,15 +81,17 @@ def _diloco(parameters: int, islands: int, period: int) -> dict[str, Any]:
         far.append(f"{factor:.2g} times the table's {edge:.3g} parameters, whose entry this is")
     if islands > counts[-1]:
         far.append(f"the table ends at {counts[-1]} islands, whose entry this is")
-    if period != table["period"]:
-        way = "rises slowly with H" if period > table["period"] else "is not tabled for fewer steps"
-        far.append(f"the table's period is {table['period']}, not {period}; the loss {way}")
     return {
         "percent": round(percent, 2),
         "source": table["source"],
         "extrapolated": "; ".join(far),
         "factor": factor,
+        "period": _unlike(table["period"], period),
     }
+
+
+def _unlike(there: int, here: int) -> int | None:
+    return there if there != here else None
 
 
 def _between(x: float, xs: list[float], ys: list[float]) -> float:

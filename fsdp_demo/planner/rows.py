@@ -122,7 +122,7 @@ def hsdp_row(situation: Situation) -> Row:
     s = situation
     size = ring_all_reduce_bytes(s.islands, 2 * s.parameters)
     share = (s.parameters * 4 + 3 * 4 * s.parameters) / s.shards  # parameters, gradient, AdamW
-    gap = {"percent": 0.0, "source": "itself", "extrapolated": "", "factor": 1.0}
+    gap = {"percent": 0.0, "source": "itself", "extrapolated": "", "factor": 1.0, "period": None}
     return _row(
         s,
         _played(s, None),

@@ -106,7 +106,7 @@ def _gap(gap: dict[str, Any] | None) -> str:
     percent = f"{round(gap['percent'], 1) + 0.0:+.1f}"  # no -0.0
     if not 0.1 < gap["factor"] < 10:
         return f"({percent})"
-    return f"{percent}{'*' * bool(gap['extrapolated'])}"
+    return f"{percent}{'*' * bool(gap['extrapolated'] or gap['period'])}"
 
 
 def title(situations: Sequence[Situation], model: str, source: str) -> str:
@@ -145,6 +145,9 @@ def notes(rows: Sequence[Row]) -> str:
             if r.name not in seen.setdefault(key, []):
                 seen[key].append(r.name)
     lines += [f"* {', '.join(names)}: {key}" for key, names in seen.items()]
+    periods = {r.name: r.expected_gap["period"] for r in rows if r.expected_gap is not None}
+    if told := [f"{name} {period}" for name, period in periods.items() if period]:
+        lines.append(f"* measured at other periods: {', '.join(told)}")
     none = {r.name: r.no_gap for r in rows if r.expected_gap is None}
     return "\n".join([*lines, *(f"- {name}: {why}" for name, why in none.items())])
 

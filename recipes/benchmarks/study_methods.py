@@ -25,15 +25,16 @@ FEEDBACK = {"beta": 0.6, "momentum": 0.5}
 @dataclass(frozen=True)
 class Method:
     """A method at its published settings (the period scaled to the run), and what is tried to
-    better them.
+    better them; `name`: of the best, where it is a preset of its own.
     """
 
     published: Cell
     grid: tuple[Cell, ...] = ()
+    name: str = ""
 
     def tuned(self, best: Cell) -> Cell:
         """The best of the grid under the method's name."""
-        return dataclasses.replace(best, name=f"{self.published.name} tuned")
+        return dataclasses.replace(best, name=f"{self.name or self.published.name} tuned")
 
 
 def sign_loco(
@@ -82,12 +83,17 @@ def muloco(end: str = "", lr: float = 3.2e-2, period: int = H, **c: Any) -> Cell
     return Cell(f"muloco H={period}{end}", "muloco", {**rule, **c}, lr)
 
 
-def muloco_bit(end: str = "", lr: float = 4.5e-2, **c: Any) -> Cell:
-    """In 1 bit every 5 steps, with feedback that decays by 0.6, as the grid chose."""
-    return muloco(f" 1 bit{end}", lr, period=5, value_dtype="1bit", **{"beta": 0.6, **c})
+def sign_muloco(end: str = "", lr: float = 4.5e-2, **c: Any) -> Cell:
+    """`muloco` in 1 bit every 5 steps, with feedback that decays by 0.6, as the grid chose. It ran
+    before the preset had its name; its settings are the same.
+    """
+    cell = muloco("", lr, period=5, value_dtype="1bit", **{"beta": 0.6, **c})
+    return dataclasses.replace(cell, name=f"sign_muloco{end}")
 
 
-def tried(base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]]) -> Method:
+def tried(
+    base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]], name: str = ""
+) -> Method:
     """A method and its grid: variants (label, changes, learning rates), by default all of `RATES`.
 
     At least `TRIALS` cells. Where the best stood at the end of a row of rates, the row was made
@@ -104,7 +110,7 @@ def tried(base: Cell, *variants: tuple[str, dict[str, Any], tuple[float, ...]]) 
         for lr in rates
     )
     assert len(grid) >= TRIALS, base.name
-    return Method(base, grid)
+    return Method(base, grid, name)
 
 
 RATES = (1e-3, 1.4e-3, 1.7e-3, 2e-3, 2.4e-3, 2.8e-3, 4e-3, 5.6e-3)
@@ -167,10 +173,11 @@ METHODS = (
         ("momentum 0.5", HALVED, (5e-3, 1e-2, 2.24e-2, 3.2e-2, 4.5e-2)),
     ),
     tried(
-        muloco(" 1 bit", 2.24e-2, period=5, value_dtype="1bit", momentum=0.9),
+        muloco(" 1 bit momentum 0.9", 2.24e-2, period=5, value_dtype="1bit", momentum=0.9),
         ("momentum 0.9 rising", {"momentum_warmup": STEPS // 10}, (1e-2, 2.24e-2)),
         ("momentum 0.5", HALVED, (*MUON_RATES[1:], 9e-2)),
         ("momentum 0.5 beta 0.6", {**HALVED, "beta": 0.6}, (3.2e-2, 4.5e-2, 6.3e-2, 9e-2)),
+        name="sign_muloco",
     ),
     tried(full(" muon", 2.24e-2, **MUON), ("", {}, (2.5e-3, *MUON_RATES, 9e-2))),
     tried(

@@ -12,8 +12,8 @@ from study_methods import (
     H,
     diloco,
     full,
-    muloco_bit,
     sign_loco,
+    sign_muloco,
     sparse_loco,
     with_feedback,
 )
@@ -252,9 +252,9 @@ QUESTIONS = {
     **{f"rise in {n} x {STEPS} steps": rising(n) for n in (1, 2)},
     "every value in one bit": [
         full(),
-        muloco_bit(),
+        sign_muloco(),
         *(
-            muloco_bit(f" with AdamW at {lr:g}", lr, inner_optimizers=["adamw"])
+            sign_muloco(f" with AdamW at {lr:g}", lr, inner_optimizers=["adamw"])
             for lr in (2e-3, 2.8e-3, 4e-3)
         ),
     ],

@@ -13,8 +13,8 @@ from study_methods import (
     diloco,
     full,
     muloco,
-    muloco_bit,
     sign_loco,
+    sign_muloco,
     sparse_loco,
     with_feedback,
 )
@@ -28,7 +28,7 @@ def winners(end: str = "", scale: float = 1.0, steps: int = STEPS, **replaced: A
         diloco(end, 2e-3 * scale, steps=steps),
         sparse_loco(end, 6e-3 * scale),
         muloco(end, 3.2e-2 * scale),
-        muloco_bit(end, 4.5e-2 * scale),
+        sign_muloco(end, 4.5e-2 * scale),
         sign_loco(end, 8e-3 * scale, steps=steps),
     ]
     if steps != STEPS:

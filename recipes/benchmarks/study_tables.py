@@ -18,8 +18,8 @@ from study_methods import (
     Method,
     full,
     muloco,
-    muloco_bit,
     sign_loco,
+    sign_muloco,
     with_feedback,
 )
 from study_questions import QUESTIONS
@@ -70,14 +70,14 @@ def sized(size: str) -> list[Cell]:
     steps, scale = SIZES[size][1], SCALES[size]
     # these ran before the grid, which chose a higher rate and a feedback that decays faster
     often = muloco(" 1 bit", 3.2e-2 * scale, period=5, value_dtype="1bit")
-    others = [c for c in winners(scale=scale, steps=steps) if c.name != often.name]
+    others = [c for c in winners(scale=scale, steps=steps) if c.name != "sign_muloco"]
     return at_size([*others, often], size)
 
 
 def as_tuned(size: str) -> list[Cell]:
     """Muon's all-reduce and `sign_muloco`, each as its grid chose."""
     scale, lr = SCALES[size], 4.5e-2 * SCALES[size]
-    tried = [full(lr=2e-3 * scale), full(" muon", lr, **MUON), muloco_bit(" tuned", lr)]
+    tried = [full(lr=2e-3 * scale), full(" muon", lr, **MUON), sign_muloco(lr=lr)]
     return at_size(tried, size)
 
 
@@ -129,8 +129,7 @@ TABLES: dict[str, Table] = {
             **{size: sized(size) for size in SIZES},
             "rates at 0.92 M": rates("0.92 M"),
             "changes at 0.92 M": nearer("0.92 M"),
-            "muloco as tuned": as_tuned("0.92 M"),
-            "muloco as tuned at 3.3 M": as_tuned("3.3 M"),
+            **{f"sign_muloco at {size}": as_tuned(size) for size in ("0.92 M", "3.3 M")},
         },
         seeds=2,
     ),

@@ -198,11 +198,11 @@ def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> 
         ] == pytest.approx(entry.seconds)
 
 
-def test_sign_muloco_has_what_the_study_chose_for_muloco_in_one_bit() -> None:
+def test_sign_muloco_has_what_the_study_chose() -> None:
     row = tables_study.tuned()["sign_muloco"]
-    assert row["name"] == "muloco H=5 1 bit tuned"
+    assert row["name"] == "sign_muloco tuned"
     rate, *chosen = figure_cells.load("study-main.json")["tuned"][row["name"]].split()
-    cell = study_methods.muloco_bit()
+    cell = study_methods.sign_muloco()
     plain = preset("muloco", **{**cell.changes, "clip": 1.0, "lr": 0.8})
     assert {f"{key}={cell.changes[key]}" for key in ("momentum", "beta")} <= set(chosen)
     ours = preset("sign_muloco")
