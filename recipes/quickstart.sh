@@ -77,13 +77,15 @@ given() { # given NAME: was this option of pretrain.py (or change of the exchang
     return 1
 }
 
-# Learning rates that were tried on this model, data and number of steps. Elsewhere the published one of the preset holds.
+# Learning rates that were tried on this model, data and number of steps, or carried over from the study by the root of the width.
+# Elsewhere the published one of the preset holds.
 rate() {
     if given --model || given --lr; then return; fi
     case $1 in
         demo) echo 0.001 ;;
         random | stride | sign_loco) echo 0.004 ;;
-        muloco | sign_muloco) echo 0.032 ;; # not searched here: the study's by the root of the width
+        muloco) echo 0.0226 ;;      # the study's 0.032
+        sign_muloco) echo 0.032 ;;  # the study's 0.045
         full | local_sgd | local_adam | desloc | diloco | streaming_diloco | decoupled_momentum | sparse_loco | auto) echo 0.003 ;;
     esac
 }

@@ -213,6 +213,7 @@ def planner_gaps() -> dict[str, Any]:
     table, rows = json.loads(GAPS.read_text(encoding="utf-8")), tuned()
     full = rows["full"]
     table["study"]["loss"] = round(full["loss"], 6)
+    table["study"]["date"] = load("about.json")["study-main.json"]["date"]
     table["study"]["difference"] = {
         name: round(row["difference"], 6)
         for name, row in rows.items()

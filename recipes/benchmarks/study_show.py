@@ -24,10 +24,11 @@ FEW = 8
 def caption(study: Study) -> str:
     setting = dataclasses.replace(study.table.setting, **study.changes)
     size = parameters(setting.model) / 1e6
+    grids = [method.grid for method in study.methods]
     tuned = (
-        f" Tuned: the best of {len(study.methods[0].grid)} trials of each method on the seeds "
-        f"{', '.join(map(str, TUNING_SEEDS))}."
-        if study.methods
+        f" Tuned: the best of {min(map(len, grids))} to {max(map(len, grids))} trials of each "
+        f"method on the seeds {', '.join(map(str, TUNING_SEEDS))}."
+        if grids
         else ""
     )
     return (

@@ -7,9 +7,9 @@ from ..schema import ExchangeConfig
 
 WARMUP = 20
 """Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant
-momentum. Measured (docs/study.md): constant over 24 rounds ended worse than one replica alone,
-a rise over 12 to 24 of them close to the mean gradient at every step. `diloco` was not measured in
-longer runs; for `sign_loco` rounds decide, not the share of the run."""
+momentum. Measured (docs/study.md): constant over 24 rounds ended worse than one replica alone, a
+rise over half of them 6 % above the all-reduce. Whether rounds or their share of the run decide is
+not known."""
 
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 """Inner optimizers of methods with an outer step."""

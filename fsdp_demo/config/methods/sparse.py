@@ -125,10 +125,10 @@ def sign_loco(
     The outer momentum rises from 0 over the first `momentum_warmup` rounds. The rule says the first
     half of the rounds: set it to steps / (2 period). 48 is that of the 480 steps it was tried on.
 
-    Where the numbers come from: docs/study.md, on 0.49 M parameters with an inner
-    AdamW at 8e-3, eight seeds. It is for short runs of small models: beside the all-reduce it ended
-    level there, 3 % above at 0.92 M parameters, 8 % above at 3.3 M. The other setting that did well
-    is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
+    Where the numbers come from: docs/study.md, on 0.49 M parameters with an inner AdamW at 8e-3,
+    eight seeds. It is for short runs of small models: it ended level with the all-reduce there, 0
+    and 3 % above at 0.92 M parameters (two seeds), 8 % above at 3.3 M (one). The other setting that
+    did well is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
     """
     channel = Channel(
         "delta",
