@@ -35,16 +35,20 @@ changes=() # what follows --set
 
 fail() { echo "quickstart: $*" >&2; exit 2; }
 
+# Options of pretrain.py, by what follows them: a value, a word or nothing, nothing.
+values=" model data tokenizer sequence-length batch-size accumulation clip lr schedule warmup-steps seed eval-every eval-batches log-every \
+    peak-tflops save-every keep emergency report-to "
+words=" compile resume "
+flags=" no-shard bf16 activation-checkpointing save-async take-over fresh-exchange kept-energy "
+
 while [ $# -gt 0 ]; do
-    option=$1
-    case $option in --*=*) set -- "${option%%=*}" "${option#*=}" "${@:2}"; option=$1 ;; esac
-    case $option in
-        --exchange | --islands | --procs | --steps | --output | --compare | --link | --rtt | --launcher | --model | --data | --tokenizer | \
-        --sequence[-_]length | --batch[-_]size | --accumulation | --clip | --lr | --schedule | --warmup[-_]steps | --seed | --eval[-_]every | \
-        --eval[-_]batches | --log[-_]every | --peak[-_]tflops | --set)
-            [ $# -ge 2 ] || fail "$option needs a value" ;;
+    case $1 in --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
+    name=${1#--}
+    name=${name//_/-}
+    case "$values exchange islands procs steps output compare link rtt launcher set " in
+        *" $name "*) [ $# -ge 2 ] || fail "$1 needs a value" ;;
     esac
-    case $option in
+    case $1 in
         --help | -h) usage; exit 0 ;;
         --exchange) exchange=$2; shift 2 ;;
         --islands) islands=$2; shift 2 ;;
@@ -58,18 +62,18 @@ while [ $# -gt 0 ]; do
             shift
             [[ $1 == *=* && $1 != --* ]] || fail "--set $1: must read path=value, as in --set codec.topk=16 schedule.sync_every=50"
             while [ $# -gt 0 ] && [[ $1 == *=* && $1 != --* ]]; do changes+=("$1"); shift; done ;;
-        --no-shard | --no_shard | --bf16 | --activation[-_]checkpointing | --resume | --save[-_]async | \
-        --take[-_]over | --fresh[-_]exchange | --kept[-_]energy) pretrain+=("$1"); shift ;;
-        --compile)
-            pretrain+=("$1"); shift
+        --*)
+            case "$values" in *" $name "*) pretrain+=("--$name" "$2"); shift 2; continue ;; esac
+            case "$flags" in *" $name "*) pretrain+=("--$name"); shift; continue ;; esac
+            case "$words" in *" $name "*) ;; *) usage >&2; fail "unknown option $1; the options are above" ;; esac
+            pretrain+=("--$name"); shift
             if [ $# -gt 0 ] && [[ $1 != --* ]]; then pretrain+=("$1"); shift; fi ;;
-        --model | --data | --tokenizer | --sequence[-_]length | --batch[-_]size | --accumulation | --clip | --lr | --schedule | --warmup[-_]steps | \
-        --seed | --eval[-_]every | --eval[-_]batches | --log[-_]every | --peak[-_]tflops | --save[-_]every | --keep | --report[-_]to)
-            pretrain+=("$1" "$2"); shift 2 ;;
         *) usage >&2; fail "unknown option $1; the options are above" ;;
     esac
 done
-case $steps in '' | *[!0-9]* | 0) fail "--steps $steps: must be a number of steps, 1 or more" ;; esac
+case $steps in '' | *[!0-9]*) fail "--steps $steps: must be a number of steps, 1 or more" ;; esac
+steps=$((10#$steps)) # 08 is no octal number
+[ "$steps" -ge 1 ] || fail "--steps $steps: must be a number of steps, 1 or more"
 
 given() { # given NAME: was this option of pretrain.py (or change of the exchange) given?
     local word
@@ -92,7 +96,7 @@ rate() {
 
 # The published periods (16 to 500 steps) do not fit into a few hundred: take one that gives about 15 exchanges.
 fit() {
-    local period=$((steps >= 30 ? steps / 15 : 2))
+    local period=$((steps >= 30 ? steps / 15 : 2)) word rise
     case $1 in full) given codec.value_dtype || given value_dtype || echo "codec.value_dtype=bf16" ;; esac # what most clusters reduce in, and what ratios are counted against
     case $1 in
         local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
@@ -102,7 +106,12 @@ fit() {
         sign_loco) # its momentum rises over half of the rounds
             period=$((period < 5 ? period : 5))
             given schedule.sync_every || given sync_every || given period || echo "period=$period"
-            given applier.momentum_warmup || given momentum_warmup || echo "momentum_warmup=$((steps / (2 * period)))" ;;
+            for word in ${changes[@]+"${changes[@]}"}; do
+                case $word in schedule.sync_every=[1-9]* | sync_every=[1-9]* | period=[1-9]*) period=${word#*=} ;; esac
+            done
+            case $period in *[!0-9]*) return ;; esac # pretrain.py says what is wrong with it
+            rise=$((steps / (2 * period)))
+            given applier.momentum_warmup || given momentum_warmup || echo "momentum_warmup=$((rise > 0 ? rise : 1))" ;;
     esac
 }
 

@@ -90,11 +90,13 @@ ROBUST = {
     **{f"{n} x longer": winners(f" {n} x longer", steps=n * STEPS) for n in (2, 4)},
     "delay": late(sign_loco),
     "delay with feedback": late(with_feedback),
+    "delay with Muon": late(sign_muloco),
     "attached at half": [full(), *ATTACHED],
     "one slow island": [
         weighted(full()),
         weighted(sign_loco()),
         weighted(diloco()),
+        weighted(sign_muloco()),
         dataclasses.replace(sign_loco(" slow island equal weights"), slow=True),
     ],
 }

@@ -211,6 +211,9 @@ def test_compare_prints_one_table(tmp_path):
         (["--exchnage", "demo"], "unknown option --exchnage"),
         (["--steps"], "--steps needs a value"),
         (["--steps", "many"], "--steps many: must be a number"),
+        (["--steps", "00"], "--steps 0: must be a number"),
+        (["--save-every"], "--save-every needs a value"),
+        (["--resume", "auto", "auto"], "unknown option auto"),
         (["--set", "topk"], "--set topk: must read path=value"),
     ],
 )
@@ -219,16 +222,47 @@ def test_wrong_options_are_refused_at_once(options, message):
     assert done.returncode == 2 and message in done.stdout
 
 
-def test_help_names_every_option_of_the_recipe():
+def passed(*options):
+    """The command that quickstart.sh starts."""
+    done = quickstart(*options, timeout=20, FSDP_DEMO_PYTHON="/bin/echo")
+    assert done.returncode == 0, done.stdout
+    return next(line for line in done.stdout.splitlines() if "pretrain.py" in line).split()
+
+
+def test_every_option_of_the_recipe_is_named_and_passed_on():
     import dataclasses
 
     import pretrain
 
     text = quickstart("--help", timeout=20).stdout
+    own = {"exchange", "config", "set", "islands", "procs", "steps", "output", "mesh"}
+    words = []
     for group in (pretrain.DataArguments, pretrain.CrossArguments, pretrain.TrainArguments):
         for field in dataclasses.fields(group):
             name = field.name.replace("_", "-")
-            assert f"--{name}" in text or f"--no-{name}" in text
+            name = "no-shard" if name == "shard" else name
+            assert f"--{name}" in text
+            if name not in own:
+                words += [f"--{name}", *(["7"] * (field.type not in (bool, "bool")))]
+    assert " ".join(words) in " ".join(passed(*words))
+    underscores = [word[:2] + word[2:].replace("-", "_") for word in words]
+    assert " ".join(words) in " ".join(passed(*underscores))
+    for word in ("--resume", "--compile"):
+        assert f"{word} --seed 1" in " ".join(passed(word, "--seed=1"))
+
+
+@pytest.mark.parametrize(
+    ("options", "fitted"),
+    [
+        ([], "period=5 momentum_warmup=20"),
+        (["--steps", "08"], "period=2 momentum_warmup=2"),
+        (["--steps", "3"], "period=2 momentum_warmup=1"),
+        (["--set", "period=10"], "period=10 momentum_warmup=10"),
+        (["--set", "momentum_warmup=4"], "momentum_warmup=4 period=5"),
+    ],
+)
+def test_the_momentum_of_sign_loco_rises_over_half_of_the_rounds(options, fitted):
+    assert f"--set {fitted}" in " ".join(passed("--exchange", "sign_loco", *options))
 
 
 # -- interrupted and resumed ---------------------------------------------------------------------
