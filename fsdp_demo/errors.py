@@ -1,5 +1,5 @@
-"""The errors of this package that a caller may want to tell apart. A wrong value given by a user is
-a plain `ValueError`.
+"""The errors of this package that a caller may want to tell apart, and numbers in their words. A
+wrong value given by a user is a plain `ValueError`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,21 @@ def counted(number: int, word: str, plural: str = "") -> str:
         ('1 copy', '1,000 steps')
     """
     return f"{number:,} {word if number == 1 else plural or f'{word}s'}"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units.
+
+    Example:
+        >>> from fsdp_demo.errors import size
+        >>> size(999), size(11_900_000)
+        ('999 B', '11.9 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:  # 999.6 is 1 of the next
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 class PeerLost(RuntimeError):

@@ -15,7 +15,7 @@ from typing import Any
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
-from ..errors import counted
+from ..errors import counted, size
 from .exchange_state import SavedExchange, load_exchange
 from .files import UNREADABLE, crc32, read_head
 from .folders import MANIFEST
@@ -260,15 +260,6 @@ def _tensor_sizes(path: Path) -> dict[str, int]:
         }
     except (OSError, MemoryError, OverflowError, *UNREADABLE):
         return {}  # `_damage` says it
-
-
-def size(count: float) -> str:
-    """Bytes for people: `12.3 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def listed(numbers: Iterable[int]) -> str:

@@ -161,9 +161,10 @@ class Driver:
         return self._early_pieces.wait(seconds)
 
     def leave(self) -> None:
-        """Tell the others at once that this island goes on no more; they settle what is open
-        without waiting for a timer.
+        """Tell the others that this island goes on no more; they settle what is open without
+        waiting for a timer.
         """
+        self._let_land()
 
         def job() -> None:
             self.signs.say(["leave"], self.notes.values())
@@ -217,17 +218,22 @@ class Driver:
 
     def close(self, word: str, linger: float) -> None:
         """End, with a word to the others: "bye" at the end of a run, "leave" before it. The
-        connections close. "leave" waits a moment for what was delivered here: it takes a connection
-        of its own, and those who hear it first settle without this rank.
+        connections close.
         """
         if not self._closed:
             if word == "leave":
-                had = self.machine.landed
-                self._wait(lambda: not self.machine.unread(had), LAST_WORD)
+                self._let_land()
             self._post(lambda: self._end(word))
             self._thread.join(5.0)
         self._desk.close()
         self._hub.close(linger)
+
+    def _let_land(self) -> None:
+        """Wait a moment until the others have what was delivered here. "leave" takes a connection
+        of its own: those who hear it before a message settle without this rank, which has it.
+        """
+        had = self.machine.landed
+        self._wait(lambda: not self.machine.unread(had), LAST_WORD)
 
     def _post(self, job: Callable[[], None]) -> None:
         self._work.append(job)

@@ -41,9 +41,7 @@ def add(commands: Any) -> None:
         "--model", metavar="NAME", help="a known model, the path of a config.json, or a hub id"
     )
     model.add_argument("--params", metavar="N", help="so many parameters instead, as in 1.3B")
-    model.add_argument(
-        "--layers", type=int, default=24, metavar="N", help="of --params (default: 24)"
-    )
+    model.add_argument("--layers", type=int, metavar="N", help="of --params (default: 24)")
     model.add_argument(
         "--islands",
         default="2",
@@ -201,7 +199,9 @@ def _plans(
     from ..planner import choose, plan_rows, text
     from ..planner.rows import HSDP
 
-    out, printed, best, best_rows = [], [], None, []
+    if args.yaml and len(cases) > 1:
+        raise ValueError(f"--yaml {args.yaml}: of {len(cases)} cases; give one link and one number")
+    out, printed, best, best_rows, shown = [], [], None, [], []
     for case in cases:
         rows = plan_rows(case, chosen, args.keep_inner)
         ours = [r for r in rows if r.name != HSDP]
@@ -216,7 +216,7 @@ def _plans(
         parts = [text.title([case], model, step.source), "", table, ""]
         parts += [text.recommendation(choice)] if choice is not None else []
         printed.append("\n".join(parts))
-        notes = text.notes(rows)
+        shown += rows
     if args.yaml:
         if best is None:
             raise ValueError("--yaml: hsdp is no exchange of this package, so there is no yaml")
@@ -224,7 +224,7 @@ def _plans(
         Path(args.yaml).write_text(written, encoding="utf-8")
     if len(best_rows) > 1:
         printed.append(f"The best of each case:\n{text.summary(best_rows)}")
-    print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, notes]))
+    print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, text.notes(shown)]))
     return [row.config for _, row in best_rows if row.config is not None]
 
 
@@ -290,15 +290,20 @@ def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
     device(args.device)
     if args.shards is not None and args.shards < 1:
         raise ValueError(f"--shards {args.shards}: an island has 1 shard or more")
+    if args.model is not None and args.layers is not None:
+        raise ValueError(f"--layers {args.layers}: of --params alone; --model has its own")
+    layers = 24 if args.layers is None else args.layers
     if args.model is not None:
         tensors, model = load(args.model), args.model
         check_shards(tensors, args.shards or 1)
     else:
-        tensors = equal_layers(round(asking.number(args.params, "--params")), args.layers)
-        model = f"{args.layers} equal layers"
+        tensors = equal_layers(round(asking.number(args.params, "--params")), layers)
+        model = f"{layers} equal layers"
     step, shards = _step(args, tensors)
-    if args.bytes_per_param is not None and not args.bytes_per_param > 0:
-        raise ValueError(f"--bytes-per-param {args.bytes_per_param:g}: a value takes more than 0")
+    if args.bytes_per_param is not None and not 0 < args.bytes_per_param <= 8:
+        raise ValueError(
+            f"--bytes-per-param {args.bytes_per_param:g}: a value takes more than 0 and at most 8"
+        )
     simulated = args.as_simulated or args.bytes_per_param is not None
     simulated |= args.no_compression_time and args.params is not None
     tokens = asking.number(args.tokens, "--tokens") if args.tokens else None

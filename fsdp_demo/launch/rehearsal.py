@@ -8,6 +8,7 @@ and, with a link, the pacing differ.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -76,8 +77,10 @@ class Rehearsal:
             )
         if self.restarts < 0:
             raise ValueError(f"--restarts {self.restarts}: must be 0 or more")
-        if self.grace < 0:
+        if not 0 <= self.grace < math.inf:
             raise ValueError(f"--grace {self.grace:g}: must be 0 or more seconds")
+        if self.resume_args and not self.restarts:
+            raise ValueError("--resume-args: of islands that are restarted; give --restarts N, too")
         if not self.script:
             raise ValueError("no script: fsdp-demo rehearse --islands 2 --procs 2 -- SCRIPT ARGS")
         if not Path(self.script[0]).is_file():

@@ -15,6 +15,7 @@ from ..comm.link import Link, parse_rate, parse_rtt
 from ..config.load import load_config
 from ..config.schema import ExchangeConfig
 from ..doctor import reading
+from ..errors import see
 from .devices import device, guessed_step
 from .line import SIMULATED, System
 from .rows import HSDP
@@ -23,6 +24,9 @@ from .shapes import Tensors, numel
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
 _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "g": 1e9}
+LARGEST = 1e30
+"""No number of a plan is larger. It also keeps infinity out."""
+
 TOKENS_PER_RANK = 8192
 """Tokens of a step on each rank where nothing says how many."""
 
@@ -46,9 +50,10 @@ def number(text: str, flag: str) -> float:
     """
     found = _NUMBER.fullmatch(text.strip())
     word = found[2].lower() if found else "?"
-    if found is None or word not in _THOUSANDS or float(found[1]) <= 0:
+    if found is None or word not in _THOUSANDS or not 0 < float(found[1]) < LARGEST:
         raise ValueError(
-            f"{flag} {text!r}: expected a number above 0, if you like with k, M, B or T, as in 1.3B"
+            f"{flag} {text!r}: expected a number above 0 (and below {LARGEST:g}), if you like with "
+            "k, M, B or T, as in 1.3B"
         )
     return float(found[1]) * _THOUSANDS[word]
 
@@ -61,9 +66,10 @@ def memory(text: str) -> float:
     """
     found = _NUMBER.fullmatch(text.strip())
     value = float(found[1]) * _BYTES.get(found[2].lower(), 0.0) if found else 0.0
-    if value < 1e6:
+    if not 1e6 <= value < LARGEST:
         raise ValueError(
-            f"--memory {text!r}: expected a number above 0 with MB, GB, GiB or TB, as in 80GB"
+            f"--memory {text!r}: expected a number above 0 (and below {LARGEST:g}) with MB, GB, "
+            "GiB or TB, as in 80GB"
         )
     return value
 
@@ -76,9 +82,10 @@ def seconds(text: str, flag: str) -> float:
     """
     found = _NUMBER.fullmatch(text.strip())
     per = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}
-    if found is None or found[2].lower() not in per or float(found[1]) <= 0:
+    if found is None or found[2].lower() not in per or not 0 < float(found[1]) < LARGEST:
         raise ValueError(
-            f"{flag} {text!r}: expected a time above 0 with s, ms, us or ns, as in 0.8s"
+            f"{flag} {text!r}: expected a time above 0 (and below {LARGEST:g}) with s, ms, us or "
+            "ns, as in 0.8s"
         )
     return float(found[1]) * per[found[2].lower()]
 
@@ -202,7 +209,7 @@ def exchanges(names: Sequence[str], changes: Sequence[str]) -> list[ExchangeConf
         for text in changes if name != HSDP else ():
             owner, colon, rest = text.partition(":")
             plain = not colon or "=" in owner
-            if plain and len(wanted) > 1 and not _knows(name, text):
+            if plain and len(wanted) > 1 and _lacks(name, text):
                 continue
             if plain or owner == name:
                 mine.append(text if plain else rest)
@@ -214,12 +221,19 @@ def exchanges(names: Sequence[str], changes: Sequence[str]) -> list[ExchangeConf
     return out
 
 
-def _knows(name: str, change: str) -> bool:
+def _lacks(name: str, change: str) -> bool:
+    """Whether an exchange has no such setting, or none that acts. A wrong value is raised: in
+    silence the plan would be of the old one.
+    """
     try:
         load_config(name, [change])
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        if see("unknown-key") in str(error) or "has no effect" in str(error):
+            return True
+        raise ValueError(
+            f"--set {change}, {name}: {error} (--set NAME:PATH=VALUE changes one exchange alone)"
+        ) from None
+    return False
 
 
 def system(simulated: bool, bytes_per_parameter: float | None, compression: bool) -> System:

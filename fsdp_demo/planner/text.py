@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import counted
+from ..errors import counted, size
 from .choosing import Choice, said
 from .rows import Row
 from .situation import Situation
@@ -28,14 +28,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def size(count: float) -> str:
-    """`7.41 GB`."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
@@ -145,8 +137,8 @@ def notes(rows: Sequence[Row]) -> str:
             if r.name not in seen.setdefault(key, []):
                 seen[key].append(r.name)
     lines += [f"* {', '.join(names)}: {key}" for key, names in seen.items()]
-    periods = {r.name: r.expected_gap["period"] for r in rows if r.expected_gap is not None}
-    if told := [f"{name} {period}" for name, period in periods.items() if period]:
+    gaps = [(r.name, r.expected_gap) for r in rows if r.expected_gap is not None]
+    if told := dict.fromkeys(f"{name} {gap['period']}" for name, gap in gaps if gap["period"]):
         lines.append(f"* measured at other periods: {', '.join(told)}")
     none = {r.name: r.no_gap for r in rows if r.expected_gap is None}
     return "\n".join([*lines, *(f"- {name}: {why}" for name, why in none.items())])

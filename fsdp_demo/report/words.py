@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def size(count: float) -> str:
-    """Bytes in decimal units.
-
-    Example:
-        >>> from fsdp_demo.report.words import size
-        >>> size(999), size(11_900_000)
-        ('999 B', '11.9 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:  # 999.6 is 1 of the next
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    return f"{count:.3g} TB"
+from ..errors import size as size
 
 
 def short(count: float) -> str:

@@ -29,7 +29,7 @@ from study_jobs import train_all  # noqa: E402
 from study_methods import TUNING_SEEDS, Method  # noqa: E402
 from study_results import KEPT, Results  # noqa: E402
 from study_show import publish, show  # noqa: E402
-from study_stats import Row, loss_of, summarise  # noqa: E402
+from study_stats import MOST, Row, loss_of, summarise  # noqa: E402
 from study_tables import TABLES as NOW  # noqa: E402
 from study_texts import load_texts  # noqa: E402
 
@@ -67,15 +67,19 @@ class Study:
     ):
         self.name, self.table, self.results = name, TABLES[name], results
         self.seeds, self.changes = seeds, changes or {}
-        parts = [part.strip() for part in only.split(",")]
+        parts = [part for word in only.split(",") if (part := word.strip())]
+
+        def meant(name: str) -> bool:
+            return not parts or any(part in name for part in parts)
+
         self.groups = {
-            label: cells[:1] + [c for c in cells[1:] if any(part in c.name for part in parts)]
+            label: cells[:1] + [cell for cell in cells[1:] if meant(cell.name)]
             for label, cells in self.table.groups.items()
         }
         self.groups = {k: v for k, v in self.groups.items() if not only or len(v) > 1}
         methods = self.table.methods
         self.methods: tuple[Method, ...] = tuple(
-            m for m in methods if any(part in m.published.name for part in parts)
+            m for m in methods if meant(m.published.name) or meant(m.tuned(m.published).name)
         )
         if only and not self.groups and not self.methods:
             raise ValueError(f"--only {only}: no such cell in table {name}; --list shows them")
@@ -127,7 +131,8 @@ class Study:
         if not self.methods:
             return self.groups
         best = [self.best(method) for method in self.methods]
-        tuned = [cell for cell in best if cell]
+        # without the reference's grid nothing stands beside it
+        tuned = [cell for cell in best if cell] if best[0] else []
         others = [*(m.published for m in self.methods), *next(iter(self.groups.values()), [])]
         there = {self.run(cell, 0).key("") for cell in tuned}
         # a row each: the best of a grid may be what was published
@@ -215,7 +220,11 @@ def clock(seconds: float) -> str:
 
 def show_list(study: Study, progress: Progress) -> None:
     """The cells, how many of their runs are there, and the time of the others; trains nothing."""
-    tuning, reported = study.tuning(), study.reported()
+    # one run may stand in several groups
+    tuning, reported = (
+        list({run.key(""): run for run in runs}.values())
+        for runs in (study.tuning(), study.reported())
+    )
     progress.missing([*tuning, *reported])  # learns the pace
     for title, runs in (("tuning", tuning), ("reported", reported)):
         by_name: dict[str, list[Run]] = {}
@@ -280,8 +289,15 @@ def parse() -> argparse.Namespace:
     unknown = [name for name in args.table.split(",") if name not in TABLES]
     if unknown:
         parser.error(f"--table {unknown[0]}: expected {', '.join(TABLES)}")
-    if args.jobs < 1 or (args.seeds or 1) < 1 or (args.steps or 1) < 1:
-        parser.error("--jobs, --seeds and --steps must be 1 or more")
+    for name in ("jobs", "seeds", "steps", "verify"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} {value}: must be 1 or more")
+    if args.seeds is not None and args.seeds > MOST:
+        parser.error(f"--seeds {args.seeds}: intervals are known for up to {MOST} seeds")
+    if args.keep and (args.only or args.steps or args.eager):
+        parser.error("--keep publishes whole tables: leave out --only, --steps and --eager")
+    if args.keep and bool(args.data) != (args.table == "text"):
+        parser.error("--keep: the table text has another text (--data), and no other table has")
     return args
 
 
@@ -304,7 +320,10 @@ def main() -> int:
         if args.keep:
             new = results.keep([*study.tuning(), *study.reported()])
             print(f"table {name}: {new} results are new in {KEPT.name}")
-            publish(study)
+            try:
+                publish(study)
+            except ValueError as error:
+                sys.exit(f"study.py: {error}")
             continue
         if args.verify:
             failed += verify(study, progress, args.verify)

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +147,26 @@ def parameters(name: str) -> int:
     return int(c["num_hidden_layers"] * layer + (2 * c["vocab_size"] + 1) * wide)
 
 
-CALCULATES = ("channels/", "compression/", "exchange/", "hosts/", "config/channel", "config/schema")
+CALCULATES = (
+    *("channels/", "compression/", "exchange/", "hosts/", "comm/collectives", "comm/header"),
+    *("config/channel", "config/fragments", "config/patterns", "config/schema"),
+)
 """Beginnings of the paths, in the library, of what decides where a cell ends. Presets are not among
 them: a key has the whole configuration.
 """
 
+TRAINS = (
+    *("study_run.py", "study_precision.py", "study_texts.py"),
+    *("study_gain.py", "study_owners.py", "study_transforms.py"),
+)
+"""Files of this folder that do, too."""
+
 
 @functools.cache
 def code_version() -> str:
-    """Digest of what calculates: the library's parts that do, what trains a cell, and torch's
-    version. The rest of the library, tables, statistics and pictures are no part of it.
+    """Digest of what calculates: the library's parts that do, what trains a cell, and the versions
+    of torch and of transformers, which makes the forward pass. The rest of the library, tables,
+    statistics and pictures are no part of it.
     """
     library = Path(fsdp_demo.__file__).parent
     paths = sorted(
@@ -164,9 +175,9 @@ def code_version() -> str:
         if path.suffix in (".py", ".c")
         and path.relative_to(library).as_posix().startswith(CALCULATES)
     )
-    names = ("study_run.py", "study_precision.py", "study_texts.py")
-    ours = [*(HERE / name for name in names), *_recipes(("data.py", "pretrain.py"))]
-    digest = hashlib.sha256(torch.__version__.encode())
+    ours = [*(HERE / name for name in TRAINS), *_recipes(("data.py", "pretrain.py"))]
+    versions = f"{torch.__version__} {metadata.version('transformers')}"
+    digest = hashlib.sha256(versions.encode())
     for path in (*paths, *ours):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]

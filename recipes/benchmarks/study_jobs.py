@@ -66,7 +66,7 @@ class Worker:
         """What its run gave; `error` where it failed, or the process was killed."""
         try:
             found: dict[str, Any] = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join()
             found = {"error": f"its process ended with status {self.process.exitcode}"}
         return found
@@ -102,8 +102,12 @@ def train_all(
         while queue or busy:
             while queue and len(busy) < jobs:
                 worker = idle.pop() if idle else Worker.start(compiled)
+                try:
+                    worker.pipe.send(queue[0])
+                except OSError:  # it died while it had nothing to do
+                    worker.end()
+                    continue
                 worker.run = queue.popleft()
-                worker.pipe.send(worker.run)
                 busy[worker.pipe] = worker
             for pipe in wait(list(busy)):
                 worker = busy[pipe]

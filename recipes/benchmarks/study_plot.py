@@ -18,6 +18,7 @@ DARK, ACCENT = "#1f2933", "#0b6e99"
 COLOURS = {
     "full": DARK,
     "sign_loco": "#d1495b",
+    "sign_muloco": "#2ec4b6",
     "muloco": ACCENT,
     "diloco": "#edae49",
     "streaming_diloco": "#b5651d",
@@ -61,7 +62,8 @@ def colour(name: str) -> str:
 
 
 def has_muon(name: str) -> bool:
-    return name.startswith("muloco") or "muon" in name.split()
+    words = name.split()
+    return "muon" in words or (words[0].endswith("muloco") and "AdamW" not in words)
 
 
 def over_bytes(rows: Sequence[Row], path: Path) -> Path:

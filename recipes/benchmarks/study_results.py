@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,10 +37,13 @@ class Results:
     def __init__(self, folder: Path, version: str = "", kept: Path = KEPT, alike: Path = ALIKE):
         self.folder, self.version, self._kept_at = folder, version or code_version(), kept
         self.versions = [self.version, *same_as(self.version, alike)]
-        self._kept: dict[str, dict[str, Any]] = {}
-        if kept.exists():
-            lines = kept.read_text(encoding="utf-8").splitlines()
-            self._kept = {found["key"]: found for found in map(json.loads, lines)}
+        self._kept = self._read()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        if not self._kept_at.exists():
+            return {}
+        lines = self._kept_at.read_text(encoding="utf-8").splitlines()
+        return {found["key"]: found for found in map(json.loads, lines)}
 
     def get(self, run: Run) -> dict[str, Any] | None:
         """The result of a run, by this code or one that ends alike; None if there is none."""
@@ -70,11 +74,10 @@ class Results:
         """Add the results of `runs` to the file of the repository; how many are new. Errors stay
         out.
         """
+        found = [self.get(run) for run in runs]
+        self._kept = self._read()  # another process may have added some
         before = len(self._kept)
-        for run in runs:
-            found = self.get(run)
-            if found and "error" not in found:
-                self._kept[found["key"]] = shortened(found)
+        self._kept |= {r["key"]: shortened(r) for r in found if r and "error" not in r}
         lines = [json.dumps(self._kept[key], separators=(",", ":")) for key in sorted(self._kept)]
         write(self._kept_at, "\n".join([*lines, ""]))
         return len(self._kept) - before
@@ -103,7 +106,16 @@ def shortened(result: dict[str, Any]) -> dict[str, Any]:
     for name in ("seconds", "drift"):
         if name in out:
             out[name] = float(f"{out[name]:.3g}")
-    return out
+    return _finite(out)
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with None for what is no number: json knows none."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(path: Path, text: str) -> None:

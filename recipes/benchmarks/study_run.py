@@ -231,11 +231,11 @@ class Loop:
     def attach(self, config: ExchangeConfig, cell: Cell, step: int) -> None:
         """Join the other replicas. A second method goes on with the optimizer of the first."""
         if self.optimizer is None:
-            fused = {} if "muonadamw" in config.inner_optimizers[:1] else {"fused": True}
-            named = self.model.named_parameters()
             # `full` before the method has the method's inner optimizer
+            method, named = cell.config(), self.model.named_parameters()
+            fused = {} if "muonadamw" in method.inner_optimizers[:1] else {"fused": True}
             options = {**fused, **cell.inner}
-            self.optimizer = base_optimizer(cell.config(), named, cell.lr, **options)
+            self.optimizer = base_optimizer(method, named, cell.lr, **options)
             facts = TrainArguments(
                 steps=self.run.setting.steps, warmup_steps=self.run.setting.warmup
             )

@@ -24,11 +24,11 @@ FEW = 8
 def caption(study: Study) -> str:
     setting = dataclasses.replace(study.table.setting, **study.changes)
     size = parameters(setting.model) / 1e6
-    grids = [method.grid for method in study.methods]
+    trials = sorted({len(method.grid) for method in study.methods})
     tuned = (
-        f" Tuned: the best of {min(map(len, grids))} to {max(map(len, grids))} trials of each "
-        f"method on the seeds {', '.join(map(str, TUNING_SEEDS))}."
-        if grids
+        f" Tuned: the best of {' to '.join(map(str, dict.fromkeys((trials[0], trials[-1]))))} "
+        f"trials of each method on the seeds {', '.join(map(str, TUNING_SEEDS))}."
+        if trials
         else ""
     )
     return (
@@ -58,9 +58,21 @@ def show(study: Study, output: Path, pictures: bool) -> None:
 
 
 def publish(study: Study) -> None:
-    """Write a table into the folders of the documents: json, and pictures."""
+    """Write a table into the folders of the documents: json, and pictures.
+
+    Raises:
+        ValueError: fewer results than are published.
+    """
+    path = FIGURES / f"study-{study.name}.json"
     if rows := study.rows():
-        write(FIGURES / f"study-{study.name}.json", as_json(study, rows))
+        before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        had, has = sum(row["seeds"] for row in before), sum(row.seeds for row in rows)
+        if has < had:
+            raise ValueError(
+                f"{path.name} has {had} results of rows, and only {has} are there now: give as "
+                "many --seeds as it has, and train what --list says is missing"
+            )
+        write(path, as_json(study, rows))
         if len(rows) >= FEW and len({row.group for row in rows}) == 1:
             draw(study, rows, FIGURES.parent / "pictures", "study-")
 

@@ -14,6 +14,9 @@ T90 = [6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.7
 T90 += [1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706]
 T90 += [1.703, 1.701, 1.699, 1.697]
 
+MOST = len(T90) + 1
+"""Values of which an interval is known, at most."""
+
 HEAD = ["method", "seeds", "loss", "minus reference", "90 % interval", "sent per island", "fewer"]
 
 
@@ -23,10 +26,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     Raises:
         ValueError: no values, or more than 31.
     """
-    if not 1 <= len(values) <= len(T90) + 1:
-        raise ValueError(
-            f"{len(values)} values: an interval is known for 1 to {len(T90) + 1} seeds"
-        )
+    if not 1 <= len(values) <= MOST:
+        raise ValueError(f"{len(values)} values: an interval is known for 1 to {MOST} seeds")
     mean = sum(values) / len(values)
     if len(values) == 1:
         return mean, math.nan

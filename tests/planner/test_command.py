@@ -189,6 +189,11 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, *LINE, "--set", "topk=3"], "give --exchange NAME"),
         ([*TINY, *LINE, "--exchange", "dmo"], "did you mean 'demo'"),
         ([*TINY, *LINE, "--exchange", "full,demo", "--set", "tpk=3"], "has such a setting"),
+        (
+            [*TINY, *LINE, "--exchange", "full,diloco", "--set", "period=0"],
+            "diloco: .*sync_every=0",
+        ),
+        ([*TINY, *LINE, "--exchange", "full,demo", "--set", "topk=a"], "must be a whole number"),
         ([*TINY, *LINE, "--device", "h10"], "did you mean 'h100'"),
         ([*TINY, *LINE, "--memory", "much"], "expected a number above 0"),
         ([*TINY, *LINE, "--bytes-per-param", "0"], "a value takes more than 0"),
@@ -206,6 +211,10 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, "--link", "1Gb"], "did you mean 1Gbit"),
         (["--params", "many", *LINE], "expected a number above 0"),
         (["--params", "4", "--layers", "5", *LINE], "4 parameters in 5 layers"),
+        (["--params", "1e309", *LINE], "expected a number above 0"),
+        ([*TINY, *LINE, "--bytes-per-param", "inf"], "at most 8"),
+        ([*TINY, *LINE, "--layers", "3"], "--layers 3: of --params alone"),
+        ([*TINY, "--link", "1Gbit,1Mbit", "--yaml", "a"], "--yaml a: of 2 cases"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(
@@ -247,6 +256,14 @@ def test_cases_are_summed_up_and_a_target_is_aimed_at(capsys: pytest.CaptureFixt
     slow_link = said(capsys, *TINY, "--link", "1kbit,100Gbit", "--exchange", "diloco")
     _, slow, fast = slow_link.partition("The best of each case:\n")[2].splitlines()[:3]
     assert slow.endswith("(below 95%)") and not fast.endswith(")")
+
+
+def test_the_notes_are_of_all_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "--link", "1Gbit", "--exchange", "diloco,sign_loco"]
+    for islands in ("2,4", "4,2"):
+        out = said(capsys, *words, "--islands", islands)
+        assert "measured with 4 islands, not 2" in out
+        assert "* measured at other periods: diloco 20" in out
 
 
 def test_a_target_for_several_numbers_of_islands(capsys: pytest.CaptureFixture[str]) -> None:

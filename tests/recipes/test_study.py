@@ -28,6 +28,7 @@ import study_precision  # noqa: E402
 import study_results  # noqa: E402
 import study_rounds  # noqa: E402
 import study_run  # noqa: E402
+import study_show  # noqa: E402
 import study_stats  # noqa: E402
 import study_texts  # noqa: E402
 import study_transforms  # noqa: E402
@@ -277,13 +278,23 @@ def test_keys_follow_the_settings_and_not_the_name(monkeypatch):
     assert len({key, *others}) == 12
 
 
-def test_the_code_is_part_of_the_version(tmp_path, monkeypatch):
-    version = study_cells.code_version()
-    (tmp_path / "data.py").write_text("changed")
-    monkeypatch.setattr(study_cells, "_recipes", lambda names: [tmp_path / "data.py"])
-    study_cells.code_version.cache_clear()
-    assert study_cells.code_version() != version
-    study_cells.code_version.cache_clear()
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        *((name, True) for name in ("data.py", "study_run.py", "study_gain.py", "collectives.py")),
+        *((name, True) for name in ("topk.c", "fragments.py", "muon.py", "quantize.py")),
+        *((name, False) for name in ("study_show.py", "presets.py", "driver.py")),
+    ],
+)
+def test_what_calculates_is_part_of_the_version(monkeypatch, name, counts):
+    read = Path.read_bytes
+    version = study_cells.code_version.__wrapped__()
+
+    def changed(path):
+        return read(path) + b"#" * (path.name == name)
+
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    assert (study_cells.code_version.__wrapped__() != version) == counts
 
 
 @pytest.mark.parametrize("name", study.TABLES)
@@ -410,6 +421,75 @@ def test_the_list_counts_what_is_missing(tmp_path, monkeypatch, capsys, played):
     assert len(played) == 7
     command(monkeypatch, tmp_path, *words, "--list")
     assert "table robust: 14 runs are missing" in capsys.readouterr().out
+
+
+def test_without_the_grid_of_the_reference_nothing_stands_beside_it(tmp_path, monkeypatch, played):
+    words = ("--table", "main", "--seeds", "1", "--only", "local_sgd", "--no-pictures")
+    command(monkeypatch, tmp_path, *words)
+    stored = {p: json.loads(p.read_text()) for p in (tmp_path / "runs").iterdir()}
+    next(
+        p for p, r in stored.items() if r["seed"] == 100 and r["cell"]["preset"] == "full"
+    ).unlink()
+    kept = study_results.Results(tmp_path / "runs", "played", tmp_path / "none")
+    rows = study.Study("main", range(1), kept, {}, "local_sgd").rows()
+    assert [row.name for row in rows] == ["full", "local_sgd", "one replica alone"][: len(rows)]
+    assert math.isnan(rows[0].difference) and rows[1].difference > 0
+
+
+def test_a_table_is_published_whole_or_not_at_all(tmp_path, monkeypatch, played):
+    monkeypatch.setattr(study_show, "FIGURES", tmp_path)
+    (tmp_path / "study-precision.json").write_text('{"rows": [{"seeds": 15}]}')
+    words = ("--table", "precision", "--no-pictures")
+    assert command(monkeypatch, tmp_path, *words) == 0
+    monkeypatch.setattr(study_results.Results, "keep", lambda self, runs: 0)
+    with pytest.raises(SystemExit, match="has 15 results of rows, and only 14 are there now"):
+        command(monkeypatch, tmp_path, *words, "--keep")
+    (tmp_path / "study-precision.json").write_text('{"rows": [{"seeds": 14}]}')
+    assert command(monkeypatch, tmp_path, *words, "--keep") == 0
+    assert len(json.loads((tmp_path / "study-precision.json").read_text())["rows"]) == 14
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seeds", "0"], "--seeds 0: must be 1 or more"),
+        (["--seeds", "40"], "known for up to 31 seeds"),
+        (["--verify", "0"], "--verify 0: must be 1 or more"),
+        (["--keep", "--only", "demo"], "publishes whole tables"),
+        (["--keep", "--table", "text"], "the table text has another text"),
+    ],
+)
+def test_odd_words_are_refused(tmp_path, monkeypatch, capsys, words, says):
+    with pytest.raises(SystemExit):
+        command(monkeypatch, tmp_path, *words)
+    assert says in capsys.readouterr().err
+
+
+def test_an_idle_process_that_died_is_replaced(monkeypatch):
+    made, results = [], []
+
+    class Pipe:
+        def __init__(self, dead):
+            self.dead = dead
+
+        def send(self, run):
+            if self.dead:
+                raise BrokenPipeError
+
+        def close(self):
+            pass
+
+    def start(compiled):
+        process = types.SimpleNamespace(kill=lambda: None, join=lambda timeout=None: None)
+        worker = study_jobs.Worker(process, Pipe(dead=not made))
+        worker.result = lambda: {"loss": 1}
+        made.append(worker)
+        return worker
+
+    monkeypatch.setattr(study_jobs.Worker, "start", start)
+    monkeypatch.setattr(study_jobs, "wait", lambda pipes: pipes)
+    study_jobs.train_all(["a", "b"], 1, lambda run, result: results.append((run, result)))
+    assert results == [("a", {"loss": 1}), ("b", {"loss": 1})] and len(made) == 2
 
 
 def test_kept_results_count_for_code_that_ends_alike(tmp_path, monkeypatch, played):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import yaml
 
-from ...checkpoint.inspect import above, listed, of_islands, ranks, settings, size
-from ...errors import counted
+from ...checkpoint.inspect import above, listed, of_islands, ranks, settings
+from ...errors import counted, size
 from ...version import __version__
 
 
