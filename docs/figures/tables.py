@@ -225,7 +225,7 @@ def _sent(entry: dict[str, Any]) -> list[str]:
 
 def markdown(rows: Rows) -> str:
     """A table whose columns of numbers are aligned to the right."""
-    number = re.compile(r"^[\d.]+( of [\d.]+)?( ?[%xs]| [kMGT]?B)?$|^-$|^not run$")
+    number = re.compile(r"^[\d.,]+( of [\d.]+)?( ?[%xs]| [kMGT]?B)?$|^-$|^not run$")
     right = [all(number.match(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("---:" if r else "---" for r in right) + "|")

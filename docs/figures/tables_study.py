@@ -15,6 +15,7 @@ from study_tables import SIZES
 
 from fsdp_demo import preset
 from fsdp_demo.config.presets import UNPUBLISHED
+from fsdp_demo.report.words import times
 
 STUDY = {
     "study-forms": ("questions", "published form"),
@@ -80,11 +81,6 @@ def study_front() -> Rows:
         cells = [row["name"], f"{row['loss']:.3f}", size(row["bytes_sent"])]
         rows.append(["*" if best else "", *cells, times(row["ratio"])])
     return rows
-
-
-def times(ratio: float) -> str:
-    """A ratio of bytes, such as `39.8 x`, `3168 x`."""
-    return f"{ratio:.3g} x" if ratio < 1000 else f"{ratio:.0f} x"
 
 
 def study_short() -> Rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..channel import Applier, Channel, Codec, Fragments, SyncSchedule
 from ..schema import ExchangeConfig
 
@@ -13,6 +15,20 @@ not known."""
 
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 """Inner optimizers of methods with an outer step."""
+
+
+def outer_step(lr: float, momentum: float, momentum_warmup: int, **others: Any) -> Applier:
+    """An outer step of rate `lr`, with Nesterov momentum where it has any (DiLoCo, arXiv
+    2311.08105); `momentum_warmup` in rounds.
+    """
+    return Applier(
+        "outer_step",
+        lr=lr,
+        momentum=momentum,
+        nesterov=momentum > 0,
+        momentum_warmup=momentum_warmup,
+        **others,
+    )
 
 
 def diloco(
@@ -31,13 +47,7 @@ def diloco(
     did harm in runs of few rounds (docs/study.md), perhaps by its gain lr (1 + momentum / (1 -
     momentum)) = 7. To compare with a paper set it to 0: at period 500 the rise takes 10 000 steps.
     """
-    outer = Applier(
-        "outer_step",
-        lr=lr,
-        momentum=momentum,
-        nesterov=momentum > 0,
-        momentum_warmup=momentum_warmup,
-    )
+    outer = outer_step(lr, momentum, momentum_warmup)
     channel = Channel(
         "delta", "delta", SyncSchedule(period), codec=Codec(value_dtype=value_dtype), applier=outer
     )
@@ -73,14 +83,7 @@ def streaming_diloco(
         "delta",
         SyncSchedule(period, delay=delay),
         codec=Codec(value_dtype=value_dtype),
-        applier=Applier(
-            "outer_step",
-            lr=lr,
-            momentum=momentum,
-            nesterov=momentum > 0,
-            mix=mix,
-            momentum_warmup=momentum_warmup,
-        ),
+        applier=outer_step(lr, momentum, momentum_warmup, mix=mix),
         fragments=Fragments(layers, order) if layers else None,
     )
     return ExchangeConfig(

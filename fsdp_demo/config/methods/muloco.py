@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..channel import Accumulator, Applier, Channel, Codec, SyncSchedule
+from ..channel import Accumulator, Channel, Codec, SyncSchedule
 from ..schema import ExchangeConfig
-from .diloco import WARMUP
+from .diloco import WARMUP, outer_step
 
 
 def muloco(
@@ -51,9 +51,7 @@ def muloco(
         Accumulator(beta=beta, gain=lr if released else 1.0) if feedback else None,
         codec,
         feedback="subtract" if feedback else "none",
-        applier=Applier(
-            "outer_step", lr=lr, momentum=momentum, nesterov=momentum > 0, momentum_warmup=warmup
-        ),
+        applier=outer_step(lr, momentum, warmup),
     )
     return ExchangeConfig(
         "muloco", (channel,), inner_optimizers=("muonadamw", "muon", "adamw"), lr=0.0224, clip=1.0

@@ -7,7 +7,7 @@ from ..parsing import one_of
 from ..patterns import EMBEDDINGS
 from ..schema import ExchangeConfig
 from .averages import averaged
-from .diloco import ADAPTIVE
+from .diloco import ADAPTIVE, outer_step
 
 
 def decoupled_momentum(
@@ -138,13 +138,6 @@ def sign_loco(
         Codec("none", "topk", topk, value_dtype),
         feedback="subtract" if beta else "none",
         reducer=Reducer("senders"),
-        applier=Applier(
-            "outer_step",
-            lr=lr,
-            dense_lr=lr,
-            momentum=momentum,
-            nesterov=momentum > 0,
-            momentum_warmup=momentum_warmup,
-        ),
+        applier=outer_step(lr, momentum, momentum_warmup, dense_lr=lr),
     )
     return ExchangeConfig("sign_loco", (channel,), inner_optimizers=ADAPTIVE, lr=8e-3, clip=1.0)
