@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -21,6 +22,12 @@ wants concentrated. A head is told by the last module of its name, so that BERT'
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a parameter name fits one of the shell patterns."""
+    return _matches(name, tuple(patterns))
+
+
+@functools.lru_cache(2**16)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    # the planner asks for the same names hundreds of times
     return any(fnmatchcase(name, p) for p in patterns)
 
 

@@ -17,6 +17,7 @@ gather. The inner optimizer's own state is apart (`inner_state`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -27,7 +28,7 @@ from ..channels.codec import ChannelCodec
 from ..comm.peers import PIECE
 from ..config.channel import Channel
 from ..config.schema import ExchangeConfig
-from ..hosts.optimizers import base_optimizer, materialise
+from ..hosts.optimizers import inner_class, materialise
 from .message import MessageLayout
 from .plan import Plan, local_shape, plan_model
 
@@ -136,15 +137,19 @@ def inner_state(
 ) -> int:
     """Bytes of state on one rank of the inner optimizer that the preset is defined for: AdamW 8 per
     parameter, Muon 4 per element of a matrix, SGD none."""
-    named = [
-        (n, torch.nn.Parameter(torch.empty(local_shape(shape, shards, shard), device="meta")))
-        for n, shape in tensors
-    ]
-    optimizer = base_optimizer(config, named, lr=1.0)
-    materialise(optimizer)
+    mine = tuple((n, local_shape(shape, shards, shard)) for n, shape in tensors)
+    return _inner_state(config.inner_optimizers[0], mine)
+
+
+@functools.lru_cache(64)
+def _inner_state(optimizer: str, tensors: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    # the planner asks for dozens of settings, which have three optimizers between them
+    named = [(n, torch.nn.Parameter(torch.empty(shape, device="meta"))) for n, shape in tensors]
+    made = inner_class(optimizer)(named, lr=1.0)
+    materialise(made)
     return sum(
         v.numel() * v.element_size()
-        for p, state in optimizer.state.items()
+        for p, state in made.state.items()
         for v in state.values()
         if isinstance(v, torch.Tensor) and v.shape == p.shape
     )

@@ -5,7 +5,7 @@ state made eagerly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,12 +52,17 @@ def base_optimizer(
         raise ValueError(
             f"preset {config.preset!r} has no published learning rate: pass lr= (the recipes: --lr)"
         )
-    if config.inner_optimizers[0] == "sgd":
-        return torch.optim.SGD(params, lr=rate, **options)
-    if config.inner_optimizers[0] == "muonadamw":
-        return MuonAdamW(params, lr=rate, **options)
-    betas = (0.0 if keeps_momentum(config) else 0.9, 0.95)
-    return torch.optim.AdamW(params, lr=rate, **{"betas": betas, "weight_decay": 0.1, **options})
+    made = inner_class(config.inner_optimizers[0])
+    if made is torch.optim.AdamW:
+        betas = (0.0 if keeps_momentum(config) else 0.9, 0.95)
+        options = {"betas": betas, "weight_decay": 0.1, **options}
+    return made(params, lr=rate, **options)
+
+
+def inner_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """The class of an inner optimizer by its name in `inner_optimizers`."""
+    others = {"sgd": torch.optim.SGD, "muonadamw": MuonAdamW}
+    return others.get(name, torch.optim.AdamW)
 
 
 def keeps_momentum(config: ExchangeConfig) -> bool:

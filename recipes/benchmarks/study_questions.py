@@ -152,12 +152,16 @@ FORMS = {
 DELTA = {"codec.transform": "dct"}
 TRANSFORM = {
     "transform on gradients": [
-        form("DCT on nothing", "demo", 1e-3, transform=False),
+        form("DCT on all", "demo", 1e-3, **ALL),
+        *(form(f"DCT on all at {lr:g}", "demo", lr, **ALL) for lr in (7e-4, 1.4e-3)),
         form("DCT on embeddings", "demo", 1e-3, **{"momentum.no_transform": INNER}),
         form("DCT on inner matrices", "demo", 1e-3, **PLAIN),
-        form("DCT on all", "demo", 1e-3, **ALL),
+        form("DCT on nothing", "demo", 1e-3, transform=False),
         # fewer weights move at a step, so each can move further
-        *(form(f"DCT on nothing at {lr:g}", "demo", lr, transform=False) for lr in (4e-3, 1.6e-2)),
+        *(
+            form(f"DCT on nothing at {lr:g}", "demo", lr, transform=False)
+            for lr in (2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.6e-2)
+        ),
         *(
             form(f"DCT on nothing beta 0.95 at {lr:g}", "demo", lr, transform=False, beta=0.95)
             for lr in (8e-3, 1.6e-2)

@@ -22,7 +22,7 @@ from study_methods import (
     sign_muloco,
     with_feedback,
 )
-from study_questions import QUESTIONS
+from study_questions import ALL, QUESTIONS, form
 from study_robust import ROBUST, winners
 
 
@@ -110,6 +110,20 @@ def nearer(size: str) -> list[Cell]:
     return at_size(tried, size)
 
 
+def transformed(size: str, *factors: float) -> list[Cell]:
+    """DeMo with its transform and without, at rates around what did best at 0.49 M: fewer weights
+    move without it, so each can move further.
+    """
+    scale = SCALES[size]
+    forms = {"all": (1e-3, ALL), "nothing": (5.6e-3, {"transform": False})}
+    tried = [
+        form(f"DCT on {where} lr {lr * factor * scale:.2g}", "demo", lr * factor * scale, **changes)
+        for where, (lr, changes) in forms.items()
+        for factor in factors
+    ]
+    return at_size([full(lr=2e-3 * scale), *tried], size)
+
+
 TABLES: dict[str, Table] = {
     "main": Table(
         "every preset, published and tuned", {"": [METHODS[0].published, ALONE]}, METHODS
@@ -130,6 +144,8 @@ TABLES: dict[str, Table] = {
             "rates at 0.92 M": rates("0.92 M"),
             "changes at 0.92 M": nearer("0.92 M"),
             **{f"sign_muloco at {size}": as_tuned(size) for size in ("0.92 M", "3.3 M")},
+            "transform at 0.92 M": transformed("0.92 M", 0.7, 1.0, 1.4),
+            "transform at 3.3 M": transformed("3.3 M", 1.0),
         },
         seeds=2,
     ),
