@@ -176,11 +176,11 @@ class Partitions:
         """Let the engine clip by the norm of its configuration."""
         self.zero.clip_grad = self.engine.gradient_clipping()
 
-    def intercept(self, before: Callable[[], None], together: bool) -> None:
+    def intercept(self, before: Callable[[], None], together: Callable[[], bool]) -> None:
         """Run `before` once in every step of the wrapper, ahead of the inner optimizer.
 
         Args:
-            together: it wants the gradients of all masters at once.
+            together: whether it wants the gradients of all masters at once, asked in every step.
         """
         self._before, self._together = before, together
         self.zero._optimizer_step = self._intercepted
@@ -196,7 +196,7 @@ class Partitions:
         """In the place of the wrapper's `_optimizer_step`."""
         masters = self.masters()
         last = len(masters) - 1
-        if not self._together:
+        if not self._together():
             if index == 0:
                 self._before()
             self._step_one(index)

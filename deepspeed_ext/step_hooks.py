@@ -28,7 +28,7 @@ class EngineStepHooks(PausableStepHooks):
         engine, partitions: the engine and the view of its wrapper.
         before: run ahead of the inner step. after: run when `engine.step` is done with a step.
             skip: run instead of both for a step that the engine has skipped.
-        gradients: `before` needs or changes gradients.
+        gradients: whether `before` needs or changes gradients, asked at every step.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class EngineStepHooks(PausableStepHooks):
         before: Callable[[], None],
         after: Callable[[], None],
         skip: Callable[[], None],
-        gradients: bool,
+        gradients: Callable[[], bool],
     ):
         super().__init__(before, after, gradients)
         self._engine, self._partitions, self._run_skip = engine, partitions, skip

@@ -215,7 +215,7 @@ class Bf16(Flat):
         self.inner.step()
         self.free_gradients()
 
-    def intercept(self, before: Callable[[], None], together: bool) -> None:
+    def intercept(self, before: Callable[[], None], together: Callable[[], bool]) -> None:
         self._alone = False
         self._hook = self.inner.register_step_pre_hook(lambda *_: None if self._alone else before())
 

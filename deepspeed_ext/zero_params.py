@@ -261,7 +261,7 @@ class ZeroHost(RefusesOldNames):
         before: Callable[[], None],
         after: Callable[[], None],
         skip: Callable[[], None],
-        gradients: bool,
+        gradients: Callable[[], bool],
     ) -> EngineStepHooks:
         """The engine's own count of steps."""
         return EngineStepHooks(self.engine, self.partitions, before, after, skip, gradients)

@@ -101,7 +101,11 @@ class StepRuntime:
         self.queue = queue
         self.work_with(config, bound)
         self.hooks = host.hooks(
-            self.island, self.before, self.after, self.skip, gradients=config.needs_gradients
+            self.island,
+            self.before,
+            self.after,
+            self.skip,
+            gradients=lambda: self.config.needs_gradients,
         )
         self.status = LocalStatus(topology.elastic)
         self._pace = VotePace()

@@ -180,14 +180,15 @@ class TrainingHost(Protocol):
         before: Callable[[], None],
         after: Callable[[], None],
         skip: Callable[[], None],
-        gradients: bool,
+        gradients: Callable[[], bool],
     ) -> StepHooks:
         """Hooks on this engine's steps, which drive the job; not started.
 
         Args:
             before, after: run ahead of and behind the base step of every tick.
             skip: run for a step that the engine itself has skipped.
-            gradients: whether `before` needs or changes gradients.
+            gradients: whether `before` needs or changes gradients; asked at every step, since the
+                method may be chosen later.
         """
         ...
 

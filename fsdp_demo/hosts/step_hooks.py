@@ -24,13 +24,18 @@ class PausableStepHooks:
 
     Args:
         before, after: run ahead of and behind the base step of every tick.
-        gradients: whether `before` needs or changes gradients.
+        gradients: whether `before` needs or changes gradients, asked at every step.
 
     Attributes:
         aside: see `base.StepHooks`.
     """
 
-    def __init__(self, before: Callable[[], None], after: Callable[[], None], gradients: bool):
+    def __init__(
+        self,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        gradients: Callable[[], bool],
+    ):
         self._run_before, self._run_after, self._gradients = before, after, gradients
         self._off = 0
         self._refusal = ""
@@ -73,7 +78,7 @@ class OptimizerStepHooks(PausableStepHooks):
         before: Callable[[], None],
         after: Callable[[], None],
         check: Callable[[int], None],
-        gradients: bool,
+        gradients: Callable[[], bool],
     ):
         super().__init__(before, after, gradients)
         self._optimizers, self._island, self._check = list(optimizers), island, check
@@ -146,7 +151,7 @@ class OptimizerStepHooks(PausableStepHooks):
             refuse_scaler(optimizer)
             self._looked.add(index)
         self._check(index)
-        given = self._called(args, kwargs) if self._gradients else None
+        given = self._called(args, kwargs) if self._gradients() else None
         if not self._stepped:
             self._run_before()
         self._stepped.add(index)

@@ -214,7 +214,7 @@ class TorchHost(RefusesOldNames):
         before: Callable[[], None],
         after: Callable[[], None],
         skip: Callable[[], None],
-        gradients: bool,
+        gradients: Callable[[], bool],
     ) -> OptimizerStepHooks:
         """One tick is one complete round of the optimizers' steps."""
         return OptimizerStepHooks(

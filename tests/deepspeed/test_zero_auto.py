@@ -12,12 +12,24 @@ import pytest
 import torch
 
 import deepspeed_ext
+from deepspeed_ext.wrappers import adapter
 from fsdp_demo.config.auto import MEASURED, undecided
 from fsdp_demo.doctor.reading import LinkReading
 
 from ..support import zero
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+
+
+def gradients_at_once(made: Any) -> list[int]:
+    """Filled in the steps to come: how many masters have a gradient when one of them steps."""
+    partitions, found = adapter(made), []  # type: ignore[var-annotated]
+
+    def look(*_: Any) -> None:
+        found.append(sum(master.grad is not None for master in partitions.masters()))
+
+    partitions.inner.register_step_pre_hook(look)
+    return found
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
@@ -36,8 +48,12 @@ def test_it_is_the_run_that_begins_at_the_choice(
         zero.train(made, range(MEASURED - 1), me.rank)
         held = zero.whole(made)
         assert undecided(exchange.config) and all(torch.equal(held[n], fresh[n]) for n in held)
-        zero.train(made, range(MEASURED - 1, 20), me.rank)
+        zero.train(made, range(MEASURED - 1, MEASURED), me.rank)
+        at_once = gradients_at_once(made)
+        zero.train(made, range(MEASURED, 20), me.rank)
         chosen = exchange.config
+        # ahead of the choice all are held; a method that needs none lets each go
+        assert max(at_once) == 1 and not chosen.needs_gradients
         exchange.finish()
 
         twin = zero.engine(zero.settings(stage), ADAMW)
