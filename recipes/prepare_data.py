@@ -1,13 +1,15 @@
-"""Tokenise and pack once, so that a run starts at once and maps its rows from disk.
+r"""Tokenise and pack once, so that a run starts at once and maps its rows from disk.
 
-    python recipes/prepare_data.py --data my_texts/ --tokenizer HUB_ID --sequence-length 2048 --output prepared/
-    ... recipes/pretrain.py --data prepared/ --tokenizer HUB_ID --sequence-length 2048
+    python recipes/prepare_data.py --data my_texts/ --tokenizer HUB_ID --sequence-length 2048 \
+        --output prepared/
+
+Train with `--data prepared/ --tokenizer HUB_ID --sequence-length 2048`.
 
 The folder is what `datasets.load_from_disk` opens: splits "train" and "validation" with one column,
 `input_ids`, in rows of one length. The rows are those of `data.pack` over all documents in their
 order, however many processes tokenised them. It is written beside its place and renamed, so a
 folder that is there is complete. Scratch files beside it need about twice its size meanwhile.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

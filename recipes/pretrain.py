@@ -1,8 +1,8 @@
-"""Pretrain a causal language model on islands: Accelerate and FSDP2 inside each, one exchange
+r"""Pretrain a causal language model on islands: Accelerate and FSDP2 inside each, one exchange
 object between them.
 
-    fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain.py --model small --data stdlib
-    --exchange demo
+    fsdp-demo rehearse --islands 2 --procs 2 -- \
+        recipes/pretrain.py --model small --data stdlib --exchange demo
 
 Without ISLAND_* variables it trains one replica, by the method's own rule; with --mesh all nodes
 are one world and each node is a replica. Lines that differ from an ordinary Accelerate script are

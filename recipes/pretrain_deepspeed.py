@@ -1,8 +1,8 @@
-"""Pretrain a causal language model with a plain DeepSpeed loop: ZeRO-1, 2 or 3 inside each island,
+r"""Pretrain a causal language model with a plain DeepSpeed loop: ZeRO-1, 2 or 3 inside each island,
 one exchange object between them.
 
-    fsdp-demo rehearse --islands 2 --procs 2 --launcher deepspeed -- recipes/pretrain_deepspeed.py
-    --exchange demo
+    fsdp-demo rehearse --islands 2 --procs 2 --launcher deepspeed -- \
+        recipes/pretrain_deepspeed.py --exchange demo
 
 The twin of pretrain.py: same models, text, split of the data, evaluation and report. Lines that
 differ from an ordinary DeepSpeed script are marked (*). Without ISLAND_* variables it trains one

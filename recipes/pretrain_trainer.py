@@ -1,8 +1,8 @@
-"""Pretrain a causal language model with `transformers.Trainer` on islands (or a mesh): the twin of
+r"""Pretrain a causal language model with `transformers.Trainer` on islands (or a mesh): the twin of
 pretrain.py.
 
-    fsdp-demo rehearse --islands 2 --procs 2 -- recipes/pretrain_trainer.py --model small --data
-    stdlib --exchange diloco --set period=20
+    fsdp-demo rehearse --islands 2 --procs 2 -- \
+        recipes/pretrain_trainer.py --model small --data stdlib --exchange diloco --set period=20
 
 Takes all flags of TrainingArguments; `--deepspeed recipes/deepspeed/zero2.json` takes ZeRO in the
 place of FSDP2. Lines that differ from an ordinary Trainer script are marked (*).

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fsdp_demo
 
+ROOT = Path(__file__).parents[1]
 NAMES = [n for n in fsdp_demo.__all__ if n != "__version__"]
 
 
@@ -149,3 +152,42 @@ def test_who_does_not_shard_does_not_wait_for_fsdp2() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def docstrings() -> Iterator[tuple[Path, str]]:
+    """All docstrings of the package and the recipes, with their files."""
+    for folder in ("fsdp_demo", "deepspeed_ext", "recipes"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                    yield path, ast.get_docstring(node) or ""
+
+
+def test_every_example_is_code() -> None:
+    """Of private names, too: a formatter has once run two lines of one together."""
+    examples = [
+        (path, example.source)
+        for path, text in docstrings()
+        for example in doctest.DocTestParser().get_examples(text, str(path))
+    ]
+    assert len(examples) > 200
+    for path, source in examples:
+        compile(source, str(path), "exec")
+        assert ">>>" not in source, f"{path}: {source}"
+
+
+COMMANDS = ("python ", "fsdp-demo ", "torchrun ", "bash ", "accelerate ", "deepspeed ")
+
+
+def test_commands_in_docstrings_are_whole() -> None:
+    """A line of a command is followed by another command or by nothing, or ends in a backslash."""
+    seen = 0
+    for path, text in docstrings():
+        lines = [*text.splitlines(), ""]
+        for line, following in zip(lines, lines[1:], strict=False):
+            if line.startswith("    ") and line.strip().startswith(COMMANDS):
+                seen += 1
+                ends = not following.strip() or following.strip().startswith(COMMANDS)
+                assert ends or line.endswith("\\"), f"{path}: {line}"
+                assert " fsdp-demo " not in line.strip(), f"{path}: {line}"
+    assert seen > 40

@@ -3,10 +3,18 @@
 
 36 bytes, little-endian:
 
-    magic "FDXP" (4s), version (u8), kind (u8), zero (u16), epoch (u32), number of the message on
-    its peer group (u32), piece of that message on this connection, from 0 (u32), bytes of the piece
-    (u64), newest record that the sender knows (u32), messages that it has delivered (u32): see
-    `membership.py`, 0 where members are fixed
+    4s   magic "FDXP"
+    u8   version
+    u8   kind
+    u16  zero
+    u32  epoch
+    u32  number of the message on its peer group
+    u32  piece of that message on this connection, from 0
+    u64  bytes of the piece
+    u32  newest record that the sender knows
+    u32  messages that it has delivered
+
+The last two are for `membership.py`, and 0 where members are fixed.
 
 It is read before any room is made for the piece. What a message says about itself stands in
 `header.py`, within its first piece.

@@ -3,11 +3,20 @@ questions, and set-up.
 
 56 bytes, little-endian:
 
-    magic "FDX2" (4s), wire version (u8), kind (u8), flags (u8), norm (u8, see `norm_code`), digest
-    of the configuration (u64; 0 before it is agreed), step (u32), number of the message on its peer
-    group (u32), bytes of the body (u64), 64-bit sum of what must be equal (u64), weight (f32), loss
-    (f32, NaN if none), checksum of the body (u32, see `checksum`), CRC-32 of the 52 bytes before it
-    (u32)
+    4s   magic "FDX2"
+    u8   wire version
+    u8   kind
+    u8   flags
+    u8   norm, see `norm_code`
+    u64  digest of the configuration; 0 before it is agreed
+    u32  step
+    u32  number of the message on its peer group
+    u64  bytes of the body
+    u64  64-bit sum of what must be equal
+    f32  weight
+    f32  loss; NaN if none
+    u32  checksum of the body, see `checksum`
+    u32  CRC-32 of the 52 bytes before it
 
 A receiver looks at the header as soon as the first piece of a message is there. So it learns from
 it that the sender does something else (finishes, evaluates, is at another step) without waiting for
@@ -71,19 +80,22 @@ KINDS = (
 WITHIN = (PAYLOAD, PARTS, MEANS, NORM)  # kinds sent within a step; the others are sent between two
 
 
-PER_OCTAVE, ONE = 4, 128
+PER_OCTAVE, ONE, BEYOND = 4, 128, 255
 
 
 def norm_code(norm: float) -> int:
     """A norm in a byte: 0 where there is none, else 1 to 255 in steps of a quarter of an octave,
-    128 for 1. So it is known to 9 %, between 3e-10 and 4e9; beyond that the nearest.
+    128 for 1. So it is known to 9 %, between 3e-10 and 4e9; beyond that the nearest. NaN is BEYOND,
+    as Inf is: what holds it must not be added.
 
-    >>> [norm_code(norm) for norm in (0.0, 1.0, 2.0, 1e6, float("inf"))]
-    [0, 128, 132, 208, 255]
+    >>> [norm_code(norm) for norm in (0.0, 1.0, 2.0, 1e6, float("inf"), float("nan"))]
+    [0, 128, 132, 208, 255, 255]
     """
-    if not norm > 0:
+    if norm <= 0:
         return 0
-    return 255 if math.isinf(norm) else min(max(round(PER_OCTAVE * math.log2(norm)) + ONE, 1), 255)
+    if not math.isfinite(norm):
+        return BEYOND
+    return min(max(round(PER_OCTAVE * math.log2(norm)) + ONE, 1), BEYOND)
 
 
 def norm_of(code: int) -> float:

@@ -1,12 +1,15 @@
 """What the membership of one rank is told (events), and what it asks for (actions). A driver with
 sockets and a store stands between.
 
-The driver keeps these promises: Bytes of one connection arrive in the order they were sent. Each
-    view has connections of its own, which both ends open when they have adopted it; a frame of
-    another view is not handed in. A record is handed in before the first frame or vote of its
-    epoch, and records come in order (`Record.epoch` without a gap). A record is durable in the
-    store before anybody is told of it (K18). `PeerLost` says: the connection closed, or silence for
-    `dead` seconds, or no progress for `patience` (K19, K20). The store has no part in it (K17).
+The driver keeps these promises:
+
+* Bytes of one connection arrive in the order they were sent. Each view has connections of its own,
+  which both ends open when they have adopted it. A frame of another view is not handed in.
+* A record is handed in before the first frame or vote of its epoch, and records come in order
+  (`Record.epoch` without a gap).
+* A record is durable in the store before anybody is told of it (K18).
+* `PeerLost` says: the connection closed, or silence for `dead` seconds, or no progress for
+  `patience` (K19, K20). The store has no part in it (K17).
 """
 
 from __future__ import annotations

@@ -3,11 +3,25 @@ executed or unpickled.
 
 A question is 52 bytes and its fields, little-endian:
 
-    magic "FDSQ" (4s), version (u8), kind (u8), number of fields (u16), number of the question
-    (u64), the client's id (16s), the store's identity (16s; zeros in HELLO), whole length (u32)
+    4s   magic "FDSQ"
+    u8   version
+    u8   kind
+    u16  number of fields
+    u64  number of the question
+    16s  the client's id
+    16s  the store's identity; zeros in HELLO
+    u32  whole length
 
-An answer is 20 bytes and its fields: magic "FDSA" (4s), version (u8), status (u8), number of fields
-(u16), number of the question (u64), whole length (u32). A field is its length (u32) and its bytes.
+An answer is 20 bytes and its fields:
+
+    4s   magic "FDSA"
+    u8   version
+    u8   status
+    u16  number of fields
+    u64  number of the question
+    u32  whole length
+
+A field is its length (u32) and its bytes.
 
 A client numbers its questions upwards and has one open at a time. It repeats one under the same
 number until it is answered; so the store knows a repeated change, and does not make it twice.

@@ -194,17 +194,16 @@ class Reducer:
 class Applier:
     """How the decoded mean acts.
 
-    gradient: becomes the gradient of the base optimizer; with `sign` its sign does. outer_step: a
-    step of SGD (momentum, nesterov) with rate `lr` on the anchor; whole (dense) tensors of a sparse
-    channel use
-        `dense_lr`; `local_delta` applies the replica's own delta and only `beta` times the
-        accumulator of the exchange (the released rule of 2510.03371); `mix` keeps that share of the
-        local parameters (alpha of Streaming DiLoCo, torchft's fragment_update_alpha);
-        `keep_steps` keeps the steps taken since the last send, where a delay would undo them;
-        `own_share` is the share of an own delta in flight that the parameters keep when the mean
-        before it lands: 1/R makes the eager updates of 2502.12996;
-        `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
-    replace: the source becomes the mean.
+    * gradient: the mean becomes the gradient of the base optimizer; with `sign` its sign does.
+    * outer_step: a step of SGD (momentum, nesterov) with rate `lr` on the anchor. Whole (dense)
+      tensors of a sparse channel use `dense_lr`. `local_delta` applies the replica's own delta and
+      only `beta` times the accumulator of the exchange (the released rule of 2510.03371). `mix`
+      keeps that share of the local parameters (alpha of Streaming DiLoCo, torchft's
+      fragment_update_alpha). `keep_steps` keeps the steps taken since the last send, where a delay
+      would undo them. `own_share` is the share of an own delta in flight that the parameters keep
+      when the mean before it lands: 1/R makes the eager updates of 2502.12996. `momentum_warmup`
+      lets the momentum rise linearly from 0 over that many rounds.
+    * replace: the source becomes the mean.
 
     Example:
         >>> from fsdp_demo import Applier

@@ -220,6 +220,16 @@ class Exchange(Readings):
         read only then), NaN left out."""
         self._runtime.status.add(tokens, loss)
 
+    def watch_gradients(self) -> None:
+        """Look at the gradients of every step, also where the exchange neither clips nor sends
+        them: where they hold NaN or Inf the inner optimizer takes no step, and its moments stay
+        finite.
+
+        For a host that clips by itself before the step. torch's `clip_grad_norm_` spreads one NaN
+        over all gradients. It costs a pass over the gradients.
+        """
+        self._runtime.watches_gradients = True
+
     def rows_compared(self) -> None:
         """A host that has compared the islands' rows by itself says so: their first payloads need
         not be compared as well.

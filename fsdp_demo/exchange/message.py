@@ -1,8 +1,10 @@
 """The layout of a message: where the presence bits, the sections and the vectors of its channels
 lie.
 
-    header | presence bits | section of each gathered channel, one after the other vectors of the
-    reduced channels, one after the other, in the two legs of a reduce (`comm/collectives.py`)
+    gathered:  header | presence bits | section of each gathered channel, one after the other
+    reduced:   vectors of the reduced channels, one after the other
+
+Vectors go in the two legs of a reduce (`comm/collectives.py`).
 
 Channels come in the order of the configuration. Presence is one bit per tensor of each gradient
 channel: whether this replica has a gradient for it. The queue writes and reads messages by this
@@ -41,10 +43,12 @@ class MessageLayout:
         >>> from fsdp_demo.compression.blocks import Layout
         >>> from fsdp_demo.config.channel import Channel
         >>> from fsdp_demo.exchange.message import MessageLayout
-        >>> message = MessageLayout([ChannelCodec(Layout([(3,), (5,)], ["dense", "dense"]),
-        Channel("gradient", "gradient"), size=2)]) >>> message.num_bytes, message.body_bytes,
-        message.vectors (57, 1, [(8, 'fp32')])
-    """  # noqa: E501
+        >>> layout = Layout([(3,), (5,)], ["dense", "dense"])
+        >>> section = ChannelCodec(layout, Channel("gradient", "gradient"), size=2)
+        >>> message = MessageLayout([section])
+        >>> message.num_bytes, message.body_bytes, message.vectors
+        (57, 1, [(8, 'fp32')])
+    """
 
     def __init__(self, sections: Sequence[ChannelCodec]):
         self.sections = {s.channel.name: s for s in sections}

@@ -6,7 +6,8 @@ island). A contribution is left out of a message when its norm is more than `lim
 medians: that of the last MESSAGES messages of the same channels, and that of this message. The
 first knows what is usual where only one is there to compare with; the second lets all change
 together. Both are the lower median, so somebody is always left. Norms that are too small are not
-looked at: they do no harm.
+looked at: they do no harm. One that no byte can say (Inf, NaN) is left out from the first message
+on, unless it is the median.
 
 What is remembered is the same on all islands: it follows from the headers of delivered messages, in
 their order. It is saved with a checkpoint, taken over by who starts beside others that resume, and
@@ -15,17 +16,18 @@ handed to a newcomer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..comm.header import FAR, NOT_FINITE, Header, norm_of
+from ..comm.header import BEYOND, FAR, NOT_FINITE, Header, norm_of
 
 MESSAGES = 16
 """Messages of which the norms are remembered."""
 
 LEAST = 4
-"""Messages before which nothing is left out."""
+"""Messages before which nothing finite is left out."""
 
 Kept = Mapping[str, Sequence[tuple[int, Sequence[int]]]]
 """By the channels of a message: its step and the norms in it that counted, oldest first."""
@@ -48,12 +50,16 @@ class Norms:
         known = [replace(h, flags=h.flags & ~FAR) if h.flags & FAR else h for h in headers]
         before = self._kept.get(_key(members), [])[-MESSAGES:]
         now = [h.norm for h in known if _counts(h)]
-        if self._limit is None or len(before) < LEAST or not now:
+        if self._limit is None or not now:
             return known
-        usual = max(median([code for _, codes in before for code in codes]), median(now))
-        most = self._limit * norm_of(usual)
+        middle, most = median(now), math.inf
+        if len(before) >= LEAST:
+            usual = max(median([code for _, codes in before for code in codes]), middle)
+            most = self._limit * norm_of(usual)
         return [
-            replace(h, flags=h.flags | FAR) if _counts(h) and norm_of(h.norm) > most else h
+            replace(h, flags=h.flags | FAR)
+            if _counts(h) and (norm_of(h.norm) > most or h.norm == BEYOND > middle)
+            else h
             for h in known
         ]
 

@@ -83,6 +83,7 @@ class StepRuntime:
         at_end: called at the end of a step, behind everything else.
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
+        watches_gradients: see `Exchange.watch_gradients`.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class StepRuntime:
             self.before,
             self.after,
             self.skip,
-            gradients=lambda: self.config.needs_gradients,
+            gradients=lambda: self.needs_gradients,
         )
         self.status = LocalStatus(topology.elastic)
         self._pace = VotePace()
@@ -114,6 +115,7 @@ class StepRuntime:
         self.begun, self.since = -1, 0
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.raises_stopped = True
+        self.watches_gradients = False
         self.ahead: Callable[[], None] | None = None
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[str, Any] = {}
@@ -136,6 +138,11 @@ class StepRuntime:
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
         for c in self.channels:
             c.measures = config.norm_limit is not None and self.topology.islands > 1
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients are read or changed in a step."""
+        return self.config.needs_gradients or self.watches_gradients
 
     @property
     def peers(self) -> PeerGroup | None:
@@ -179,14 +186,14 @@ class StepRuntime:
         peers = self.peers
         if peers is not None and peers.desk is not None and peers.desk.follows:
             self._rates = rates.read(self.host)
-        if self.before_step or self.config.clip is not None:
+        if self.needs_gradients:
             self._act_on_gradients()
         self.begun = self.step
 
     @torch.no_grad()
     def _act_on_gradients(self) -> None:
         mine = self.before_step
-        self._look_at_gradients(bool(mine))
+        self._look_at_gradients(bool(mine) or self.watches_gradients)
         outgoing, applied = {}, []
         # else it was, before this step was cut off
         for c in mine if not self.queue.sent(self.step) else []:
@@ -307,22 +314,26 @@ class StepRuntime:
         if mean and self.config.clip is not None and self.config.clips_mean:
             self.island.clip(self.host.tensors("gradient"), self.config.clip)
 
-    def _look_at_gradients(self, sent: bool) -> None:
+    def _look_at_gradients(self, wanted: bool) -> None:
         """Clip this replica's own gradients, as the configuration says; leave out those that are
         not finite: nobody takes anything of this step from this replica, and it takes none of
         its own.
 
-        `sent`: gradients are exchanged. Where they are neither clipped nor exchanged they are not
-        looked at."""
+        `wanted`: they are looked at even if they are not clipped here."""
         limit = None if self.config.clips_mean else self.config.clip
-        if limit is None and not sent:
+        if limit is None and not wanted:
             return
         across = (
             self._mean_over_islands
             if self.config.clip_scope == "islands" and limit is not None
             else None
         )
-        bad = self.island.clip(self.host.tensors("gradient"), limit, across)
+        gradients = self.host.tensors("gradient")
+        if not self.config.needs_gradients:  # sparse ones are allowed then
+            gradients = [
+                g if g is not None and g.layout == torch.strided else None for g in gradients
+            ]
+        bad = self.island.clip(gradients, limit, across)
         if not isinstance(bad, Tensor) and bad:
             self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:

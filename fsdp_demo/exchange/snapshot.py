@@ -3,18 +3,19 @@ given to the newcomer.
 
 By source:
 
-    delta       anchor and outer momentum. The newcomer's parameters are the anchor: with the
-    donor's, its steps since would count twice.
-                Its accumulator is zero: what the donor has not sent yet is the donor's to send.
-    gradient    parameters and optimizer states. The accumulator is zero.
-    parameter   parameters; where a mean comes late, what the donor sent for it, since only what
-    changed in between is kept. state:NAME  optimizer states.
+* delta: anchor and outer momentum. The newcomer's parameters are the anchor: with the donor's, its
+  steps since would count twice. Its accumulator is zero: what the donor has not sent yet is the
+  donor's to send.
+* gradient: parameters and optimizer states. The accumulator is zero.
+* parameter: parameters; where a mean comes late, what the donor sent for it, since only what
+  changed in between is kept.
+* state:NAME: optimizer states.
 
 With them go frozen parameters and buffers, and which messages are under way: what they bring
 follows, and acts at its own step. Inner optimizers of the other presets begin anew, as in every
 take-over. Each rank of the donor hands its own active copy and shard to one rank of the newcomer;
 ranks of the newcomer that are not active are completed by their island.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A storm over islands that train: what fails, who goes on, who comes back, and what it costs.
 Linux, no root, some minutes.
 
-    python recipes/benchmarks/chaos.py --islands 3 --events 12 --seed 1 [--preset diloco] [--gap 15]
-    [--json chaos.json] python recipes/benchmarks/chaos.py --kinds kill_island,stop --events 4
-    --islands 3
+    python recipes/benchmarks/chaos.py --islands 3 --events 12 --seed 1 --json chaos.json
+    python recipes/benchmarks/chaos.py --preset diloco --gap 15
+    python recipes/benchmarks/chaos.py --kinds kill_island,stop --events 4 --islands 3
 
 Islands are processes that train a small model on the Python library's sources (`chaos_island.py`),
 joined by ISLAND_TRANSPORT=zeromq over TCP relays of this process. Events come at random moments,

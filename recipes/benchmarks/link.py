@@ -1,8 +1,8 @@
-"""Seconds that one exchange takes on the link between islands, per payload size: how true is a
+r"""Seconds that one exchange takes on the link between islands, per payload size: how true is a
 rehearsed (`--link`) pace?
 
-    fsdp-demo rehearse --islands 2 --procs 1 --link 100Mbit --rtt 40ms --launcher torchrun --
-    recipes/benchmarks/link.py
+    fsdp-demo rehearse --islands 2 --procs 1 --link 100Mbit --rtt 40ms --launcher torchrun -- \
+        recipes/benchmarks/link.py
 
 Run the same script by `torchrun` on machines (or in network namespaces) whose link really is that
 slow, and compare the tables. It runs the library's own exchanges: `gather` (sparse payloads, one

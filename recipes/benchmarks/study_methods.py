@@ -146,7 +146,7 @@ METHODS = (
     ),
     tried(
         Cell("demo", "demo", {"momentum.no_transform": []}, 1e-3),
-        ("DCT on all", {}, (5e-4, 7e-4, 1e-3, 2e-3, 4e-3)),
+        ("DCT on all", {}, (5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 4e-3)),
         ("plain embeddings", {"momentum.no_transform": list(EMBEDDINGS)}, (1e-3, 2e-3, 4e-3, 8e-3)),
         ("DCT on all beta 0.95", SHORT, HIGH),
     ),

@@ -153,7 +153,7 @@ DELTA = {"codec.transform": "dct"}
 TRANSFORM = {
     "transform on gradients": [
         form("DCT on all", "demo", 1e-3, **ALL),
-        *(form(f"DCT on all at {lr:g}", "demo", lr, **ALL) for lr in (7e-4, 1.4e-3)),
+        *(form(f"DCT on all at {lr:g}", "demo", lr, **ALL) for lr in (7e-4, 1.4e-3, 2e-3)),
         form("DCT on embeddings", "demo", 1e-3, **{"momentum.no_transform": INNER}),
         form("DCT on inner matrices", "demo", 1e-3, **PLAIN),
         form("DCT on nothing", "demo", 1e-3, transform=False),

@@ -7,6 +7,7 @@ it, seed by seed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +55,11 @@ SIZES = {
 """Parameters -> model, steps: four tokens per parameter over four replicas."""
 
 
-def at_size(cells: list[Cell], size: str) -> list[Cell]:
-    """Cells as they train a model of that size."""
+def at_size(cells: list[Cell], size: str, halved: bool = False) -> list[Cell]:
+    """Cells as they train a model of that size; `halved`: two tokens per parameter, not four."""
     model, steps = SIZES[size]
+    if halved:
+        size, steps = f"{size} half as long", steps // 2
     setting = Setting(model=model, steps=steps, warmup=steps // 20)
     return [dataclasses.replace(c, name=f"{c.name} {size}", setting=setting) for c in cells]
 
@@ -110,18 +113,19 @@ def nearer(size: str) -> list[Cell]:
     return at_size(tried, size)
 
 
-def transformed(size: str, *factors: float) -> list[Cell]:
-    """DeMo with its transform and without, at rates around what did best at 0.49 M: fewer weights
-    move without it, so each can move further.
+def transformed(
+    size: str, rates: Sequence[float], plain: Sequence[float], halved: bool = False
+) -> list[Cell]:
+    """DeMo with its transform at `rates` and without at those of `plain`: fewer weights move
+    without it, so each can move further.
     """
     scale = SCALES[size]
-    forms = {"all": (1e-3, ALL), "nothing": (5.6e-3, {"transform": False})}
     tried = [
-        form(f"DCT on {where} lr {lr * factor * scale:.2g}", "demo", lr * factor * scale, **changes)
-        for where, (lr, changes) in forms.items()
-        for factor in factors
+        form(f"DCT on {where} lr {lr * scale:.2g}", "demo", lr * scale, **changes)
+        for where, changes, lrs in (("all", ALL, rates), ("nothing", {"transform": False}, plain))
+        for lr in lrs
     ]
-    return at_size([full(lr=2e-3 * scale), *tried], size)
+    return at_size([full(lr=2e-3 * scale), *tried], size, halved)
 
 
 TABLES: dict[str, Table] = {
@@ -144,8 +148,12 @@ TABLES: dict[str, Table] = {
             "rates at 0.92 M": rates("0.92 M"),
             "changes at 0.92 M": nearer("0.92 M"),
             **{f"sign_muloco at {size}": as_tuned(size) for size in ("0.92 M", "3.3 M")},
-            "transform at 0.92 M": transformed("0.92 M", 0.7, 1.0, 1.4),
-            "transform at 3.3 M": transformed("3.3 M", 1.0),
+            "transform at 0.92 M": transformed(
+                "0.92 M", (7e-4, 1e-3, 1.4e-3, 2e-3), (4e-3, 5.6e-3, 8e-3, 1.1e-2)
+            ),
+            "transform at 3.3 M, half as long": transformed(
+                "3.3 M", (1.4e-3,), (5.6e-3,), halved=True
+            ),
         },
         seeds=2,
     ),

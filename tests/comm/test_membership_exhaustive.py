@@ -2,16 +2,21 @@
 found.
 
 Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why
-    (numbers: docs/membership.md): one message (gather, reduce, mixed) on 3 islands x 1 peer group,
-    launched at any time, with changes that leave nobody out; one message (gather, reduce) on 3
-    islands x 2 peer groups, launched at the start, and launched at any time by each rank; two
-    messages (all four orders of gather and reduce) on 3 islands x 1 peer group, launched at the
-    start, with changes that leave nobody out; slow: the same one message with changes that leave
-    nobody out, too; two messages (all four orders) on 3 islands x 1 peer group, launched at any
-    time by each rank, with changes that leave out one or two islands; a reduce before a gather on 2
-    islands x 2 peer groups, launched at any time, with one change; slow: two messages (all four
-    orders of gather and reduce) on 3 islands x 2 peer groups, both launched, at most 2 changes that
-    leave out one or two islands each;
+(numbers: docs/membership.md):
+
+* one message (gather, reduce, mixed) on 3 islands x 1 peer group, launched at any time, with
+  changes that leave nobody out;
+* one message (gather, reduce) on 3 islands x 2 peer groups, launched at the start, and launched at
+  any time by each rank;
+* two messages (all four orders of gather and reduce) on 3 islands x 1 peer group, launched at the
+  start, with changes that leave nobody out;
+* slow: the same one message with changes that leave nobody out, too;
+* two messages (all four orders) on 3 islands x 1 peer group, launched at any time by each rank,
+  with changes that leave out one or two islands;
+* a reduce before a gather on 2 islands x 2 peer groups, launched at any time, with one change;
+* slow: two messages (all four orders of gather and reduce) on 3 islands x 2 peer groups, both
+  launched, at most 2 changes that leave out one or two islands each.
+
 "At any time" is before a change, while it goes on, or in a later view, while others hold the
 message or have delivered one after it. "At most 2 crashes" are those that changes leave out; a
 crash that no change follows stops an island, and the others wait as they do for a slow one. I1 to

@@ -146,6 +146,33 @@ def test_others_train_as_without_that_contribution(
     assert run_ranks(run, 1, 1) == [True]
 
 
+@pytest.mark.parametrize("step", [1, BAD])
+@pytest.mark.parametrize("name", ["demo", "decoupled_momentum", "sparse_loco"])
+def test_nan_in_what_was_accumulated_stays_there(
+    run_ranks: Callable[..., Any], name: str, step: int
+) -> None:
+    """No gradient and no parameter shows it: the norm of what is sent does."""
+
+    def island(i: int, topology: Topology) -> Any:
+        made = Island(topology, CONFIGS[name])
+        for t in range(STEPS):
+            if i == 1 and t == step:
+                made.exchange.channels[0].accumulator[7] = torch.nan
+            made.step()
+        kept = [c.accumulator.clone() for c in made.exchange.channels]
+        far = made.exchange.metrics()["far"]
+        made.exchange.finish()
+        return [*kept, *made.tensors()], far, made.exchange.digests_equal()
+
+    def run() -> bool:
+        for tensors, far, equal in values(islands(island, 2)):
+            assert all(bool(t.isfinite().all()) for t in tensors) and far == 1
+            assert equal is not False
+        return True
+
+    assert run_ranks(run, 1, 1) == [True]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_nothing_is_left_out_in_health(run_ranks: Callable[..., Any], name: str) -> None:
     def run() -> bool:
@@ -331,7 +358,7 @@ def test_the_byte() -> None:
     assert [norm_code(v) for v in (0.0, -1.0, float("nan"), float("inf"), 1e-30, 1e30)] == [
         0,
         0,
-        0,
+        255,
         255,
         1,
         255,

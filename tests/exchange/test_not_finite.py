@@ -136,6 +136,37 @@ def test_one_element_spoils_nothing(run_ranks: Callable[..., Any], name: str) ->
     assert run_ranks(run, 1, 1) == [True]
 
 
+def test_a_host_that_clips_by_itself_asks_to_look(run_ranks: Callable[..., Any]) -> None:
+    """torch's `clip_grad_norm_` has spread one NaN over all gradients: the inner optimizer takes no
+    step on them.
+    """
+
+    def spread(params: list[torch.nn.Parameter]) -> None:
+        one_gradient(torch.nan)(params)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+    def island(i: int, topology: Topology) -> Any:
+        made = Island(topology, CONFIGS["diloco without clip"])
+        made.exchange.watch_gradients()
+        for t in range(12):
+            made.step(spread if i == 0 and t == 4 else None)
+        moments = [
+            v
+            for kept in made.optimizer.state.values()
+            for v in kept.values()
+            if isinstance(v, torch.Tensor)
+        ]
+        made.exchange.finish()
+        return [*made.tensors(), *moments], made.exchange.digests_equal()
+
+    def run() -> Any:
+        for tensors, equal in values(islands(island)):
+            assert all(bool(t.isfinite().all()) for t in tensors) and equal is not False
+        return True
+
+    assert run_ranks(run, 1, 1) == [True]
+
+
 HEALED = [
     "diloco",
     "diloco late",

@@ -84,6 +84,45 @@ def two_islands(rank, preset, fsdp=False, **changes):
     }
 
 
+class Poison(TrainerCallback):
+    """Makes one element of a gradient NaN in one step, behind the Trainer's own clipping."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            gradient = next(model.parameters()).grad
+            getattr(gradient, "to_local", lambda: gradient)().view(-1)[0] = torch.nan
+
+
+@pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])
+def test_an_island_takes_no_step_on_nan(run_ranks, procs, fsdp):
+    """The Trainer clips, so the exchange does not: it looks all the same. Moments stay finite."""
+
+    def work(rank):
+        lines = one_line("diloco", period=4)
+        lines["callbacks"] += [Poison(2)] if rank.rank == procs else []
+        trained = script.trainer(rank.folder / "out", lines, fsdp=fsdp)
+        trained.train()
+        exchange = next(
+            c for c in trained.callback_handler.callbacks if isinstance(c, ExchangeCallback)
+        ).exchange
+        moments = [
+            v.to_local() if hasattr(v, "to_local") else v
+            for kept in trained.optimizer.state.values()
+            for v in kept.values()
+            if isinstance(v, torch.Tensor)
+        ]
+        finite = all(bool(v.isfinite().all()) for v in moments)
+        return script.parameters(trained), finite and len(moments) > 4, exchange.step
+
+    out = run_ranks(work, islands=2, procs=procs, timeout=120)
+    for whole, finite, step in out:
+        assert torch.equal(whole, out[0][0]) and bool(whole.isfinite().all())
+        assert finite and step == 8
+
+
 @pytest.mark.parametrize(
     "procs, fsdp", [(1, False), (2, False), (2, True)], ids=["single", "ddp", "fsdp2"]
 )

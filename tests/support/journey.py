@@ -1,10 +1,11 @@
-"""The way of one step, or of a checkpoint, through the files of the package, as
+r"""The way of one step, or of a checkpoint, through the files of the package, as
 docs/architecture.md counts it.
 
-    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step demo fsdp-demo
-    rehearse --islands 2 --procs 1 -- tests/support/journey.py step streaming_diloco period=10
-    delay=5 layers=1 fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save
-    FOLDER fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step demo
+    fsdp-demo rehearse --islands 2 --procs 1 -- \
+        tests/support/journey.py step streaming_diloco period=10 delay=5 layers=1
+    fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save FOLDER
+    fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
 
 What counts is a function of the package that is entered for the first time, in the thread that
 trains or, at the place where it was given its work, in the thread that sends. A function whose body

@@ -232,6 +232,8 @@ class ExchangeCallback(TrainerCallback):
         self._kept_total = args.save_total_limit
         args.save_total_limit = None if self._topology.kind == "islands" else args.save_total_limit
         exchange.raises_stopped = False
+        if self._engine is None:  # DeepSpeed looks by itself
+            exchange.watch_gradients()
         self._evaluations = Evaluations(exchange, trainer)
         exchange.tells = functools.partial(tells, trainer, self._evaluations)
         self._first = FirstBatches(exchange, trainer.train_dataset)
