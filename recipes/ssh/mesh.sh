@@ -4,6 +4,10 @@
 #
 #     HOSTS="node-a node-b" ADDRESS=10.0.0.1 bash recipes/ssh/mesh.sh
 #     HOSTS="a b c d" LAUNCHER=torchrun bash recipes/ssh/mesh.sh
+#
+# Ctrl-C (or SIGTERM) here tells every host to save and end with status 75. RESUME=1 and the same hosts in the same order go on from what
+# is in OUTPUT. With RESUME=auto a host that holds no checkpoint takes over from the others; status 78: a person must choose between what
+# they hold.
 set -euo pipefail
 
 case ${1:-} in
@@ -28,6 +32,7 @@ CONFIG=${CONFIG:-recipes/accelerate/fsdp2-mesh.yaml}
 OUTPUT=${OUTPUT:-outputs/mesh}
 FOLDER=${FOLDER:-$PWD}                    # the repository on the hosts
 PYTHON=${PYTHON:-$FOLDER/.venv/bin/python}
+case ${RESUME:-} in "") ;; auto) OPTIONS="$OPTIONS --resume auto" ;; *) OPTIONS="$OPTIONS --resume" ;; esac
 
 count=${#hosts[@]}
 train="recipes/pretrain.py --mesh --model $MODEL --data $DATA --tokenizer $TOKENIZER --exchange $EXCHANGE --steps $STEPS --output $OUTPUT"

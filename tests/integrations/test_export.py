@@ -16,7 +16,10 @@ pytest.importorskip("datasets")
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from fsdp_demo import attach, cli  # noqa: E402
-from fsdp_demo.checkpoint import save_exchange  # noqa: E402
+from fsdp_demo.checkpoint import (
+    folders,
+    save_exchange,  # noqa: E402
+)
 from fsdp_demo.integrations.export import export  # noqa: E402
 from fsdp_demo.integrations.export.card import numbers  # noqa: E402
 from fsdp_demo.integrations.export.weights import read_model  # noqa: E402
@@ -318,11 +321,18 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run_ranks, tmp_path):
         run, tmp_path / "no", model=str(tmp_path / "config"), tokenizer=str(tmp_path / "empty")
     )
     small().config.save_pretrained(here)
-    part = here / "exchange" / "rank1.safetensors"
-    data = bytearray(part.read_bytes())
-    data[-5] ^= 1
-    part.write_bytes(bytes(data))
-    assert "checksum" in refused(run, tmp_path / "no")
+    folders.sum_up(here, 0, 1)
+    folders.seal(here, 3, 1)
+    files = [p for p in here.rglob("*") if p.suffix in (".safetensors", ".distcp", ".bin")]
+    (model,) = [p for p in files if "model" in str(p.relative_to(here))][:1]
+    for damaged in (model, here / "exchange" / "rank1.safetensors"):
+        whole = damaged.read_bytes()
+        data = bytearray(whole)
+        data[-5] ^= 1
+        damaged.write_bytes(bytes(data))
+        said = refused(run, tmp_path / "no")
+        assert "checksum" in said and damaged.name in said
+        damaged.write_bytes(whole)
     (here / "exchange" / "rank1.json").unlink()
     assert "lacks rank 1 of island 0" in refused(run, tmp_path / "no")
 

@@ -390,6 +390,35 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
     ) == (status == 78)
 
 
+@pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75), (2, 78)])
+def test_a_requeued_mesh_resumes(launch, tmp_path, count, status):
+    stub = tmp_path / "python"
+    stub.write_text('#!/usr/bin/env bash\necho "node: $*"; exit "$STUB_STATUS"\n')
+    stub.chmod(0o755)
+    again = {} if count is None else {"SLURM_RESTART_COUNT": count}
+    variables = slurm(2, PYTHON=stub, STUB_STATUS=status, **again)
+    output = ended(launch("slurm/mesh-2nodes.sbatch", **variables), status=status)
+    lines = [line for line in output.splitlines() if "node: " in line]
+    assert lines and all(line.endswith("--resume auto") == bool(count) for line in lines)
+    assert ("scontrol requeue 4711" in output) == (status == 75)
+    assert ("choose, then submit again" in output) == (status == 78)
+    head = (RECIPES / "slurm" / "mesh-2nodes.sbatch").read_text().split("set -euo")[0]
+    assert "#SBATCH --signal=TERM@300" in head
+
+
+@pytest.mark.parametrize(
+    ("resume", "word"), [("", None), ("1", "--resume"), ("auto", "--resume auto")]
+)
+def test_a_mesh_over_ssh_resumes(launch, tmp_path, resume, word):
+    stub = tmp_path / "python"
+    stub.write_text('#!/usr/bin/env bash\necho "node: $*"\n')
+    stub.chmod(0o755)
+    output = ended(launch("ssh/mesh.sh", **ssh(2, PYTHON=stub, RESUME=resume)))
+    lines = [line for line in output.splitlines() if "node: " in line]
+    assert len(lines) == 2
+    assert all(line.endswith(word) if word else "--resume" not in line for line in lines), output
+
+
 @pytest.mark.parametrize(
     ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
 )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.exchange_state import SavedExchange
+from ...checkpoint.folders import damaged
 from ...checkpoint.inspect import Found, above, find_checkpoints, listed
 from ...config.schema import ExchangeConfig
 from .weights import outer_tensors
@@ -90,6 +91,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: name a new one, or empty it")
     chosen = choose(run, step, island)
+    refuse_damaged(chosen)
     words = load_tokenizer(chosen, run, tokenizer)
     made = build_model(chosen, model, run)
     out.mkdir(parents=True, exist_ok=True)
@@ -100,6 +102,19 @@ def export(
     if push_to_hub:
         upload(out, push_to_hub, chosen)
     return chosen
+
+
+def refuse_damaged(chosen: Chosen) -> None:
+    """Raise ValueError where a file does not fit the checksum that was written with it. A json may
+    have been edited since.
+    """
+    for found, _, _ in chosen.parts:
+        bad = [name for name in damaged(found.folder, sealed=False) if not name.endswith(".json")]
+        if bad:
+            raise ValueError(
+                f"{found.folder} is damaged, the checksum does not fit: {', '.join(bad[:4])}. "
+                "Bring a whole copy of it, or export another step with --step"
+            )
 
 
 # ---- which checkpoints -------------------------------------------------------------------------
