@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
@@ -24,6 +25,7 @@ from fsdp_demo.automatic.situation import chosen as chosen_in
 from fsdp_demo.automatic.situation import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.comm.ranks import Ranks
+from fsdp_demo.comm.store_client import Asker
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.doctor import quick
 from fsdp_demo.doctor.reading import LinkReading
@@ -253,15 +255,12 @@ def test_a_state_of_an_earlier_release_is_refused() -> None:
 
 def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
     why = AutoChoice("slow", "20Mbit,40ms", 0.3, 900)
-    told = {
-        "run/0/auto": json.dumps(
-            {"config": preset("sparse_loco").to_dict(), "auto_choice": why.to_dict()}
-        )
-    }
-    store = SimpleNamespace(peek=lambda key: told.get(key, ""))
+    note = {"config": preset("sparse_loco").to_dict(), "auto_choice": why.to_dict()}
+    store, silent = Asker(HashStore(), "a store", 5.0), [False]
+    store.set("run/0/auto", json.dumps(note))
 
     def open_store(limit: float) -> Any:
-        if "silent" in told:
+        if silent[0]:
             raise StoreSilent("nobody answers")
         return store
 
@@ -278,9 +277,13 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
         return automatic.remembered(late, None, preset("auto"), ALONE)  # type: ignore[arg-type]
 
     assert found() == (preset("sparse_loco"), why)
-    told["silent"] = "yes"
+    silent[0] = True
     assert undecided(found()[0])
-    told.clear()  # it comes before the choice, and measures with the others
+    silent[0] = False
+    store.set("run/0/auto", "{")  # of another release, or damaged
+    with pytest.raises(ValueError, match="of the run's choice cannot be read"):
+        found()
+    store.delete("run/0/auto")  # it comes before the choice, and measures with the others
     assert undecided(found()[0])
 
 

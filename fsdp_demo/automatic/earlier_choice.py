@@ -93,7 +93,8 @@ def _in_store(topology: Topology) -> Any:
     """What an island has put there; {} if nothing, or if the store does not answer."""
     try:
         store = topology.open_store(topology.question)
-        return json.loads(store.peek(f"{topology.prefix()}/{KEY}") or "{}")
+        key = f"{topology.prefix()}/{KEY}"
+        return store.note(key, "the run's choice") if store.peek(key) else {}
     except PeerLost:
         return {}
 
@@ -115,7 +116,8 @@ def _together(
             if time.monotonic() > end or own:
                 break
             time.sleep(LOOK)
-        return next((told for i in sorted(said) if (told := json.loads(said[i]))), {})
+        heard = (store.note(str(i), f"island {i}") for i in sorted(said))
+        return next((told for told in heard if told), {})
     except PeerLost:
         return {}
 

@@ -21,7 +21,7 @@ stays. Whoever loads the model mixes parameters and inner optimizer states by th
   is still in the parameters, behind their anchor, and goes out with the next exchange; a plain
   gradient is lost.
 * `present` flags are or-ed, tokens (counted on the island's first rank) mixed; `last` is the
-  earliest.
+  earliest. The loss of the last exchange stays, and those noted since go on.
 
 Shards: see `relayout.py`. What ZeRO has cut (`LocalParam.offset`) is taken as it lies: the saved
 ranks must hold the same stretches. Saved parts are opened one after the other: in memory are one of
@@ -353,6 +353,8 @@ def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
         tokens=tokens,
         weighed=weighed,
         norms=first.norms,
+        loss=first.loss,
+        losses=_losses(reader, weights),
     ).to_tree()
 
 
@@ -417,6 +419,12 @@ def _tokens(
         for name in weighed:
             weighed[name] += w * states[0].weighed.get(name, 0.0)
     return round(total) if first else 0, weighed
+
+
+def _losses(reader: CheckpointReader, weights: Mapping[int, float]) -> list[float]:
+    """Those that one rank of each saved island had noted since the last exchange."""
+    firsts = {island: state for (island, *_), state in reversed(reader.states.items())}
+    return [loss for island in weights for loss in firsts[island].losses]
 
 
 def _report(reader: CheckpointReader, exchange: Exchange) -> None:

@@ -403,7 +403,7 @@ class Driver:
         for word in guests.look():
             guest = guests.guest
             if word[:1] == ["follow"] and guest is not None:
-                guest.brings = {str(name): str(mark) for name, mark in word[1].items()}
+                guest.brings = word[1]
                 guest.asked = True
             elif (
                 word[:1] == ["ready"]

@@ -43,6 +43,19 @@ TO_CONNECT = 30.0
 WIRES = ("notes", "ticks", "messages")
 """Connections of a guest, but for those for messages."""
 
+# what JSON of unknown origin leads a reader to
+_BROKEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
+
+
+def _word(note: bytes) -> list[Any]:
+    """What a guest says: ["follow", digests by name of what it brings] or ["ready"]. Raises one of
+    `_BROKEN` for what cannot be read.
+    """
+    word = list(json.loads(note))
+    if word[0] == "follow":
+        word[1] = {str(name): str(mark) for name, mark in word[1].items()}
+    return word
+
 
 @dataclass
 class Guest:
@@ -163,7 +176,7 @@ class Guests:
             peer_group = int(found["line"])
             name = str(found["name"])[:200]
             run = str(found["run"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _BROKEN as error:
             return {
                 "refused": f"a request that cannot be read ({error!r:.80}): use one release "
                 "everywhere"
@@ -217,9 +230,8 @@ class Guests:
         notes = guest.wires["notes"].notes
         while notes and not guest.moved:
             try:
-                word = json.loads(notes.popleft())
-                words.append(list(word))
-            except (ValueError, TypeError):
+                words.append(_word(notes.popleft()))
+            except _BROKEN:
                 self.drop("it sends what cannot be read")
                 return []
         return words

@@ -150,6 +150,19 @@ def test_every_preset(name: str, changes: dict, before: Form, after: Form, tmp_p
         )
 
 
+@pytest.mark.parametrize("islands, noted", [(1, [[0.0, 1.0]]), (3, [[0.0], [1.0], [0.0, 1.0]])])
+def test_losses_since_the_last_exchange_go_on(islands: int, noted: list, tmp_path) -> None:
+    conf = config("diloco", {})
+    saved = resharded.all_ranks(conf, Form(2, 2))
+    for i, island in enumerate(saved):
+        for rank in island:
+            rank.state["losses"] = [0.5, [float(i)]]
+    for island, losses in zip(
+        converted(saved, Form(islands, 1), conf, tmp_path), noted, strict=True
+    ):
+        assert all(rank.state["losses"] == [0.5, losses] for rank in island)
+
+
 @pytest.mark.parametrize("after", [Form(1, 2), Form(3, 2), Form(4, 2), Form(4, 1), Form(3, 2, 2)])
 @pytest.mark.parametrize(
     "name, changes", [("random", {}), ("muloco", {}), ("decoupled_momentum", {"rule": "released"})]

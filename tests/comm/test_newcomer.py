@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from fsdp_demo.comm import agreement, meet
 from fsdp_demo.comm.collectives import ReceivedMessage, part_of_mean, shares, whole
 from fsdp_demo.comm.coming import Coming
 from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
+from fsdp_demo.comm.guests import Guests
 from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import Place
@@ -297,3 +299,25 @@ def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> N
     line.header = lambda kind, step, flags=0: Header(0, step, kind=kind)  # type: ignore[method-assign]
     mine = ["a newcomer", -1.0]
     assert agreement.gather_json(line, mine, QUESTION, 3) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "note", [b"{", b"[" * 100_000, b"[]", b"7", b'["follow"]', b'["follow", 1]', b"\xff"]
+)
+def test_a_guest_that_cannot_be_read_is_dropped_and_nobody_else(note: bytes) -> None:
+    wires = {"notes": SimpleNamespace(notes=deque([b'["ready"]', note]))}
+    guest = SimpleNamespace(
+        name="island2", every=[], since=time.monotonic(), following=False, moved=False, wires=wires
+    )
+    guests = Guests.__new__(Guests)
+    guests.guest = guest
+    assert guests.look() == [] and guests.guest is None
+
+
+def test_what_a_guest_brings() -> None:
+    wires = {"notes": SimpleNamespace(notes=deque([b'["follow", {"weight": "ab"}]', b'["ready"]']))}
+    guests = Guests.__new__(Guests)
+    guests.guest = SimpleNamespace(
+        every=[], since=time.monotonic(), following=False, moved=False, wires=wires
+    )
+    assert guests.look() == [["follow", {"weight": "ab"}], ["ready"]]
