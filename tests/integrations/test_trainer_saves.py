@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -134,6 +135,38 @@ def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, alw
         assert "No space left" in one[0] and one[1] == [] and zero[0] == "PeerLost"
     else:
         assert (zero, one) == (("", [2, 4, 6, 8]), ("", [2, 6, 8]))
+
+
+class Told(TrainerCallback):
+    """SIGTERM in one step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_that_fails_at_the_end_is_no_save(run_ranks, full):
+    def work(rank):
+        def fails(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        trained = made(rank, [Told(4)], max_steps=8, save_steps=100)
+        save = saves.save_state
+        saves.save_state = fails if full else save
+        try:
+            trained.train()
+        except SystemExit as ended:
+            return ended.code, whole_steps(own(rank))
+        finally:
+            saves.save_state = save
+        return None, []
+
+    out = run_ranks(work, islands=2, procs=1)
+    assert out == [(1, []) if full else (75, [5])] * 2
 
 
 def test_auto_begins_where_nobody_holds_any_and_true_does_not(run_ranks):

@@ -347,12 +347,11 @@ class ExchangeCallback(TrainerCallback):
         """This rank's part of the exchange, beside the Trainer's own files, and the manifest over
         all.
         """
-        if (
-            self._saves is not None
-            and self._saves.seal(state.global_step, kwargs.get("model"))
-            and self._rotation is not None
-        ):
-            self._rotation.saved(state.global_step, state.best_model_checkpoint)
+        if self._saves is not None:
+            saved = self._saves.seal(state.global_step, kwargs.get("model"))
+            self._stops.unsaved = not saved
+            if saved and self._rotation is not None:
+                self._rotation.saved(state.global_step, state.best_model_checkpoint)
         if self._record is not None:
             self._record.saved()
         self._stops.hold(control)

@@ -29,11 +29,12 @@ class Stops:
         ending: the end is agreed, or reached: nothing is held any more.
         left: this island stopped before the end, and the others know: its process ends with status
             75.
+        unsaved: its newest save has failed.
     """
 
     def __init__(self, live: Callable[[], Exchange | None], warn: Callable[[str], None]):
         self._live, self._warn = live, warn
-        self.ending = self.left = self._asked = False
+        self.ending = self.left = self.unsaved = self._asked = False
         self._terminated: float | None = None
 
     def hold(self, control: Any) -> None:
@@ -73,7 +74,7 @@ class Stops:
         self.ending = control.should_training_stop = True
         control.should_save |= args.save_strategy != "no"
         saved = (
-            f"saved as checkpoint-{state.global_step}"
+            f"it saves checkpoint-{state.global_step}"
             if control.should_save
             else "not saved (save_strategy='no')"
         )
@@ -94,8 +95,11 @@ class Stops:
             rank: inside the island.
 
         Raises:
-            SystemExit: with status 75.
+            SystemExit: with status 75; with 1 where the last save has failed.
         """
+        if self.unsaved:
+            self._warn("its last save failed (above: why): free the disk, then start it again")
+            raise SystemExit(1)
         tell_launcher(rank, SAVED)
         raise SystemExit(SAVED)
 
