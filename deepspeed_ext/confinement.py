@@ -3,8 +3,8 @@ confined.
 
 Replaced until `remove()`: `deepspeed.initialize` (mpu, batch arithmetic, data loader, proof),
 `zero.Init` and `GatheredParameters` (ZeRO-3 cuts and fills parameters before there is an engine),
-and the world-wide checks of ZeRO-3's fetch order. Whoever holds a replacement after `remove()` gets
-DeepSpeed's own behaviour.
+and the world-wide checks of ZeRO-3's fetch order. After `remove()` references to a replaced
+function fall back to DeepSpeed's own.
 """
 
 from __future__ import annotations

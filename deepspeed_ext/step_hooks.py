@@ -2,9 +2,10 @@
 or skipped.
 
 DeepSpeed calls the inner optimizer once, once per group or once per sub-group, and `engine.step()`
-once per micro-batch; none of these is a step. It skips a step alone, on one replica, when that
-one's gradient norm is not finite: the replica then takes the tick with nothing to say, and steps
-its scheduler, which DeepSpeed leaves behind, so that rates stay equal on all replicas.
+once per micro-batch; none of these is a step. It skips a step on one replica alone, when that one's
+gradient norm is not finite. That replica still takes part in the exchange of the tick, with zero
+weight. It steps its scheduler, which DeepSpeed leaves behind, so that rates stay equal on all
+replicas.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class EngineStepHooks(PausableStepHooks):
             self._run_after()
             return result
         log.warning(
-            "step %d was skipped: the gradient norm is not finite; this replica has nothing to say "
-            "in it",
+            "step %d was skipped: the gradient norm is not finite. This replica takes part in the "
+            "exchange with zero weight",
             steps,
         )
         self._skipped = kwargs.get("lr_kwargs", args[0] if args else None) or {}

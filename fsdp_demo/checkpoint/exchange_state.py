@@ -4,8 +4,9 @@
 The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and
 how the model lay.
 
-Format 2. Format 1 has the settings under earlier names: it is read (`earlier.py`). Format 0 was
-`FOLDER/rank<r>.pt`, of the first Trainer callback: it is refused by name.
+Format 3. Format 2 has positions of 12 bits in messages under way, format 1 also has the settings
+under earlier names: both are read (`earlier.py`). Format 0 was `FOLDER/rank<r>.pt`, of the first
+Trainer callback: it is refused by name.
 """
 
 from __future__ import annotations

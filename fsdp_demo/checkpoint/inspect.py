@@ -176,7 +176,7 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     out |= {"tokens": 0, "states": {}, "in_flight": []}
     for island, rank in saved.paths:
         _add_part(out, saved, island, rank)
-    # a mesh's replicas, see trainer_state.py
+    # a mesh's replicas, see integrations/trainer/state.py
     beside = [path for folder in saved.folders for path in folder.glob("local*.json")]
     wanted = {
         path.with_suffix(".safetensors"): read_head(path)[0]["file"]

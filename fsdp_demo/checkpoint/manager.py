@@ -318,8 +318,8 @@ class CheckpointManager(Shelf):
 
         Returns:
             None where no island holds any, and on an island that joins a run under way. This island
-            may lack the step that is returned,
-            and then takes over: see `holds`. Islands may go on from unlike steps.
+            may lack the step that is returned, and then takes over: see `has`. Islands may go on
+            from unlike steps.
 
         Raises:
             NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new

@@ -565,7 +565,7 @@ class Driver:
             self.machine = replace(self.machine, lost=self.machine.lost | set(lost[:-1]))
             if self.machine.state == "frozen":
                 self._desk.lost(lost)
-            self._step(moves.PeerLost(lost[-1]))
+            self._step(moves.ConnectionLost(lost[-1]))
 
 
 _ACTIONS: dict[type, Callable[[Driver, Any], None]] = {

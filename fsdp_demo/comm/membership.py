@@ -273,7 +273,7 @@ class Rank:
 
     # ---- a change of members -------------------------------------------------------------------
 
-    def _peer_lost(self, event: moves.PeerLost) -> tuple[Rank, Actions]:
+    def _peer_lost(self, event: moves.ConnectionLost) -> tuple[Rank, Actions]:
         """One reason is enough, in one peer group: the peer group is the judge of life (K17)."""
         if (
             event.member not in self.record.members
@@ -455,7 +455,7 @@ _STEPS: dict[type, Callable[[Rank, Any], tuple[Rank, Actions]]] = {
     moves.Received: Rank._received,
     moves.LandedHeard: Rank._landed_heard,
     moves.Voted: Rank._voted,
-    moves.PeerLost: Rank._peer_lost,
+    moves.ConnectionLost: Rank._peer_lost,
     moves.FrozenHeard: Rank._frozen_heard,
     moves.ReportsSeen: Rank._reports_seen,
     moves.RecordSeen: Rank._record_seen,

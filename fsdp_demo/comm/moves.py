@@ -8,7 +8,7 @@ The driver keeps these promises:
 * A record is handed in before the first frame or vote of its epoch, and records come in order
   (`Record.epoch` without a gap).
 * A record is durable in the store before anybody is told of it (K18).
-* `PeerLost` says: the connection closed, or silence for `dead` seconds, or no progress for
+* `ConnectionLost` says: the connection closed, or silence for `dead` seconds, or no progress for
   `patience` (K19, K20). The store has no part in it (K17).
 """
 
@@ -62,7 +62,7 @@ class Voted:
 
 
 @dataclass(frozen=True)
-class PeerLost:
+class ConnectionLost:
     """Nothing more is expected from a peer in this peer group; or it has said that it leaves."""
 
     member: Member
@@ -111,7 +111,7 @@ Event = (
     | Received
     | LandedHeard
     | Voted
-    | PeerLost
+    | ConnectionLost
     | FrozenHeard
     | ReportsSeen
     | RecordSeen

@@ -146,7 +146,7 @@ def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[Re
 
 
 class Layout:
-    """Where every element of a list of local tensors lives in the workspace of one lane.
+    """Where every element of a list of local tensors lives in the workspace of one active copy.
 
     Args:
         shapes: local shape of each tensor.

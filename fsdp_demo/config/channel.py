@@ -333,8 +333,8 @@ class Channel:
 
     @property
     def target(self) -> str:
-        """The tensors that it reads and writes, as a host's `read` calls them: a delta is read from
-        the parameters.
+        """The tensors that it reads and writes, as a host's `tensors` calls them: a delta is read
+        from the parameters.
         """
         return "parameter" if self.source == "delta" else self.source
 

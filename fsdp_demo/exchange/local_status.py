@@ -98,7 +98,7 @@ class LocalStatus:
         self._wanted = True
 
     def begin(self) -> None:
-        """A tick begins: a wish that comes during it travels in the next one."""
+        """A step begins: a stop requested during it is sent with the next message."""
         self._sent = self._wanted
 
     def gradients(self, bad: float | Tensor, peers: PeerGroup | None = None) -> None:

@@ -462,9 +462,10 @@ class StepRuntime:
         alone, and whether it does since some island was told to end. Returns whether an island
         that joins asks for this one's state, on all peer groups.
 
-        The wish travels in the next payload: all islands stop when it lands. Who cannot wait stops
-        alone when nothing is under way. Several ranks ask each other at every exchange, and
-        otherwise about once a second (`VotePace`); what makes them ask earlier all of them know."""
+        The wish travels in the next payload: all islands stop when it lands. An island that must
+        stop now stops without the others, if no exchange is in flight. Several ranks ask each other
+        at every exchange, and otherwise about once a second (`VotePace`); what makes them ask
+        earlier all of them know."""
         if self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
             if not self._pace.due(now=known):

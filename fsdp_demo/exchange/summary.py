@@ -28,10 +28,10 @@ LOW_RATE = 0.05
 
 
 def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = None) -> None:
-    """Log what runs (one record of a few lines), and warnings; on the first rank of each island.
-    steps: of the whole job, if known.
+    """Log what runs (one record of a few lines), and warnings; on the first rank of each island. A
+    collective inside the island: all its ranks call it. steps: of the whole job, if known.
     """
-    sent, whole, worst = _bytes(runtime)
+    sent, whole, worst = _bytes_of_island(runtime)
     if runtime.topology.rank:
         return
     config, topology, place = runtime.config, runtime.topology, runtime.island.position
@@ -240,7 +240,7 @@ def _whole(values: Sequence[float]) -> list[str]:
     ]
 
 
-def _bytes(
+def _bytes_of_island(
     runtime: StepRuntime,
 ) -> tuple[list[float], list[float], list[tuple[str, float, float]]]:
     """(most bytes of one exchange, mean per step) of this island, (values that sparse channels send

@@ -302,7 +302,7 @@ def test_k15_a_half_open_link_counts_as_none() -> None:
     two largest sets.
     """
     bench = Bench()
-    bench.tell((C, 1), moves.PeerLost(A))
+    bench.tell((C, 1), moves.ConnectionLost(A))
     bench.freeze(A, B, C)
     record = bench.propose((C, 0), waited=False)
     assert record is not None and record.members == (A, B)
@@ -310,7 +310,7 @@ def test_k15_a_half_open_link_counts_as_none() -> None:
 
 def test_a_report_is_waited_for_while_somebody_hears_the_island() -> None:
     bench = Bench()
-    bench.tell((A, 0), moves.PeerLost(C))
+    bench.tell((A, 0), moves.ConnectionLost(C))
     bench.freeze(A, B)
     assert bench.propose((A, 0), waited=False) is None
     record = bench.propose((A, 0), waited=True)
@@ -390,7 +390,7 @@ def test_k21_what_a_leaver_sent_early_counts() -> None:
     for peer_group in (0, 1):
         assert bench.tell((C, peer_group), moves.Leave()) == [moves.Freeze(0)]
         for m in (A, B):
-            bench.tell((m, peer_group), moves.PeerLost(C))
+            bench.tell((m, peer_group), moves.ConnectionLost(C))
     record = bench.propose((A, 0), waited=False)
     assert record is not None and record.settlements == (Settlement(0, (A, B, C), 1),)
     bench.record = record
@@ -488,7 +488,7 @@ def test_a_loss_while_others_adopt_settles_again() -> None:
     bench.launch(0)
     bench.change(A, B, C, adopt=False)
     bench.adopt(A)
-    bench.tell((A, 0), moves.PeerLost(C))
+    bench.tell((A, 0), moves.ConnectionLost(C))
     bench.adopt(B)
     bench.tell((B, 0), moves.FrozenHeard(1))
     record = bench.propose((B, 0))
@@ -528,7 +528,7 @@ def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
     bench.tell((A, 0), moves.RecordSeen(record))
-    bench.tell((A, 0), moves.PeerLost(D))
+    bench.tell((A, 0), moves.ConnectionLost(D))
     bench.tell((B, 0), moves.FrozenHeard(0))
     bench.tell((B, 0), moves.RecordSeen(record))
     after = bench.propose((B, 0), waited=False)

@@ -24,7 +24,7 @@ def left(bench: Bench) -> Record:
     for peer_group in range(bench.peer_groups):
         bench.tell((C, peer_group), moves.Leave())
         for m in (A, B):
-            bench.tell((m, peer_group), moves.PeerLost(C))
+            bench.tell((m, peer_group), moves.ConnectionLost(C))
     record = bench.propose((A, 0), waited=False)
     assert record is not None and read_record(record_text(record)) == record
     bench.record = record

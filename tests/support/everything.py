@@ -120,7 +120,7 @@ class Everything:
                 and rank.record == w.records[-1].bare()
             ):
                 for m in rank.record.members:
-                    yield self._fed(w, at, moves.PeerLost(m)) if m != rank.me else w
+                    yield self._fed(w, at, moves.ConnectionLost(m)) if m != rank.me else w
         if w.crashes and len(w.records) <= self.changes:
             for i in range(self.islands):
                 ranks = tuple(

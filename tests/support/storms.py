@@ -208,7 +208,7 @@ class Storm:
         ]
         return (
             rank.record.view in self.frozen and self._feed(at, moves.FrozenHeard(rank.record.view))
-        ) or any(self._feed(at, moves.PeerLost(m)) for m in gone)
+        ) or any(self._feed(at, moves.ConnectionLost(m)) for m in gone)
 
     def _decide(self, at: At, waited: bool = False) -> bool:
         rank = self.ranks[at]
@@ -253,7 +253,7 @@ class Storm:
                 slot = self.random.choice(free)
                 self._feed(at, moves.JoinPlanned(Member(slot, self.incarnations[slot])))
         elif kind == "suspect":
-            self._feed(at, moves.PeerLost(self.random.choice(alive)))
+            self._feed(at, moves.ConnectionLost(self.random.choice(alive)))
         elif len(alive) > 1:
             whole = self.random.random() < 0.5 or kind == "leave"
             for peer_group in range(self.peer_groups) if whole else [at[1]]:
