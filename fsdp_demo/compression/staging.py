@@ -1,9 +1,9 @@
 """Between the device of the shards and the host, without a wait in the thread that trains.
 
 Outgoing tensors are copied to pinned memory on a side stream: after the work that is already
-queued, and concurrently with later work. The thread that sends waits for the copy. Incoming tensors are
-pinned in that thread, so that the device copies them back by itself. Where shards are on the CPU
-nothing is copied.
+queued, and concurrently with later work. The thread that sends waits for the copy. Incoming
+tensors are pinned in that thread, so that the device copies them back by itself. Where shards are
+on the CPU nothing is copied.
 """
 
 from __future__ import annotations
