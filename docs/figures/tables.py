@@ -22,6 +22,7 @@ import tables_costs as costs  # noqa: E402
 import tables_links as links  # noqa: E402
 import tables_study as the_study  # noqa: E402
 from figure_cells import ROOT, Rows, load, short  # noqa: E402
+from tables_modules import modules  # noqa: E402
 
 import compare  # noqa: E402  isort: skip
 from report import size  # noqa: E402  isort: skip
@@ -193,6 +194,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "uplinks": links.uplinks,
     "slow-methods": links.slow_methods,
     "slow-delay": links.slow_delay,
+    **{f"modules-{name}": partial(modules, name) for name in ("comm", "exchange")},
 }
 
 

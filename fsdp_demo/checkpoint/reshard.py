@@ -14,12 +14,12 @@ stays. Whoever loads the model mixes parameters and inner optimizer states by th
   stay.
 * Anchors and outer momenta that all replicas share are copied, those of their own (`local_delta`)
   mixed.
-* Messages in flight are decoded with the layout that they were saved with. Their mean is resharded
-  like any tensor, and applied at its scheduled step. A delta that was dropped would be counted
-  again beside what the accumulator kept of it; one applied early wants the parameters rewound,
-  which are not here. Only what has not arrived in every part is dropped: the accumulator takes back what it
-  had sent; a delta without one is still in the parameters, behind their anchor, and goes out with
-  the next exchange; a plain gradient is lost.
+* Messages in flight are decoded with the layout that they were saved with. Their mean is
+  resharded like any tensor, and applied at its scheduled step. A delta that was dropped would be
+  counted again beside what the accumulator kept of it; one applied early wants the parameters
+  rewound, which are not here. Only what has not arrived in every part is dropped: the accumulator
+  takes back what it had sent; a delta without one is still in the parameters, behind their
+  anchor, and goes out with the next exchange; a plain gradient is lost.
 * `present` flags are or-ed, tokens (counted on the island's first rank) mixed; `last` is the
   earliest. The loss of the last exchange stays, and those noted since go on.
 
