@@ -242,11 +242,15 @@ def test_on_unlike_machines_it_is_said_and_goes_on(
         small.params[0].data.view(-1)[7] += 1e-6 * me.island
         small.train(10)
         small.exchange.finish()
+        whole = torch.cat([p.detach().view(-1) for p in small.params])
+        return whole, small.exchange.digests_equal(), small.exchange.metrics()["drift"]
 
     outcomes = run_ranks(run, 2, 1, check=False)
-    assert [o.status for o in outcomes] == [0, 0] and all(
-        "no longer equal" in o.log for o in outcomes
-    )
+    assert [o.status for o in outcomes] == [0, 0]
+    for o in outcomes:
+        assert "no longer equal" in o.log and "are the mean over the islands now" in o.log
+        whole, equal, drift = o.value
+        assert torch.equal(whole, outcomes[0].value[0]) and equal is True and 0 < drift < 1e-6
 
 
 def test_sums_tell_tensors_apart() -> None:
