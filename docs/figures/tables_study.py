@@ -41,6 +41,7 @@ STUDY = {
     "study-size": ("size", "0.", "3.", "9."),
     "study-size-ours": ("size", "rates at", "changes at"),
     "study-size-muloco": ("size", "sign_muloco at"),
+    "study-transform-larger": ("size", "transform at"),
     "study-text": ("text",),
 }
 """Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
@@ -231,13 +232,14 @@ def _at_size(size: str) -> dict[str, Any]:
     """What the planner takes from a larger model of the study: each method in its form of the main
     table, at the best of the rates that were tried. Other periods, bits or values are other bytes.
     """
-    forms = {size, f"rates at {size}", f"sign_muloco at {size}"}
+    forms = {size, *(f"{form} at {size}" for form in ("rates", "sign_muloco", "transform"))}
     rows = [r for r in load("study-size.json")["rows"] if r["group"] in forms]
     best: dict[str, dict[str, Any]] = {}
     # the rate that ended lowest, of those with the most seeds
     for row in sorted(rows, key=lambda r: (-r["seeds"], r["difference"] or 0.0)):
         name = row["name"].split()[0]
-        other = name == "full" or "1 bit" in row["name"]  # `muloco` has 2
+        # `muloco` has 2 bits, `demo` its transform
+        other = name == "full" or "1 bit" in row["name"] or "DCT on nothing" in row["name"]
         if not other and row["difference"] is not None:  # one that failed has none
             best.setdefault(name, row)
     full = next(r for r in rows if r["name"] == f"full {size}")

@@ -40,7 +40,8 @@ default configuration out of it."""
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What to rehearse. `script` is a path and its arguments; `grace` seconds are left to the
+    """What to rehearse. `script` is a path and its arguments, or "-m", a module and those; `grace`
+    seconds are left to the
     others when one dies for good. An island is restarted `restarts` times at most, with
     `resume_args` (`restarts.py`). With `fork` this process makes the imports of all ranks, which
     are forked from it where they can be (`forking.py`)."""
@@ -83,8 +84,24 @@ class Rehearsal:
             raise ValueError("--resume-args: of islands that are restarted; give --restarts N, too")
         if not self.script:
             raise ValueError("no script: fsdp-demo rehearse --islands 2 --procs 2 -- SCRIPT ARGS")
-        if not Path(self.script[0]).is_file():
+        if self.module:
+            name = self.script[1] if len(self.script) > 1 else ""
+            if not _is_module(name):
+                raise ValueError(f"-m {name}: no such module (looked in {Path.cwd()})")
+        elif not Path(self.script[0]).is_file():
             raise ValueError(f"script {self.script[0]!r}: no such file (looked in {Path.cwd()})")
+
+    @property
+    def module(self) -> bool:
+        """Whether the script is named as a module."""
+        return self.script[0] == "-m"
+
+
+def _is_module(name: str) -> bool:
+    """Whether the first part of a dotted name can be imported from here; nothing is imported."""
+    first = name.partition(".")[0]
+    here = Path(first).is_dir() or Path(f"{first}.py").is_file()
+    return bool(first) and (here or importlib.util.find_spec(first) is not None)
 
 
 def devices(plan: Rehearsal) -> tuple[list[str], str]:
@@ -179,7 +196,7 @@ def shared_environment(env: dict[str, str]) -> dict[str, str]:
 
 def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
     """The launcher's command line, with a master port of its own."""
-    port = str(reserve_port(LOCALHOST))
+    port, deepspeed = str(reserve_port(LOCALHOST)), plan.launcher == "deepspeed"
     if plan.launcher == "torchrun":
         words = [
             "--nnodes",
@@ -191,7 +208,7 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
             "--master-port",
             port,
         ]
-    elif plan.launcher == "deepspeed":
+    elif deepspeed:
         # It takes the GPUs of CUDA_VISIBLE_DEVICES unless their number is given; then it takes the
         # first ones. A hostfile of the machine would make it start ranks elsewhere. Scripts read
         # LOCAL_RANK; few know the option --local_rank that it adds by itself.
@@ -218,9 +235,11 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
             "--main_process_port",
             port,
         ]
+    # DeepSpeed's own -m is of something else
+    script = ("--module", *plan.script[1:]) if plan.module and deepspeed else plan.script
     again = (
         ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"]
         if plan.restarts
         else []
     )
-    return [sys.executable, "-m", "fsdp_demo.launch", *again, plan.launcher, *words, *plan.script]
+    return [sys.executable, "-m", "fsdp_demo.launch", *again, plan.launcher, *words, *script]

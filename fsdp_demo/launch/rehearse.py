@@ -118,6 +118,9 @@ class Supervisor:
         if not self.plan.cpu and may_have_gpus():
             self.console.note("each rank imports by itself: it may use a GPU")
             return
+        if self.plan.module:
+            self.console.note("each rank imports by itself: the script is a module")
+            return
         env = shared_environment(environment(self.plan, 0, "", self.folder, ""))
         del env["ISLAND_ENDPOINT"]  # not known yet
         module = main_module([self.plan.launcher, "launch"])

@@ -305,6 +305,27 @@ def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_p
     ], output
 
 
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "deepspeed"])
+def test_rehearse_runs_a_module(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    pytest.importorskip(launcher) if launcher != "torchrun" else None
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(
+        "import os, sys\nfrom . import __name__ as package\n"
+        "sys.stdout.write(f'ran {package} {os.environ[\"ISLAND_RANK\"]} {sys.argv[1:]}\\n')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ("--procs", "1", "--launcher", launcher, "--", "-m", "pkg.train", "--lr", "1")
+    process = rehearsal(run_id, tmp_path, *words)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    said = sorted(line for line in output.splitlines() if "] ran" in line)
+    assert said == [f"[island{i}] ran pkg {i} ['--lr', '1']" for i in range(2)], output
+
+
 @ON_LINUX
 @pytest.mark.gloo
 def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_path: Path) -> None:
@@ -391,6 +412,11 @@ def test_nothing_is_left_when_a_parent_is_killed(
         (
             ["--islands", "2", "--procs", "1", "--", "nowhere.py"],
             "script 'nowhere.py': no such file",
+        ),
+        (["--islands", "2", "--procs", "1", "--", "-m"], "-m : no such module"),
+        (
+            ["--islands", "2", "--procs", "1", "--", "-m", "nowhere.train"],
+            "-m nowhere.train: no such module",
         ),
         (["--islands", "2", "--procs", "1", "--link", "fast", "--", __file__], "link rate 'fast'"),
         (["--islands", "2", "--procs", "1", "--rtt", "40", "--", __file__], "link round trip '40'"),
