@@ -97,7 +97,7 @@ def tried(
     """A method and its grid: variants (label, changes, learning rates), by default all of `RATES`.
 
     At least `TRIALS` cells. Where the best stood at the end of a row of rates, the row was made
-    longer, so some methods have more.
+    longer, and `demo` has one between its best two. So some methods have more.
     """
     grid = tuple(
         dataclasses.replace(

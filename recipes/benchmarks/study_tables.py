@@ -113,19 +113,16 @@ def nearer(size: str) -> list[Cell]:
     return at_size(tried, size)
 
 
-def transformed(
-    size: str, rates: Sequence[float], plain: Sequence[float], halved: bool = False
-) -> list[Cell]:
+def transformed(size: str, rates: Sequence[float], plain: Sequence[float]) -> list[Cell]:
     """DeMo with its transform at `rates` and without at those of `plain`: fewer weights move
     without it, so each can move further.
     """
     scale = SCALES[size]
-    tried = [
+    return [
         form(f"DCT on {where} lr {lr * scale:.2g}", "demo", lr * scale, **changes)
         for where, changes, lrs in (("all", ALL, rates), ("nothing", {"transform": False}, plain))
         for lr in lrs
     ]
-    return at_size([full(lr=2e-3 * scale), *tried], size, halved)
 
 
 TABLES: dict[str, Table] = {
@@ -148,11 +145,17 @@ TABLES: dict[str, Table] = {
             "rates at 0.92 M": rates("0.92 M"),
             "changes at 0.92 M": nearer("0.92 M"),
             **{f"sign_muloco at {size}": as_tuned(size) for size in ("0.92 M", "3.3 M")},
-            "transform at 0.92 M": transformed(
-                "0.92 M", (7e-4, 1e-3, 1.4e-3, 2e-3), (4e-3, 5.6e-3, 8e-3, 1.1e-2)
+            "transform at 0.92 M": at_size(
+                [
+                    full(),
+                    *transformed(
+                        "0.92 M", (7e-4, 1e-3, 1.4e-3, 2e-3), (4e-3, 5.6e-3, 8e-3, 1.1e-2)
+                    ),
+                ],
+                "0.92 M",
             ),
-            "transform at 3.3 M, half as long": transformed(
-                "3.3 M", (1.4e-3,), (5.6e-3,), halved=True
+            "transform at 3.3 M, half as long": at_size(
+                transformed("3.3 M", (1.4e-3,), (5.6e-3,)), "3.3 M", halved=True
             ),
         },
         seeds=2,
