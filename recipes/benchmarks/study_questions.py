@@ -98,7 +98,7 @@ OWNERS = {
 
 USUAL = {"betas": [0.9, 0.95]}
 DEMO_ADAMW = [
-    Cell("demo by sign", "demo", {"momentum.no_transform": []}, 1e-3),
+    Cell("demo by sign", "demo", {"momentum.no_transform": []}, 1.4e-3),
     Cell("demo adamw", "demo", ADAMW, 1e-3),
     Cell("demo adamw betas 0.9", "demo", ADAMW, 1e-3, inner=USUAL),
     Cell("demo adamw betas 0.9 by sign", "demo", {**ADAMW, "sign": True}, 1e-3, inner=USUAL),
@@ -122,9 +122,10 @@ def one_in_five(name: str, lr: float, **changes: Any) -> Cell:
 ALL: dict[str, Any] = {"momentum.no_transform": []}
 INNER = ["*layers*"]
 PLAIN = {"momentum.no_transform": list(EMBEDDINGS)}
+BEST_DEMO = form("DCT on all at 0.0014", "demo", 1.4e-3, **ALL)
 FORMS = {
     "demo": [
-        form("DCT on all", "demo", 1e-3, **ALL),
+        BEST_DEMO,
         form("plain embeddings", "demo", 4e-3, **PLAIN),
     ],
     "random": [
@@ -152,8 +153,9 @@ FORMS = {
 DELTA = {"codec.transform": "dct"}
 TRANSFORM = {
     "transform on gradients": [
+        BEST_DEMO,
+        form("DCT on all at 0.0007", "demo", 7e-4, **ALL),
         form("DCT on all", "demo", 1e-3, **ALL),
-        *(form(f"DCT on all at {lr:g}", "demo", lr, **ALL) for lr in (7e-4, 1.4e-3, 2e-3)),
         form("DCT on embeddings", "demo", 1e-3, **{"momentum.no_transform": INNER}),
         form("DCT on inner matrices", "demo", 1e-3, **PLAIN),
         form("DCT on nothing", "demo", 1e-3, transform=False),
@@ -179,16 +181,16 @@ TRANSFORM = {
 WHERE = {"embeddings": {"delta.no_transform": INNER}, "all": {}}
 OTHERS = {
     "other transforms on gradients": [
-        form("DCT on all", "demo", 1e-3, **ALL),
+        BEST_DEMO,
         *(
             form(f"{name} at {lr:g}", "demo", lr, **ALL, **{"codec.transform": name})
             for name, rates in {
-                "dct32": (1e-3,),
-                "dct16": (1e-3, 2e-3),
+                "dct32": (1.4e-3,),
+                "dct16": (1e-3, 1.4e-3, 2e-3),
                 "dct8": (2e-3,),
-                "dct_right": (1e-3, 2e-3),
-                "dct_left": (1e-3, 2e-3),
-                "rotation": (1e-3,),
+                "dct_right": (1e-3, 1.4e-3, 2e-3),
+                "dct_left": (1e-3, 1.4e-3, 2e-3),
+                "rotation": (1e-3, 1.4e-3, 2e-3),
             }.items()
             for lr in rates
         ),
