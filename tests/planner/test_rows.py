@@ -139,7 +139,7 @@ def test_the_study_is_what_its_figures_say() -> None:
         gap, _ = expected_gap(preset("muloco"), size["parameters"], 4)
         assert gap is not None and gap["period"] == 20
     gap, _ = expected_gap(preset("demo"), 1_235_814_400, 2)
-    assert gap is not None and "2,508 times as many" in gap["extrapolated"]
+    assert gap is not None and "1,344 times as many" in gap["extrapolated"]
     assert "4 islands, not 2" in gap["extrapolated"]
 
 

@@ -127,8 +127,8 @@ def sign_loco(
 
     Where the numbers come from: docs/study.md, on 0.49 M parameters with an inner AdamW at 8e-3,
     eight seeds. It is for short runs of small models: it ended level with the all-reduce there, 0
-    and 3 % above at 0.92 M parameters (two seeds), 8 and 4 % above at 3.3 M (two). The other setting
-    that did well is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
+    and 3 % above at 0.92 M parameters (two seeds), 8 and 4 % above at 3.3 M (two). The other
+    setting that did well is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
     """
     channel = Channel(
         "delta",
