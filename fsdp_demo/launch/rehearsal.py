@@ -41,10 +41,9 @@ default configuration out of it."""
 @dataclass(frozen=True)
 class Rehearsal:
     """What to rehearse. `script` is a path and its arguments, or "-m", a module and those; `grace`
-    seconds are left to the
-    others when one dies for good. An island is restarted `restarts` times at most, with
-    `resume_args` (`restarts.py`). With `fork` this process makes the imports of all ranks, which
-    are forked from it where they can be (`forking.py`)."""
+    seconds are left to the others when one dies for good. An island is restarted `restarts` times
+    at most, with `resume_args` (`restarts.py`). With `fork` this process makes the imports of all
+    ranks, which are forked from it where they can be (`forking.py`)."""
 
     islands: int
     procs: int
