@@ -66,7 +66,8 @@ def write_part(
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], Any]:
-    """Head and tree (without tensors) of a part's json; the tensor file must be there in its size.
+    """Head and tree of a part's json, with the key of each tensor, {"tensor": KEY}, in its place.
+    The tensor file must be there in its size.
 
     Raises:
         ValueError: torn, of another format, or without its tensors.
@@ -94,10 +95,11 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
             f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, "
             f"{FRESH}"
         )
+    state = _attach(part["state"])
     if version > 1:
-        return head, part["state"]
+        return head, state
     try:
-        return in_names_of_today(head, part["state"])
+        return in_names_of_today(head, state)
     except UNREADABLE as error:
         raise ValueError(
             f"{path} has format 1, and its settings cannot be read ({error!s:.200}): resume it "
@@ -166,13 +168,13 @@ def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     return node
 
 
-def _attach(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `_detach`."""
+def _attach(node: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """The inverse of `_detach`; without `tensors` their keys stay."""
     if isinstance(node, dict):
         if len(node) == 1:
             ((kind, value),) = node.items()
             if kind == "tensor" and isinstance(value, str):
-                return tensors[value]
+                return node if tensors is None else tensors[value]
             if kind == "number" and isinstance(value, str):
                 return float(value)
         return {k: _attach(v, tensors) for k, v in node.items()}
