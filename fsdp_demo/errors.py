@@ -46,6 +46,13 @@ of the page.
 """
 
 
+UNREADABLE = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+"""What JSON of unknown origin leads its reader to."""
+
+
 def see(anchor: str) -> str:
     """What a message ends with whose cause and cure stand in PAGE under `anchor`, one of ANCHORS.
 

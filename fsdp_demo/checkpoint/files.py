@@ -17,14 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import UNREADABLE
 from ..version import __version__
 from .earlier import in_names_of_today, with_positions_of_today
 
 # 2: positions of messages under way had 12 bits each; 1: and the settings had other names
 FORMAT = 3
 PIECE = 8 << 20  # bytes per read of a checksum
-# what JSON of unknown origin leads a reader to
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 OTHER = "resume from another checkpoint"
 FRESH = (
     "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: "

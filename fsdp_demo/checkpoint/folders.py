@@ -21,8 +21,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..errors import UNREADABLE
 from ..version import __version__
-from .files import UNREADABLE, crc32, in_one_piece, sync_folder
+from .files import crc32, in_one_piece, sync_folder
 
 log = logging.getLogger("fsdp_demo")
 

@@ -15,9 +15,9 @@ from typing import Any
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
-from ..errors import counted, size
+from ..errors import UNREADABLE, counted, size
 from .exchange_state import SavedExchange, load_exchange
-from .files import UNREADABLE, crc32, read_head
+from .files import crc32, read_head
 from .folders import MANIFEST
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
@@ -258,7 +258,7 @@ def _tensor_sizes(path: Path) -> dict[str, int]:
             for key, value in header.items()
             if key != "__metadata__"
         }
-    except (OSError, MemoryError, OverflowError, *UNREADABLE):
+    except (OSError, MemoryError, *UNREADABLE):
         return {}  # `_damage` says it
 
 

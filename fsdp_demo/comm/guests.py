@@ -25,6 +25,7 @@ from typing import Any
 import zmq
 from torch import Tensor
 
+from ..errors import UNREADABLE
 from . import spool
 from .epochs import Member
 from .hub import Hub
@@ -43,13 +44,10 @@ TO_CONNECT = 30.0
 WIRES = ("notes", "ticks", "messages")
 """Connections of a guest, but for those for messages."""
 
-# what JSON of unknown origin leads a reader to
-_BROKEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
-
 
 def _word(note: bytes) -> list[Any]:
     """What a guest says: ["follow", digests by name of what it brings] or ["ready"]. Raises one of
-    `_BROKEN` for what cannot be read.
+    `UNREADABLE` for what cannot be read.
     """
     word = list(json.loads(note))
     if word[0] == "follow":
@@ -176,7 +174,7 @@ class Guests:
             peer_group = int(found["line"])
             name = str(found["name"])[:200]
             run = str(found["run"])
-        except _BROKEN as error:
+        except UNREADABLE as error:
             return {
                 "refused": f"a request that cannot be read ({error!r:.80}): use one release "
                 "everywhere"
@@ -231,7 +229,7 @@ class Guests:
         while notes and not guest.moved:
             try:
                 words.append(_word(notes.popleft()))
-            except _BROKEN:
+            except UNREADABLE:
                 self.drop("it sends what cannot be read")
                 return []
         return words

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..compression import dense as coding
-from ..errors import WireError
+from ..errors import UNREADABLE, WireError
 from .collectives import ReceivedMessage, Spans, legs, whole
 from .header import Header
 
@@ -40,9 +40,6 @@ OWN = "own"
 """Among what a newcomer brings: the mark of the checkpoint on its disk
 (`exchange/returning.py`).
 """
-
-# what JSON of unknown origin leads a reader to
-_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ class Expected:
         try:
             headers, slots = [_header(h) for h in head["headers"]], [int(s) for s in head["slots"]]
             bodies, means, coded = list(head["bodies"]), list(head["means"]), head["coded"] is True
-        except _BROKEN as error:
+        except UNREADABLE as error:
             raise WireError(
                 f"a message to follow is damaged ({error!r:.80}): use one release everywhere"
             ) from None
@@ -410,7 +407,7 @@ def from_bytes(data: Tensor, what: str) -> dict[str, Any]:
         raise WireError(f"{what} has {data.numel()} bytes: allowed are {LONGEST}")
     try:
         found = json.loads(bytes(data.tolist()))
-    except _BROKEN as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except UNREADABLE as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise WireError(f"{what} is no JSON ({error!r:.80}): use one release everywhere") from None
     if not isinstance(found, dict):
         raise WireError(f"{what} is of another form ({found!r:.40}): use one release everywhere")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, get_args
 
+from ..errors import UNREADABLE
 from .epochs import Forward, Held, Kind, Member, Piece, Record, Report, Settlement
 
 MOST = 1024
@@ -94,7 +95,7 @@ def read_record(text: str) -> Record:
         ):
             raise ValueError("its members, or what they begin with")
         return record
-    except _WRONG as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"a record in the store cannot be read ({error!r:.80}): {text!r:.120}"
         ) from None
@@ -130,13 +131,10 @@ def read_report(text: str) -> Report:
             known,
             bool(begun),
         )
-    except _WRONG as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"a report in the store cannot be read ({error!r:.80}): {text!r:.120}"
         ) from None
-
-
-_WRONG = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
 
 
 def _bits(members: Iterable[Member], at: dict[Member, int]) -> str:

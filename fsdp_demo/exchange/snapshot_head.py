@@ -11,6 +11,7 @@ from typing import Any
 
 from ..channels.channel import ChannelRunner
 from ..comm import agreement
+from ..errors import UNREADABLE
 from ..version import __version__
 from . import facts, norms
 from .runtime import StepRuntime
@@ -25,9 +26,6 @@ later: the step from which they go on.
 
 MOST = 1 << 16
 """Messages that norms are remembered of, and islands in one, at most."""
-
-# what JSON of unknown origin leads a reader to
-_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class Stand:
                 own,
                 history,
             )
-        except _BROKEN as error:
+        except UNREADABLE as error:
             raise ValueError(
                 f"the snapshot is of another form ({error!r:.80}): use one release everywhere"
             ) from None
@@ -234,7 +232,7 @@ def read(
         where = {str(k): whole(v) for k, v in head["place"].items()}
         kept = [str(s) for s in head["states"]]
         stand = Stand.from_json(head["stand"])
-    except _BROKEN as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"the snapshot is of another form ({error!r:.80}): use one release everywhere"
         ) from None

@@ -52,12 +52,13 @@ launch 0 >/dev/null
 file=/tmp/fsdp-demo-mesh-$$-$(date +%s).pid
 stop() {
     local host
-    for host in "${hosts[@]}"; do ssh -o BatchMode=yes "$host" "kill \$(cat $file.*) 2>/dev/null; rm -f $file.*" </dev/null || true; done
+    for host in "${hosts[@]}"; do ssh -o BatchMode=yes "$host" "kill \$(cat $file.* 2>/dev/null) 2>/dev/null; rm -f $file.*" </dev/null || true; done
 }
 trap stop INT TERM
 nodes=()
 for rank in "${!hosts[@]}"; do
-    words="exec $PYTHON -m fsdp_demo.launch $(launch "$rank") $train"
+    # the folder keeps status 75 apart from a failure
+    words="exec env ISLAND_STATUS=\$(mktemp -d) $PYTHON -m fsdp_demo.launch $(launch "$rank") $train"
     ssh -o BatchMode=yes "${hosts[rank]}" "cd $FOLDER && echo \$\$ >$file.$rank && $words" </dev/null &
     nodes+=($!)
 done

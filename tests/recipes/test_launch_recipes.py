@@ -341,6 +341,33 @@ def check_mesh(output, replicas, preset):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("file", ["slurm/mesh-2nodes.sbatch", "ssh/mesh.sh"])
+def test_a_mesh_that_is_stopped_saves_and_goes_on(launch, file):
+    """Slurm tells the launchers of all nodes, ssh's file does it itself."""
+    common = {"PROCS": 2, "OPTIONS": f"{SMALL} --log-every 20", "EXCHANGE": "demo"}
+    hosts = slurm(2) if file.startswith("slurm") else ssh(2, ADDRESS="127.0.0.1")
+    process = launch(file, **hosts, **common, STEPS=10_000)
+    metrics = launch.output / "island0" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.2)
+    if file.startswith("slurm"):
+        mine = f"--output {launch.output}"
+        words = ["pkill", "-TERM", "-f", f"fsdp_demo.launch accelerate .*{mine}"]
+        assert subprocess.run(words).returncode == 0
+    else:
+        process.send_signal(signal.SIGTERM)
+    output = ended(process, status=75)
+    assert len(list(launch.output.glob("replica*/emergency-*"))) == 2, output
+    steps = json.loads(metrics.read_text().splitlines()[-1])["step"] + 50
+    again = {"SLURM_RESTART_COUNT": 1} if file.startswith("slurm") else {"RESUME": "auto"}
+    output = ended(launch(file, **hosts, **common, **again, STEPS=steps, PORT=reserve_port()))
+    assert "resumed from emergency" in output
+    check_mesh(launch.output, replicas=2, preset="demo")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_ssh_islands_that_are_stopped_save_and_go_on(launch):
     process = launch("ssh/islands.sh", **ssh(2, STEPS=10_000, OPTIONS=SMALL, EXCHANGE="demo"))
     metrics = launch.output / "island0" / "metrics.jsonl"

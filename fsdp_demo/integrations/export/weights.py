@@ -19,11 +19,12 @@ from torch.distributed.checkpoint import FileSystemReader, StorageReader, load
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ...checkpoint.exchange_state import SavedExchange
-from ...checkpoint.files import UNREADABLE, read_part
+from ...checkpoint.files import read_part
 from ...compression.blocks import Layout
 from ...config.fragments import expand
 from ...config.patterns import covers, tensor_layout_kind
 from ...config.schema import ExchangeConfig
+from ...errors import UNREADABLE
 from ...exchange.saved_state import ExchangeState
 from ...hosts.base import plain_name
 

@@ -474,13 +474,14 @@ class ExchangeCallback(TrainerCallback):
             self._warn(f"{error}")
             if self.exchange is not None:
                 self.exchange.leave(stopped=False)
+            self._stops.unsaved = False
             self._save_lost(trainer)
             last = get_last_checkpoint(trainer.args.output_dir) or "none"
             self._warn(
                 f"the last checkpoint here is {last}; start all islands again with "
                 "resume_from_checkpoint=True (auto)"
             )
-            if not isinstance(error, Mismatch):
+            if not isinstance(error, Mismatch) and not self._stops.unsaved:
                 tell_launcher(trainer.args.process_index, SAVED)
             raise
         finally:
