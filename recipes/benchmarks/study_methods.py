@@ -120,7 +120,8 @@ RISING = {"momentum_warmup": STEPS // (2 * H)}
 HALVED = {"momentum": 0.5, "momentum_warmup": 0}
 OUTER = (("momentum 0.9 rising", RISING, LOW), ("momentum 0.5", HALVED, MIDDLE))
 SHORT = {"beta": 0.95}
-SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", SHORT, (1e-3, 2e-3, *HIGH, 3.2e-2)))
+SHORT_RATES = (1e-3, 2e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2, 1.6e-2, 2.24e-2, 3.2e-2)
+SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", SHORT, SHORT_RATES))
 
 ADAMW = {"inner_optimizer": "adamw", "momentum.no_transform": []}
 MUON = {"inner_optimizers": ["muonadamw"]}
@@ -148,12 +149,12 @@ METHODS = (
         Cell("demo", "demo", {"momentum.no_transform": []}, 1e-3),
         ("DCT on all", {}, (5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 4e-3)),
         ("plain embeddings", {"momentum.no_transform": list(EMBEDDINGS)}, (1e-3, 2e-3, 4e-3, 8e-3)),
-        ("DCT on all beta 0.95", SHORT, HIGH),
+        ("DCT on all beta 0.95", SHORT, (1.4e-3, 2e-3, 2.8e-3, *HIGH)),
     ),
     tried(
         Cell("demo adamw", "demo", ADAMW, 1e-3),
-        ("", {}, (5e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3)),
-        ("beta 0.95", SHORT, (2e-3, 4e-3)),
+        ("", {}, (5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3)),
+        ("beta 0.95", SHORT, (1e-3, 1.4e-3, 2e-3, 4e-3)),
     ),
     tried(Cell("random", "random", {"beta": 0.999}, 1e-3), *SEEDED),
     tried(Cell("stride", "stride", {"beta": 0.999}, 1e-3), *SEEDED),
@@ -187,7 +188,7 @@ METHODS = (
     ),
     tried(
         sign_loco(" muon", 4.5e-2, **FEEDBACK, **MUON),
-        ("", {}, (1e-2, 2.24e-2, 4.5e-2, 6.3e-2, 9e-2)),
+        ("", {}, (*MUON_RATES[1:], 9e-2)),
         ("no feedback", {"beta": 0.0, "momentum": 0.6}, (*MUON_RATES[1:], 9e-2)),
     ),
 )

@@ -89,7 +89,7 @@ def test_islands_train_one_model(run_ranks, stage, preset, changes):
         trained = run(
             rank, stage, preset, changes, {}, gradient_accumulation_steps=2, logging_steps=1
         )
-        exchange = trained.callback_handler.callbacks[-1].exchange
+        exchange = script.exchange_of(trained)
         return {
             "whole": whole(trained),
             "shown": shown(trained),
@@ -163,7 +163,7 @@ def test_an_island_skips_a_step_alone(run_ranks, stage, preset, changes):
             logging_steps=1,
         )
         trained.train()
-        exchange, engine = trained.callback_handler.callbacks[-1].exchange, trained.deepspeed
+        exchange, engine = script.exchange_of(trained), trained.deepspeed
         steps = (
             exchange.step,
             trained.state.global_step,

@@ -64,7 +64,7 @@ def two_islands(rank, preset, fsdp=False, **changes):
         rank.folder / "out", one_line(preset, **changes), fsdp=fsdp, **settings
     )
     trained.train()
-    exchange = trained.callback_handler.callbacks[-1].exchange
+    exchange = script.exchange_of(trained)
     return {
         "whole": script.parameters(trained),
         "eval": history(trained, "eval_loss"),
@@ -176,7 +176,7 @@ def test_presets_with_an_optimizer_of_their_own(run_ranks, preset):
         }
         trained = script.trainer(rank.folder / "out", extra, fsdp=True)
         trained.train()
-        exchange = trained.callback_handler.callbacks[-1].exchange
+        exchange = script.exchange_of(trained)
         return (
             script.shards(trained),
             type(exchange.optimizers[0]).__name__,
@@ -222,7 +222,7 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
         trained = script.trainer(rank.folder / "out", extra, callbacks=[wish], max_steps=20)
         trained.train()
         checkpoints = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
-        exchange = trained.callback_handler.callbacks[-1].exchange
+        exchange = script.exchange_of(trained)
         return (
             trained.state.global_step,
             script.parameters(trained),

@@ -186,7 +186,7 @@ def test_what_a_trainer_may_switch_on(run_ranks, preset, settings):
             **settings,
         )
         trained.train()
-        exchange = trained.callback_handler.callbacks[-1].exchange
+        exchange = script.exchange_of(trained)
         args = trained.args
         equal = exchange.digests_equal()
         return (
@@ -246,7 +246,7 @@ def test_a_lost_island_ends_the_training_of_the_others(run_ranks):
         return (
             str(caught.value),
             trained.state.global_step,
-            trained.callback_handler.callbacks[-1].exchange.closed,
+            script.exchange_of(trained).closed,
         )
 
     alive, dead = run_ranks(run, islands=2, procs=1)

@@ -148,6 +148,68 @@ class Told(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Late(TrainerCallback):
+    """Island 0 goes into the exchange of step 3; island 1 comes later, and before that a SIGTERM
+    reaches island 0.
+    """
+
+    def __init__(self, rank):
+        self.rank, self.place = rank, rank.folder / "waits"
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step != 2:
+            return
+        if self.rank.island == 0:
+            self.place.with_suffix(".part").write_text(str(os.getpid()))
+            self.place.with_suffix(".part").replace(self.place)
+            return
+        while not self.place.exists():
+            time.sleep(0.02)
+        time.sleep(1.0)  # it waits for this island's payload by now
+        os.kill(int(self.place.read_text()), signal.SIGTERM)
+        time.sleep(0.5)
+
+
+@pytest.mark.gloo
+def test_sigterm_while_an_island_waits_in_an_exchange(run_ranks):
+    """The exchange comes to its end; its checkpoint goes on as if nothing had been."""
+
+    def work(rank):
+        whole = made(rank, max_steps=9, save_steps=100)
+        whole.train()
+        shutil.rmtree(own(rank))
+        again()
+        ended = None
+        try:
+            made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
+        except SystemExit as end:
+            ended = end.code
+        except fsdp_demo.PeerLost as lost:  # it stood in the next exchange before it had heard
+            ended = 75 if "stops after step" in str(lost) else str(lost)
+        saved = whole_steps(own(rank))
+        again()
+        resumed = made(rank, max_steps=9, save_steps=100)
+        resumed.train(resume_from_checkpoint=True)
+        return ended, saved, torch.equal(script.parameters(resumed), script.parameters(whole))
+
+    zero, one = run_ranks(work, islands=2, procs=1)
+    # the optimizer was in its third step
+    assert zero == (75, [4], True) and (one[0], one[2]) == (75, True) and 3 < one[1][0] <= 6
+
+
+def test_sigterm_in_an_exchange_where_islands_may_leave(run_ranks):
+    """The others train on."""
+
+    def work(rank):
+        try:
+            made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
+        except SystemExit as end:
+            return end.code, whole_steps(own(rank))
+        return None, whole_steps(own(rank))
+
+    assert run_ranks(work, islands=2, procs=1) == [(75, [4]), (None, [9])]
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_a_save_that_fails_at_the_end_is_no_save(run_ranks, full):
     def work(rank):

@@ -22,6 +22,7 @@ from transformers import (
 
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.data import split_dataset_by_island
+from fsdp_demo.integrations.trainer import ExchangeCallback
 
 WORDS = (
     "the of and to in a is that for it with as was on be by this are from at or an have not".split()
@@ -147,3 +148,9 @@ def shards(trained):
     return torch.cat(
         [(p.to_local() if hasattr(p, "to_local") else p).detach().flatten().clone() for p in params]
     )
+
+
+def exchange_of(trained):
+    """What its `ExchangeCallback` shows."""
+    (callback,) = (c for c in trained.callback_handler.callbacks if isinstance(c, ExchangeCallback))
+    return callback.exchange

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,7 +24,7 @@ from .evaluation import Evaluations
 from .take_over import KINDS
 
 
-def move_to(trainer: Trainer, exchange: Exchange, undo: list[Callable[[], None]]) -> str:
+def move_to(trainer: Trainer, exchange: Exchange, undo: ExitStack) -> str:
     """Let rate, scheduler, sampler and counters be those of `exchange.step`; the sentence for the
     log. After `attach` in `on_train_begin`.
 
@@ -51,7 +52,7 @@ def move_to(trainer: Trainer, exchange: Exchange, undo: list[Callable[[], None]]
     trained._run_epoch = functools.partial(
         _run_epoch, trained._run_epoch, epochs, skipped, str(args.output_dir)
     )
-    undo.append(lambda: vars(trainer).pop("_run_epoch", None))
+    undo.callback(vars(trainer).pop, "_run_epoch", None)
     rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
     text = f"joined the others at step {state.global_step}{rows}"
     if args.load_best_model_at_end and state.best_metric is not None:

@@ -15,6 +15,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,28 +55,27 @@ class TakeOver:
     donor: str
     state: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, trainer: Trainer, undo: list[Callable[[], None]]) -> str:
+    def begin(self, trainer: Trainer, undo: ExitStack) -> str:
         """The folder that this Trainer resumes from; what must be undone afterwards goes to
         `undo`.
         """
-        place = tempfile.TemporaryDirectory(prefix="take-over-")
-        undo.append(place.cleanup)
+        place = undo.enter_context(tempfile.TemporaryDirectory(prefix="take-over-"))
         state = TrainerState(**self.state, global_step=self.step, max_steps=trainer.args.max_steps)
         state.train_batch_size = trainer._train_batch_size
         # once more where the number of steps is known
         state.compute_steps(trainer.args, max(trainer.args.max_steps, 0))
-        state.save_to_json(str(Path(place.name) / TRAINER_STATE_NAME))
+        state.save_to_json(str(Path(place) / TRAINER_STATE_NAME))
         for name, around in (
             ("_load_from_checkpoint", self._load),
             ("_prepare_for_training", self._prepare),
         ):
-            undo.append(functools.partial(_put_back, trainer, name, vars(trainer).get(name)))
+            undo.callback(_put_back, trainer, name, vars(trainer).get(name))
             setattr(
                 trainer,
                 name,
-                functools.partial(around, trainer, place.name, getattr(trainer, name)),
+                functools.partial(around, trainer, place, getattr(trainer, name)),
             )
-        return place.name
+        return place
 
     def sentence(self, exchange: Exchange, args: Any) -> str:
         """What was taken over and what was not, for the log."""

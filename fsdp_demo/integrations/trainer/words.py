@@ -30,6 +30,12 @@ def talk(trainer: Trainer, topology: Topology) -> None:
     log_setup.speak(topology)
 
 
+def warn(trainer: Trainer, topology: Topology, text: str) -> None:
+    """Once per island."""
+    if trainer.args.process_index == 0:
+        log.warning("%s: %s", topology.name, text)
+
+
 def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
     """Raise ValueError if the preset is not defined for the optimizer that the Trainer has made,
     with what to write instead.

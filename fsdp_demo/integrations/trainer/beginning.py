@@ -1,0 +1,143 @@
+"""How a training of the Trainer begins: anew, from a checkpoint, at the step of islands that hold
+one which this island lacks (`take_over.py`), or at that of a run under way (`joining.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from ...attaching import attach
+from ...checkpoint.exchange_state import SavedExchange
+from ...comm.topology import Topology
+from ...config.schema import ExchangeConfig
+from ...exchange.exchange import Exchange
+from ...exchange.startup import OwnCheckpoint
+from .engine import engine_of
+from .evaluation import Evaluations
+from .joining import move_to
+from .returning import own_checkpoint
+from .setup import clipping
+from .state import find_checkpoint, open_state, restore_local
+from .take_over import TakeOver
+from .words import check_optimizer, warn
+
+
+@dataclass
+class Beginning:
+    """Found by all islands together, before the Trainer trains.
+
+    Attributes:
+        wanted: what the Trainer is given as `resume_from_checkpoint`: a folder, True, or what it
+            takes for none.
+        taken: what this island goes on from without a checkpoint.
+        joins: the others are under way; what they hold comes with `attach`.
+        named: a person named the checkpoint.
+        fresh: begin the exchange's state anew.
+        after: what must be undone when training is over.
+    """
+
+    wanted: Any
+    taken: TakeOver | None
+    joins: bool
+    named: bool
+    fresh: bool
+    after: ExitStack
+
+    @classmethod
+    def find(cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool) -> Beginning:
+        """From what the user gave to `train`; what is set up for it is undone by `after`.
+
+        Raises:
+            NeedsDecision, ValueError: as `find_checkpoint`.
+        """
+        named = isinstance(wanted, (str, os.PathLike)) and str(wanted).lower() not in (
+            "true",
+            "auto",
+        )
+        joins, after = topology.under_way(), ExitStack()
+        where = (
+            None
+            if joins
+            else find_checkpoint(wanted, Path(str(trainer.args.output_dir)), topology, fresh)
+        )
+        taken = where if isinstance(where, TakeOver) else None
+        given = taken.begin(trainer, after) if taken else where
+        return cls(given, taken, joins, named, fresh, after)
+
+    def attach(self, trainer: Trainer, config: ExchangeConfig, topology: Topology) -> Exchange:
+        """Join the other replicas. Model and optimizer are sharded and, on resume, loaded.
+
+        Raises:
+            ValueError: islands at unlike steps, and as `attach`, `open_state`, `restore_local`.
+        """
+        args: Any = trainer.args
+        state, engine = trainer.state, engine_of(trainer)
+        check_optimizer(trainer, config)
+        self.after.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
+        options = {}
+        if engine is None:
+            config, args.max_grad_norm = clipping(config, args.max_grad_norm)
+        else:  # clips by itself; the exchange's state is beside what the Trainer saves
+            options = {"checkpoints": False}
+        facts = {
+            "max_steps": state.max_steps,
+            **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")},
+            "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
+        }
+        # with a state of the exchange islands may stand at unlike steps between two exchanges
+        if self.fresh:
+            facts["at"] = state.global_step
+        exchange = attach(
+            trainer.optimizer if engine is None else engine,
+            config,
+            model=trainer.model,
+            topology=topology,
+            must_match=facts | Evaluations.facts(trainer),
+            step=0 if self.taken else state.global_step,
+            state=self._state(trainer, topology),
+            batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
+            # questions to the islands come first: one that has to catch up waits for those that it
+            # asks
+            catch_up=False,
+            **options,
+        )
+        # after an error the others see at once that this island is gone; else the Trainer may train
+        # on with this optimizer
+        self.after.callback(exchange.detach)
+        if exchange.newcomer:
+            warn(trainer, topology, move_to(trainer, exchange, self.after))
+        elif exchange.step != state.global_step:
+            raise ValueError(
+                f"{topology.name} resumes at step {state.global_step}, another island at "
+                f"{exchange.step}: resume all from one step"
+            )
+        if self.taken:
+            warn(trainer, topology, self.taken.sentence(exchange, args))
+        elif state.global_step and not self.fresh:
+            restore_local(self._folder(trainer), exchange, engine is not None)
+            exchange.accept_parameters()
+        return exchange
+
+    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | OwnCheckpoint | None:
+        """What `attach` is given to go on from."""
+        if self.joins:
+            alone = self.fresh or engine_of(trainer) is not None
+            return None if alone else own_checkpoint(trainer, topology)
+        if not trainer.state.global_step or self.taken:
+            return None
+        return open_state(self._folder(trainer), topology, self.fresh)
+
+    def _folder(self, trainer: Trainer) -> Path:
+        """The one that the Trainer has loaded."""
+        if isinstance(self.wanted, str):
+            return Path(self.wanted)
+        root = str(trainer.args.output_dir)
+        last = get_last_checkpoint(root)
+        return Path(last or f"{root}/checkpoint-{trainer.state.global_step}")

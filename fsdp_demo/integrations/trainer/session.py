@@ -1,0 +1,293 @@
+"""One training of the Trainer beside an exchange, from the moment that both are joined to its end.
+
+What the exchange must see or show passes partly through events, partly through methods of the
+Trainer that `callback.py` wraps. Facts: transformers 5.23, `Trainer._run_epoch`,
+`_maybe_log_save_evaluate`, `_finalize_training`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from ...errors import Mismatch, PeerLost, WireError
+from ...exchange.exchange import Exchange
+from ...report.metrics import tracked
+from ...status import SAVED, tell_launcher
+from .batches import FirstBatches, tokens_in
+from .beginning import Beginning
+from .engine import before_steps, engine_of
+from .evaluation import Evaluations
+from .joining import tells
+from .record import TrainerRecord
+from .saves import Saves
+from .state import Rotation
+from .stop import Stops
+from .words import warn
+
+
+class Session(TrainerCallback):
+    """The last of the Trainer's callbacks while it trains, so that it sees what the others wish.
+
+    All ranks of an island make theirs together, and all islands too: it asks them.
+
+    Args:
+        trainer: of this rank. exchange: attached.
+        beginning: how this training began; what must be undone goes to its `after`.
+        stops: wishes to stop this training.
+
+    Raises:
+        ValueError: as `Evaluations`.
+        Superseded: the output folder belongs to a later life of this island.
+    """
+
+    def __init__(self, trainer: Trainer, exchange: Exchange, beginning: Beginning, stops: Stops):
+        self.exchange, self._trainer, self._stops = exchange, trainer, stops
+        args: Any = trainer.args
+        self._after = after = beginning.after
+        self._steps = engine_of(trainer) is not None
+        """An engine takes the steps, before the Trainer's events of a step."""
+        self._loss: Any = 0.0
+        self._numbers: dict[str, float] = {}
+        self._steps_in_epoch = 0
+        if self._steps:
+            after.callback(before_steps(trainer.accelerator, self._hear))
+        else:  # DeepSpeed looks by itself
+            exchange.watch_gradients()
+        self._saves = Saves(trainer, exchange, self._steps)
+        self._saves.begin(trainer.state.global_step, beginning.named)
+        self._rotation: Rotation | None = None
+        if exchange.topology.kind == "islands":
+            if args.process_index == 0:
+                self._rotation = Rotation(
+                    Path(args.output_dir), exchange.topology, args.save_total_limit
+                )
+                after.callback(self._rotation.close)
+            after.callback(setattr, args, "save_total_limit", args.save_total_limit)
+            args.save_total_limit = None
+        exchange.raises_stopped = False
+        self._evaluations = Evaluations(exchange, trainer)
+        exchange.tells = functools.partial(tells, trainer, self._evaluations)
+        self._first = FirstBatches(exchange, trainer.train_dataset)
+        self._record: TrainerRecord | None = None
+        if args.process_index == 0:
+            self._record = TrainerRecord(trainer, exchange)
+            after.callback(self._close_record)
+        handler = trainer.callback_handler
+        # new lists: the old one is being walked
+        handler.callbacks = [*handler.callbacks, self]
+        after.callback(self._leave_handler)
+
+    @property
+    def live(self) -> Exchange | None:
+        """The exchange while it runs."""
+        return None if self.exchange.finished else self.exchange
+
+    def _close_record(self) -> None:
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+
+    def _leave_handler(self) -> None:
+        handler = self._trainer.callback_handler
+        handler.callbacks = [callback for callback in handler.callbacks if callback is not self]
+
+    # ---- events --------------------------------------------------------------------------------
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step's loss goes into the next header."""
+        if not self._steps:
+            self._note()
+
+    def _note(self) -> None:
+        if (exchange := self.live) is not None:
+            exchange.report(loss=self._loss)
+            self._loss = 0.0
+
+    def _hear(self, loss: torch.Tensor, last: bool) -> None:
+        """A micro-batch's loss, before the engine steps."""
+        self._loss = self._loss + loss
+        if last:
+            self._note()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the exchange of this step: compare clocks, take part in a stop, gather numbers for
+        the log, end at the last step.
+        """
+        if (exchange := self.live) is None:
+            return
+        if exchange.step != state.global_step:
+            raise RuntimeError(
+                f"the optimizer has stepped {exchange.step} times, the Trainer counts "
+                f"{state.global_step}: replicas would lose each other; "
+                "step the optimizer once per step of the Trainer"
+            )
+        self._steps_in_epoch += 1
+        if self._record is not None:
+            self._record.step()
+        if state.global_step >= state.max_steps:
+            self._finish()
+        elif exchange.stopped:
+            self._stops.end(exchange, args, state, control)
+        self._stops.hold(control)
+        if control.should_log:
+            self._count()
+
+    def _count(self) -> None:
+        """Numbers for the log. All ranks of the island come here together: the Trainer logs on all
+        of them or on none.
+        """
+        if not self.exchange.closed:
+            self._numbers = tracked(self.exchange)
+            self._numbers["exchange/failed_saves"] = float(self._saves.failed)
+
+    def _finish(self) -> None:
+        """The last exchange: from here on evaluation, checkpoints and `save_model` have the model
+        that all islands hold.
+        """
+        self._stops.ending = True
+        self.exchange.finish(close=False)
+        self._count()
+        if not self._evaluations.agreed:
+            self.exchange.finish()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stops.hold(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stops.hold(control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stops.hold(control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """This rank's part of the exchange, beside the Trainer's own files, and the manifest over
+        all.
+        """
+        saved = self._saves.seal(state.global_step, kwargs.get("model"))
+        self._stops.unsaved = not saved
+        if saved and self._rotation is not None:
+            self._rotation.saved(state.global_step, state.best_model_checkpoint)
+        if self._record is not None:
+            self._record.saved()
+        self._stops.hold(control)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps_in_epoch = 0
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After an agreed stop, whose checkpoint is written by now, the islands part with one
+        model.
+        """
+        if self.live is None:
+            return
+        if control.should_log:
+            self._count()
+        if self._stops.ending:
+            # the checkpoint of this step, before the last exchange, is the one to resume from
+            control.should_save = False
+            if self._stops.left:
+                self.exchange.detach()
+            else:
+                self._finish()
+        elif self._steps_in_epoch:
+            # an epoch without steps: the data are at their end, nothing will be exchanged any more
+            self._stops.hold(control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Part from the others: with one model where all have come here at the same step, as they
+        do but for data that end early.
+        """
+        exchange = self.exchange
+        # loaded by now: not to be averaged with anything
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        try:
+            if (
+                self.live is None
+                or not best
+                and exchange.across_islands.all_equal(["end", state.global_step])
+            ):
+                exchange.finish()
+        except (PeerLost, WireError) as error:
+            self._warn(
+                f"training ended at step {state.global_step} of {state.max_steps} without the "
+                f"other islands: {error}"
+            )
+        if self._record is not None and exchange.finished and not self._stops.left:
+            self._record.end(self._numbers)
+        self._after.close()
+
+    def lost(self, error: PeerLost | WireError) -> None:
+        """Training ended by `error`: save where this island stands, and tell its launcher."""
+        trainer = self._trainer
+        self._warn(f"{error}")
+        self.exchange.leave(stopped=False)
+        self._stops.unsaved = False
+        self._save_lost()
+        last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
+        self._warn(
+            f"the last checkpoint here is {last}; start all islands again with "
+            "resume_from_checkpoint=True (auto)"
+        )
+        if not isinstance(error, Mismatch) and not self._stops.unsaved:
+            tell_launcher(trainer.args.process_index, SAVED)
+
+    def _save_lost(self) -> None:
+        """A checkpoint of where a peer was lost: all ranks of this island are here, and what was
+        under way is saved as it was sent.
+        """
+        trainer: Any = self._trainer
+        args, state = trainer.args, trainer.state
+        if args.save_strategy == "no" or self.exchange.topology.kind == "mesh":
+            return
+        # the local step was taken: end it as the Trainer would have
+        if self.exchange.step == state.global_step + 1:
+            trainer.lr_scheduler.step()
+            state.global_step += 1
+        if not (
+            Path(args.output_dir) / f"checkpoint-{state.global_step}" / "trainer_state.json"
+        ).exists():
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer.control = trainer.callback_handler.on_save(args, state, trainer.control)
+
+    def _warn(self, text: str) -> None:
+        warn(self._trainer, self.exchange.topology, text)
+
+    # ---- around methods of the Trainer ---------------------------------------------------------
+
+    def save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
+        self._saves.write(original, model, trial)
+
+    def training_step(
+        self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if (exchange := self.live) is None:
+            return original(model, inputs, *args, **kwargs)
+        self._first.look(inputs)
+        exchange.catch_up()
+        exchange.report(tokens=tokens_in(inputs))
+        loss = original(model, inputs, *args, **kwargs)
+        if not self._steps and isinstance(loss, torch.Tensor):
+            self._loss = self._loss + loss.detach()
+        return loss
+
+    def evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        return self._evaluations.run(lambda: original(*args, **kwargs), prefix)
+
+    def log(
+        self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any
+    ) -> Any:
+        if "loss" in logs and self._numbers:
+            logs.update(self._numbers)
+            if self._record is not None:
+                self._record.line(logs["loss"], self._numbers)
+        elif "eval_loss" in logs and self._record is not None:
+            self._record.evaluated(logs["eval_loss"])
+        return original(logs, *args, **kwargs)
