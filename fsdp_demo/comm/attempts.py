@@ -52,7 +52,7 @@ _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its 
 _in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
 
 
-class Place(Protocol):
+class TopologyLike(Protocol):
     """What is asked of a `Topology`: which island of which run this is, and how the store is
     reached.
     """
@@ -88,7 +88,7 @@ class Finished(ValueError):
     """The run has come to its end."""
 
 
-def join(topology: Place, store: Asker | None = None) -> Pulse:
+def join(topology: TopologyLike, store: Asker | None = None) -> Pulse:
     """The attempt in which this process takes part; decided by rank 0 of the island at the first
     call, and told to the others.
 
@@ -144,7 +144,7 @@ class Taken(NamedTuple):
     starters: tuple[int, ...] = ()
 
 
-def _from_first(topology: Place, decide: Callable[[], Taken]) -> Taken:
+def _from_first(topology: TopologyLike, decide: Callable[[], Taken]) -> Taken:
     """What `decide` gives on rank 0, on all ranks of the island, through the store of their own
     world; an error there is raised on all.
     """
@@ -192,7 +192,7 @@ def _told(own: Asker, key: str, seconds: float) -> Taken:
     return Taken(number, life, late, tuple(starters))
 
 
-def _begin(topology: Place, store: Asker) -> Taken:
+def _begin(topology: TopologyLike, store: Asker) -> Taken:
     """A place in an attempt, once it is known who begins it; where it ends before that, one in the
     next.
     """
@@ -208,7 +208,7 @@ def _begin(topology: Place, store: Asker) -> Taken:
             return taken._replace(late=called.late, starters=called.starters)
 
 
-def _take(topology: Place, store: Asker) -> Taken:
+def _take(topology: TopologyLike, store: Asker) -> Taken:
     """Take this island's place in the attempt that has not ended, opening one if needed."""
     t, me = topology, secrets.token_hex(8)
     once = (
@@ -263,7 +263,7 @@ def _take(topology: Place, store: Asker) -> Taken:
         at.compare_set("ended", "", str(t.island))
 
 
-def _waits(topology: Place, at: Asker) -> bool:
+def _waits(topology: TopologyLike, at: Asker) -> bool:
     """Whether this island does not begin an attempt that has not begun: the end of its process
     before then ends nothing.
     """
@@ -275,7 +275,7 @@ def _waits(topology: Place, at: Asker) -> bool:
     )
 
 
-def _live(topology: Place, at: Asker, islands: Sequence[int]) -> bool:
+def _live(topology: TopologyLike, at: Asker, islands: Sequence[int]) -> bool:
     """Whether any of these islands lives: its door answers, or, before they have come together, its
     beat moves.
     """
@@ -307,7 +307,7 @@ class Pulse:
     """
 
     def __init__(
-        self, topology: Place, taken: Taken, beats: bool = False, store: Asker | None = None
+        self, topology: TopologyLike, taken: Taken, beats: bool = False, store: Asker | None = None
     ):
         self.taken, self.deadline = taken, min(topology.question, PATIENCE)
         self.prefix = prefix = f"{topology.run}/{taken.number}"

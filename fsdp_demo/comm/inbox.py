@@ -20,7 +20,7 @@ A short message behind them is reached as long as what has left the sender of a 
 so it is more than the kernels of both sides hold by default."""
 
 
-class Place(Enum):
+class NoRoom(Enum):
     """What becomes of a piece that has no room of its own."""
 
     DROP = "its message is over"
@@ -48,25 +48,25 @@ class Inbox:
 
     def place(self, frame: Frame) -> Any:
         """The room for a piece, which is taken from `rooms` (it has `size`, in bytes), or a
-        `Place`. Ask again after LATER.
+        `NoRoom`. Ask again after LATER.
 
         Raises:
             WireError: it is not the next of its message, or longer than its room.
         """
         if frame.epoch > self.epoch:
-            return Place.LATER
+            return NoRoom.LATER
         if frame.epoch < self.epoch or frame.number <= self.over:
-            return Place.DROP
+            return NoRoom.DROP
         rooms = self.rooms.get(frame.number)
         if not rooms and self._bytes + frame.length > EARLY:
-            return Place.LATER
+            return NoRoom.LATER
         expected = self._taken.next(frame.number)
         if frame.piece != expected:
             raise WireError(
                 f"piece {frame.piece} of message {frame.number} came, expected piece {expected}"
             )
         if not rooms:
-            return Place.ASIDE
+            return NoRoom.ASIDE
         self._must_fit(frame.number, frame.length, rooms[0])
         return self._first(self.rooms, frame.number)
 

@@ -35,7 +35,7 @@ the slowest of the last messages.
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerPosition:
     """Where a rank stands in the peer groups.
 
     Attributes:
@@ -59,7 +59,7 @@ class Place:
 
 def elastic_peers(
     meeting: Meeting,
-    place: Place,
+    place: PeerPosition,
     open_store: Callable[[], Asker],
     link: Link | None,
     dead: float,
@@ -117,7 +117,7 @@ def elastic_peers(
 
 def newcomer_peers(
     meeting: Meeting,
-    place: Place,
+    place: PeerPosition,
     life: int,
     open_store: Callable[[], Asker],
     link: Link | None,
@@ -169,7 +169,7 @@ def newcomer_peers(
     return peers
 
 
-def _siblings(hub: Any, meeting: Meeting, place: Place, me: Member) -> dict[int, Any]:
+def _siblings(hub: Any, meeting: Meeting, place: PeerPosition, me: Member) -> dict[int, Any]:
     """Connections to the other ranks of this island that have a peer group, by peer group."""
     from .zeromq import ZeroMQ
 
@@ -190,7 +190,7 @@ class Starter:
         self,
         hub: Any,
         meeting: Meeting,
-        place: Place,
+        place: PeerPosition,
         me: Member,
         siblings: Mapping[int, Any],
         open_store: Callable[[], Asker],
@@ -279,7 +279,7 @@ def patience(rounds: Sequence[float], meeting: float) -> float:
     return max(PATIENCE, 10.0 * max(rounds)) if len(rounds) >= 3 else max(meeting, PATIENCE)
 
 
-def expelled(place: Place, record: Record) -> None:
+def expelled(place: PeerPosition, record: Record) -> None:
     """The others went on without this island: end at once, and write nothing (K5). A supervisor
     starts it again, as a newcomer.
     """

@@ -118,7 +118,7 @@ class Rank:
             self._send(entry.n, entry.kind, own, others)
         ]
 
-    def _received(self, event: moves.Received) -> tuple[Rank, Actions]:
+    def _received(self, event: moves.PieceReceived) -> tuple[Rank, Actions]:
         """A frozen rank drops what comes: who has reported never completes anything of the old view
         (K1).
         """
@@ -452,7 +452,7 @@ class Rank:
 
 _STEPS: dict[type, Callable[[Rank, Any], tuple[Rank, Actions]]] = {
     moves.Launched: Rank._launched,
-    moves.Received: Rank._received,
+    moves.PieceReceived: Rank._received,
     moves.LandedHeard: Rank._landed_heard,
     moves.Voted: Rank._voted,
     moves.ConnectionLost: Rank._peer_lost,

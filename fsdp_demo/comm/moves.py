@@ -30,7 +30,7 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class Received:
+class PieceReceived:
     """A frame from a peer in this peer group, whole and checked: a refusal (checksum, bounds, not
     finite) happens before it.
     """
@@ -108,7 +108,7 @@ class Leave:
 
 Event = (
     Launched
-    | Received
+    | PieceReceived
     | LandedHeard
     | Voted
     | ConnectionLost

@@ -347,7 +347,7 @@ class Topology:
     def _place(
         self, store: Asker, position: ShardPosition, active_copies: int, names: Sequence[str]
     ) -> tuple[Meeting, Any]:
-        from .meet import Place
+        from .meet import PeerPosition
 
         where, ranks = self.address or route_to(self.endpoint), position.num_shards * active_copies
         meeting = Meeting(
@@ -361,7 +361,7 @@ class Topology:
             self.token,
             among=self.starters,
         )
-        return meeting, Place(
+        return meeting, PeerPosition(
             self.island,
             position.shard * active_copies + position.copy,
             ranks,

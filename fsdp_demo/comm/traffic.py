@@ -180,7 +180,7 @@ class Traffic:
         landed = wire.landed if wire else 0
         self._received(
             epoch,
-            moves.Received(view, epoch, stream.sender, message.n, message.kind, piece, landed),
+            moves.PieceReceived(view, epoch, stream.sender, message.n, message.kind, piece, landed),
         )
         if piece.what == "early" and stream.sender in self._signs.notes:
             self._signs.say(["kept", message.n], [self._signs.notes[stream.sender]])

@@ -19,7 +19,7 @@ from ..errors import WireError
 from . import frames
 from .frames import Frame
 from .header import memory
-from .inbox import Counts, Inbox, Place
+from .inbox import Counts, Inbox, NoRoom
 from .tcp import gather, stood
 
 TURN = 4  # pieces that one connection takes or gives before the next has its turn
@@ -359,7 +359,7 @@ class Wire:
             return True
         with self.hub.changed:
             room: Any = self.inbox.place(frame)
-        if room is Place.LATER:
+        if room is NoRoom.LATER:
             return False
         if isinstance(room, Piece) and frame.length:
             try:
@@ -374,7 +374,7 @@ class Wire:
         self._fits(frame, len(data))
         with self.hub.changed:
             taker = (
-                self.inbox.keep(frame.number, data, frame.length) if room is Place.ASIDE else None
+                self.inbox.keep(frame.number, data, frame.length) if room is NoRoom.ASIDE else None
             )
             if taker is not None:
                 taker.fill(data, frame.length)

@@ -172,6 +172,7 @@ METHODS = (
         Cell("muloco", "muloco", {"period": H, "momentum_warmup": 0}, 2.24e-2),
         ("momentum 0.9 rising", RISING, (5e-3, 1e-2, 2.24e-2)),
         ("momentum 0.5", HALVED, (5e-3, 1e-2, 2.24e-2, 3.2e-2, 4.5e-2)),
+        ("momentum 0.5 beta 0.6", {**HALVED, "beta": 0.6}, (2.24e-2, 3.2e-2, 4.5e-2)),
     ),
     tried(
         muloco(" 1 bit momentum 0.9", 2.24e-2, period=5, value_dtype="1bit", momentum=0.9),

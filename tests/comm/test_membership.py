@@ -186,7 +186,7 @@ def test_k7_a_whole_mean_is_kept_and_a_torn_one_repeated(peer_groups: tuple[int,
 def test_k7_parts_of_another_attempt_do_not_count() -> None:
     rank, _ = entered(A, 0, 1, first_record([A, B]), 1).step(moves.Launched(0, "reduce"))
     for old in (Piece("part", B, 7), Piece("share", B, 7)):
-        assert rank.step(moves.Received(0, 0, B, 0, "reduce", old)) == (rank, ())
+        assert rank.step(moves.PieceReceived(0, 0, B, 0, "reduce", old)) == (rank, ())
 
 
 def test_k8_one_set_for_a_mixed_message() -> None:
@@ -554,7 +554,7 @@ def test_what_a_join_refuses() -> None:
         bench.tell((A, 0), moves.JoinPlanned(Member(1, 1)))
     record = planned(bench)
     with pytest.raises(ValueError, match="epoch 1 came before its record"):
-        bench.tell((B, 0), moves.Received(0, 1, A, 0, "gather", Piece("body", A)))
+        bench.tell((B, 0), moves.PieceReceived(0, 1, A, 0, "gather", Piece("body", A)))
     with pytest.raises(ValueError, match="is not in record 1"):
         entered(C, 0, 1, record)
     with pytest.raises(ValueError, match="rank 2 of 2"):

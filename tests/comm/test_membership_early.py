@@ -16,7 +16,7 @@ EARLY = Piece("early", C)
 
 
 def early(bench: Bench, to: Member, peer_group: int, guess: Kind) -> None:
-    bench.tell((to, peer_group), moves.Received(0, 0, C, 0, guess, EARLY))
+    bench.tell((to, peer_group), moves.PieceReceived(0, 0, C, 0, guess, EARLY))
 
 
 def left(bench: Bench) -> Record:

@@ -23,7 +23,7 @@ from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.guests import Guests
 from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
-from fsdp_demo.comm.meet import Place
+from fsdp_demo.comm.meet import PeerPosition
 from fsdp_demo.comm.transport import Meeting
 from fsdp_demo.comm.worker import CommWorker
 from fsdp_demo.errors import WireError
@@ -157,7 +157,7 @@ class Run:
             )
             line = meet.newcomer_peers(
                 meeting,
-                Place(2, 0, 1, names),
+                PeerPosition(2, 0, 1, names),
                 0,
                 lambda: self.run.store.under("line"),
                 None,

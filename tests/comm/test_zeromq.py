@@ -24,7 +24,7 @@ from fsdp_demo.comm import peers
 from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.frames import LARGEST, PIECE, Frame, read
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
-from fsdp_demo.comm.inbox import EARLY, Inbox, Place
+from fsdp_demo.comm.inbox import EARLY, Inbox, NoRoom
 from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.comm.store_client import Asker
 from fsdp_demo.comm.topology import ShardPosition, Topology
@@ -304,27 +304,29 @@ def test_where_pieces_go() -> None:
     inbox = Inbox(epoch=2)
     room, other = Room(10), Room(10)
     assert inbox.wait_for(1, room) is None and inbox.wait_for(1, other) is None
-    assert inbox.place(Frame(PIECE, 1, 1, 0, 10)) is Place.DROP  # of an older epoch: does not count
+    assert (
+        inbox.place(Frame(PIECE, 1, 1, 0, 10)) is NoRoom.DROP
+    )  # of an older epoch: does not count
     assert (
         inbox.place(Frame(PIECE, 2, 1, 0, 10)) is room
         and inbox.place(Frame(PIECE, 2, 1, 1, 4)) is other
     )
     assert (
-        inbox.place(Frame(PIECE, 2, 2, 0, 10)) is Place.ASIDE
+        inbox.place(Frame(PIECE, 2, 2, 0, 10)) is NoRoom.ASIDE
         and inbox.keep(2, b"0123456789", 10) is None
     )
     assert inbox.wait_for(2, Room(10)) == b"0123456789"
     assert (
-        inbox.place(Frame(PIECE, 2, 3, 0, EARLY)) is Place.ASIDE
+        inbox.place(Frame(PIECE, 2, 3, 0, EARLY)) is NoRoom.ASIDE
         and inbox.keep(3, "long", EARLY) is None
     )
     # asked again below, which counts once
-    assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is Place.LATER
+    assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is NoRoom.LATER
     # of a later epoch: until this rank is there
-    assert inbox.place(Frame(PIECE, 3, 1, 0, 10)) is Place.LATER
+    assert inbox.place(Frame(PIECE, 3, 1, 0, 10)) is NoRoom.LATER
     inbox.end(3)  # cancelled: what was kept has gone
-    assert inbox.place(Frame(PIECE, 2, 3, 1, 10)) is Place.DROP
-    assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is Place.ASIDE
+    assert inbox.place(Frame(PIECE, 2, 3, 1, 10)) is NoRoom.DROP
+    assert inbox.place(Frame(PIECE, 2, 4, 0, 1)) is NoRoom.ASIDE
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Bench:
             for m in self.members
             for r in range(peer_groups)
         }
-        self.frames: list[tuple[At, At, moves.Received]] = []
+        self.frames: list[tuple[At, At, moves.PieceReceived]] = []
         self.votes: list[tuple[At, moves.Voted]] = []
         self.reports: list[Report] = []
         self.did: dict[At, list[Any]] = {at: [] for at in self.ranks}
@@ -45,7 +45,7 @@ class Bench:
         for action in actions:
             if isinstance(action, moves.Send):
                 a = action
-                frame = moves.Received(a.view, a.epoch, at[0], a.n, a.kind, a.piece, a.landed)
+                frame = moves.PieceReceived(a.view, a.epoch, at[0], a.n, a.kind, a.piece, a.landed)
                 self.frames += [(at, (m, at[1]), frame) for m in a.to if (m, at[1]) in self.ranks]
             elif isinstance(action, moves.CastVote):
                 self.votes += [

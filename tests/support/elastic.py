@@ -23,7 +23,7 @@ from fsdp_demo import PeerLost
 from fsdp_demo.comm import collectives, driver, meet
 from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
-from fsdp_demo.comm.meet import Place
+from fsdp_demo.comm.meet import PeerPosition
 from fsdp_demo.comm.store_client import Asker
 from fsdp_demo.comm.transport import Meeting
 from fsdp_demo.comm.wire import Wire
@@ -98,7 +98,7 @@ class Islands:
             self.timeout,
             self.token,
         )
-        place = Place(slot, rank, self.ranks, self.names)
+        place = PeerPosition(slot, rank, self.ranks, self.names)
         line = meet.elastic_peers(meeting, place, lambda: self.store.under("line"), None, self.dead)
         line.begun = True
         self.lines[slot, rank], self._hubs[line._driver._hub] = line, (slot, rank)

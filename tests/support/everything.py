@@ -26,7 +26,7 @@ class World(NamedTuple):
 
     ranks: tuple[Rank | None, ...]
     got: tuple[tuple[Outcome | None, ...], ...]
-    frames: tuple[tuple[tuple[int, int], tuple[moves.Received, ...]], ...]
+    frames: tuple[tuple[tuple[int, int], tuple[moves.PieceReceived, ...]], ...]
     votes: frozenset[tuple[int, moves.Voted]]
     reports: tuple[Report, ...]
     records: tuple[Record, ...]
@@ -142,7 +142,7 @@ class Everything:
             frames = dict(w.frames)
             for m in action.to:
                 link = (at, m.slot * self.peer_groups + rank.rank)
-                frame = moves.Received(
+                frame = moves.PieceReceived(
                     action.view, action.epoch, rank.me, action.n, action.kind, action.piece
                 )
                 frames[link] = (*frames.get(link, ()), frame)
@@ -204,8 +204,8 @@ class Everything:
 
 
 def _sorted(
-    frames: dict[tuple[int, int], tuple[moves.Received, ...]],
-) -> tuple[tuple[tuple[int, int], tuple[moves.Received, ...]], ...]:
+    frames: dict[tuple[int, int], tuple[moves.PieceReceived, ...]],
+) -> tuple[tuple[tuple[int, int], tuple[moves.PieceReceived, ...]], ...]:
     return tuple(sorted((link, left) for link, left in frames.items() if left))
 
 

@@ -409,7 +409,7 @@ class Explorer(Invariants):
     def _send(self, state: list[int], at: int, action: moves.Send) -> None:
         machine = self._node(state[at]).machine
         frame = self._id(
-            moves.Received(
+            moves.PieceReceived(
                 action.view, action.epoch, machine.me, action.n, action.kind, action.piece
             )
         )

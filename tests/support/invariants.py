@@ -30,7 +30,7 @@ class Node(NamedTuple):
     messages it has launched then."""
 
     machine: Rank
-    inbox: tuple[tuple[moves.Received, ...], ...]
+    inbox: tuple[tuple[moves.PieceReceived, ...], ...]
     votes: tuple[moves.Voted, ...]
     pending: Record | None
     got: tuple[Outcome | None, ...]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_demo.comm.epochs import Ballot, Member, Open, Piece, Record, Settlement
 from fsdp_demo.comm.membership import Rank
-from fsdp_demo.comm.moves import Received, Voted
+from fsdp_demo.comm.moves import PieceReceived, Voted
 
 
 class Relabel:
@@ -31,7 +31,7 @@ class Relabel:
             Record: self._record,
             Open: lambda o: replace(o, pieces=self(o.pieces), shares=self(o.shares)),
             Rank: self._rank,
-            Received: lambda r: replace(
+            PieceReceived: lambda r: replace(
                 r,
                 view=r.view + shift,
                 epoch=r.epoch + shift,

@@ -59,7 +59,7 @@ class Storm:
         self.kinds = [self.random.choice(KINDS) for _ in range(messages + 8 * window * slots)]
         self.records = [first_record(Member(i) for i in range(first))]
         self.ranks: dict[At, Rank] = {}
-        self.frames: dict[tuple[At, At], list[moves.Received]] = {}
+        self.frames: dict[tuple[At, At], list[moves.PieceReceived]] = {}
         self.votes: list[tuple[At, moves.Voted]] = []
         self.reports: list[Report] = []
         self.got: dict[At, dict[int, Outcome]] = {}
@@ -286,7 +286,7 @@ class Storm:
         piece, record = Piece("early", at[0]), rank.record
         for m in rank.record.contributors(rank.next):
             if m != at[0] and self.random.random() < 0.7:
-                frame = moves.Received(
+                frame = moves.PieceReceived(
                     record.view, record.epoch, at[0], rank.next, kind, piece, rank.landed
                 )
                 self.frames.setdefault((at, (m, at[1])), []).append(frame)
@@ -317,7 +317,7 @@ class Storm:
 
     def _act(self, at: At, action: moves.Action) -> None:
         if isinstance(action, moves.Send):
-            frame = moves.Received(
+            frame = moves.PieceReceived(
                 action.view, action.epoch, at[0], action.n, action.kind, action.piece, action.landed
             )
             for m in action.to:
