@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from study_cells import Cell, Setting
+from study_methods import demo
 from study_tables import Table
 
 from fsdp_demo.config.patterns import EMBEDDINGS
@@ -61,20 +62,17 @@ FIRST = [
         {"period": H, "layers": 1, "momentum_warmup": ROUNDS // 2},
     ),
     Cell(f"desloc H={H} : {3 * H} : {6 * H}", "desloc", {"period": H, "embeddings": True}),
-    Cell(f"demo k=32 lr {DEMO_LR:g} DCT on all", "demo", {"momentum.no_transform": []}, lr=DEMO_LR),
+    demo(f" k=32 lr {DEMO_LR:g} DCT on all", DEMO_LR),
+    *(demo(f" k=32 lr {lr:g} plain embeddings", lr, **APART) for lr in (1e-3, DEMO_LR, 4e-3)),
     *(
-        Cell(f"demo k=32 lr {lr:g} plain embeddings", "demo", APART, lr=lr)
-        for lr in (1e-3, DEMO_LR, 4e-3)
-    ),
-    Cell(
-        "demo in AdamW's form k=32 plain embeddings",
-        "demo",
-        {"inner_optimizer": "adamw", "sign": False, **APART},
-    ),
-    Cell(
-        "demo in AdamW's form k=32 plain embeddings with sign",
-        "demo",
-        {"inner_optimizer": "adamw", "sign": True, **APART},
+        demo(
+            f" in AdamW's form k=32 plain embeddings{end}",
+            2e-3,
+            inner_optimizer="adamw",
+            sign=sign,
+            **APART,
+        )
+        for end, sign in (("", False), (" with sign", True))
     ),
     sparse("decoupled_momentum", 5, 32, " consensus"),
     sparse("decoupled_momentum", 5, 32, " consensus", " with DCT", transform=True),
@@ -131,7 +129,7 @@ def transformed(where: str, source: str) -> Cell:
         else {"transform": True, f"{channel}.no_transform": plain}
     )
     if source == "gradient":
-        return Cell(f"demo k=32 lr {DEMO_LR:g} DCT on {where}", "demo", only, lr=DEMO_LR)
+        return demo(f" k=32 lr {DEMO_LR:g} DCT on {where}", DEMO_LR, **only)
     return sparse("decoupled_momentum", 5, 32, " consensus", f" DCT on {where}", **only)
 
 

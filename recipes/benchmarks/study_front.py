@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from study_cells import Cell
-from study_methods import MUON, diloco, full, muloco, sign_loco, sparse_loco, with_feedback
+from study_methods import MUON, demo, diloco, full, muloco, sign_loco, sparse_loco, with_feedback
 
 LOCAL = [Cell(f"local_sgd H={p}", "local_sgd", {"period": p}, 1.4e-3) for p in (5, 20)]
-DEMO = {"momentum.no_transform": []}
 FRONT = [
     full(),
     full(" muon", 4.5e-2, **MUON),
@@ -24,7 +23,7 @@ FRONT = [
     *(with_feedback(period=h) for h in (5, 10, 20)),
     with_feedback(topk=256),
     *(sparse_loco(period=h, topk=k) for h, k in ((1, 6), (2, 13), (5, 32), (10, 64), (20, 128))),
-    *(Cell(f"demo k={k}", "demo", {"topk": k, **DEMO}, 1.4e-3) for k in (32, 8)),
+    *(demo(f" k={k}", 1.4e-3, topk=k) for k in (32, 8)),
     *(muloco(period=h) for h in (5, 10, 20, 40)),
     *(muloco(" 1 bit", period=h, value_dtype="1bit") for h in (2, 5, 10, 20)),
 ]

@@ -71,6 +71,12 @@ def diloco(end: str = "", lr: float = 2e-3, period: int = H, steps: int = STEPS,
     )
 
 
+def demo(end: str = "", lr: float = 1e-3, **changes: Any) -> Cell:
+    """DeMo with the memory of its paper, and its transform on all tensors."""
+    rule = {"beta": 0.999, "momentum.no_transform": []}
+    return Cell(f"demo{end}", "demo", {**rule, **changes}, lr)
+
+
 def sparse_loco(end: str = "", lr: float = 6e-3, period: int = 5, topk: int = 32, **c: Any) -> Cell:
     """Feedback that decays by 0.6, as the grid chose."""
     rule = {"period": period, "topk": topk, "beta": 0.6}
@@ -123,7 +129,7 @@ SHORT = {"beta": 0.95}
 SHORT_RATES = (1e-3, 2e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2, 1.6e-2, 2.24e-2, 3.2e-2)
 SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", SHORT, SHORT_RATES))
 
-ADAMW = {"inner_optimizer": "adamw", "momentum.no_transform": []}
+ADAMW = {"inner_optimizer": "adamw"}
 MUON = {"inner_optimizers": ["muonadamw"]}
 MUON_RATES = (5e-3, 1e-2, 2.24e-2, 3.2e-2, 4.5e-2, 6.3e-2)
 
@@ -146,13 +152,14 @@ METHODS = (
         *OUTER,
     ),
     tried(
-        Cell("demo", "demo", {"momentum.no_transform": []}, 1e-3),
+        demo(),
         ("DCT on all", {}, (5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 4e-3)),
         ("plain embeddings", {"momentum.no_transform": list(EMBEDDINGS)}, (1e-3, 2e-3, 4e-3, 8e-3)),
-        ("DCT on all beta 0.95", SHORT, (1.4e-3, 2e-3, 2.8e-3, *HIGH)),
+        ("DCT on all beta 0.95", SHORT, (1e-3, 1.4e-3, 2e-3, 2.8e-3, *HIGH)),
+        ("DCT on all beta 0.9", {"beta": 0.9}, (1.4e-3,)),
     ),
     tried(
-        Cell("demo adamw", "demo", ADAMW, 1e-3),
+        demo(" adamw", **ADAMW),
         ("", {}, (5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3)),
         ("beta 0.95", SHORT, (1e-3, 1.4e-3, 2e-3, 4e-3)),
     ),

@@ -10,6 +10,7 @@ from study_methods import (
     ADAMW,
     STEPS,
     H,
+    demo,
     diloco,
     full,
     sign_loco,
@@ -98,13 +99,15 @@ OWNERS = {
 
 USUAL = {"betas": [0.9, 0.95]}
 DEMO_ADAMW = [
-    Cell("demo by sign", "demo", {"momentum.no_transform": []}, 1.4e-3),
-    Cell("demo adamw", "demo", ADAMW, 1e-3),
-    Cell("demo adamw betas 0.9", "demo", ADAMW, 1e-3, inner=USUAL),
-    Cell("demo adamw betas 0.9 by sign", "demo", {**ADAMW, "sign": True}, 1e-3, inner=USUAL),
+    demo(" by sign", 1.4e-3),
+    demo(" adamw", **ADAMW),
     *(
-        Cell(f"demo adamw betas 0.9 k={k}", "demo", {**ADAMW, "topk": k}, 2e-3, inner=USUAL)
-        for k in (512, 4096)
+        dataclasses.replace(cell, inner=USUAL)
+        for cell in (
+            demo(" adamw betas 0.9", **ADAMW),
+            demo(" adamw betas 0.9 by sign", **ADAMW, sign=True),
+            *(demo(f" adamw betas 0.9 k={k}", 2e-3, **ADAMW, topk=k) for k in (512, 4096)),
+        )
     ),
 ]
 CODES = ("1bit", "2bit", "int4")
@@ -119,14 +122,14 @@ def one_in_five(name: str, lr: float, **changes: Any) -> Cell:
     return form(name, "decoupled_momentum", lr, **rule)
 
 
-ALL: dict[str, Any] = {"momentum.no_transform": []}
+ROTATED = {"codec.transform": "rotation"}
 INNER = ["*layers*"]
 PLAIN = {"momentum.no_transform": list(EMBEDDINGS)}
-BEST_DEMO = form("DCT on all at 0.0014", "demo", 1.4e-3, **ALL)
+BEST_DEMO = demo(" DCT on all at 0.0014", 1.4e-3)
 FORMS = {
     "demo": [
         BEST_DEMO,
-        form("plain embeddings", "demo", 4e-3, **PLAIN),
+        demo(" plain embeddings", 4e-3, **PLAIN),
     ],
     "random": [
         *(form(f"beta 0.999 at {lr:g}", "random", lr, beta=0.999) for lr in (8e-3, 1.6e-2)),
@@ -150,22 +153,47 @@ FORMS = {
 }
 """The published form of a method, at the best rate of its own, and what did better."""
 
+SHORT: dict[str, Any] = {"beta": 0.95}
+SHORT_DEMO = demo(" DCT on all beta 0.95 at 0.0014", 1.4e-3, **SHORT)
+MEMORY = {
+    "memory of demo": [
+        BEST_DEMO,
+        *(
+            demo(f" DCT on all beta {beta:g} at {lr:g}", lr, beta=beta)
+            for beta, lr in ((0.99, 1.4e-3), (0.95, 1.4e-3), (0.95, 1e-3), (0.9, 1.4e-3))
+        ),
+    ],
+    "memory of demo in a run of 4 x the length": [
+        dataclasses.replace(cell, name=f"{cell.name} 4 x longer", setting=Setting(steps=4 * STEPS))
+        for cell in (full(), BEST_DEMO, SHORT_DEMO)
+    ],
+    "transform on gradients with a short memory": [
+        SHORT_DEMO,
+        demo(" rotation beta 0.95 at 0.0014", 1.4e-3, **SHORT, **ROTATED),
+        *(
+            demo(f" DCT on nothing beta 0.95 at {lr:g}", lr, transform=False, **SHORT)
+            for lr in (2.8e-3, 4e-3, 5.6e-3, 8e-3)
+        ),
+    ],
+}
+"""The published beta, 0.999, remembers a thousand steps: more than a run here has."""
+
 DELTA = {"codec.transform": "dct"}
 TRANSFORM = {
     "transform on gradients": [
         BEST_DEMO,
-        form("DCT on all at 0.0007", "demo", 7e-4, **ALL),
-        form("DCT on all", "demo", 1e-3, **ALL),
-        form("DCT on embeddings", "demo", 1e-3, **{"momentum.no_transform": INNER}),
-        form("DCT on inner matrices", "demo", 1e-3, **PLAIN),
-        form("DCT on nothing", "demo", 1e-3, transform=False),
+        demo(" DCT on all at 0.0007", 7e-4),
+        demo(" DCT on all", 1e-3),
+        demo(" DCT on embeddings", 1e-3, **{"momentum.no_transform": INNER}),
+        demo(" DCT on inner matrices", 1e-3, **PLAIN),
+        demo(" DCT on nothing", 1e-3, transform=False),
         # fewer weights move at a step, so each can move further
         *(
-            form(f"DCT on nothing at {lr:g}", "demo", lr, transform=False)
+            demo(f" DCT on nothing at {lr:g}", lr, transform=False)
             for lr in (2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.6e-2)
         ),
         *(
-            form(f"DCT on nothing beta 0.95 at {lr:g}", "demo", lr, transform=False, beta=0.95)
+            demo(f" DCT on nothing beta 0.95 at {lr:g}", lr, transform=False, beta=0.95)
             for lr in (8e-3, 1.6e-2)
         ),
     ],
@@ -183,7 +211,7 @@ OTHERS = {
     "other transforms on gradients": [
         BEST_DEMO,
         *(
-            form(f"{name} at {lr:g}", "demo", lr, **ALL, **{"codec.transform": name})
+            demo(f" {name} at {lr:g}", lr, **{"codec.transform": name})
             for name, rates in {
                 "dct32": (1.4e-3,),
                 "dct16": (1e-3, 1.4e-3, 2e-3),
@@ -226,6 +254,7 @@ LONGER = [
 
 QUESTIONS = {
     **{f"published form of {name}": cells for name, cells in FORMS.items()},
+    **MEMORY,
     **TRANSFORM,
     **OTHERS,
     "demo in AdamW's form": DEMO_ADAMW,

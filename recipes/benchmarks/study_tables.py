@@ -17,13 +17,14 @@ from study_methods import (
     METHODS,
     MUON,
     Method,
+    demo,
     full,
     muloco,
     sign_loco,
     sign_muloco,
     with_feedback,
 )
-from study_questions import ALL, QUESTIONS, form
+from study_questions import QUESTIONS
 from study_robust import ROBUST, winners
 
 
@@ -119,10 +120,17 @@ def transformed(size: str, rates: Sequence[float], plain: Sequence[float]) -> li
     """
     scale = SCALES[size]
     return [
-        form(f"DCT on {where} lr {lr * scale:.2g}", "demo", lr * scale, **changes)
-        for where, changes, lrs in (("all", ALL, rates), ("nothing", {"transform": False}, plain))
+        demo(f" DCT on {where} lr {lr * scale:.2g}", lr * scale, transform=where == "all")
+        for where, lrs in (("all", rates), ("nothing", plain))
         for lr in lrs
     ]
+
+
+def remembering(size: str) -> list[Cell]:
+    """DeMo with the published memory, and with a shorter one."""
+    lr = 1.4e-3 * SCALES[size]
+    short = demo(f" DCT on all beta 0.95 lr {lr:.2g}", lr, beta=0.95)
+    return [*transformed(size, (1.4e-3,), ()), short]
 
 
 TABLES: dict[str, Table] = {
@@ -153,6 +161,10 @@ TABLES: dict[str, Table] = {
                     ),
                 ],
                 "0.92 M",
+            ),
+            "memory of demo at 0.92 M": at_size(remembering("0.92 M"), "0.92 M"),
+            "memory of demo at 3.3 M, half as long": at_size(
+                remembering("3.3 M"), "3.3 M", halved=True
             ),
             "transform at 3.3 M, half as long": at_size(
                 transformed("3.3 M", (1.4e-3,), (5.6e-3,)), "3.3 M", halved=True
