@@ -19,6 +19,7 @@ from fsdp_demo.report.words import times
 
 STUDY = {
     "study-forms": ("questions", "published form"),
+    "study-memory": ("questions", "memory"),
     "study-transform": ("questions", "transform", "other transforms"),
     "study-demo-adamw": ("questions", "demo in AdamW"),
     "study-decoupled": ("questions", "decoupled"),
@@ -41,6 +42,7 @@ STUDY = {
     "study-size": ("size", "0.", "3.", "9."),
     "study-size-ours": ("size", "rates at", "changes at"),
     "study-size-muloco": ("size", "sign_muloco at"),
+    "study-memory-larger": ("size", "memory"),
     "study-transform-larger": ("size", "transform at"),
     "study-text": ("text",),
 }
@@ -232,7 +234,10 @@ def _at_size(size: str) -> dict[str, Any]:
     """What the planner takes from a larger model of the study: each method in its form of the main
     table, at the best of the rates that were tried. Other periods, bits or values are other bytes.
     """
-    forms = {size, *(f"{form} at {size}" for form in ("rates", "sign_muloco", "transform"))}
+    forms = {
+        size,
+        *(f"{form} at {size}" for form in ("rates", "sign_muloco", "transform", "memory of demo")),
+    }
     rows = [r for r in load("study-size.json")["rows"] if r["group"] in forms]
     best: dict[str, dict[str, Any]] = {}
     # the rate that ended lowest, of those with the most seeds

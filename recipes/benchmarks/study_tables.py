@@ -162,7 +162,7 @@ TABLES: dict[str, Table] = {
                 ],
                 "0.92 M",
             ),
-            "memory of demo at 0.92 M": at_size(remembering("0.92 M"), "0.92 M"),
+            "memory of demo at 0.92 M": at_size([full(), *remembering("0.92 M")], "0.92 M"),
             "memory of demo at 3.3 M, half as long": at_size(
                 remembering("3.3 M"), "3.3 M", halved=True
             ),
