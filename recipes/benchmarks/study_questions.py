@@ -163,9 +163,15 @@ MEMORY = {
             for beta, lr in ((0.99, 1.4e-3), (0.95, 1.4e-3), (0.95, 1e-3), (0.9, 1.4e-3))
         ),
     ],
-    "memory of demo, 4 x longer": [
+    "memory, 4 x longer": [
         dataclasses.replace(cell, name=f"{cell.name} 4 x longer", setting=Setting(steps=4 * STEPS))
-        for cell in (full(), BEST_DEMO, SHORT_DEMO)
+        for cell in (
+            full(),
+            BEST_DEMO,
+            SHORT_DEMO,
+            form("beta 0.999 at 0.008", "random", 8e-3, beta=0.999),
+            form("beta 0.95 at 0.016", "random", 1.6e-2, beta=0.95),
+        )
     ],
 }
 """The published beta, 0.999, remembers a thousand steps: more than a run here has."""
@@ -192,6 +198,7 @@ TRANSFORM = {
             demo(f" DCT on nothing beta 0.95 at {lr:g}", lr, transform=False, **SHORT)
             for lr in (2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.6e-2)
         ),
+        demo(" DCT on nothing at 0.0056", 5.6e-3, transform=False),  # its best memory and rate
     ],
     "transform on deltas": [
         sign_loco(" DCT on nothing"),

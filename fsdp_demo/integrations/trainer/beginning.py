@@ -34,21 +34,23 @@ class Beginning:
     """Found by all islands together, before the Trainer trains.
 
     Attributes:
-        wanted: what the Trainer is given as `resume_from_checkpoint`: a folder, True, or what it
+        given: what the Trainer is given as `resume_from_checkpoint`: a folder, True, or what it
             takes for none.
         taken: what this island goes on from without a checkpoint.
         joins: the others are under way; what they hold comes with `attach`.
         named: a person named the checkpoint.
         fresh: begin the exchange's state anew.
         after: what must be undone when training is over.
+        exchange: what `attach` made; None before.
     """
 
-    wanted: Any
+    given: Any
     taken: TakeOver | None
     joins: bool
     named: bool
     fresh: bool
     after: ExitStack
+    exchange: Exchange | None = None
 
     @classmethod
     def find(cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool) -> Beginning:
@@ -94,7 +96,7 @@ class Beginning:
         # with a state of the exchange islands may stand at unlike steps between two exchanges
         if self.fresh:
             facts["at"] = state.global_step
-        exchange = attach(
+        self.exchange = exchange = attach(
             trainer.optimizer if engine is None else engine,
             config,
             model=trainer.model,
@@ -128,16 +130,16 @@ class Beginning:
     def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | OwnCheckpoint | None:
         """What `attach` is given to go on from."""
         if self.joins:
-            alone = self.fresh or engine_of(trainer) is not None
-            return None if alone else own_checkpoint(trainer, topology)
+            without = self.fresh or engine_of(trainer) is not None
+            return None if without else own_checkpoint(trainer, topology)
         if not trainer.state.global_step or self.taken:
             return None
         return open_state(self._folder(trainer), topology, self.fresh)
 
     def _folder(self, trainer: Trainer) -> Path:
         """The one that the Trainer has loaded."""
-        if isinstance(self.wanted, str):
-            return Path(self.wanted)
+        if isinstance(self.given, str):
+            return Path(self.given)
         root = str(trainer.args.output_dir)
         last = get_last_checkpoint(root)
         return Path(last or f"{root}/checkpoint-{trainer.state.global_step}")

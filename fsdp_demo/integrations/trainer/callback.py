@@ -8,9 +8,9 @@ Trainer as if the line were not there; a preset with an optimizer of its own act
 with one replica.
 
 The callback finds its Trainer and wraps methods of that one object (`train`, `training_step`,
-`evaluation_loop`, `log`; for the hub `push_to_hub`, `create_model_card`; on the way in those of
-`take_over.py`): what it must see or show there passes through no event. Facts: transformers 5.23,
-`Trainer._run_epoch`, `_maybe_log_save_evaluate`, `_finalize_training`.
+`evaluation_loop`, `log`, `_save_checkpoint`; for the hub `push_to_hub`, `create_model_card`; on the
+way in those of `take_over.py`): what it must see or show there passes through no event. Facts:
+transformers 5.23, `CallbackHandler.call_event`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from ...comm.topology import Topology
 from ...config.load import changed, load_config
 from ...config.schema import ExchangeConfig
-from ...errors import PeerLost, WireError
+from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
+from ...status import SAVED, tell_launcher
 from .beginning import Beginning
 from .optimizer import exchange_optimizer
 from .session import Session
@@ -94,12 +95,13 @@ class ExchangeCallback(TrainerCallback):
     @property
     def exchange(self) -> Exchange | None:
         """Of the last training; None before it, and where there was none."""
-        return None if self._session is None else self._session.exchange
+        return None if self._beginning is None else self._beginning.exchange
 
     @property
     def _live(self) -> Exchange | None:
         """The exchange while it runs."""
-        return None if self._session is None else self._session.live
+        exchange = self.exchange
+        return None if exchange is None or exchange.finished else exchange
 
     def _warn(self, text: str) -> None:
         if self._trainer is not None:
@@ -159,6 +161,8 @@ class ExchangeCallback(TrainerCallback):
         trainer, beginning = self._trainer, self._beginning
         assert trainer is not None and beginning is not None
         self._topology = topology_of(trainer)
+        # this list is being walked, and who joins a run restores callbacks in it
+        trainer.callback_handler.callbacks = [*trainer.callback_handler.callbacks]
         exchange = beginning.attach(trainer, self.config, self._topology)
         exchange.watch_energy(self._watch_energy)
         self._session = Session(trainer, exchange, beginning, self._stops)
@@ -197,20 +201,38 @@ class ExchangeCallback(TrainerCallback):
         with beginning.after:
             try:
                 with self._stops.sigterm(trainer.args):
-                    result = original(beginning.wanted, *args, **kwargs)
+                    result = original(beginning.given, *args, **kwargs)
             except (PeerLost, WireError) as error:
-                if self._session is not None:
-                    self._session.lost(error)
+                self._lost(trainer, error)
                 raise
         if self._stops.left:
             self._stops.leave(trainer.args.process_index)
         return result
 
     def _begin(self, trainer: Trainer, wanted: Any) -> Beginning:
-        """Forget the last training."""
-        self._session, self._stops = None, Stops(lambda: self._live, self._warn)
+        """Forget the last training; how the next one begins."""
+        self._session = self._beginning = None
+        self._stops = Stops(lambda: self._live, self._warn)
         self._beginning = Beginning.find(trainer, self._topology, wanted, self._fresh)
         return self._beginning
+
+    def _lost(self, trainer: Trainer, error: PeerLost | WireError) -> None:
+        """Training ends by `error`: save where this island stands, and tell its launcher. Before
+        the first step there is nothing to be saved.
+        """
+        self._warn(f"{error}")
+        if self.exchange is not None:
+            self.exchange.leave(stopped=False)
+        self._stops.unsaved = False
+        if self._session is not None:
+            self._session.save_lost()
+        last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
+        self._warn(
+            f"the last checkpoint here is {last}; start all islands again with "
+            "resume_from_checkpoint=True (auto)"
+        )
+        if not isinstance(error, Mismatch) and not self._stops.unsaved:
+            tell_launcher(trainer.args.process_index, SAVED)
 
     def _in_session(
         self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""One training of the Trainer beside an exchange, from the moment that both are joined to its end.
+"""One training of the Trainer beside an exchange, from when the islands are joined to its end.
 
 What the exchange must see or show passes partly through events, partly through methods of the
 Trainer that `callback.py` wraps. Facts: transformers 5.23, `Trainer._run_epoch`,
@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
-from ...errors import Mismatch, PeerLost, WireError
+from ...errors import PeerLost, WireError
 from ...exchange.exchange import Exchange
 from ...report.metrics import tracked
-from ...status import SAVED, tell_launcher
 from .batches import FirstBatches, tokens_in
 from .beginning import Beginning
 from .engine import before_steps, engine_of
@@ -44,6 +42,7 @@ class Session(TrainerCallback):
 
     Raises:
         ValueError: as `Evaluations`.
+        PeerLost: another island, while it is asked.
         Superseded: the output folder belongs to a later life of this island.
     """
 
@@ -51,16 +50,15 @@ class Session(TrainerCallback):
         self.exchange, self._trainer, self._stops = exchange, trainer, stops
         args: Any = trainer.args
         self._after = after = beginning.after
-        self._steps = engine_of(trainer) is not None
-        """An engine takes the steps, before the Trainer's events of a step."""
+        self._engine_steps = engine_of(trainer) is not None  # before the Trainer's events of a step
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
         self._steps_in_epoch = 0
-        if self._steps:
+        if self._engine_steps:
             after.callback(before_steps(trainer.accelerator, self._hear))
         else:  # DeepSpeed looks by itself
             exchange.watch_gradients()
-        self._saves = Saves(trainer, exchange, self._steps)
+        self._saves = Saves(trainer, exchange, self._engine_steps)
         self._saves.begin(trainer.state.global_step, beginning.named)
         self._rotation: Rotation | None = None
         if exchange.topology.kind == "islands":
@@ -80,7 +78,7 @@ class Session(TrainerCallback):
             self._record = TrainerRecord(trainer, exchange)
             after.callback(self._close_record)
         handler = trainer.callback_handler
-        # new lists: the old one is being walked
+        # a new list: the old one is being walked
         handler.callbacks = [*handler.callbacks, self]
         after.callback(self._leave_handler)
 
@@ -102,7 +100,7 @@ class Session(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step's loss goes into the next header."""
-        if not self._steps:
+        if not self._engine_steps:
             self._note()
 
     def _note(self) -> None:
@@ -223,22 +221,7 @@ class Session(TrainerCallback):
             self._record.end(self._numbers)
         self._after.close()
 
-    def lost(self, error: PeerLost | WireError) -> None:
-        """Training ended by `error`: save where this island stands, and tell its launcher."""
-        trainer = self._trainer
-        self._warn(f"{error}")
-        self.exchange.leave(stopped=False)
-        self._stops.unsaved = False
-        self._save_lost()
-        last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
-        self._warn(
-            f"the last checkpoint here is {last}; start all islands again with "
-            "resume_from_checkpoint=True (auto)"
-        )
-        if not isinstance(error, Mismatch) and not self._stops.unsaved:
-            tell_launcher(trainer.args.process_index, SAVED)
-
-    def _save_lost(self) -> None:
+    def save_lost(self) -> None:
         """A checkpoint of where a peer was lost: all ranks of this island are here, and what was
         under way is saved as it was sent.
         """
@@ -273,7 +256,7 @@ class Session(TrainerCallback):
         exchange.catch_up()
         exchange.report(tokens=tokens_in(inputs))
         loss = original(model, inputs, *args, **kwargs)
-        if not self._steps and isinstance(loss, torch.Tensor):
+        if not self._engine_steps and isinstance(loss, torch.Tensor):
             self._loss = self._loss + loss.detach()
         return loss
 

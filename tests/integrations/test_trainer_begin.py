@@ -1,0 +1,142 @@
+"""What reaches a Trainer between `attach` and its first step: SIGTERM, a lost peer, callbacks whose
+states are restored.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
+from transformers.trainer_callback import TrainerControl  # noqa: E402
+
+import fsdp_demo  # noqa: E402
+from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
+from fsdp_demo.integrations.trainer import (  # noqa: E402
+    ExchangeCallback,
+    beginning,
+    exchange_optimizer,
+    session,
+)
+
+from ..support import trainer_script as script  # noqa: E402
+from .test_trainer import one_line  # noqa: E402
+
+
+def alone(rank, callbacks, **settings):
+    """One island, whose preset has an optimizer of its own."""
+    extra = {"optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3)}
+    settings = {"max_steps": 4, "eval_strategy": "no", "save_steps": 2, **settings}
+    return script.trainer(rank.folder / "out", extra, callbacks=callbacks, **settings)
+
+
+def told(folder):
+    """What the launcher was told, by rank."""
+    return {p.name: p.read_text() for p in Path(folder).glob("*")}
+
+
+def test_sigterm_before_the_first_step_saves(run_ranks):
+    def work(rank):
+        class Terminated(session.Evaluations):
+            def __init__(self, *args):
+                os.kill(os.getpid(), signal.SIGTERM)
+                super().__init__(*args)
+
+        session.Evaluations = Terminated
+        trained = alone(rank, [ExchangeCallback("demo")])
+        with pytest.raises(SystemExit) as ended:
+            trained.train()
+        saved = sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-*"))
+        return ended.value.code, saved, told(os.environ["ISLAND_STATUS"])
+
+    (out,) = run_ranks(
+        work, islands=1, procs=1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")}
+    )
+    assert out == (75, ["checkpoint-1"], {"rank0": "75"})
+
+
+@pytest.mark.gloo
+def test_an_island_lost_before_the_first_step_may_come_again(run_ranks):
+    """Nothing is saved: nothing was trained. The launcher of the other starts it again."""
+
+    def work(rank):
+        if rank.island == 1:
+
+            class Fails(session.Saves):
+                def begin(self, *args):
+                    raise RuntimeError("a disk that is gone")
+
+            session.Saves = Fails
+        trained = script.trainer(rank.folder / "out", one_line("local_sgd", period=2))
+        with pytest.raises((RuntimeError, fsdp_demo.PeerLost)) as ended:
+            trained.train()
+        saved = list(Path(trained.args.output_dir).glob("checkpoint-*"))
+        return type(ended.value).__name__, saved, told(os.environ["ISLAND_STATUS"])
+
+    lost, failed = run_ranks(
+        work,
+        islands=2,
+        procs=1,
+        env=lambda rank: {
+            "ISLAND_TIMEOUT": "10",
+            "ISLAND_STATUS": str(rank.folder / f"status{rank.island}"),
+        },
+    )
+    assert lost == ("PeerLost", [], {"rank0": "75"})
+    assert failed == ("RuntimeError", [], {})
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_who_joins_restores_callbacks_and_none_is_left_out(run_ranks, behind):
+    """transformers takes restored callbacks out of the list and puts them in anew, while
+    `on_train_begin` walks it.
+    """
+
+    def work(rank):
+        begun, steps = [], []
+
+        class Seen(TrainerCallback):
+            def __init__(self, name):
+                self.name = name
+
+            def on_train_begin(self, args, state, control, **kwargs):
+                begun.append(self.name)
+
+            def on_step_end(self, args, state, control, **kwargs):
+                steps.append(self.name)
+
+        states = {"EarlyStoppingCallback": EarlyStoppingCallback(3).state()}
+        states["TrainerControl"] = TrainerControl().state()
+        Exchange.told = property(lambda exchange: {"state": {"stateful_callbacks": states}})
+        attach = beginning.attach
+
+        def joined(*args, **kwargs):
+            exchange = attach(*args, **kwargs)
+            exchange.newcomer = True
+            return exchange
+
+        beginning.attach = joined
+        callbacks = [EarlyStoppingCallback(3), ExchangeCallback("demo")]
+        if behind:
+            callbacks.reverse()
+        settings = {"max_steps": 1, "save_strategy": "no", "metric_for_best_model": "loss"}
+        trained = alone(
+            rank,
+            [*callbacks, Seen("a"), Seen("b")],
+            greater_is_better=False,
+            eval_strategy="steps",
+            eval_steps=1,
+            restore_callback_states_from_checkpoint=True,
+            **settings,
+        )
+        trained.train()
+        return begun, steps
+
+    (out,) = run_ranks(work, islands=1, procs=1)
+    assert out == (["a", "b"], ["a", "b"])
