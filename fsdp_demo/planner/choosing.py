@@ -83,8 +83,8 @@ ROUNDS = 20
 
 COMPRESSED_GRADIENTS = ("demo", "random")
 """They exchange at every step, which says nothing about how near to an all-reduce they are: in our
-study sparse_loco is nearer than demo with periods 2, 5 and 10 (not with 1 and 20), and the delay
-and the smaller k of the ladder were never tried at size."""
+study sparse_loco is nearer than demo with period 5 (not with 1, 2, 10 and 20), and the delay and
+the smaller k of the ladder were never tried at size."""
 
 MUON = ("muon", "muonadamw")
 INNER = {"sgd": "SGD", "muonadamw": "Muon with AdamW"}

@@ -23,7 +23,7 @@ FRONT = [
     *(with_feedback(period=h) for h in (5, 10, 20)),
     with_feedback(topk=256),
     *(sparse_loco(period=h, topk=k) for h, k in ((1, 6), (2, 13), (5, 32), (10, 64), (20, 128))),
-    *(demo(f" k={k}", 1.4e-3, topk=k) for k in (32, 8)),
+    *(demo(f" k={k}", 1.4e-3, topk=k, beta=0.95) for k in (32, 8)),
     *(muloco(period=h) for h in (5, 10, 20, 40)),
     *(muloco(" 1 bit", period=h, value_dtype="1bit") for h in (2, 5, 10, 20)),
 ]
