@@ -125,7 +125,7 @@ LOW, MIDDLE, HIGH = (1e-3, 1.4e-3, 2e-3, 3e-3, 4e-3), (2e-3, 3e-3, 4e-3), (4e-3,
 RISING = {"momentum_warmup": STEPS // (2 * H)}
 HALVED = {"momentum": 0.5, "momentum_warmup": 0}
 OUTER = (("momentum 0.9 rising", RISING, LOW), ("momentum 0.5", HALVED, MIDDLE))
-SHORT = {"beta": 0.95}
+SHORT: dict[str, Any] = {"beta": 0.95}
 SHORT_RATES = (1e-3, 2e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2, 1.6e-2, 2.24e-2, 3.2e-2)
 SEEDED = (("", {}, (1e-3, 2e-3, 4e-3)), ("beta 0.95", SHORT, SHORT_RATES))
 
