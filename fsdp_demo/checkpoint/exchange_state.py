@@ -133,13 +133,28 @@ class SavedExchange(PartSet):
         rank, were it saved now.
 
         Raises:
-            ValueError: another preset or model, or parameters cut in a way that cannot be joined
-                and cut anew.
+            ValueError: another preset or model, parameters that are no longer fp32 or now are, or
+                cut in a way that cannot be joined and cut anew.
         """
         mine = describe_part(exchange)
         self._check_kin(mine)
+        if any(c.source == "delta" for c in exchange.config.channels):
+            self._check_dtypes(mine)
         self._check_stretches(mine)
         return mine
+
+    def _check_dtypes(self, mine: Mapping[str, Any]) -> None:
+        """Beside an anchor the state of parameters in bf16 also has what rounding took away."""
+        theirs, ours = (
+            {p["name"]: p.get("dtype", "float32") for p in x["parameters"]}
+            for x in (self.heads[0], mine)
+        )
+        for name, dtype in ours.items():
+            if "float32" in (dtype, theirs[name]) and dtype != theirs[name]:
+                raise ValueError(
+                    f"{self.where()} was saved with {name} in {theirs[name]}, this run has it in "
+                    f"{dtype}: load the model with dtype=torch.{theirs[name]}, {FRESH}"
+                )
 
     def _check_stretches(self, mine: Mapping[str, Any]) -> None:
         """Stretches of flattened tensors (ZeRO) are taken over by who holds the same ones."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,8 +76,8 @@ class Study:
         self.groups = {
             label: cells[:1] + [cell for cell in cells[1:] if meant(cell.name)]
             for label, cells in self.table.groups.items()
+            if any(meant(cell.name) for cell in cells)
         }
-        self.groups = {k: v for k, v in self.groups.items() if not only or len(v) > 1}
         methods = self.table.methods
         self.methods: tuple[Method, ...] = tuple(
             m for m in methods if meant(m.published.name) or meant(m.tuned(m.published).name)
@@ -197,6 +198,8 @@ class Progress:
         def done(run: Run, result: dict[str, Any]) -> None:
             left.remove(run)
             self.results.put(run, result)
+            if "error" not in result:
+                shutil.rmtree(self.results.states(run), ignore_errors=True)
             end = _last_line(result["error"]) if "error" in result else f"{loss_of(result):.4f}"
             if "seconds" in result:
                 self.learn(run, result["seconds"])
@@ -205,7 +208,7 @@ class Progress:
             rest = f"{clock(self.seconds(left))} left" if left else "done"
             print(f"{what} {count}: {run.cell.name} seed {run.seed}: {end}; {rest}", flush=True)
 
-        train_all(runs, self.jobs, done, self.compiled)
+        train_all(runs, self.jobs, done, self.compiled, self.results.states)
 
 
 def _last_line(text: str) -> str:

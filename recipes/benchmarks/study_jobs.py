@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 from study_cells import Run
@@ -79,9 +80,10 @@ def _work(pipe: Connection, compiled: bool) -> None:
     from study_owners import recounted
     from study_run import fresh_model, train_run
 
-    while run := pipe.recv():
+    while order := pipe.recv():
+        run, folder = order
         try:
-            result = train_run(run, compiled)
+            result = train_run(run, compiled, folder)
             pipe.send(recounted(result, run.cell, fresh_model(run)) if run.cell.owners else result)
         except Exception:
             pipe.send({"error": traceback.format_exc()})
@@ -92,8 +94,10 @@ def train_all(
     jobs: int,
     done: Callable[[Run, dict[str, Any]], None],
     compiled: bool = True,
+    states: Callable[[Run], Path | None] = lambda run: None,
 ) -> None:
-    """Train `runs` in `jobs` processes at once; `done(run, result)` as each ends.
+    """Train `runs` in `jobs` processes at once; `done(run, result)` as each ends. `states(run)` is
+    the folder from which a run goes on, and in which it saves.
 
     After an error the process is replaced: a thread of it may hang.
     """
@@ -103,7 +107,7 @@ def train_all(
             while queue and len(busy) < jobs:
                 worker = idle.pop() if idle else Worker.start(compiled)
                 try:
-                    worker.pipe.send(queue[0])
+                    worker.pipe.send((queue[0], states(queue[0])))
                 except OSError:  # it died while it had nothing to do
                     worker.end()
                     continue

@@ -70,6 +70,10 @@ class Results:
         text = json.dumps({**facts, **result}, indent=1) + "\n"
         write(self.folder / f"{facts['key']}.json", text)
 
+    def states(self, run: Run) -> Path:
+        """The folder of a run that is under way (study_states.py)."""
+        return self.folder.parent / "states" / run.key(self.version)
+
     def keep(self, runs: Iterable[Run]) -> int:
         """Add the results of `runs` to the file of the repository; how many are new. Errors stay
         out.

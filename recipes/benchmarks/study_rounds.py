@@ -6,7 +6,7 @@ cosine rho, the steady gain of a round is rate (1 + mu / (1 - mu rho)).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from study_gain import Capped
@@ -18,6 +18,8 @@ from fsdp_demo import ExchangeConfig
 
 if TYPE_CHECKING:
     from study_run import Together
+
+STATE = ("count", "successive", "islands", "_anchor", "_last")
 
 
 def period_of(config: ExchangeConfig) -> int:
@@ -51,6 +53,14 @@ class Rounds:
         applier = config.channels[0].applier
         self._cap = applier if isinstance(applier, Capped) else None
         self._anchor, self._last = self._flat(), torch.empty(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it goes on from after an interrupt."""
+        return {name: getattr(self, name) for name in STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in STATE:
+            setattr(self, name, state[name])
 
     def _flat(self) -> Tensor:
         return parameters_to_vector(self.model.parameters()).detach().clone()

@@ -13,12 +13,14 @@ import copy
 import datetime
 import functools
 import gc
+import itertools
 import math
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from pretrain import TrainArguments, load_model, schedule
 from study_cells import Cell, Run
 from study_precision import prepare, way
 from study_rounds import Rounds
+from study_states import States
 from study_texts import Texts, load_texts
 from torch import Tensor
 from torch.func import functional_call
@@ -38,6 +41,9 @@ from fsdp_demo import Exchange, ExchangeConfig, Topology, attach, base_optimizer
 
 PATIENCE = 600.0
 """Seconds that a replica waits for another."""
+
+COUNTS = ("bytes_sent", "bytes_received", "exchanges", "seconds_waiting")
+"""Metrics that a run gives, counted on where it was interrupted."""
 
 POINTS = 48
 """Points of a loss curve: means of the training loss over as many parts of the run."""
@@ -73,17 +79,25 @@ def loss_of(model: str, precision: str, compiled: bool) -> Loss:
 
 @dataclass
 class Together:
-    """What the replicas of a run have in common; `vectors` [replicas, parameters] fp32."""
+    """What the replicas of a run have in common.
+
+    Attributes:
+        vectors: [replicas, parameters] fp32.
+        start: the step they begin at, above 0 where the run goes on. spent: seconds until then.
+    """
 
     run: Run
     texts: Texts
     loss: Loss
+    states: States
     vectors: Tensor
     barrier: threading.Barrier
     store: dist.Store = field(default_factory=dist.HashStore)
     turn: threading.Lock = field(default_factory=threading.Lock)
     errors: list[str] = field(default_factory=list)
     shared: dict[str, Tensor] = field(default_factory=dict)
+    start: int = 0
+    spent: float = 0.0
 
     def meet(self) -> None:
         self.barrier.wait(PATIENCE)
@@ -99,12 +113,13 @@ class Together:
         return self.texts.train[i :: max(self.run.cell.replicas, 4)]
 
 
-def train_run(run: Run, compiled: bool = True) -> dict[str, Any]:
+def train_run(run: Run, compiled: bool = True, folder: Path | None = None) -> dict[str, Any]:
     """Train the replicas of a run; returns losses (nats per byte), the loss curve, bytes, exchanges
     and seconds, as plain data.
 
     Args:
         compiled: forward and backward by torch.compile; False for short runs.
+        folder: of states to go on from, and of those that a long run saves (study_states.py).
 
     Raises:
         Failed: a replica did.
@@ -114,10 +129,11 @@ def train_run(run: Run, compiled: bool = True) -> dict[str, Any]:
     texts = load_texts(setting.data, setting.length, setting.held_out)
     loss, model = loss_of(setting.model, setting.precision, compiled), fresh_model(run)
     warm(loss, model, run)
-    began, processor = time.monotonic(), time.process_time()
+    began = time.monotonic()
     size = sum(p.numel() for p in model.parameters())
     barrier = threading.Barrier(replicas)
-    together = Together(run, texts, loss, torch.zeros(replicas, size), barrier)
+    states, vectors = States(folder, run), torch.zeros(replicas, size)
+    together = Together(run, texts, loss, states, vectors, barrier, start=states.newest())
     results = at_once(together, model)
     losses = evaluate_all(together, model)
     return {
@@ -125,8 +141,7 @@ def train_run(run: Run, compiled: bool = True) -> dict[str, Any]:
         "loss": {name: value if math.isfinite(value) else None for name, value in losses.items()},
         **merge(results),
         "products": way() if setting.precision == "bf16" else "fp32",
-        "seconds": time.monotonic() - began,
-        "processor_seconds": time.process_time() - processor,
+        "seconds": together.spent + time.monotonic() - began,
     }
 
 
@@ -195,10 +210,11 @@ def replica(i: int, together: Together, model: torch.nn.Module) -> dict[str, Any
         loop.attach(preset("full", value_dtype="bf16", clip=1.0), cell, 0)
         loop.train(0, cell.attach_at)
         loop.exchange.detach()
-    loop.attach(cell.config(), cell, cell.attach_at)
-    loop.train(cell.attach_at, setting.steps)
+    start = together.start or cell.attach_at
+    loop.attach(cell.config(), cell, start)
+    loop.train(start, setting.steps)
     exchange = loop.exchange
-    metrics = exchange.metrics()
+    metrics = loop.counts()
     readings(model, exchange, i, together)
     return {
         "curve": loop.curve,
@@ -214,6 +230,8 @@ class Loop:
 
     Attributes:
         curve: [points, 4] so far: bytes seen, seconds, bytes sent, training loss.
+        losses: of the steps since the last point.
+        earlier: metrics that an earlier exchange of this run had counted.
     """
 
     exchange: Exchange
@@ -225,7 +243,9 @@ class Loop:
         self.parameters = dict(model.named_parameters())
         self.rows = batches(together.rows(i), self.run, i)
         self.curve: list[list[float]] = []
-        self.began, self.seen, self.sent = time.monotonic(), 0, 0
+        self.losses: list[float] = []
+        self.earlier = dict.fromkeys(COUNTS, 0)
+        self.began, self.seen = time.monotonic(), 0
         self.optimizer: torch.optim.Optimizer | None = None
 
     def attach(self, config: ExchangeConfig, cell: Cell, step: int) -> None:
@@ -241,28 +261,77 @@ class Loop:
             )
             self.rates = LambdaLR(self.optimizer, lambda t: schedule(t, facts))
         else:
-            self.sent += self.exchange.metrics()["bytes_sent"]
+            self.earlier["bytes_sent"] = self.exchange.metrics()["bytes_sent"]
+        state = self.restored() if self.together.start else {}
         # first: hooks run in the order in which they were hung on
         self.rounds = Rounds(self.i, self.together, self.model, config, step)
         rounds = self.rounds
+        if state:
+            rounds.load_state_dict(state["rounds"])
         self.optimizer.register_step_post_hook(lambda *_: rounds.stepped())
         topology = Topology.from_env({"ISLAND_COUNT": "1"})
         if cell.replicas > 1:
             group = self.together.group(f"from step {step}", self.i)
             topology = Topology.from_group(group, PATIENCE)
         self.exchange = attach(
-            self.optimizer, config, model=self.model, topology=topology, step=step
+            self.optimizer,
+            config,
+            model=self.model,
+            topology=topology,
+            step=step,
+            state=state.get("exchange"),
         )
+
+    def restored(self) -> dict[str, Any]:
+        """Go on from the states of `Together.start`; returns that of this replica, of which the
+        exchange and the rounds are still to be taken.
+        """
+        assert self.optimizer is not None
+        start = self.together.start
+        state = self.together.states.read(start, self.i)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.rates.load_state_dict(state["rates"])
+        self.rows = itertools.islice(self.rows, start, None)
+        self.curve, self.losses, self.seen = state["curve"], state["losses"], state["seen"]
+        self.earlier, self.together.spent = state["counts"], state["seconds"]
+        self.began -= state["seconds"]
+        return state
+
+    def save(self, step: int) -> None:
+        """Save this replica's state; the states before it go when all have saved."""
+        assert self.optimizer is not None
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rates": self.rates.state_dict(),
+            "exchange": self.exchange.state_dict(),
+            "rounds": self.rounds.state_dict(),
+            "curve": self.curve,
+            "losses": self.losses,
+            "seen": self.seen,
+            "counts": self.counts(),
+            "seconds": time.monotonic() - self.began,
+        }
+        self.together.states.write(step, self.i, state)
+        self.together.meet()
+        if self.i == 0:
+            self.together.states.forget_before(step)
+
+    def counts(self) -> dict[str, Any]:
+        """The metrics of `COUNTS` from the first step on."""
+        now = self.exchange.metrics()
+        return {name: before + now[name] for name, before in self.earlier.items()}
 
     def train(self, start: int, end: int) -> None:
         """Steps `start` to `end`."""
-        assert self.optimizer is not None
-        steps, losses = self.run.setting.steps, []
+        steps = self.run.setting.steps
         for step in range(start, end):
-            losses.append(self.step())
+            self.losses.append(self.step())
             if (step + 1) * POINTS // steps > step * POINTS // steps:
-                self.point(losses)
-                losses = []
+                self.point()
+            if self.together.states.due(step + 1):
+                self.save(step + 1)
 
     def step(self) -> float:
         """One step; returns its loss."""
@@ -278,10 +347,10 @@ class Loop:
         self.seen += ids.numel()
         return loss.item()
 
-    def point(self, losses: list[float]) -> None:
-        sent = self.sent + self.exchange.metrics()["bytes_sent"]
-        seconds = time.monotonic() - self.began
-        self.curve.append([self.seen, seconds, sent, float(np.mean(losses))])
+    def point(self) -> None:
+        seconds, sent = time.monotonic() - self.began, self.counts()["bytes_sent"]
+        self.curve.append([self.seen, seconds, sent, float(np.mean(self.losses))])
+        self.losses = []
 
 
 def readings(model: torch.nn.Module, exchange: Exchange, i: int, together: Together) -> None:

@@ -56,11 +56,14 @@ SIZES = {
 """Parameters -> model, steps: four tokens per parameter over four replicas."""
 
 
-def at_size(cells: list[Cell], size: str, halved: bool = False) -> list[Cell]:
-    """Cells as they train a model of that size; `halved`: two tokens per parameter, not four."""
+PARTS = {1: "", 2: " half as long", 4: " a quarter as long"}
+"""Shorter runs for the larger models: the steps of `SIZES` over this, and what names say of it."""
+
+
+def at_size(cells: list[Cell], size: str, part: int = 1) -> list[Cell]:
+    """Cells as they train a model of that size, for `1 / part` of its steps."""
     model, steps = SIZES[size]
-    if halved:
-        size, steps = f"{size} half as long", steps // 2
+    size, steps = size + PARTS[part], steps // part
     setting = Setting(model=model, steps=steps, warmup=steps // 20)
     return [dataclasses.replace(c, name=f"{c.name} {size}", setting=setting) for c in cells]
 
@@ -83,6 +86,12 @@ def as_tuned(size: str) -> list[Cell]:
     scale, lr = SCALES[size], 4.5e-2 * SCALES[size]
     tried = [full(lr=2e-3 * scale), full(" muon", lr, **MUON), sign_muloco(lr=lr)]
     return at_size(tried, size)
+
+
+def quartered(size: str) -> list[Cell]:
+    """The all-reduce and ours after one token per parameter."""
+    steps, scale = SIZES[size][1] // 4, SCALES[size]
+    return at_size([full(lr=2e-3 * scale), sign_loco(lr=8e-3 * scale, steps=steps)], size, part=4)
 
 
 def rates(size: str) -> list[Cell]:
@@ -150,6 +159,7 @@ TABLES: dict[str, Table] = {
         "does the gap shrink with size",
         {
             **{size: sized(size) for size in SIZES},
+            **{f"{size}{PARTS[4]}": quartered(size) for size in SIZES},
             "rates at 0.92 M": rates("0.92 M"),
             "changes at 0.92 M": nearer("0.92 M"),
             **{f"sign_muloco at {size}": as_tuned(size) for size in ("0.92 M", "3.3 M")},
@@ -163,11 +173,9 @@ TABLES: dict[str, Table] = {
                 "0.92 M",
             ),
             "memory of demo at 0.92 M": at_size([full(), *remembering("0.92 M")], "0.92 M"),
-            "memory of demo at 3.3 M, half as long": at_size(
-                remembering("3.3 M"), "3.3 M", halved=True
-            ),
+            "memory of demo at 3.3 M, half as long": at_size(remembering("3.3 M"), "3.3 M", part=2),
             "transform at 3.3 M, half as long": at_size(
-                transformed("3.3 M", (1.4e-3,), (5.6e-3,)), "3.3 M", halved=True
+                transformed("3.3 M", (1.4e-3,), (5.6e-3,)), "3.3 M", part=2
             ),
         },
         seeds=2,

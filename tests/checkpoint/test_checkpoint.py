@@ -243,6 +243,10 @@ FOREIGN = {
         lambda: {"model": nn.Sequential(nn.Linear(70, 66)), "period": 2},
         r"another model: 0.weight is absent there",
     ),
+    "dtype": (
+        lambda: {"model": nn.Linear(70, 66).bfloat16(), "period": 2},
+        "with weight in float32, this run has it in bfloat16: load the model with dtype=torch.fl",
+    ),
 }
 
 

@@ -368,7 +368,7 @@ def played(monkeypatch):
     """Runs that end at once; a rate of 4e-3 is the best of every grid, and desloc fails."""
     trained = []
 
-    def train_all(runs, jobs, done, compiled):
+    def train_all(runs, jobs, done, compiled, states=None):
         for run in runs:
             trained.append(run)
             failed = run.cell.preset == "desloc"
