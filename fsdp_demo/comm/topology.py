@@ -7,40 +7,33 @@ the smallest number is the number of active copies, and a shard's blocks are dea
 copies, so it is sent once.
 
 * `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; peer groups
-  meet through a store at ISLAND_ENDPOINT and connect by a transport (`transport.py`; gloo: a bare
-  group) that no framework inside the island can see.
+  meet through a store at ISLAND_ENDPOINT (`rendezvous.py`) and connect by a transport
+  (`transport.py`; gloo: a bare group) that no framework inside the island can see.
 * `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as Late
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import PeerLost, StoreSilent, counted, renamed, see
-from . import attempts, environment, roll
-from .address import route_to, split_endpoint
+from ..errors import counted, renamed
+from . import attempts, environment
 from .link import Link
 from .peers import PeerGroup
 from .store_client import Asker, connect
-from .transport import Meeting, opener
+
+if TYPE_CHECKING:
+    from .rendezvous import Rendezvous
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the
 name server for every address that connects, and a name server that does not answer holds it for
 5 s each time (seen)."""
-
-# how often this process joined a run: every attach gets keys of its own
-_epochs: Counter[tuple[str, str]] = Counter()
 
 OLD_NAMES = {"shards": "num_shards", "copies": "num_copies"}
 
@@ -122,9 +115,7 @@ class Topology:
     transport: str = next(iter(environment.TRANSPORTS))
     token: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
-    _store: Asker | None = field(default=None, repr=False)
-    _prefix: str = field(default="", repr=False)
-    _late: bool = field(default=False, repr=False)
+    _rendezvous: Rendezvous | None = field(default=None, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
 
     def __post_init__(self) -> None:
@@ -241,44 +232,10 @@ class Topology:
             return PeerGroup(
                 self.peer_group, self.island, self.islands, names, self.timeout, link, self.world
             ), position.num_copies
-        try:
-            store = self._connect()
-            if self._late:
-                return self._come_later(store, position, link)
-            infos = self._meet(store, position)
-        except StoreSilent as error:
-            raise self._cured(error) from None
-        store.deadline = self.question
-        active_copies = min(info["copies"] for info in infos.values())
-        if position.copy >= active_copies:
-            return None, active_copies
-        names = self._names(infos)
-        if self.elastic:
-            from .meet import elastic_peers
+        from .rendezvous import Rendezvous  # which imports this file
 
-            meeting, place = self._place(store, position, active_copies, names)
-            met = elastic_peers(meeting, place, self._own_store, link, self.dead, self.least)
-            store.under(self.prefix()).set("begun", self._prefix.rpartition("/")[2])
-            attempts.join(self).quiet()
-            return met, active_copies
-        open_group = self._connector(
-            f"{self._prefix}/line/{position.shard}.{position.copy}", store, names
-        )
-        peers = PeerGroup(
-            open_group(0),
-            self.island,
-            self.islands,
-            names,
-            self.timeout,
-            link,
-            position.num_shards * active_copies,
-        )
-        try:
-            peers.widen(open_group)
-        except BaseException:
-            peers.release()  # a live group at interpreter exit can abort the process
-            raise
-        return peers, active_copies
+        self._rendezvous = Rendezvous(self, position, link)
+        return self._rendezvous.join()
 
     @property
     def elastic(self) -> bool:
@@ -303,104 +260,6 @@ class Topology:
             ValueError, PeerLost: see `prefix`.
         """
         return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
-
-    def _come_later(
-        self, store: Asker, position: ShardPosition, link: Link | None
-    ) -> tuple[PeerGroup | None, int]:
-        """`join` of an island that comes when the run is under way."""
-        from .meet import newcomer_peers
-
-        key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
-        mine = self._announcement(position)
-        infos = {}
-        for i in range(self.islands):
-            if store.check([first := f"{self._prefix}/join/{i}/0.0"]):
-                infos[i] = store.note(
-                    first, f"island {i}", {name: type(value) for name, value in mine.items()}
-                )
-        self._compare({i: info for i, info in infos.items() if i != self.island}, position)
-        active_copies = min(info["copies"] for info in infos.values())
-        if position.num_copies < active_copies:
-            raise ValueError(
-                f"{self.name} holds the model in "
-                f"{counted(position.num_copies, 'copy', 'copies')}, "
-                f"the run goes on in {active_copies}: start it with as many"
-            )
-        store.set(key.format(self.island), json.dumps(mine))
-        store.deadline = self.question
-        if position.copy >= active_copies:
-            return None, active_copies
-        meeting, place = self._place(
-            store, position, active_copies, self._names({**infos, self.island: mine})
-        )
-        pulse = attempts.join(self)
-        met = newcomer_peers(
-            meeting, place, pulse.taken.life, self._own_store, link, self.dead, self.least
-        )
-        pulse.quiet()
-        return met, active_copies
-
-    def _own_store(self) -> Asker:
-        """A connection of its own, below the keys of this meeting."""
-        return self.open_store(self.question).under(self._prefix)
-
-    def _place(
-        self, store: Asker, position: ShardPosition, active_copies: int, names: Sequence[str]
-    ) -> tuple[Meeting, Any]:
-        from .meet import PeerPosition
-
-        where, ranks = self.address or route_to(self.endpoint), position.num_shards * active_copies
-        meeting = Meeting(
-            store,
-            self._prefix,
-            self.island,
-            self.islands,
-            tuple(names),
-            where,
-            self.timeout,
-            self.token,
-            among=self.starters,
-        )
-        return meeting, PeerPosition(
-            self.island,
-            position.shard * active_copies + position.copy,
-            ranks,
-            dict(enumerate(names)),
-            ranks,
-            self.rank,
-        )
-
-    def _cured(self, error: StoreSilent) -> StoreSilent:
-        """The same for who has not met the others yet, where it is an error."""
-        if "ISLAND_ENDPOINT=" in str(error):
-            return error
-        return StoreSilent(
-            f"{error}: see whether the store still runs at {self.endpoint} and is not stopped, and "
-            "whether the network reaches it; "
-            f"then start all islands again{see('store-silent')}"
-        )
-
-    def _connector(self, prefix: str, store: Asker, names: Sequence[str]) -> Callable[[int], Any]:
-        """open(k): connections k = 0, 1, ... of this peer group, by the transport that was
-        chosen.
-        """
-        where = self.address or route_to(self.endpoint)
-        meeting = Meeting(
-            store, prefix, self.island, self.islands, tuple(names), where, self.timeout, self.token
-        )
-        transport = opener(self.transport, meeting)
-
-        def open_group(k: int) -> Any:
-            try:
-                return transport.open(k)
-            except Late:
-                raise self._cured(
-                    StoreSilent(
-                        f"the store at {self.endpoint} does not answer within {self.timeout:g} s"
-                    )
-                ) from None
-
-        return open_group
 
     @property
     def question(self) -> float:
@@ -439,121 +298,12 @@ class Topology:
         """What the keys begin with that belong to this meeting of the islands (`join`); before it,
         or without one, those of the attempt.
         """
-        return self._prefix or self.prefix()
-
-    def _connect(self) -> Asker:
-        if self.rank == 0:
-            environment.warn_of_open(
-                split_endpoint(self.endpoint), self.address, self.transport, self.token
-            )
-        self._store = store = self.open_store()
-        store.deadline = self.timeout
-        epoch = _epochs[self.endpoint, self.run]
-        attempt = attempts.join(self, store).prefix
-        if epoch and store.peek(f"{attempt}/finished"):
-            # by an exchange of this process, which now has another one
-            store.set(f"{attempt}/finished", "")
-        self._late = self.under_way() and not epoch
-        epoch = int(store.peek(f"{attempt}/begun") or 0) if self._late else epoch
-        self._prefix = f"{attempt}/{epoch}"
-        _epochs[self.endpoint, self.run] = epoch + 1
-        return store
-
-    def _names(self, infos: Mapping[int, dict[str, Any]]) -> list[str]:
-        """Of all islands; of those that have not come, the one that is likely."""
-        return [infos[i]["name"] if i in infos else f"island{i}" for i in range(self.islands)]
-
-    def _meet(self, store: Asker, position: ShardPosition) -> dict[int, dict[str, Any]]:
-        """Announce this rank, wait for one rank of every island that begins and compare layouts;
-        returns each one's announcement.
-        """
-        mine = self._announcement(position)
-        key = f"{self._prefix}/join/{{}}/{position.shard}.{position.copy}"
-        store.set(key.format(self.island), json.dumps(mine))
-        infos = self._gather(store, {name: type(value) for name, value in mine.items()})
-        self._compare(infos, position)
-        return infos
-
-    def _announcement(self, position: ShardPosition) -> dict[str, Any]:
-        layout = {"count": self.count, "shards": position.num_shards, "copies": position.num_copies}
-        return {
-            "name": self.name,
-            "host": socket.gethostname(),
-            **layout,
-            "transport": self.transport,
-        }
-
-    def _compare(self, infos: Mapping[int, dict[str, Any]], position: ShardPosition) -> None:
-        """Raise ValueError where other islands do not fit this one."""
-        same = sorted(
-            {i for i, other in infos.items() if other["name"] == self.name} | {self.island}
-        )
-        if len(same) > 1:
-            raise ValueError(
-                f"islands {same} all have ISLAND_NAME={self.name!r} and would overwrite each "
-                "other's files: give each its own"
-            )
-        for i, other in sorted(infos.items()):
-            if other["transport"] != self.transport:
-                both = f"ISLAND_TRANSPORT={other['transport']}, {self.name} has {self.transport}"
-                raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
-            if other["shards"] != position.num_shards:
-                raise ValueError(
-                    f"island {i} ({other['name']}) holds the model in "
-                    f"{form(other['shards'], other['copies'])}, {self.name} in {position.form}: "
-                    "the number of shards must agree (copies may differ)"
-                )
-
-    def _gather(self, store: Asker, fields: Mapping[str, type]) -> dict[int, dict[str, Any]]:
-        """The announcements of all islands that begin, as they come."""
-        first = f"{self._prefix}/join/{{}}/0.0"
-        infos: dict[int, dict[str, Any]] = {}
-        deadline, look, wanted = time.monotonic() + self.timeout, time.monotonic(), self.starters
-        while True:
-            for i in wanted:
-                if i not in infos and store.check([first.format(i)]):
-                    infos[i] = other = store.note(first.format(i), f"island {i}", fields)
-                    # at once: the larger number would wait for islands that nobody starts
-                    if other["count"] != self.count:
-                        both = f"ISLAND_COUNT={other['count']}, {self.name} has {self.count}"
-                        raise ValueError(
-                            f"island {i} ({other['name']}) has {both}: set one number everywhere"
-                        )
-            missing = [str(i) for i in wanted if i not in infos]
-            if not missing:
-                return infos
-            now = time.monotonic()
-            if now > deadline:
-                came = (
-                    ", ".join(
-                        f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)
-                    )
-                    or "nobody"
-                )
-                raise PeerLost(
-                    f"waited {self.timeout:g} s for {counted(len(wanted), 'island')} at "
-                    f"{self.endpoint}, run {self.run!r}: came {came}; missing "
-                    f"{', '.join(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
-                    "there, or raise ISLAND_TIMEOUT"
-                    f"{see('missing-islands')}"
-                )
-            if now >= look:
-                look = now + 1.0
-                if self.elastic:
-                    roll.compare(
-                        store.under(self.prefix()), self, [i for i in wanted if i not in infos]
-                    )
-                if by := store.peek(f"{self.prefix()}/ended"):
-                    waited = f"{self.name} waited for islands {', '.join(missing)}"
-                    raise PeerLost(
-                        f"{waited}, when island {by} left the attempt {self.prefix()}: start this "
-                        "island again to join the next"
-                    )
-            time.sleep(0.02)
+        return (self._rendezvous and self._rendezvous.prefix) or self.prefix()
 
     def release(self) -> None:
         """Drop the connection to the store."""
-        self._store = None
+        if self._rendezvous is not None:
+            self._rendezvous.release()
 
 
 def _gloo_groups(mesh: Any, axis: int) -> Any:

@@ -29,9 +29,8 @@ def guest(topology: Topology) -> Topology:
             f"ISLAND_RANK={topology.island} with ISLAND_COUNT={topology.count}: doctor examines "
             "the islands that begin a run; raise ISLAND_COUNT to examine more"
         )
-    return replace(
-        topology, run=f"{topology.run}.doctor", islands=topology.count, suffice=0, _late=False
-    )
+    run = f"{topology.run}.doctor"
+    return replace(topology, run=run, islands=topology.count, suffice=0, _rendezvous=None)
 
 
 class Council:

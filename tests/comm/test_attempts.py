@@ -21,6 +21,7 @@ import fsdp_demo
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo.comm import attempts, presence
 from fsdp_demo.comm.presence import Presence
+from fsdp_demo.comm.rendezvous import Rendezvous
 from fsdp_demo.comm.stores import LARGEST
 from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.exchange import connections
@@ -336,7 +337,7 @@ def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: st
 def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
     """The last look is as good as all before it, however late it ends."""
     topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05, transport="gloo")
-    topology._prefix = "run/0/0"
+    rendezvous = Rendezvous(topology, ShardPosition(), None)
     fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
 
     class Slow:
@@ -347,7 +348,7 @@ def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
         def note(self, *args: Any) -> dict[str, Any]:
             return fields
 
-    found = topology._gather(Slow(), {})  # type: ignore[arg-type]
+    found = rendezvous._gather(Slow())  # type: ignore[arg-type]
     assert found == {0: fields, 1: fields}
 
 

@@ -1,0 +1,335 @@
+"""One meeting of the islands at their store: every rank finds the ranks with the same part of the
+model on the other islands, and connects to them.
+
+A rank announces itself under a key of its own and waits for one rank of every island that begins.
+Then the islands compare what they announced, and the transport connects.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as Late
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PeerLost, StoreSilent, counted, see
+from . import attempts, environment, roll
+from .address import route_to, split_endpoint
+from .link import Link
+from .peers import PeerGroup
+from .store_client import Asker
+from .topology import ShardPosition, Topology, form
+from .transport import Meeting, opener
+
+if TYPE_CHECKING:
+    from .meet import PeerPosition
+
+# how often this process joined a run: every attach gets keys of its own
+_epochs: Counter[tuple[str, str]] = Counter()
+
+
+class Rendezvous:
+    """The meeting of one rank.
+
+    Attributes:
+        prefix: what its keys in the store begin with.
+    """
+
+    def __init__(self, topology: Topology, position: ShardPosition, link: Link | None):
+        self._topology, self._position, self._link = topology, position, link
+        self.prefix = ""
+        self._late = False  # the others train already
+        self._store: Asker | None = None
+
+    def join(self) -> tuple[PeerGroup | None, int]:
+        """The peers of this rank, None for a copy that is not active, and the number of active
+        copies.
+
+        Raises:
+            ValueError, PeerLost: see `Topology.join`.
+        """
+        try:
+            return self._join()
+        except StoreSilent as error:
+            raise self._cured(error) from None
+
+    def release(self) -> None:
+        """Drop the connection to the store."""
+        self._store = None
+
+    def _join(self) -> tuple[PeerGroup | None, int]:
+        store = self._connect()
+        infos = self._look(store) if self._late else self._meet(store)
+        store.deadline = self._topology.question
+        active_copies = min(info["copies"] for info in infos.values())
+        if self._position.copy >= active_copies:
+            return None, active_copies
+        names = self._names(infos)
+        if self._topology.elastic:
+            return self._elastic(store, active_copies, names), active_copies
+        return self._fixed(store, active_copies, names), active_copies
+
+    def _connect(self) -> Asker:
+        """Open the store, and settle which keys this meeting has."""
+        topology = self._topology
+        if topology.rank == 0:
+            environment.warn_of_open(
+                split_endpoint(topology.endpoint),
+                topology.address,
+                topology.transport,
+                topology.token,
+            )
+        self._store = store = topology.open_store()
+        store.deadline = topology.timeout
+        run = topology.endpoint, topology.run
+        epoch = _epochs[run]
+        attempt = attempts.join(topology, store).prefix
+        if epoch and store.peek(f"{attempt}/finished"):
+            # by an exchange of this process, which now has another one
+            store.set(f"{attempt}/finished", "")
+        self._late = topology.under_way() and not epoch
+        epoch = int(store.peek(f"{attempt}/begun") or 0) if self._late else epoch
+        self.prefix = f"{attempt}/{epoch}"
+        _epochs[run] = epoch + 1
+        return store
+
+    # -- who is there -----------------------------------------------------------------------------
+
+    def _meet(self, store: Asker) -> dict[int, dict[str, Any]]:
+        """Announce this rank, wait for one rank of every island that begins and compare layouts;
+        returns each one's announcement.
+        """
+        store.set(self._key(), json.dumps(self._announcement()))
+        infos = self._gather(store)
+        self._compare(infos)
+        return infos
+
+    def _look(self, store: Asker) -> dict[int, dict[str, Any]]:
+        """As `_meet`, for an island that comes when the run is under way: those that have been
+        announced, and this one.
+        """
+        topology, position, mine = self._topology, self._position, self._announcement()
+        infos = {}
+        for i in range(topology.islands):
+            if store.check([self._first(i)]):
+                infos[i] = self._note(store, i)
+        self._compare({i: info for i, info in infos.items() if i != topology.island})
+        active_copies = min(info["copies"] for info in infos.values())
+        if position.num_copies < active_copies:
+            raise ValueError(
+                f"{topology.name} holds the model in "
+                f"{counted(position.num_copies, 'copy', 'copies')}, "
+                f"the run goes on in {active_copies}: start it with as many"
+            )
+        store.set(self._key(), json.dumps(mine))
+        # its own number does not change how many are active
+        return {**infos, topology.island: {**mine, "copies": active_copies}}
+
+    def _key(self) -> str:
+        """Where this rank announces itself."""
+        place = f"{self._position.shard}.{self._position.copy}"
+        return f"{self.prefix}/join/{self._topology.island}/{place}"
+
+    def _first(self, island: int) -> str:
+        """Where the first rank of an island does."""
+        return f"{self.prefix}/join/{island}/0.0"
+
+    def _note(self, store: Asker, island: int) -> dict[str, Any]:
+        """What the first rank of an island has announced."""
+        fields = {name: type(value) for name, value in self._announcement().items()}
+        return store.note(self._first(island), f"island {island}", fields)
+
+    def _announcement(self) -> dict[str, Any]:
+        return {
+            "name": self._topology.name,
+            "host": socket.gethostname(),
+            "count": self._topology.count,
+            "shards": self._position.num_shards,
+            "copies": self._position.num_copies,
+            "transport": self._topology.transport,
+        }
+
+    def _gather(self, store: Asker) -> dict[int, dict[str, Any]]:
+        """The announcements of all islands that begin, as they come."""
+        topology, wanted = self._topology, self._topology.starters
+        infos: dict[int, dict[str, Any]] = {}
+        deadline, look = time.monotonic() + topology.timeout, time.monotonic()
+        while True:
+            for i in wanted:
+                if i not in infos and store.check([self._first(i)]):
+                    infos[i] = other = self._note(store, i)
+                    # at once: the larger number would wait for islands that nobody starts
+                    if other["count"] != topology.count:
+                        both = f"ISLAND_COUNT={other['count']}, {topology.name} has"
+                        raise ValueError(
+                            f"island {i} ({other['name']}) has {both} {topology.count}: set one "
+                            "number everywhere"
+                        )
+            missing = [i for i in wanted if i not in infos]
+            if not missing:
+                return infos
+            now = time.monotonic()
+            if now > deadline:
+                raise self._waited(infos, missing)
+            if now >= look:
+                look = now + 1.0
+                self._refuse_in_vain(store, missing)
+            time.sleep(0.02)
+
+    def _waited(self, infos: Mapping[int, dict[str, Any]], missing: Sequence[int]) -> PeerLost:
+        """Not all have come in time."""
+        topology = self._topology
+        came = [f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)]
+        return PeerLost(
+            f"waited {topology.timeout:g} s for {counted(len(topology.starters), 'island')} at "
+            f"{topology.endpoint}, run {topology.run!r}: came {', '.join(came) or 'nobody'}; "
+            f"missing {_listed(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
+            f"there, or raise ISLAND_TIMEOUT{see('missing-islands')}"
+        )
+
+    def _refuse_in_vain(self, store: Asker, missing: Sequence[int]) -> None:
+        """Raise where those that are missing will not come to this attempt."""
+        topology = self._topology
+        if topology.elastic:
+            roll.compare(store.under(topology.prefix()), topology, list(missing))
+        if by := store.peek(f"{topology.prefix()}/ended"):
+            raise PeerLost(
+                f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
+                f"the attempt {topology.prefix()}: start this island again to join the next"
+            )
+
+    def _compare(self, infos: Mapping[int, dict[str, Any]]) -> None:
+        """Raise ValueError where other islands do not fit this one."""
+        topology, position = self._topology, self._position
+        same = sorted(
+            {i for i, other in infos.items() if other["name"] == topology.name} | {topology.island}
+        )
+        if len(same) > 1:
+            raise ValueError(
+                f"islands {same} all have ISLAND_NAME={topology.name!r} and would overwrite each "
+                "other's files: give each its own"
+            )
+        for i, other in sorted(infos.items()):
+            if (theirs := other["transport"]) != topology.transport:
+                both = f"ISLAND_TRANSPORT={theirs}, {topology.name} has {topology.transport}"
+                raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
+            if other["shards"] != position.num_shards:
+                raise ValueError(
+                    f"island {i} ({other['name']}) holds the model in "
+                    f"{form(other['shards'], other['copies'])}, {topology.name} in "
+                    f"{position.form}: the number of shards must agree (copies may differ)"
+                )
+
+    def _names(self, infos: Mapping[int, dict[str, Any]]) -> list[str]:
+        """Of all islands; of those that have not come, the one that is likely."""
+        count = self._topology.islands
+        return [infos[i]["name"] if i in infos else f"island{i}" for i in range(count)]
+
+    # -- how they are reached ---------------------------------------------------------------------
+
+    def _elastic(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
+        """Peers that may come and go."""
+        from .meet import elastic_peers, newcomer_peers
+
+        topology, pulse = self._topology, attempts.join(self._topology)
+        meeting = self._meeting(store, self.prefix, names, among=topology.starters)
+        place = self._place(active_copies, names)
+        common = self._own_store, self._link, topology.dead, topology.least
+        if self._late:
+            met = newcomer_peers(meeting, place, pulse.taken.life, *common)
+        else:
+            met = elastic_peers(meeting, place, *common)
+            store.under(topology.prefix()).set("begun", self.prefix.rpartition("/")[2])
+        pulse.quiet()
+        return met
+
+    def _fixed(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
+        """Peers that all stay."""
+        topology, position = self._topology, self._position
+        prefix = f"{self.prefix}/line/{position.shard}.{position.copy}"
+        open_group = self._connector(self._meeting(store, prefix, names))
+        peers = PeerGroup(
+            open_group(0),
+            topology.island,
+            topology.islands,
+            names,
+            topology.timeout,
+            self._link,
+            position.num_shards * active_copies,
+        )
+        try:
+            peers.widen(open_group)
+        except BaseException:
+            peers.release()  # a live group at interpreter exit can abort the process
+            raise
+        return peers
+
+    def _meeting(
+        self, store: Asker, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
+    ) -> Meeting:
+        """What a transport is told."""
+        topology = self._topology
+        return Meeting(
+            store,
+            prefix,
+            topology.island,
+            topology.islands,
+            tuple(names),
+            topology.address or route_to(topology.endpoint),
+            topology.timeout,
+            topology.token,
+            among=among,
+        )
+
+    def _place(self, active_copies: int, names: Sequence[str]) -> PeerPosition:
+        """Where this rank stands among its peers."""
+        from .meet import PeerPosition
+
+        position = self._position
+        return PeerPosition(
+            self._topology.island,
+            position.shard * active_copies + position.copy,
+            ranks := position.num_shards * active_copies,
+            dict(enumerate(names)),
+            ranks,
+            self._topology.rank,
+        )
+
+    def _connector(self, meeting: Meeting) -> Callable[[int], Any]:
+        """open(k): connections k = 0, 1, ... of this peer group, by the transport that was
+        chosen.
+        """
+        topology = self._topology
+        transport = opener(topology.transport, meeting)
+
+        def open_group(k: int) -> Any:
+            try:
+                return transport.open(k)
+            except Late:
+                waited = f"within {topology.timeout:g} s"
+                raise StoreSilent(
+                    f"the store at {topology.endpoint} does not answer {waited}"
+                ) from None
+
+        return open_group
+
+    def _own_store(self) -> Asker:
+        """A connection of its own, below the keys of this meeting."""
+        return self._topology.open_store(self._topology.question).under(self.prefix)
+
+    def _cured(self, error: StoreSilent) -> StoreSilent:
+        """The same for who has not met the others yet, where it is an error."""
+        if "ISLAND_ENDPOINT=" in str(error):
+            return error
+        return StoreSilent(
+            f"{error}: see whether the store still runs at {self._topology.endpoint} and is not "
+            "stopped, and whether the network reaches it; "
+            f"then start all islands again{see('store-silent')}"
+        )
+
+
+def _listed(islands: Sequence[int]) -> str:
+    return ", ".join(map(str, islands))
