@@ -169,7 +169,8 @@ def join(
 
 def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:
     """A launcher has started several ranks on this island, and they have not met: each would play
-    the whole island, and all but one would be refused as a second island of that number.
+    the whole island, and all but one would be refused as a second island of that number. Or they
+    have met since `topology` was made, which knows this rank alone.
 
     Where each process of a launch is an island of its own, its two ranks and two counts are equal.
 
@@ -177,7 +178,18 @@ def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:
         ValueError: that is so.
     """
     world, rank = env.get("WORLD_SIZE", ""), env.get("RANK", "")
-    if topology.kind != "islands" or topology.world > 1 or dist.is_initialized():
+    if topology.kind == "mesh" or topology.world > 1 or topology.group is not None:
+        return
+    if dist.is_initialized():
+        count, own = dist.get_world_size(), (topology.islands, topology.island)
+        if count > 1 and (count, dist.get_rank()) != own:
+            raise ValueError(
+                f"torch.distributed has {count} ranks, but the topology knows this one alone: it "
+                "was made before init_process_group. Call Topology.from_env() after "
+                f"torch.distributed.init_process_group{see('rank-taken')}"
+            )
+        return
+    if topology.kind != "islands":
         return
     if not world.isdigit() or int(world) < 2:
         return

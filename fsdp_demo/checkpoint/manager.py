@@ -359,7 +359,15 @@ class CheckpointManager(Shelf):
 
         notes = self.ranks.from_first(choice)
         self._fence.take(self.ranks)
-        return None if notes is None else self._go_on([note and Held(*note) for note in notes])
+        if notes is None:
+            if resume is True and self.topology.rank == 0:
+                log.warning(
+                    "%s: no island holds a checkpoint, this one looked in %s: begins at step 0",
+                    self.topology.name,
+                    self.root,
+                )
+            return None
+        return self._go_on([note and Held(*note) for note in notes])
 
     def _go_on(self, chosen: list[Held | None]) -> int:
         """Put aside what is newer than what this island goes on from."""

@@ -42,6 +42,8 @@ VARIABLES = {
     "on "
     "when others are lost (zeromq)",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
+    "ISLAND_STALL": "seconds without progress, at least, after which an island that still sends "
+    "heartbeats is lost (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
@@ -165,11 +167,22 @@ def dead(env: Mapping[str, str]) -> float:
     Raises:
         ValueError: it is no number, or out of range: beats come twice a second.
     """
-    value = number(env, "ISLAND_DEAD", 10.0)
+    return _seconds(env, "ISLAND_DEAD", 10.0)
+
+
+def stall(env: Mapping[str, str]) -> float:
+    """ISLAND_STALL in seconds, default 60.
+
+    Raises:
+        ValueError: it is no number, or out of range.
+    """
+    return _seconds(env, "ISLAND_STALL", 60.0)
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    value = number(env, name, default)
     if not 2 <= value <= LONGEST:
-        raise ValueError(
-            f"ISLAND_DEAD={env['ISLAND_DEAD']!r} must be a number of seconds, 2 to {LONGEST}"
-        )
+        raise ValueError(f"{name}={env[name]!r} must be a number of seconds, 2 to {LONGEST}")
     return value
 
 

@@ -25,13 +25,20 @@ from .transport import Meeting
 
 log = logging.getLogger("fsdp_demo")
 
-DEAD = 10.0
-"""Seconds of silence after which an island is lost (ISLAND_DEAD)."""
 
-PATIENCE = 60.0
-"""Seconds without progress after which an island that still beats is lost, at least; else ten times
-the slowest of the last messages.
-"""
+@dataclass(frozen=True)
+class Limits:
+    """When an island is lost, and when the others cannot go on.
+
+    Attributes:
+        dead: seconds of silence. stall: seconds without progress of an island that still beats, at
+            least; else ten times the slowest of the last messages. least: islands that must be
+            left.
+    """
+
+    dead: float = 10.0
+    stall: float = 60.0
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,7 @@ def elastic_peers(
     place: PeerPosition,
     open_store: Callable[[], Asker],
     link: Link | None,
-    dead: float,
-    min_continue: int = 1,
+    limits: Limits,
 ) -> ElasticPeerGroup:
     """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
 
@@ -96,8 +102,7 @@ def elastic_peers(
             members[place.slot],
             siblings,
             open_store,
-            dead,
-            min_continue,
+            limits,
             peers,
         )
         start.member(
@@ -121,8 +126,7 @@ def newcomer_peers(
     life: int,
     open_store: Callable[[], Asker],
     link: Link | None,
-    dead: float,
-    min_continue: int = 1,
+    limits: Limits,
 ) -> ElasticPeerGroup:
     """Join a run under way: the peer group of a newcomer, which follows its donor until it takes
     part.
@@ -149,7 +153,7 @@ def newcomer_peers(
         peers = ElasticPeerGroup(
             me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share
         )
-        start = Starter(hub, meeting, place, me, siblings, open_store, dead, min_continue, peers)
+        start = Starter(hub, meeting, place, me, siblings, open_store, limits, peers)
 
         def become(record: Record) -> None:
             start.member(
@@ -194,8 +198,7 @@ class Starter:
         me: Member,
         siblings: Mapping[int, Any],
         open_store: Callable[[], Asker],
-        dead: float,
-        min_continue: int,
+        limits: Limits,
         peers: ElasticPeerGroup,
     ):
         self._hub = hub
@@ -203,7 +206,7 @@ class Starter:
         self._place = place
         self._me = me
         self._siblings = siblings
-        self._open_store, self._dead, self._min, self._peers = open_store, dead, min_continue, peers
+        self._open_store, self._limits, self._peers = open_store, limits, peers
         self._guests: Guests | None = None
 
     def member(
@@ -214,7 +217,7 @@ class Starter:
     ) -> None:
         """This rank takes part in `record`, over these connections; the peer group has its
         driver."""
-        meeting, place = self._meeting, self._place
+        meeting, place, limits = self._meeting, self._place, self._limits
         driver: list[Driver] = []
         guests = self._guests = Guests(
             self._hub,
@@ -236,17 +239,17 @@ class Starter:
             notes,
             connections,
             self._siblings,
-            self._dead,
+            limits.dead,
             meeting.timeout,
-            lambda rounds: patience(rounds, meeting.timeout),
+            lambda rounds: patience(rounds, meeting.timeout, limits.stall),
         )
         driver.append(
             Driver(
                 self._hub,
-                entered(self._me, place.rank, place.ranks, record, min_continue=self._min),
+                entered(self._me, place.rank, place.ranks, record, min_continue=limits.least),
                 signs,
                 lambda tell, failed: ChangeDesk(
-                    self._open_store, place.ranks, self._dead, meeting.timeout, tell, failed
+                    self._open_store, place.ranks, limits.dead, meeting.timeout, tell, failed
                 ),
                 place.label,
                 lambda record: expelled(place, record),
@@ -269,14 +272,14 @@ def _by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, 
     return {members[slot]: wire for slot, wire in connections.wires.items()}
 
 
-def patience(rounds: Sequence[float], meeting: float) -> float:
+def patience(rounds: Sequence[float], meeting: float, stall: float) -> float:
     """Seconds without progress after which an island is lost, from those that the last messages
-    took.
+    took; `stall` at least.
 
-    >>> patience([1.0, 2.0, 30.0], 600.0), patience([], 600.0)
+    >>> patience([1.0, 2.0, 30.0], 600.0, 60.0), patience([], 600.0, 60.0)
     (300.0, 600.0)
     """
-    return max(PATIENCE, 10.0 * max(rounds)) if len(rounds) >= 3 else max(meeting, PATIENCE)
+    return max(stall, 10.0 * max(rounds) if len(rounds) >= 3 else meeting)
 
 
 def expelled(place: PeerPosition, record: Record) -> None:

@@ -232,12 +232,13 @@ class Rendezvous:
 
     def _elastic(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
         """Peers that may come and go."""
-        from .meet import elastic_peers, newcomer_peers
+        from .meet import Limits, elastic_peers, newcomer_peers
 
         topology, pulse = self._topology, attempts.join(self._topology)
         meeting = self._meeting(store, self.prefix, names, among=topology.starters)
         place = self._place(active_copies, names)
-        common = self._own_store, self._link, topology.dead, topology.least
+        limits = Limits(topology.dead, topology.stall, topology.least)
+        common = self._own_store, self._link, limits
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:

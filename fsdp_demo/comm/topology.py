@@ -79,8 +79,8 @@ class Topology:
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for
             peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
-        dead, least: where islands may come and go, seconds of silence after which one is lost, and
-            how many must be left to train on.
+        dead, stall, least: where islands may come and go, seconds of silence after which one is
+            lost, seconds without progress, at least, and how many must be left to train on.
         count, suffice: islands that are expected at the start, default `islands`; where they may
             come and go, how many suffice to begin when `timeout` is over (0: all).
         transport: what carries the peer group between islands (`environment.TRANSPORTS`). token:
@@ -109,6 +109,7 @@ class Topology:
     peer_group: Any = None
     stop_timeout: float = 10.0
     dead: float = 10.0
+    stall: float = 60.0
     least: int = 1
     count: int = 0
     suffice: int = 0
@@ -144,6 +145,7 @@ class Topology:
             "timeout": environment.patience(env),
             "stop_timeout": environment.stop_timeout(env),
             "dead": environment.dead(env),
+            "stall": environment.stall(env),
         }
         if islands == 1:
             return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)

@@ -390,6 +390,15 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
     assert old.complete() == [20]
 
 
+def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path, caplog):
+    assert single(tmp_path / "typo").resolve_resume_step() is None
+    assert f"looked in {tmp_path / 'typo'}: begins at step 0" in caplog.text
+    caplog.clear()
+    for resume in ("auto", False):
+        assert single(tmp_path / "new").resolve_resume_step(resume) is None
+    assert not caplog.text
+
+
 def test_a_refused_start_does_not_take_the_folder(tmp_path):
     running = single(tmp_path)
     running.save(10, text)

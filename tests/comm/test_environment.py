@@ -93,6 +93,16 @@ def test_the_timeout_is_checked_by_every_door(text: str, monkeypatch: pytest.Mon
         mesh_topology(accelerator)
 
 
+@pytest.mark.parametrize("name", ["ISLAND_DEAD", "ISLAND_STALL"])
+def test_the_times_after_which_an_island_is_lost_are_checked(name: str) -> None:
+    for text in ("1", "nan", "soon"):
+        with pytest.raises(ValueError, match=f"{name}='?{text}'? .* number"):
+            Topology.from_env({name: text})
+    field = name.removeprefix("ISLAND_").lower()
+    assert getattr(Topology.from_env({name: "2"}), field) == 2.0
+    assert (Topology.from_env({}).dead, Topology.from_env({}).stall) == (10.0, 60.0)
+
+
 @pytest.mark.parametrize("text", ["-1", "inf", "soon"])
 def test_the_time_to_stop_is_checked(text: str) -> None:
     with pytest.raises(ValueError, match=f"ISLAND_STOP='{text}' must be a number"):

@@ -133,7 +133,7 @@ def signs(*members: Member) -> Signs:
         {},
         DEAD,
         MEETING,
-        lambda rounds: meet.patience(rounds, MEETING),
+        lambda rounds: meet.patience(rounds, MEETING, meet.Limits.stall),
     )  # type: ignore[arg-type]
     found.next_of = dict.fromkeys(members, 1)
     return found

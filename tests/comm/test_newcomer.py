@@ -161,7 +161,7 @@ class Run:
                 0,
                 lambda: self.run.store.under("line"),
                 None,
-                self.run.dead,
+                meet.Limits(self.run.dead),
             )
             self.results[2] = self.follows(line)
             line.wait_stable(WAIT)

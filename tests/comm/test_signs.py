@@ -39,7 +39,7 @@ def signs_of(member: Member) -> Signs:
         {},
         10.0,
         600.0,
-        lambda rounds: patience(rounds, 600.0),
+        lambda rounds: patience(rounds, 600.0, 60.0),
     )
     signs.rounds.extend([0.3] * 50)
     signs.admit(member, wire(), [wire()], time.monotonic())

@@ -58,7 +58,24 @@ def test_who_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_lone_rank(Topology(), several)
     refuse_lone_rank(Topology("islands", 1, 2, endpoint="127.0.0.1:1", rank=1, world=2), several)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    refuse_lone_rank(island, several)
+    for count, rank in ((1, 0), (2, 1)):  # one rank; or each is an island of its own
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda count=count: count)
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        refuse_lone_rank(island, several)
+
+
+@pytest.mark.parametrize("islands", [1, 2])
+def test_a_topology_that_was_made_before_the_ranks_met(run_ranks: Any, islands: int) -> None:
+    def run(me: Any) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.distributed.is_initialized", lambda: False)
+            topology = Topology.from_env()
+        with pytest.raises(ValueError, match="has 3 ranks, .* made before init_process_group") as e:
+            attached(topology)
+        return str(e.value)
+
+    for text in run_ranks(run, islands, 3):
+        assert text.endswith(see("rank-taken"))
 
 
 def test_a_script_that_ends_without_finish_says_so(run_ranks: Any) -> None:

@@ -5,6 +5,7 @@ and the survivors end with one model.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -137,6 +138,34 @@ def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(
     assert two.status == 75 and (tmp_path / "status1" / "rank0").read_text() == "75", two.log
     assert (tmp_path / "steps1").read_text() == "4" and (tmp_path / "steps0").read_text() == "10"
     assert "saves nothing: the others go on without it" in two.log
+
+
+def test_an_island_that_stands_still_is_lost_after_the_time_that_is_set(
+    run_ranks, tmp_path: Path
+) -> None:
+    """Its heartbeats go on: ISLAND_STALL counts, not ISLAND_DEAD."""
+
+    def fn(me: Any) -> Any:
+        os.environ["ISLAND_STATUS"] = str(tmp_path / f"status{me.island}")
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        exchange = fsdp_demo.attach(optimizer, preset("full"), model=model)
+        for t in range(10):
+            backward(model, me.island, t)
+            while me.island == 1 and t == 6 and not (tmp_path / "done").exists():
+                time.sleep(0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+        (tmp_path / "done").touch()
+        return exchange.digests_equal()
+
+    env = {**ENV, "ISLAND_DEAD": "30", "ISLAND_STALL": "3"}
+    one, two = run_ranks(fn, 2, 1, env=env, check=False)
+    assert one.error is None and one.value, one.log
+    seconds = re.search(r"no progress for (\d+) s", one.log)
+    assert seconds is not None and 3 <= int(seconds[1]) < 50, one.log
+    assert two.status == 75, two.log
 
 
 @pytest.mark.parametrize("bad", [1e6, float("nan")], ids=["far", "not finite"])

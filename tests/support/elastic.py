@@ -42,8 +42,8 @@ class Islands:
     """`count` islands of `ranks` ranks each.
 
     Args:
-        dead, timeout: see `meet.elastic_peers`. store: in memory; `change` of it may lead addresses
-            elsewhere.
+        dead: see `meet.Limits`. timeout: of the meeting. store: in memory; `change` of it may lead
+            addresses elsewhere.
         token: the run's secret.
 
     Attributes:
@@ -99,7 +99,8 @@ class Islands:
             self.token,
         )
         place = PeerPosition(slot, rank, self.ranks, self.names)
-        line = meet.elastic_peers(meeting, place, lambda: self.store.under("line"), None, self.dead)
+        limits = meet.Limits(self.dead)
+        line = meet.elastic_peers(meeting, place, lambda: self.store.under("line"), None, limits)
         line.begun = True
         self.lines[slot, rank], self._hubs[line._driver._hub] = line, (slot, rank)
         return line
