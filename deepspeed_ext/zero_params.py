@@ -26,7 +26,7 @@ from deepspeed import comm
 from torch import Tensor
 
 from fsdp_demo.comm.island import IslandGroup
-from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.hosts.base import LocalParam, RefusesOldNames, plain_name
 from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
 

@@ -14,7 +14,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import checkpoint
 from fsdp_demo.checkpoint import CheckpointManager
-from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.hosts.torch_params import TorchHost
 
 

@@ -68,6 +68,6 @@ class LinkHealth:
             return f"{text} for compute, and no other setting keeps more"
         return (
             f"{text} for compute; {fits.row.name} ({fits.row.settings}) would keep "
-            f"{fits.row.compute_utilisation:.1%}. The method stays as it is; to change it, start "
-            "again with that one by name"
+            f"{fits.row.compute_utilisation:.1%}. The method stays as it is; to change it, resume "
+            "with that one by name and a fresh exchange"
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..comm.topology import ShardPosition
+from ..comm.position import ShardPosition
 from ..hosts.base import TrainingHost
 
 
@@ -27,7 +27,7 @@ class Placement:
 
     Example:
         >>> from fsdp_demo.channels.placement import Placement
-        >>> from fsdp_demo.comm.topology import ShardPosition
+        >>> from fsdp_demo.comm.position import ShardPosition
         >>> position = ShardPosition(num_copies=2, copy=1)
         >>> Placement(None, position, active_copies=1).active_copy is None
         True

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..channels.codec import ChannelCodec
-from ..comm.topology import form
+from ..comm.position import form
 from ..config.fragments import expand
 from ..config.patterns import covers, tensor_layout_kind
 from ..config.schema import ExchangeConfig

@@ -42,7 +42,7 @@ from ..channels.channel import ChannelPayload
 from ..channels.state import ChannelState
 from ..comm.collectives import ReceivedMessage
 from ..comm.header import Header
-from ..comm.topology import ShardPosition
+from ..comm.position import ShardPosition
 from ..config.patterns import tensor_layout_kind
 from ..errors import counted
 from ..exchange.saved_state import ExchangeState, InFlightState

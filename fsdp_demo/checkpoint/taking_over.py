@@ -13,13 +13,14 @@ import logging
 import warnings
 from typing import Any
 
+from ..comm import stores
 from ..config.schema import ExchangeConfig
 
 log = logging.getLogger("fsdp_demo")
 
-LARGEST = 1 << 20
-"""Bytes of JSON that a donor's host tells: counters and settings, no data of the training (the
-store takes 8 MiB).
+LARGEST = stores.LARGEST // 2
+"""Bytes of JSON that a donor's host tells: counters and settings, no data of the training. The rest
+of the note, and what is quoted in it, have as much room.
 """
 
 
@@ -77,8 +78,8 @@ def small(values: dict[str, Any]) -> dict[str, Any]:
     out, left = {}, LARGEST
     for key, value in values.items():
         try:
-            text = json.dumps(value)
-            if isinstance(key, str) and len(text) <= left and bool(json.loads(text) == value):
+            text = json.dumps({key: value})
+            if len(text) <= left and bool(json.loads(text) == {key: value}):
                 out[key], left = value, left - len(text)
         except (TypeError, ValueError, RecursionError, RuntimeError):
             # no JSON, or no plain comparison

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .position import ShardPosition
 from .ranks import CPU, Ranks
-from .topology import ShardPosition, Topology
+from .topology import Topology
 
 
 class IslandGroup(Ranks):

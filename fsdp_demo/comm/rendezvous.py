@@ -13,15 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as Late
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import PeerLost, StoreSilent, counted, see
 from . import attempts, environment, roll
 from .address import route_to, split_endpoint
 from .link import Link
 from .peers import PeerGroup
+from .position import ShardPosition, form
 from .store_client import Asker
-from .topology import ShardPosition, Topology, form
 from .transport import Meeting, opener
 
 if TYPE_CHECKING:
@@ -31,6 +31,29 @@ if TYPE_CHECKING:
 _epochs: Counter[tuple[str, str]] = Counter()
 
 
+class Island(attempts.TopologyLike, Protocol):
+    """What is asked of a `Topology`."""
+
+    address: str
+    transport: str
+    dead: float
+    stall: float
+    least: int
+
+    @property
+    def starters(self) -> tuple[int, ...]:
+        """The islands that begin."""
+        ...
+
+    def under_way(self) -> bool:
+        """Whether the others train already."""
+        ...
+
+    def prefix(self) -> str:
+        """What the keys of the attempt begin with."""
+        ...
+
+
 class Rendezvous:
     """The meeting of one rank.
 
@@ -38,7 +61,7 @@ class Rendezvous:
         prefix: what its keys in the store begin with.
     """
 
-    def __init__(self, topology: Topology, position: ShardPosition, link: Link | None):
+    def __init__(self, topology: Island, position: ShardPosition, link: Link | None):
         self._topology, self._position, self._link = topology, position, link
         self.prefix = ""
         self._late = False  # the others train already
@@ -49,7 +72,7 @@ class Rendezvous:
         copies.
 
         Raises:
-            ValueError, PeerLost: see `Topology.join`.
+            ValueError, PeerLost: see `topology.Topology.join`.
         """
         try:
             return self._join()

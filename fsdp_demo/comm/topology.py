@@ -17,53 +17,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import counted, renamed
 from . import attempts, environment
 from .link import Link
 from .peers import PeerGroup
+from .position import ShardPosition
+from .rendezvous import Rendezvous
 from .store_client import Asker, connect
-
-if TYPE_CHECKING:
-    from .rendezvous import Rendezvous
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the
 name server for every address that connects, and a name server that does not answer holds it for
 5 s each time (seen)."""
-
-OLD_NAMES = {"shards": "num_shards", "copies": "num_copies"}
-
-
-@dataclass(frozen=True)
-class ShardPosition:
-    """A rank's place inside its island: shard of `num_shards`, copy of `num_copies`.
-
-    Checkpoints, and what islands tell each other, name the two numbers "shards" and "copies".
-    """
-
-    num_shards: int = 1
-    shard: int = 0
-    num_copies: int = 1
-    copy: int = 0
-
-    if not TYPE_CHECKING:  # to a type checker such a method would say that every name is there
-
-        def __getattr__(self, name: str) -> Any:
-            raise renamed("ShardPosition", name, OLD_NAMES)
-
-    @property
-    def form(self) -> str:
-        """How the island holds the model: `2 shards x 1 copy`."""
-        return form(self.num_shards, self.num_copies)
-
-
-def form(shards: int, copies: int) -> str:
-    """`1 shard x 2 copies`."""
-    return f"{counted(shards, 'shard')} x {counted(copies, 'copy', 'copies')}"
 
 
 @dataclass
@@ -234,8 +202,6 @@ class Topology:
             return PeerGroup(
                 self.peer_group, self.island, self.islands, names, self.timeout, link, self.world
             ), position.num_copies
-        from .rendezvous import Rendezvous  # which imports this file
-
         self._rendezvous = Rendezvous(self, position, link)
         return self._rendezvous.join()
 

@@ -9,7 +9,8 @@ from ..channels.placement import Placement
 from ..comm.island import IslandGroup
 from ..comm.meter import Meter
 from ..comm.peers import PeerGroup
-from ..comm.topology import ShardPosition, Topology
+from ..comm.position import ShardPosition
+from ..comm.topology import Topology
 from ..comm.worker import CommWorker
 from ..hosts.base import TrainingHost
 

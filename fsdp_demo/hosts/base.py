@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ..comm.topology import ShardPosition
+from ..comm.position import ShardPosition
 from ..errors import renamed
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.island import IslandGroup
-from ..comm.topology import ShardPosition
+from ..comm.position import ShardPosition
 from ..errors import counted
 from .base import (
     LocalParam,

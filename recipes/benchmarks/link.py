@@ -40,7 +40,7 @@ from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.environment import TRANSPORTS
 from fsdp_demo.comm.header import PAYLOAD
 from fsdp_demo.comm.peers import PeerGroup
-from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.comm.position import ShardPosition
 
 CURVE = "+curve"  # a transport with keys from a token
 TOKEN = "of a benchmark, not a secret"

@@ -18,7 +18,7 @@ from fsdp_demo import ExchangeConfig, Topology, preset
 from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm.island import IslandGroup
-from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.compression import blocks, machine, transform
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.hosts.torch_params import TorchHost

@@ -20,10 +20,10 @@ import torch
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo.comm import attempts, presence
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.rendezvous import Rendezvous
 from fsdp_demo.comm.stores import LARGEST
-from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.exchange import connections
 
 from ..support import threaded

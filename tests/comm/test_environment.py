@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_demo import Topology
 from fsdp_demo.comm import environment
-from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.errors import StoreSilent
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_demo
 from fsdp_demo import Topology, preset
 from fsdp_demo.comm.island import IslandGroup
-from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.comm.position import ShardPosition
 
 from ..support import probe
 

@@ -25,8 +25,8 @@ import fsdp_demo
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.comm import attempts, topology
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
-from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.errors import StoreSilent
 
 runs = itertools.count()

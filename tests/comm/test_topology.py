@@ -23,8 +23,8 @@ from fsdp_demo import PeerLost, Topology
 from fsdp_demo.comm import attempts, roll
 from fsdp_demo.comm import environment as variables
 from fsdp_demo.comm.hub import Hub
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
-from fsdp_demo.comm.topology import ShardPosition
 from fsdp_demo.errors import StoreSilent
 
 from ..support import probe

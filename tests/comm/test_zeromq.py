@@ -26,8 +26,9 @@ from fsdp_demo.comm.frames import LARGEST, PIECE, Frame, read
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.inbox import EARLY, Inbox, NoRoom
 from fsdp_demo.comm.peers import PeerGroup
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.store_client import Asker
-from fsdp_demo.comm.topology import ShardPosition, Topology
+from fsdp_demo.comm.topology import Topology
 from fsdp_demo.comm.transport import Meeting, opener
 from fsdp_demo.config.names import FORMATS
 

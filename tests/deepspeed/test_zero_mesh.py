@@ -24,7 +24,7 @@ from deepspeed_ext.confinement import assert_confined
 from deepspeed_ext.node_config import node_config, refuse_beside
 from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
 from fsdp_demo.comm.island import IslandGroup
-from fsdp_demo.comm.topology import ShardPosition
+from fsdp_demo.comm.position import ShardPosition
 
 from ..support import zero
 from ..support.collectives import Recorder

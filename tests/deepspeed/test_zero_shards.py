@@ -64,7 +64,7 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
         settings["zero_optimization"] |= LAYOUTS[layout]
         made = zero.engine(settings)
         host = deepspeed_ext.ZeroHost(made)
-        assert host.shard_position(me.proc, me.procs) == fsdp_demo.comm.topology.ShardPosition(
+        assert host.shard_position(me.proc, me.procs) == fsdp_demo.comm.position.ShardPosition(
             3, me.proc, 1, 0
         )
         # what the model computes with, and the masters are made of
