@@ -71,8 +71,11 @@ class Results:
         write(self.folder / f"{facts['key']}.json", text)
 
     def states(self, run: Run) -> Path:
-        """The folder of a run that is under way (study_states.py)."""
-        return self.folder.parent / "states" / run.key(self.version)
+        """The folder of a run that is under way (study_states.py), also where code that ends alike
+        has begun it.
+        """
+        at = [self.folder.parent / "states" / run.key(version) for version in self.versions]
+        return next((folder for folder in at if folder.is_dir()), at[0])
 
     def keep(self, runs: Iterable[Run]) -> int:
         """Add the results of `runs` to the file of the repository; how many are new. Errors stay

@@ -5,6 +5,7 @@ that a run of hours goes on after an interrupt.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ LONG = 1e13
 PARTS = 16
 """A run is saved at the end of each of so many parts, but the last."""
 
-_NAME = re.compile(r"step(\d+)-replica(\d+)\.pt")
+_NAME = re.compile(r"step(\d+)-replica\d+\.pt")
 
 
 class States:
@@ -41,11 +42,8 @@ class States:
 
     def newest(self) -> int:
         """The last step that all replicas have saved; 0 if there is none."""
-        at: dict[int, set[int]] = {}
-        for path in self._paths():
-            step, replica = map(int, _NAME.fullmatch(path.name).groups())  # type: ignore[union-attr]
-            at.setdefault(step, set()).add(replica)
-        return max((s for s, there in at.items() if len(there) == self._replicas), default=0)
+        saved = Counter(self._saved().values())
+        return max((s for s, count in saved.items() if count == self._replicas), default=0)
 
     def write(self, step: int, replica: int, state: dict[str, Any]) -> None:
         """Save the state of one replica, whole or not at all."""
@@ -61,15 +59,17 @@ class States:
 
     def forget_before(self, step: int) -> None:
         """Once all replicas have saved `step`."""
-        for path in self._paths():
-            if int(_NAME.fullmatch(path.name)[1]) < step:  # type: ignore[index]
+        for path, of in self._saved().items():
+            if of < step:
                 path.unlink()
 
     def _path(self, step: int, replica: int) -> Path:
         assert self._folder is not None
         return self._folder / f"step{step}-replica{replica}.pt"
 
-    def _paths(self) -> list[Path]:
+    def _saved(self) -> dict[Path, int]:
+        """The step of each file."""
         if self._folder is None or not self._folder.is_dir():
-            return []
-        return [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+            return {}
+        found = {path: _NAME.fullmatch(path.name) for path in self._folder.iterdir()}
+        return {path: int(match[1]) for path, match in found.items() if match}

@@ -70,6 +70,14 @@ def optimizer_for(case: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return kind(model.parameters(), lr=1e-3)
 
 
+def by_sgd(me: Any, folder: Path, config: fsdp_demo.ExchangeConfig) -> tuple[Any, Any, Any]:
+    """Model, optimizer and exchange of an island whose status lies in `folder`/status<island>."""
+    os.environ["ISLAND_STATUS"] = str(folder / f"status{me.island}")
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, optimizer, fsdp_demo.attach(optimizer, config, model=model)
+
+
 def trained(me: Any, case: str, victim: int, at: int, steps: int = 14) -> Any:
     """Train; the victim dies in a process of its own, so that its end tells the server nothing."""
     if me.island == victim and (child := os.fork()):
@@ -112,10 +120,7 @@ def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(
     """SIGSTOP for longer than ISLAND_DEAD."""
 
     def fn(me: Any) -> Any:
-        os.environ["ISLAND_STATUS"] = str(tmp_path / f"status{me.island}")
-        model = Small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        exchange = fsdp_demo.attach(optimizer, preset("full"), model=model)
+        model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
         steps, stopped = tmp_path / f"steps{me.island}", tmp_path / "stopped"
         for t in range(10):
             backward(model, me.island, t)
@@ -146,10 +151,7 @@ def test_an_island_that_stands_still_is_lost_after_the_time_that_is_set(
     """Its heartbeats go on: ISLAND_STALL counts, not ISLAND_DEAD."""
 
     def fn(me: Any) -> Any:
-        os.environ["ISLAND_STATUS"] = str(tmp_path / f"status{me.island}")
-        model = Small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        exchange = fsdp_demo.attach(optimizer, preset("full"), model=model)
+        model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
         for t in range(10):
             backward(model, me.island, t)
             while me.island == 1 and t == 6 and not (tmp_path / "done").exists():
@@ -175,10 +177,7 @@ def test_an_island_that_is_left_out_again_and_again_ends_with_75(
     """It comes back as a newcomer; the others have taken nothing of it."""
 
     def fn(me: Any) -> Any:
-        os.environ["ISLAND_STATUS"] = str(tmp_path / f"status{me.island}")
-        model = Small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        exchange = fsdp_demo.attach(optimizer, preset("demo", clip=None), model=model)
+        model, optimizer, exchange = by_sgd(me, tmp_path, preset("demo", clip=None))
         for t in range(8 + LIMIT + 3):
             backward(model, me.island, t)
             for p in model.parameters():
