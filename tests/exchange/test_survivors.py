@@ -162,8 +162,7 @@ def test_an_island_that_stands_still_is_lost_after_the_time_that_is_set(
         (tmp_path / "done").touch()
         return exchange.digests_equal()
 
-    env = {**ENV, "ISLAND_DEAD": "30", "ISLAND_STALL": "3"}
-    one, two = run_ranks(fn, 2, 1, env=env, check=False)
+    one, two = run_ranks(fn, 2, 1, env={**ENV, "ISLAND_STALL": "3"}, check=False)
     assert one.error is None and one.value, one.log
     seconds = re.search(r"no progress for (\d+) s", one.log)
     assert seconds is not None and 3 <= int(seconds[1]) < 50, one.log
