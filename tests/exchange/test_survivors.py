@@ -148,13 +148,15 @@ def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(
 def test_an_island_that_stands_still_is_lost_after_the_time_that_is_set(
     run_ranks, tmp_path: Path
 ) -> None:
-    """Its heartbeats go on: ISLAND_STALL counts, not ISLAND_DEAD."""
+    """Its heartbeats go on: ISLAND_STALL counts, not ISLAND_DEAD. The first messages, which may be
+    slow, are no more among the last 50.
+    """
 
     def fn(me: Any) -> Any:
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
-        for t in range(10):
+        for t in range(64):
             backward(model, me.island, t)
-            while me.island == 1 and t == 6 and not (tmp_path / "done").exists():
+            while me.island == 1 and t == 60 and not (tmp_path / "done").exists():
                 time.sleep(0.02)
             optimizer.step()
             optimizer.zero_grad()
