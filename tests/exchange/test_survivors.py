@@ -148,15 +148,14 @@ def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(
 def test_an_island_that_stands_still_is_lost_after_the_time_that_is_set(
     run_ranks, tmp_path: Path
 ) -> None:
-    """Its heartbeats go on: ISLAND_STALL counts, not ISLAND_DEAD. The first messages, which may be
-    slow, are no more among the last 50.
-    """
+    """Its heartbeats go on: ISLAND_STALL counts, not ISLAND_DEAD, nor ISLAND_TIMEOUT."""
 
     def fn(me: Any) -> Any:
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
-        for t in range(64):
+        for t in range(24):
+            time.sleep(0.1)  # so that heartbeats, two a second, see it move
             backward(model, me.island, t)
-            while me.island == 1 and t == 60 and not (tmp_path / "done").exists():
+            while me.island == 1 and t == 20 and not (tmp_path / "done").exists():
                 time.sleep(0.02)
             optimizer.step()
             optimizer.zero_grad()
@@ -164,10 +163,10 @@ def test_an_island_that_stands_still_is_lost_after_the_time_that_is_set(
         (tmp_path / "done").touch()
         return exchange.digests_equal()
 
-    one, two = run_ranks(fn, 2, 1, env={**ENV, "ISLAND_STALL": "3"}, check=False)
+    one, two = run_ranks(fn, 2, 1, 200, env={**ENV, "ISLAND_STALL": "3"}, check=False)
     assert one.error is None and one.value, one.log
     seconds = re.search(r"no progress for (\d+) s", one.log)
-    assert seconds is not None and 3 <= int(seconds[1]) < 50, one.log
+    assert seconds is not None and 3 <= int(seconds[1]) < 60, one.log
     assert two.status == 75, two.log
 
 
