@@ -1,4 +1,4 @@
-"""Tables of the study (docs/study.md), and what the planner and the README take from it."""
+"""Tables of the study (docs/study*.md), and what the planner and the README take from it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STUDY = {
     "study-transform-larger": ("size", "transform at"),
     "study-text": ("text",),
 }
-"""Tables of docs/study.md: the table of the study, and the beginnings of the groups that it has."""
+"""Tables of the study: the table of the study, and the beginnings of the groups that it has."""
 
 
 def study(name: str, *groups: str) -> Rows:
