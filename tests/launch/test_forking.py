@@ -19,7 +19,7 @@ from fsdp_demo.launch.preload import Imported, imports
 from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearse import Supervisor
 
-from .test_cli import ON_LINUX, rehearsal, run_id  # noqa: F401 (a fixture)
+from .rehearsals import ON_LINUX, rehearsal
 
 pytestmark = ON_LINUX
 
@@ -62,7 +62,7 @@ with open(pathlib.Path(__file__).with_suffix(".log"), "a") as file:
 """
 
 
-def worlds(run_id: str, folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:  # noqa: F811
+def worlds(run_id: str, folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """What each of two ranks of an island finds, and the output of the rehearsal."""
     script = folder / "world.py"
     script.write_text(WORLD)
@@ -77,7 +77,7 @@ def worlds(run_id: str, folder: Path, *options: str) -> tuple[list[dict[str, Any
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_a_forked_rank_finds_what_a_fresh_one_finds(
     launcher: str,
-    run_id: str,  # noqa: F811
+    run_id: str,
     tmp_path: Path,
 ) -> None:
     forked, output = worlds(run_id, tmp_path, "--launcher", launcher)
@@ -294,7 +294,7 @@ def test_ranks_that_may_use_a_gpu_are_not_forked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_script_that_is_no_python_file_is_started_as_always(
-    run_id: str,  # noqa: F811
+    run_id: str,
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "script"

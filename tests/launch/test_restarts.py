@@ -24,7 +24,7 @@ from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Supervisor
 
-from .test_cli import ON_LINUX, WAIT, lines_until, rehearsal, run_id  # noqa: F401 (a fixture)
+from .rehearsals import ON_LINUX, WAIT, lines_until, rehearsal
 
 # Trains 12 steps of a line with one number, and keeps it; rank 0 of island 1 is killed in its first
 # life.
@@ -169,7 +169,7 @@ def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -> None:  # noqa: F811
+def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -> None:
     """Island 1 is killed; island 0 saves and leaves; both come back and meet in a new attempt."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -196,7 +196,7 @@ def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -
 
 @ON_LINUX
 @pytest.mark.timeout(300)
-def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: Path) -> None:  # noqa: F811
+def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: Path) -> None:
     """And 75 stays 75."""
     script = tmp_path / "wait.py"
     script.write_text(
@@ -235,7 +235,7 @@ def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: P
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_restarts_of_torchrun_itself(run_id: str, tmp_path: Path) -> None:  # noqa: F811
+def test_restarts_of_torchrun_itself(run_id: str, tmp_path: Path) -> None:
     """`torchrun --max-restarts` on two islands of two ranks: one rank is killed, both launchers
     start theirs again, and the run ends.
     """

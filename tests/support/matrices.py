@@ -125,7 +125,7 @@ KEPT = {
         "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
         "test_both_end_equal": r"fsdp2-diloco",
     },
-    "launch/test_cli.py": {
+    "launch/test_rehearse.py": {
         "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
         "test_rehearse_by_torchrun_runs_every_rank_of_every_island": "",
         "test_rehearse_over_zeromq_has_a_durable_store": "",

@@ -1,0 +1,220 @@
+"""`fsdp-demo inspect`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_demo import cli
+
+
+def saved_run(rank) -> str:
+    """Two islands; checkpoints after steps 3 (nothing under way) and 4 (a payload under way)."""
+    from fsdp_demo import attach
+    from fsdp_demo.checkpoint import save_exchange
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 10))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    exchange = attach(
+        optimizer,
+        "diloco",
+        model=model,
+        period=2,
+        **{"schedule.delay": 1, "codec.value_dtype": "bf16"},
+    )
+    for step in range(1, 5):
+        model(torch.ones(1, 20)).sum().backward()
+        exchange.report(tokens=7)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step > 2:
+            save_exchange(
+                rank.folder / "run" / f"island{rank.island}" / f"checkpoint-{step}" / "exchange",
+                exchange,
+            )
+    exchange.finish()
+    return str(rank.folder / "run")
+
+
+@pytest.fixture
+def run_folder(run_ranks) -> Path:
+    return Path(run_ranks(saved_run, islands=2, procs=2)[0])
+
+
+@pytest.fixture
+def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int, Any]]:
+    """Exit status and the list that `--json` prints, or the error."""
+
+    def call(folder: Path) -> tuple[int, Any]:
+        status = cli.main(["inspect", "--json", str(folder)])
+        said = capsys.readouterr()
+        return status, json.loads(said.out) if said.out else said.err
+
+    return call
+
+
+def test_inspect_says_what_is_in_a_run(
+    run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = inspected(run_folder)
+    assert status == 0 and [(f["step"], f["holds"]) for f in found] == [
+        (step, {str(i): f"island{i}"}) for i in range(2) for step in (3, 4)
+    ]
+    one, late = found[0], found[1]
+    assert (
+        one["complete"]
+        and one["problems"] == []
+        and (one["preset"], one["islands"], one["topology"]) == ("diloco", 2, "islands")
+    )
+    assert one["settings"] == {
+        "delta.schedule.sync_every": 2,
+        "delta.schedule.delay": 1,
+        "delta.codec.value_dtype": "bf16",
+    }
+    assert (one["shards"], one["copies"], one["parameters"], one["frozen"], one["tokens"]) == (
+        1,
+        2,
+        910,
+        30,
+        2 * 3 * 7,
+    )
+    assert (
+        one["states"] == {"delta": {"anchor": 910 * 4, "momentum": 910 * 4}}
+        and one["in_flight"] == []
+    )
+    assert [(f["step"], f["channels"]) for f in late["in_flight"]] == [(3, ["delta"])] and late[
+        "in_flight"
+    ][0]["bytes"] > 0
+    assert one["versions"]["format"] == 3 and one["bytes"] > 2 * 910 * 4
+    assert cli.main(["inspect", str(run_folder)]) == 0
+    text = capsys.readouterr().out
+    for wanted in (
+        "island1/checkpoint-4",
+        "0 and 1 in the last exchange",
+        "42, of island 0",
+        "42, of island 1",
+        "sync_every=2",
+        "anchor 3.64 kB",
+        "sent in step 3 by delta",
+        "whole on all islands: 3 and 4",
+    ):
+        assert wanted in text, text
+
+
+def described(step: int, island: int, islands: int, took: list[int] | None = None) -> Any:
+    """What `inspect` says of one checkpoint, as far as `shared` reads it."""
+    holds = {str(island): f"island{island}"}
+    return {
+        "step": step,
+        "islands": islands,
+        "holds": holds,
+        "complete": True,
+        "participants": list(range(islands)) if took is None else took,
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ([described(s, i, 2) for i in (0, 1) for s in (50, 100)], "on all islands: 50 and 100"),
+        (  # a disk of its own
+            [described(s, 0, 2) for s in (50, 100)],
+            "the islands whose folders are here (island 0 of 2): 50 and 100\n"
+            "the folders here say nothing of that of 1: look there, too",
+        ),
+        (  # an old folder of an island that was dropped
+            [*(described(s, i, 2) for i in (0, 1) for s in (95, 100)), described(50, 2, 3)],
+            "whole on all islands: 95 and 100",
+        ),
+        (
+            [*(described(s, i, 3, [0, 1]) for i in (0, 1) for s in (95, 100)), described(50, 2, 3)],
+            "whole on all islands: no step\nin step 100, the newest, took part: 0 and 1 of 3. With "
+            "--resume auto the others take over from these; whole on these: 95 and 100",
+        ),
+    ],
+)
+def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: str) -> None:
+    from fsdp_demo.checkpoint.inspect import shared
+
+    assert shared(found).endswith(says), shared(found)
+
+
+def test_inspect_tells_a_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_demo.checkpoint import inspect
+
+    monkeypatch.setattr(inspect, "text", lambda info: str(info.get("chosen_because", "-")))
+    reasons = [{"chosen_because": why} for why in ("", "fast", "fast", "slow", "fast")]
+    assert inspect.texts([{}, *reasons]).split("\n\n") == [
+        *("-", "", "fast", "as above"),
+        *("slow", "as above"),
+    ]
+
+
+def test_inspect_says_what_is_missing_or_damaged(
+    run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exchange = run_folder / "island0" / "checkpoint-3" / "exchange"
+    tensors = exchange / "rank1.safetensors"
+    good = tensors.read_bytes()
+    tensors.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    status, (found,) = inspected(exchange.parent)
+    assert (
+        status == 1
+        and not found["complete"]
+        and found["problems"] == [f"{tensors} is damaged, its checksum does not fit"]
+    )
+    tensors.write_bytes(good)
+    (exchange / "rank1.json").unlink()
+    status, (found,) = inspected(exchange)
+    assert (
+        status == 1
+        and found["problems"] == ["island 0 lacks the part of rank 1"]
+        and found["step"] == 3
+    )
+    (exchange / "rank0.json").write_text("{")
+    status, error = inspected(exchange.parent)
+    assert (
+        status == 2
+        and "rank0.json is damaged" in error
+        and error.startswith("fsdp-demo: error: ")
+        and error.count("\n") == 1
+    )
+    assert cli.main(["inspect", str(run_folder)]) == 1
+    text = capsys.readouterr().out
+    assert "NOT READABLE: " in text and "whole on all islands: 4" in text
+
+
+def test_inspect_checks_the_files_that_a_manifest_names(run_folder: Path, inspected) -> None:
+    folder = run_folder / "island0" / "checkpoint-3"
+    (folder / "model.bin").write_bytes(b"123")
+    (folder / "manifest.json").write_text(
+        json.dumps({"version": 1, "files": {"model.bin": {"bytes": 3, "crc32": 0x884863D2}}})
+    )
+    assert inspected(folder)[0] == 0
+    (folder / "model.bin").write_bytes(b"124")
+    status, (found,) = inspected(folder)
+    assert status == 1 and found["problems"] == [
+        f"{folder / 'model.bin'} is damaged, its checksum does not fit"
+    ]
+    (folder / "model.bin").unlink()
+    assert inspected(folder)[1][0]["problems"] == [f"{folder / 'model.bin'} is missing"]
+
+
+@pytest.mark.parametrize("make, says", [(False, "no such folder"), (True, "holds no checkpoint")])
+def test_inspect_refuses_other_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: bool, says: str
+) -> None:
+    folder = tmp_path / "run"
+    if make:
+        (folder / "island0").mkdir(parents=True)
+        (folder / ".checkpoint-4.part").mkdir()
+    assert cli.main(["inspect", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1

@@ -1,0 +1,451 @@
+"""`fsdp-demo rehearse`: islands on one machine, their statuses and their lines. Scripts here use
+torch at most, not the library's core.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from fsdp_demo import cli
+from fsdp_demo.launch import rehearse, run
+from fsdp_demo.launch.console import Console, Splitter
+from fsdp_demo.launch.rehearsal import Rehearsal, devices
+from fsdp_demo.launch.rehearsal import command as launched
+from fsdp_demo.launch.rehearse import Supervisor
+
+from .rehearsals import (
+    ON_LINUX,
+    WAIT,
+    lines_until,
+    processes_of,
+    rehearsal,
+    store_of,
+    wait_until,
+)
+
+# Every rank of every island meets in the store, so the store, the addresses and the counts are
+# right if this ends.
+MEET = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+host, port = os.environ["ISLAND_ENDPOINT"].rsplit(":", 1)
+store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=60), wait_for_workers=False)
+store = dist.PrefixStore(os.environ["ISLAND_RUN"], store)
+store.add("ranks", 1)
+while store.add("ranks", 0) < int(os.environ["ISLAND_COUNT"]) * dist.get_world_size():
+    time.sleep(0.05)
+names = ("ISLAND_RANK", "ISLAND_NAME", "ISLAND_ADDRESS", "ISLAND_LINK", "RANK")
+words = ["met", str(int(total)), *(os.environ[name] for name in names), *sys.argv[1:]]
+sys.stdout.write(" ".join(words) + "\\n")  # in one piece: the launchers run ranks unbuffered, and ranks share a pipe
+store.add("done", 1)
+while store.add("done", 0) < int(os.environ["ISLAND_COUNT"]) * dist.get_world_size():
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""  # noqa: E501
+
+# The same over the durable store: by the library, for torch cannot speak to it.
+MEET_DURABLE = """
+import os, sys, time
+from fsdp_demo import Topology
+topology = Topology.from_env()
+store = topology.open_store().under(topology.run)
+store.add("ranks", 1)
+while store.add("ranks", 0) < topology.islands:
+    time.sleep(0.05)
+sys.stdout.write(f"met {topology.island} {topology.endpoint.partition('1')[0]} {store.identity().generation}\\n")
+store.add("done", 1)
+while store.add("done", 0) < topology.islands:
+    time.sleep(0.05)
+"""  # noqa: E501
+
+OUTLIVE = """
+import os, sys, time
+from fsdp_demo import Topology
+from fsdp_demo.errors import StoreSilent
+topology = Topology.from_env()
+store = topology.open_store().under(topology.run)
+store.add("ranks", 1)
+while store.add("ranks", 0) < topology.islands:
+    time.sleep(0.05)
+name, generation = store.identity()
+sys.stdout.write("have met\\n")
+sys.stdout.flush()
+while True:  # until it was started again
+    try:
+        if store.identity().generation > generation:
+            break
+    except StoreSilent:  # it takes its time on a busy machine
+        pass
+    time.sleep(0.2)
+assert store.identity().name == name and store.add("ranks", 0) == topology.islands
+sys.stdout.write(f"goes on {store.identity().generation}\\n")
+store.add("done", 1)
+while store.add("done", 0) < topology.islands:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.gloo
+def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")  # the script meets at torch's own store
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
+    words = (
+        "--procs",
+        "2",
+        "--link",
+        "100Mbit",
+        "--rtt",
+        "40ms",
+        "--",
+        str(script),
+        "--flag",
+        "--",
+        "x",
+    )
+    process = rehearsal(run_id, script, *words)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    met = sorted(line for line in output.splitlines() if "met" in line)
+    ranks = [(island, rank) for island in range(2) for rank in range(2)]
+    assert met == [
+        f"[island{i}] met 2 {i} island{i} 127.0.0.1 100Mbit,40ms {r} --flag -- x" for i, r in ranks
+    ], output
+
+
+def test_rehearse_over_zeromq_has_a_durable_store(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("zmq")
+    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
+    monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
+    script = tmp_path / "meet.py"
+    script.write_text(MEET_DURABLE)
+    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert sorted(line for line in output.splitlines() if "met" in line) == [
+        f"[island{i}] met {i} zmq:// 1" for i in range(2)
+    ], output
+    assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
+
+
+@ON_LINUX
+@pytest.mark.slow
+def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("zmq")
+    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
+    script = tmp_path / "outlive.py"
+    script.write_text(OUTLIVE)
+    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
+    before = lines_until(process, "have met", 2)
+    os.kill(store_of(process.pid), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, "".join(before) + output
+    assert "[rehearse] the store has ended; starting it again on its file" in output
+    assert sorted(line for line in output.splitlines() if "goes on" in line) == [
+        f"[island{i}] goes on 2" for i in range(2)
+    ], output
+
+
+def test_no_island_rewrites_what_another_launcher_reads(tmp_path: Path) -> None:
+    plan = Rehearsal(2, 1, (__file__,), "accelerate")
+    words = [launched(plan, tmp_path, False) for _ in range(2)]
+    files = {each[each.index("--config_file") + 1] for each in words}
+    assert len(files) == 2 and all("use_cpu: true" in Path(file).read_text() for file in files)
+
+
+def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
+    supervisor, started = (
+        Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO()),
+        list[str](),
+    )
+    monkeypatch.setattr(supervisor, "launch_store", lambda bind, *words: started.append(bind))
+    supervisor.endpoint = "zmq://127.0.0.1:7"
+    supervisor.store_has_ended(100.0)
+    assert (
+        started == ["zmq://127.0.0.1:7"]
+        and not supervisor.store_lost
+        and supervisor.stop_at is None
+    )
+    supervisor.store_has_ended(100.0 + rehearse.BRIEF / 2)
+    assert (
+        len(started) == 1
+        and supervisor.store_lost
+        and supervisor.stop_at == 100.0 + rehearse.BRIEF / 2
+    )
+    supervisor.selector.close()
+    # not `leave_nothing`, which ends all that this process has started
+    shutil.rmtree(supervisor.folder)
+
+
+def test_without_a_file_the_end_of_the_store_ends_the_islands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
+    supervisor = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO())
+    supervisor.store_has_ended(100.0)
+    assert supervisor.store_lost and supervisor.stop_at == 100.0
+    supervisor.selector.close()
+    shutil.rmtree(supervisor.folder)
+
+
+def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_path: Path) -> None:
+    script = tmp_path / "say.py"
+    names = ["ISLAND_RANK", "ISLAND_COUNT", "RANK", "WORLD_SIZE", "MASTER_ADDR"]
+    script.write_text(
+        f"import os, sys\nsys.stdout.write('env ' + ' '.join(os.environ[name] for name in {names}) "
+        "+ '\\n')\n"
+    )
+    process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    said = sorted(line for line in output.splitlines() if "env" in line)
+    assert said == [
+        f"[island{i}] env {i} 2 {rank} 2 127.0.0.1" for i in range(2) for rank in range(2)
+    ], output
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "deepspeed"])
+def test_rehearse_runs_a_module(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    pytest.importorskip(launcher) if launcher != "torchrun" else None
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(
+        "import os, sys\nfrom . import __name__ as package\n"
+        "sys.stdout.write(f'ran {package} {os.environ[\"ISLAND_RANK\"]} {sys.argv[1:]}\\n')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ("--procs", "1", "--launcher", launcher, "--", "-m", "pkg.train", "--lr", "1")
+    process = rehearsal(run_id, tmp_path, *words)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    said = sorted(line for line in output.splitlines() if "] ran" in line)
+    assert said == [f"[island{i}] ran pkg {i} ['--lr', '1']" for i in range(2)], output
+
+
+@ON_LINUX
+@pytest.mark.gloo
+def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    act = (
+        "signal.signal(signal.SIGTERM, lambda *_: leave(75))\nif island == '1' and rank == '1': "
+        "time.sleep(1); sys.exit(3)"
+    )
+    script.write_text(WAIT.format(act=act))
+    process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 3, output
+    assert "[rehearse] island1 ended with status 3" in output
+    assert "status 3 (island0 75, island1 3)" in output.splitlines()[-1]
+
+
+@ON_LINUX
+def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    armed = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.stdout.write('told to "
+        "end\\n'))\nprint('armed', flush=True)\ntime.sleep(60)"
+    )
+    script.write_text(WAIT.format(act=armed))
+    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun")
+    lines_until(process, "] armed", 2)
+    process.send_signal(signal.SIGINT)
+    lines_until(process, "told to end", 2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+
+
+@ON_LINUX
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    act = (
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave(75)))\nif island == '1': "
+        "leave(75)"
+    )
+    script.write_text(WAIT.format(act=act))
+    process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--grace", "0.5")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "status 75 (island0 75, island1 75)" in output.splitlines()[-1]
+
+
+@ON_LINUX
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rehearse", "launcher"])
+def test_nothing_is_left_when_a_parent_is_killed(
+    victim: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")  # the others end when an island does
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT.format(act=""))
+    process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
+    lines_until(process, "] here", 4)
+    if victim == "rehearse":
+        process.kill()
+        process.wait()
+        wait_until(lambda: not processes_of(run_id), 20)
+        return
+    launchers = [
+        pid
+        for pid in processes_of(run_id)
+        if b"fsdp_demo.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(launchers[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 137, output
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--islands", "0", "--procs", "1", "--", __file__], "--islands 0: must be 1 or more"),
+        (["--islands", "2", "--procs", "-1", "--", __file__], "--procs -1: must be 1 or more"),
+        (["--islands", "2", "--procs", "1"], "no script"),
+        (
+            ["--islands", "2", "--procs", "1", "--", "nowhere.py"],
+            "script 'nowhere.py': no such file",
+        ),
+        (["--islands", "2", "--procs", "1", "--", "-m"], "-m : no such module"),
+        (
+            ["--islands", "2", "--procs", "1", "--", "-m", "nowhere.train"],
+            "-m nowhere.train: no such module",
+        ),
+        (["--islands", "2", "--procs", "1", "--link", "fast", "--", __file__], "link rate 'fast'"),
+        (["--islands", "2", "--procs", "1", "--rtt", "40", "--", __file__], "link round trip '40'"),
+        (["--islands", "2", "--procs", "1", "--run", "a b", "--", __file__], "--run 'a b'"),
+    ],
+)
+def test_rehearse_refuses_with_a_clear_text(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["rehearse", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "procs", "expected"),
+    [
+        (0, None, 2, ["", ""]),
+        (4, None, 2, ["0,1", "2,3"]),
+        (4, "4,5,6,7", 2, ["4,5", "6,7"]),
+        (1, None, 1, ["0", "0"]),
+        (1, None, 2, ["", ""]),
+        (3, None, 2, ["0,1", "0,1"]),
+    ],
+)
+def test_gpus_are_split_over_islands(
+    count: int,
+    visible: str | None,
+    procs: int,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fsdp_demo.launch.rehearsal.may_have_gpus", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices(Rehearsal(2, procs, (__file__,), "torchrun"))[0] == expected
+
+
+def failed(*codes: int) -> ChildFailedError:
+    return ChildFailedError(
+        "script", {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)}
+    )
+
+
+def test_status_of_failed_ranks(tmp_path: Path) -> None:
+    never = float("inf")
+    assert run.failed_status(failed(3), str(tmp_path), never) == 3
+    assert run.failed_status(failed(-9, -15), None, never) == 137
+    assert run.failed_status(failed(75, 1), str(tmp_path), never) == 75
+    assert run.failed_status(failed(1), str(tmp_path), never) == 1
+    (tmp_path / "rank1").write_text("75\n")
+    assert run.failed_status(failed(1, 75), str(tmp_path), never) == 75, (
+        "rank 1 left first, rank 0 fell over it"
+    )
+    assert run.failed_status(failed(1, 75), str(tmp_path), time.time() - 60) == 1, (
+        "rank 1 saved because it was told to end"
+    )
+    assert run.failed_status(failed(3, 75), str(tmp_path), never) == 3
+
+
+def test_lines_arrive_whole_in_whatever_pieces_they_come() -> None:
+    data = "α one\r\n 10%\r 20%\r\rtwo\nrest".encode()
+    expected = [
+        ("α one", False),
+        (" 10%", True),
+        (" 20%", True),
+        ("", True),
+        ("two", False),
+        ("rest", False),
+    ]
+    for size in (1, 2, 3, 5, len(data)):
+        splitter = Splitter()
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        lines = [line for piece in pieces for line in splitter.feed(piece)]
+        assert lines + splitter.feed(b"", final=True) == expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_stays_below_the_lines_of_a_terminal() -> None:
+    terminal = Terminal()
+    console = Console(terminal)
+    console.show("island0", " 10%", passing=True, first=True)
+    console.show("island1", " 10%", passing=True)
+    console.show("island1", "hello")
+    console.show("island0", " 20%", passing=True, first=True)
+    console.show("island0", "done")
+    clear = "\r\x1b[K"
+    assert (
+        terminal.getvalue()
+        == f"[island0] 10%{clear}[island1] hello\n[island0] 20%{clear}[island0] done\n"
+    )
+
+
+def test_a_progress_bar_does_not_fill_a_file() -> None:
+    file = io.StringIO()
+    console = Console(file)
+    for percent in range(100):
+        console.show("island0", f"{percent}%", passing=True, first=True)
+    console.show("island0", "100%")
+    assert file.getvalue() == "[island0] 0%\n[island0] 100%\n"
+
+
+def test_a_name_that_a_line_has_already_is_not_written_twice() -> None:
+    file = io.StringIO()
+    console = Console(file)
+    for text in ("[island0] preset demo", "[island1] elsewhere", "plain"):
+        console.show("island0", text)
+    written = "[island0] preset demo\n[island0] [island1] elsewhere\n[island0] plain\n"
+    assert file.getvalue() == written

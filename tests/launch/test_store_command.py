@@ -1,0 +1,242 @@
+"""`fsdp-demo store` and `fsdp-demo status`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fsdp_demo import cli
+from fsdp_demo.comm.address import join_address, split_address
+from fsdp_demo.launch.store import serve
+
+from .rehearsals import ON_LINUX, command
+
+TOKEN = "a token that is long enough"
+
+
+def test_store_serves_until_stopped(tmp_path: Path) -> None:
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    files = [tmp_path / number.name for number in numbers]
+    words = ["store", "--bind", "127.0.0.1:0", "--port-file"]
+    stores = [
+        subprocess.Popen(command(*words, str(file)), stdout=subprocess.PIPE, text=True)
+        for file in files
+    ]
+    try:
+        for process, file, number in zip(stores, files, numbers, strict=True):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            port = int(file.read_text())
+            assert line == (
+                f"store listening on 127.0.0.1:{port}; on every island: export "
+                f"ISLAND_ENDPOINT=127.0.0.1:{port}\n"
+            )
+            socket.create_connection(("127.0.0.1", port), 5).close()
+            process.send_signal(number)
+            assert process.wait(30) == 0
+    finally:
+        for process in stores:
+            process.kill()
+
+
+def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    from fsdp_demo.comm.store_zeromq import ZeroMQStore
+
+    found, token = [], "a token that is long enough"
+    for _ in range(2):
+        env = {
+            **os.environ,
+            "ISLAND_TOKEN": token,
+            "PYTHONPATH": str(Path(cli.__file__).parents[1]),
+        }
+        words = command("store", "--bind", "zmq://127.0.0.1:0")
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env
+        ) as process:
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                kept = f"keys in {tmp_path / 'fsdp_demo_store.sqlite'}"
+                said = re.fullmatch(
+                    rf"store listening on (127\.0\.0\.1:\d+), {re.escape(kept)}; .* export "
+                    rf"ISLAND_ENDPOINT=(.+)\n",
+                    line,
+                )
+                assert said and said[2] == f"zmq://{said[1]}", line
+                client = ZeroMQStore(said[2], token)
+                found.append((client.add("starts", 1), client.identity()))
+                client.close()
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30) == 0
+            finally:
+                process.kill()
+    assert [count for count, _ in found] == [1, 2] and [who.generation for _, who in found] == [
+        1,
+        2,
+    ]
+    assert found[0][1].name == found[1][1].name and [f.name for f in tmp_path.iterdir()] == [
+        "fsdp_demo_store.sqlite"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["127.0.0.1:0", "--file", "keys"],
+            "this store keeps nothing in a file; take --bind zmq://127.0.0.1:0",
+        ),
+        (["zmq://127.0.0.1"], "address '127.0.0.1': expected ADDR:PORT"),
+        (
+            ["zmq://198.51.100.7:0", "--file", ":memory:"],
+            "--bind zmq://198.51.100.7:0: cannot listen there: .*no such address",
+        ),
+        (
+            ["zmq://127.0.0.1:0", "--file", "no/such/folder/keys"],
+            "--file no/such/folder/keys: No such file or directory; take a file in a",
+        ),
+    ],
+)
+def test_a_durable_store_refuses_what_it_cannot_use(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("zmq")
+    assert cli.main(["store", "--bind", *words]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_short_token_and_an_open_door_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("zmq")
+    from fsdp_demo.launch.durable_store import DurableStore
+
+    for token, warned in (("", 2), ("a token that is long enough", 1)):
+        store = DurableStore("zmq://0.0.0.0:0", ":memory:", token)
+        store.serve_while(lambda: False)  # closes it
+        assert (
+            len(store.warnings) == warned
+            and "keeps nothing" in store.warnings[-1]
+            and "0.0.0.0" not in store.endpoint
+        )
+    assert (
+        "ISLAND_TOKEN is set, but this store lets everybody in"
+        in serve("127.0.0.1:0", "a token").warnings[0]
+    )
+    monkeypatch.setenv("ISLAND_TOKEN", "short")
+    for bind in ("zmq://127.0.0.1:0", "127.0.0.1:0"):
+        assert cli.main(["store", "--bind", bind]) == 2
+        assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "status", "says"),
+    [
+        (TOKEN, "short", 2, "ISLAND_TOKEN has 5 characters, allowed are 16 or more"),
+        (TOKEN, "another token, as long", 2, "must be the same at the store"),
+        (TOKEN, "", 2, "must be the same at the store"),
+        (TOKEN, TOKEN, 1, ""),
+    ],
+)
+def test_status_ends_whatever_token_it_is_given(
+    there: str, here: str, status: int, says: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("zmq")
+    from fsdp_demo.launch.durable_store import DurableStore, InThread
+
+    served = InThread(DurableStore("zmq://127.0.0.1:0", tmp_path / "keys", there))
+    env = {
+        **os.environ,
+        "ISLAND_ENDPOINT": served.endpoint,
+        "ISLAND_RUN": "none",
+        "ISLAND_TOKEN": here,
+        "PYTHONPATH": str(Path(cli.__file__).parents[1]),
+    }
+    try:
+        done = subprocess.run(
+            command("status"), env=env, capture_output=True, text=True, timeout=120
+        )
+    finally:
+        served.end()
+    assert done.returncode == status and says in done.stderr, done.stderr
+    assert "nobody has met" in done.stdout or status == 2
+
+
+def listens_on(port: int) -> list[str]:
+    """Local addresses (hexadecimal) that listen on a port, from /proc."""
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        row[1].split(":")[0]
+        for row in rows
+        if row[3] == "0A" and int(row[1].split(":")[1], 16) == port
+    ]
+
+
+@ON_LINUX
+def test_store_listens_on_the_address_asked_for_and_no_other() -> None:
+    served = serve("127.0.0.1:0")
+    assert listens_on(served.port) == ["0100007F"]
+    assert served.warnings == ()
+    served.server.set("key", "value")
+    with pytest.raises(
+        ValueError, match="cannot listen there: Address already in use.*another port"
+    ):
+        serve(served.endpoint)
+
+
+def test_store_on_every_address_says_so() -> None:
+    served = serve("0.0.0.0:0")
+    assert "every address" in served.warnings[0]
+    assert split_address(served.endpoint)[1] == served.port and "0.0.0.0" not in served.endpoint
+
+
+def test_store_warns_of_a_public_address() -> None:
+    import ipaddress
+
+    from fsdp_demo.launch import store
+
+    (warning,) = store._warnings(ipaddress.ip_address("8.8.8.8"))
+    assert "PUBLIC" in warning and "no passwords" in warning
+    for private in ("127.0.0.1", "10.1.2.3", "192.168.1.5", "100.100.1.1", "fd00::1"):
+        assert store._warnings(ipaddress.ip_address(private)) == (), private
+
+
+@pytest.mark.parametrize(
+    "bind",
+    [
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":1",
+        "127.0.0.1:70000",
+        "::1:29500",
+        "127.0.0.1:x",
+        "",
+        "no such name:1",
+    ],
+)
+def test_store_refuses_wrong_addresses(bind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["store", "--bind", bind]) == 2
+    assert re.search(
+        r"error: (address .* expected ADDR:PORT|--bind .* has no address)", capsys.readouterr().err
+    )
+
+
+def test_store_refuses_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["store", "--bind", "198.51.100.7:0"]) == 2
+    assert "no such address" in capsys.readouterr().err
+
+
+def test_addresses_read_back() -> None:
+    for text in ("10.0.0.5:29500", "[fd00::1]:29500", "host:0"):
+        assert join_address(*split_address(text)) == text
