@@ -123,9 +123,8 @@ class MessageSender:
                 )
             flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
             self._ledger.message(flight.members, peers.size, peers.rank, flight.moved)
-            self._watch.compare(
-                peers, arrived.bodies, self._watch.compares and message.blank(sections), bool(sent)
-            )
+            if self._watch.compares and len(arrived.bodies) > 1:  # alone: there is none to compare
+                self._watch.compare(peers, arrived.bodies, message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
             return self.pinned(flight, lambda: arrived)
 

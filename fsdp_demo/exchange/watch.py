@@ -81,11 +81,11 @@ class Watch:
         self, peers: PeerGroup, bodies: Sequence[Tensor], blank: bool, reduced: bool
     ) -> None:
         """Warn once if the first messages that hold anything but zeros are the same from all
-        islands. In the worker's thread.
+        islands: two or more. In the worker's thread.
 
         `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too
         (`PeerGroup.alike`, `PeerGroup.something`)."""
-        if not self.compares or blank and not (reduced and peers.something):
+        if blank and not (reduced and peers.something):
             return
         self.compares = False
         if all(torch.equal(b, bodies[0]) for b in bodies) and (not reduced or peers.alike):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -1059,6 +1060,10 @@ def test_a_peer_at_another_step_is_refused(run_ranks):
         before = probe.whole(model)
         with pytest.raises(WireError, match="step"):
             optimizer.step()
+        # who ends first must not be lost to the other before that one has read the message
+        (me.folder / f"refused{me.island}").touch()
+        while len(list(me.folder.glob("refused*"))) < me.islands:
+            time.sleep(0.02)
         return same(before, probe.whole(model))
 
     assert run_ranks(run, procs=1) == [True, True]

@@ -290,6 +290,25 @@ def test_islands_on_the_same_rows_are_told_once(run_ranks: Callable[..., Any], n
         assert [log.count("sent the same first payload") for log in logs] == [int(same)] * 2, logs
 
 
+@pytest.mark.parametrize("name", ["demo", "full"])
+def test_an_island_that_is_alone_is_told_of_no_same_rows(
+    run_ranks: Callable[..., Any], name: str
+) -> None:
+    config = CONFIGS[name]
+
+    def run(me: Any) -> None:
+        logging.basicConfig(level=logging.INFO, force=True)
+        small = Small(Topology.from_env(), config)
+        if me.island == 1:
+            return  # it is lost before its first message
+        small.train(3)
+        small.exchange.finish()
+
+    logs = [o.log for o in run_ranks(run, 2, 1, check=False)]
+    assert "training goes on with island 0" in logs[0], logs
+    assert "sent the same first payload" not in logs[0], logs
+
+
 def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
     """Every message of a run, set-up and questions included, begins with a header that says what it
     is.
