@@ -36,7 +36,7 @@ class EngineStepHooks(PausableStepHooks):
         self,
         engine: Any,
         partitions: Partitions,
-        before: Callable[[], None],
+        before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],
         gradients: Callable[[], bool],

@@ -258,7 +258,7 @@ class ZeroHost(RefusesOldNames):
     def hooks(
         self,
         island: IslandGroup,
-        before: Callable[[], None],
+        before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],
         gradients: Callable[[], bool],

@@ -4,7 +4,7 @@ can average.
 No optimizer steps them, so no exchange of gradients or deltas moves them: every island would end
 with its own. They are averaged like the parameters of `local_sgd`: in the message of the channel
 that moves parameters, or every EVERY steps where only gradients are exchanged, and at the end.
-Whole-number buffers (counters), and those that a model does not save, stay as they are.
+Whole-number buffers (counters), those that a model does not save, and masks stay as they are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from .placement import Placement
 NAME = "buffers"
 """Of the channel. Configurations have no channel of this name: nobody sets it."""
 
+LIMIT = 1e18
+"""The largest magnitude of a buffer that is averaged: the square of a larger one overflows in fp32.
+What holds more, or Inf, is no statistic but a mask: -inf or the smallest number of its dtype.
+"""
+
 EVERY = 100
 """Steps between two averages where no channel moves parameters."""
 
@@ -33,30 +38,47 @@ class Buffers:
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device):
-        self._model, self.device = model, device
+        self._model, self.device, left_out = model, device, masks(model)
+        averaged = {
+            n: b
+            for n, b in saved_buffers(model).items()
+            if n not in left_out and b.element_size() <= 4
+        }
+        self._names = list(averaged)
         self.params = [
             LocalParam(plain_name(name), tuple(b.shape), tuple(local_part(b).shape), b.dtype, False)
-            for name, b in _averaged(model).items()
+            for name, b in averaged.items()
         ]
 
     def tensors(self, source: str) -> list[Tensor | None]:
         """The buffers as they are now (`source` "parameter"), in the order of `params`."""
         assert source == "parameter", source
-        return [local_part(b) for b in _averaged(self._model).values()]
+        there = saved_buffers(self._model)
+        return [local_part(there[name]) for name in self._names]
 
 
-def _averaged(model: torch.nn.Module) -> dict[str, Tensor]:
+@torch.no_grad()
+def masks(model: torch.nn.Module) -> set[str]:
+    """Names of the floating-point buffers that are saved with a model and hold more than `LIMIT`,
+    or Inf. One read from the device.
+    """
+    parts = {n: local_part(b) for n, b in saved_buffers(model).items()}
+    parts = {n: t for n, t in parts.items() if t.numel() and t.device.type != "meta"}
+    if not parts:
+        return set()
+    most = torch.stack([t.float().abs().amax() for t in parts.values()])
+    return {n for n, far in zip(parts, (most > LIMIT).tolist(), strict=True) if far}
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The floating-point buffers that are saved with a model, by name."""
     saved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }
-    return {
-        n: b
-        for n, b in model.named_buffers()
-        if n in saved and b.is_floating_point() and b.element_size() <= 4
-    }
+    return {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
 
 
 def channel(

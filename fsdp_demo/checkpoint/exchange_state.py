@@ -106,7 +106,7 @@ class SavedExchange(PartSet):
 
     def state_for(self, exchange: Exchange) -> dict[str, Any]:
         """The state of `exchange`'s rank: as it was saved if it stands where it stood, else
-        converted to its numbers.
+        converted to its numbers and its order of parameters.
 
         Raises:
             ValueError: another preset or model; parts that are missing or damaged.
@@ -270,8 +270,8 @@ def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) 
 _NAME = re.compile(r"rank\d+\.json")
 
 
-def _stretches(head: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]]:
-    """Local shape of each tensor, and where it begins in the whole one (None: cut along dim 0, or
-    whole).
+def _stretches(head: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...], int | None]]:
+    """Name and local shape of each tensor, and where it begins in the whole one (None: cut along
+    dim 0, or whole). In their order: a workspace has them one behind the other.
     """
-    return [(tuple(p["shape"]), p.get("offset")) for p in head["parameters"]]
+    return [(p["name"], tuple(p["shape"]), p.get("offset")) for p in head["parameters"]]

@@ -1,9 +1,10 @@
-"""One rank's part of a replica: local parameters, states of the inner optimizers, the exchange. No
-collectives: peers may be gone.
+"""One rank's part of a replica: local parameters, states of the inner optimizers, the rest of the
+model, the exchange. No collectives: peers may be gone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,27 @@ from ..exchange.exchange import Exchange
 from ..hosts.base import local_part
 from ..hosts.optimizers import materialise
 from .exchange_state import Snapshot, describe_part
-from .files import read_part, write_part
+from .files import OTHER, read_part, write_part
 from .finite import refuse_not_finite
 from .reshard import average_states
+from .sharded_state import model_tensors, outside
+
+log = logging.getLogger("fsdp_demo")
 
 
 def save_local(
     folder: Path,
+    model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     exchange: Exchange,
     loop: Any = None,
     before_last: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Write this rank's shards, optimizer states, exchange and what its loop keeps;
-    `FOLDER/rank<rank>.json` comes last.
+    """Write this rank's shards, optimizer states, the rest of its model, exchange and what its loop
+    keeps; `FOLDER/rank<rank>.json` comes last.
+
+    The rest: persistent buffers, and parameters that no optimizer holds (frozen ones, a teacher
+    that is an average).
 
     Args:
         loop: a tree of tensors and JSON values.
@@ -35,10 +43,12 @@ def save_local(
             part unfinished.
 
     Raises:
-        NotFinite: a tensor holds NaN or Inf; nothing is written.
+        NotFinite: a tensor of optimizers or exchange holds NaN or Inf; nothing is written.
     """
     kept, state = replica_tree(optimizers), exchange.state_dict()
+    # not the rest: a mask of -inf is as it should be, and the step's work is in the others
     refuse_not_finite(("replica", kept), ("exchange", state))
+    kept |= {"names": _names(model, optimizers), "rest": _rest(model, optimizers)}
     Snapshot(describe_part(exchange), state).write(folder / "exchange")
     rank, world = exchange.topology.rank, exchange.topology.world
     head = {"step": exchange.step, "rank": rank, "world": world, "exchange": True}
@@ -46,13 +56,17 @@ def save_local(
 
 
 def load_local(
-    shares: Mapping[Path, float], rank: int, optimizers: Sequence[torch.optim.Optimizer]
+    shares: Mapping[Path, float],
+    rank: int,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> list[Any]:
-    """Put the shards and optimizer states that `save_local` wrote back, before `attach`.
+    """Put the shards, optimizer states and the rest of the model that `save_local` wrote back, by
+    their names, before `attach`.
 
     Args:
         shares: folders of islands and their weights. Several, where the number of islands has
-            changed: the weighted mean.
+            changed: the weighted mean; of counters and flags among the buffers the first.
 
     Returns:
         What the loop of each folder kept, in their order.
@@ -61,11 +75,88 @@ def load_local(
         ValueError: another model or number of ranks; a part that is missing or damaged.
     """
     contents = [read_part(folder / f"rank{rank}.json")[1] for folder in shares]
-    kept = [{key: content[key] for key in ("parameters", "optimizer")} for content in contents]
-    fill_replica(
-        optimizers, average_states(kept, list(shares.values())), ", ".join(map(str, shares))
-    )
+    names, weights = _names(model, optimizers), list(shares.values())
+    where = ", ".join(map(str, shares))
+    kept = [_in_order(content, names, where) for content in contents]
+    fill_replica(optimizers, average_states(kept, weights), where)
+    _fill_rest(_rest(model, optimizers), [c.get("rest") for c in contents], weights, where)
     return [content["loop"] for content in contents]
+
+
+def _names(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Of the parameters in a `replica_tree`."""
+    held = model_tensors(model)
+    names = {id(p): name for name, p in (held | outside(held, optimizers)).items()}
+    return [names[id(p)] for _, p in _parameters(optimizers)]
+
+
+def _rest(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    """Local parts of what the model has beside the parameters of the optimizers. Without what the
+    file cannot hold, since this save must not fail: tensors of other packages' classes (quantized
+    weights, which may not be made of one tensor), sparse ones, and complex ones of other sizes.
+    """
+    held = {id(p) for _, p in _parameters(optimizers)}
+    rest = {n: local_part(t) for n, t in model_tensors(model).items() if id(t) not in held}
+    return {
+        name: t
+        for name, t in rest.items()
+        if type(t) is torch.Tensor
+        and t.layout == torch.strided
+        and t.dtype not in (torch.complex32, torch.complex128)
+    }
+
+
+def _in_order(content: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
+    """A saved `replica_tree` in the order of the optimizers here. One of an earlier release has no
+    names: it is taken as it lies.
+    """
+    tree = {key: content[key] for key in ("parameters", "optimizer")}
+    saved = content.get("names")
+    if saved is None:
+        return tree
+    if sorted(saved) != sorted(names):
+        there, here = sorted({*saved} - {*names}), sorted({*names} - {*saved})
+        raise ValueError(
+            f"{where} was saved with optimizers over other parameters: {_some(there)} only there, "
+            f"{_some(here)} only here. Give them the same parameters (those that are not in the "
+            f"model: in the same groups, or with names), or {OTHER}"
+        )
+    at = {name: i for i, name in enumerate(saved)}
+    return {key: [values[at[name]] for name in names] for key, values in tree.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "") or "none"
+
+
+@torch.no_grad()
+def _fill_rest(
+    live: Mapping[str, torch.Tensor],
+    saved: Sequence[Mapping[str, torch.Tensor] | None],
+    weights: Sequence[float],
+    where: str,
+) -> None:
+    """Put the rest of the model back."""
+    found = [rest for rest in saved if rest is not None]
+    if len(found) < len(saved):
+        if live:
+            log.warning(
+                "%s is of a release that saved no buffers and untrained parameters on the way "
+                "out: %s stay as they are here",
+                where,
+                _some(list(live)),
+            )
+        return
+    for name, tensor in live.items():
+        if any(name not in rest or rest[name].shape != tensor.shape for rest in found):
+            raise ValueError(
+                f"{where} was saved by another model: {name} of shape {tuple(tensor.shape)} here "
+                f"is not in it. Give the model it was saved with, or {OTHER}"
+            )
+        values = [rest[name] for rest in found]
+        tensor.copy_(average_states(values, weights) if tensor.is_floating_point() else values[0])
 
 
 def _parameters(

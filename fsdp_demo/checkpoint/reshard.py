@@ -1,5 +1,5 @@
-"""A saved exchange taken over by another number of islands, shards or copies: `convert` makes one
-rank's state from the parts of all.
+"""A saved exchange taken over by another number of islands, shards or copies, or with parameters in
+another order: `convert` makes one rank's state from the parts of all.
 
 Islands. `shares` says how much of each saved island goes into a new one; the mean over the islands
 stays. Whoever loads the model mixes parameters and inner optimizer states by the same shares
@@ -309,7 +309,7 @@ def _rows(shard: LocalParam, place: ShardPosition) -> Rows:
 
 def convert(saved: PartSet, exchange: Exchange) -> dict[str, Any]:
     """What `exchange.load_state_dict` takes on this rank, from a state saved with other islands,
-    shards or copies. No collectives.
+    shards or copies, or another order of parameters. No collectives.
 
     Args:
         saved: heads of the parts of all islands (of the one or few that are left, where others are
@@ -439,7 +439,9 @@ def _report(reader: CheckpointReader, exchange: Exchange) -> None:
         ShardPosition(reader.shards, num_copies=reader.active_copies).form,
         form,
     )
-    if saved < reader.size:
+    # parameters in another order, or other shards: the others bring what is theirs
+    own = islands == reader.size and exchange.topology.island in reader.islands
+    if saved < reader.size and not own:
         log.warning(
             "the state was saved by %s, whole and in sight here are those of %s: nothing of the "
             "others' own state is taken here. Islands with disks of their own bring it themselves; "

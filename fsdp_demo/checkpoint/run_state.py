@@ -20,8 +20,11 @@ from typing import Any
 
 import torch
 
+from ..channels.buffers import masks
 from ..exchange.exchange import Exchange
+from ..exchange.refusals import refuse_shown
 from ..exchange.startup import OwnCheckpoint
+from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
 from .exchange_state import SavedExchange, Snapshot, load_exchange
 from .files import copied, read_part, write_part
@@ -51,7 +54,7 @@ class RunState:
     Args:
         checkpoints: of this replica.
         model, optimizer: sharded or not, as `accelerator.prepare` gave them; the optimizer as for
-            `attach`.
+            `attach`. What it holds beside the model (a criterion that learns) is saved, too.
         facts: of the run (JSON), for whoever exports the model.
 
     Attributes:
@@ -103,6 +106,7 @@ class RunState:
             unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
         ]
         self.step, self.same = 0, True
+        self._masks = {f"model.{plain_name(n)}" for n in masks(unwrap_model(model))}
         self.saved: SavedExchange | OwnCheckpoint | None = None
         self.extra: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
@@ -206,7 +210,7 @@ class RunState:
         mine = self.checkpoints.emergency(step)
         of = self._replicas([mine], self._siblings("emergency", step))
         folders = {of[i]: w for i, w in self._weights().items()}
-        loops = load_local(folders, self.checkpoints.topology.rank, self.optimizers)
+        loops = load_local(folders, self.checkpoints.topology.rank, self.model, self.optimizers)
         self._take(loops[list(folders).index(mine) if mine in folders else 0])
 
     def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:
@@ -262,12 +266,14 @@ class RunState:
             OSError, NotFinite: the third save in a row that failed; before that a warning
                 (`CheckpointManager.save`).
         """
+        refuse_shown(exchange.shows_result, "RunState.save()")
         group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"
 
         def copy() -> tuple[dict[str, torch.Tensor], Snapshot, Any]:
             # waits for what is under way
             live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()
-            refuse_not_finite(("replica", live), ("exchange", state))
+            kept = {n: t for n, t in live.items() if n not in self._masks}
+            refuse_not_finite(("replica", kept), ("exchange", state))
             loop, head = self._loop(extra), described(exchange, self.checkpoints.root)
             return (
                 live,
@@ -292,11 +298,17 @@ class RunState:
     def emergency(self, exchange: Exchange, extra: Extra = dict) -> None:
         """This rank's own, without collectives: what `guard` calls when a peer is lost or the job
         is told to stop.
+
+        It has what a checkpoint has, persistent buffers and frozen parameters too. Quantized
+        weights that are classes of other packages are left out.
         """
+        refuse_shown(exchange.shows_result, "RunState.emergency()")
         loop = self._loop(extra)
         self.checkpoints.save_alone(
             exchange.step,
-            lambda folder, check: save_local(folder, self.optimizers, exchange, loop, check),
+            lambda folder, check: save_local(
+                folder, self.model, self.optimizers, exchange, loop, check
+            ),
         )
 
     def finish(self) -> None:

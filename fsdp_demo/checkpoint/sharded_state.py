@@ -7,7 +7,8 @@ a second. All ranks of the replica come together; one rank alone: `local_state.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,54 @@ import torch
 from ..errors import as_disk_error
 from ..hosts.base import local_part, plain_name
 from ..hosts.optimizers import materialise
-from ..hosts.torch_params import unwrap_model
+from ..hosts.torch_params import named_parameters, unwrap_model
+
+log = logging.getLogger("fsdp_demo")
+
+OUTSIDE = "parameter"
+"""As the state of a parameter that only an optimizer holds: its value."""
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of a model by name; DTensors where it is sharded. No
+    collectives.
+    """
+    whole = unwrap_model(model)
+    state = whole.state_dict()  # shards again what an evaluation has gathered
+    return {plain_name(name): p for name, p in whole.named_parameters()} | {
+        plain_name(name): b for name, b in whole.named_buffers() if name in state
+    }
+
+
+def outside(
+    held: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    """What the optimizers hold beside the `model_tensors` (a criterion that learns), each by a name
+    of its own.
+    """
+    inside, out = {id(t) for t in held.values()}, dict[str, torch.Tensor]()
+    for _, _, _, p, name in named_parameters(optimizers, None):
+        if id(p) not in inside:
+            while name in held or name in out:
+                name += "'"
+            out[name] = p
+    return out
 
 
 def tensors_of(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
     """The live tensors of a replica by name: `model.NAME` and `optimizer.NAME.STATE`; DTensors
-    where it is sharded.
+    where it is sharded. What only an optimizer holds is `optimizer.NAME.parameter`.
 
     Raises:
         ValueError: an optimizer keeps a state that is no tensor.
     """
-    whole = unwrap_model(model)
-    state = whole.state_dict()  # shards again what an evaluation has gathered
-    out = {f"model.{plain_name(name)}": p.detach() for name, p in whole.named_parameters()}
-    out |= {f"model.{plain_name(name)}": b for name, b in whole.named_buffers() if name in state}
-    for name, p in whole.named_parameters():
+    held = model_tensors(model)
+    beside = outside(held, optimizers)
+    out = {f"model.{name}": t.detach() for name, t in held.items()}
+    out |= {f"optimizer.{name}.{OUTSIDE}": p.detach() for name, p in beside.items()}
+    for name, p in (held | beside).items():
         for key, value in next((kept for o in optimizers if (kept := o.state.get(p))), {}).items():
             if not torch.is_tensor(value):
                 raise ValueError(
@@ -41,7 +73,7 @@ def tensors_of(
                     "number of shards loads holds tensors only. "
                     "Use an optimizer whose states are tensors (AdamW, SGD, MuonAdamW)"
                 )
-            out[f"optimizer.{plain_name(name)}.{key}"] = value
+            out[f"optimizer.{name}.{key}"] = value
     return out
 
 
@@ -94,13 +126,14 @@ def load_tensors(
 
     for optimizer in optimizers:
         materialise(optimizer)
-    live = tensors_of(model, optimizers)
+    live, beside = tensors_of(model, optimizers), outside(model_tensors(model), optimizers)
     total: dict[str, torch.Tensor] = {}
     for folder, weight in shares.items():
         try:
-            dcp.load(
-                live, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group
-            )
+            reader = dcp.HuggingFaceStorageReader(str(folder))
+            if beside:
+                live = _as_saved(live, beside, reader.read_metadata().state_dict_metadata, folder)
+            dcp.load(live, storage_reader=reader, process_group=group)
         except Exception as error:  # whatever the planner says about names and shapes
             raise ValueError(
                 f"{folder} does not fit this model and optimizer (another model, preset or "
@@ -112,6 +145,25 @@ def load_tensors(
                 total[name] = total[name] + part if name in total else part
     for name, value in total.items():
         local_part(live[name]).copy_(value)
+
+
+def _as_saved(
+    live: dict[str, torch.Tensor], beside: Iterable[str], saved: Iterable[str], folder: Path
+) -> dict[str, torch.Tensor]:
+    """Of `live` what a folder of an earlier release can fill: it has nothing of what only the
+    optimizers hold (`beside`).
+    """
+    if any(n.startswith("optimizer.") and n.endswith(f".{OUTSIDE}") for n in saved):
+        return live
+    log.warning(
+        "%s is of a release that did not save what only the optimizer holds (%s): it stays as it "
+        "is here, with a fresh state",
+        folder,
+        ", ".join(beside),
+    )
+    missing = tuple(f"optimizer.{name}." for name in beside)
+    there = set(saved)
+    return {n: t for n, t in live.items() if n in there or not n.startswith(missing)}
 
 
 @contextmanager

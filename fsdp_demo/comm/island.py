@@ -73,6 +73,7 @@ class IslandGroup(Ranks):
         gradients: list[Tensor | None],
         limit: float | None,
         across: Callable[[float], float] | None = None,
+        repeats: Sequence[int] = (),
     ) -> float | Tensor:
         """Scale local gradients in place so that their norm over all shards is at most `limit`
         (None: leave them); say if it is finite.
@@ -83,6 +84,8 @@ class IslandGroup(Ranks):
         Args:
             across: makes a mean over the islands of the squared norm, on the host. Without it
                 nothing is read from a device.
+            repeats: how many of the shards hold the same part of each gradient (`LocalParam`);
+                empty: one of each.
 
         Returns:
             1 if the gradients of any rank of the island hold NaN or Inf (or their norm overflows),
@@ -90,7 +93,9 @@ class IslandGroup(Ranks):
             scalar there, and the gradients are zeros then.
         """
         present = [g for g in gradients if g is not None]
-        square = self._square(present)
+        square = self._square(
+            present, [n for g, n in zip(gradients, repeats, strict=False) if g is not None]
+        )
         if across is None and self._on_device():
             return self._clip_there(present, square, limit)
         value = float(square)
@@ -126,11 +131,17 @@ class IslandGroup(Ranks):
             return square.sqrt()
         return math.sqrt(self.sum(float(square))[0])
 
-    def _square(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Squared norm of local tensors, fp32 scalar on the device."""
+    def _square(self, tensors: Sequence[Tensor], repeats: Sequence[int] = ()) -> Tensor:
+        """Squared norm of local tensors, each by its share of `repeats`: fp32 scalar on the
+        device.
+        """
         norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()
-        # per tensor each costs a microsecond
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
+        if not norms:
+            return torch.zeros((), device=self.device)
+        squares = torch.stack(norms).square()  # per tensor each costs a microsecond
+        if any(n > 1 for n in repeats):
+            squares /= torch.tensor(repeats, dtype=squares.dtype, device=squares.device)
+        return squares.sum()
 
     def _on_device(self) -> bool:
         """Whether a norm stays on the device until the gradients are scaled: it is not the host,

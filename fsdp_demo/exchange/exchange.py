@@ -40,10 +40,11 @@ from . import (
 )
 from .connections import Connections
 from .consensus import IslandConsensus
+from .copies import check_copies
 from .departures import Departures
 from .first_step import FirstStep
 from .readings import Readings
-from .refusals import warn_of_outside
+from .refusals import refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
 
@@ -102,6 +103,7 @@ class Exchange(Readings):
         # `attach` finds it on the optimizer.
         self._departures = Departures(topology, self._connections, self.request_stop)
         try:
+            check_copies(host, self._island)
             self._runtime = assembly.assemble(
                 config,
                 topology,
@@ -163,7 +165,11 @@ class Exchange(Readings):
             return
         donor, goes_on = startup.come_together(self._runtime, start, model)
         if (saved := start.saved) is not None:
-            self.load_state_dict(saved if isinstance(saved, dict) else saved.state_for(self))
+            tree = saved if isinstance(saved, dict) else saved.state_for(self)
+            agreed = self._runtime.step
+            resume.load(self._runtime, ExchangeState.from_tree(tree))
+            # another island may be further
+            self._runtime.step = max(agreed, self._runtime.step)
         startup.take_over(self._runtime, donor, goes_on)
         if self._peers is not None:
             self._peers.begun = True
@@ -189,7 +195,9 @@ class Exchange(Readings):
 
         Raises:
             ValueError: the state does not belong to this run.
+            RuntimeError: inside `outer_parameters`; the exchange has ended.
         """
+        refuse_shown(self.shows_result, "rejoin()")
         self._runtime.check_usable()
         resume.forget(self._runtime)
         self._runtime.step, self._equal = step, None
@@ -284,6 +292,7 @@ class Exchange(Readings):
     @torch.no_grad()
     def flush(self) -> None:
         """Wait for what is in flight and apply it, in order of its steps."""
+        refuse_shown(self.shows_result, "flush()")
         self._runtime.check_usable()
         finish.flush(self._runtime)
         self.accept_parameters()
@@ -304,6 +313,7 @@ class Exchange(Readings):
         """
         if self.closed:
             return
+        refuse_shown(self.shows_result, "finish()")
         if not self._runtime.ended:
             self._runtime.check_usable()
             self.catch_up()
@@ -346,7 +356,7 @@ class Exchange(Readings):
 
         Use it to evaluate and export. Where `result_kind` is "mean" all replicas enter at the same
         step, since they communicate here. Gradient presets hold them anyway. Local parameters come
-        back at the end; a step taken here is a RuntimeError.
+        back at the end. A RuntimeError here: a step, `flush`, `finish`, and a save (`state_dict`).
         """
         kind = "parameters" if self.finished or self._queue.broken else self.result_kind
         with self._hooks.paused(_SHOWN), result.shown(self._runtime, model, kind):
@@ -367,7 +377,10 @@ class Exchange(Readings):
 
         Raises:
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
+            RuntimeError: inside `outer_parameters`, where the model's parameters are not those that
+                belong to this state.
         """
+        refuse_shown(self.shows_result, "state_dict()")
         state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
         if self.auto_choice is not None:
             state["auto_choice"] = self.auto_choice.to_dict()
@@ -391,13 +404,23 @@ class Exchange(Readings):
         return self._keep(folder)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()` of the same rank, bit for bit.
+        """Restore `state_dict()` of the same rank, bit for bit, and its step.
+
+        This takes a run back to an earlier step. All ranks of all islands call it at the same step,
+        with the state of one step, and load model and optimizer from there, too. What is under way
+        is waited for and dropped. To go on with a saved run in a new process, and where islands
+        hold states of unlike steps, use `attach(state=...)`: then they agree on a step.
 
         Raises:
             ValueError: it was saved with other channels, or with another number of islands or
-                ranks.
+                ranks; or after a loss, with messages that never came back.
+            RuntimeError, PeerLost: another step is to be restored, and the exchange has ended or
+                has failed.
         """
-        resume.load(self._runtime, ExchangeState.from_tree(state))
+        saved, before = ExchangeState.from_tree(state), self.step
+        resume.roll_back(self._runtime, saved)
+        if self.step != before:
+            self._first.joined_at = self.step
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange. The

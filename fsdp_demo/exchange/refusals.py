@@ -15,6 +15,18 @@ log = logging.getLogger("fsdp_demo")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def refuse_shown(shows_result: bool, what: str) -> None:
+    """Raise RuntimeError inside `Exchange.outer_parameters`, where `what` would be undone, or would
+    take what is shown for the replica's own parameters.
+    """
+    if shows_result:
+        raise RuntimeError(
+            f"{what} inside outer_parameters(): the model does not hold this replica's own "
+            "parameters there, and what is written to them is undone at its end. Leave the "
+            f"context, then call {what}"
+        )
+
+
 def refuse(host: TrainingHost, gradients: bool) -> None:
     """Raise ValueError for parameters and optimizers that cannot be exchanged.
 

@@ -36,14 +36,36 @@ def state(runtime: StepRuntime) -> ExchangeState:
     )
 
 
-def load(runtime: StepRuntime, saved: ExchangeState) -> None:
-    """See `Exchange.load_state_dict`."""
+def roll_back(runtime: StepRuntime, saved: ExchangeState) -> None:
+    """See `Exchange.load_state_dict`. All ranks of the island call it together.
+
+    What is under way is waited for and dropped: all islands are to send it once more.
+    """
+    check(runtime, saved)
+    if runtime.peers is not None and any(s.arrived is None for s in saved.in_flight):
+        raise ValueError(
+            f"the state of step {saved.step} has messages under way that never came back, since "
+            "an island was lost: detach(), and attach(state=...) sends them once more"
+        )
+    if saved.step != runtime.step or runtime.queue.flights:
+        runtime.check_usable()
+        forget(runtime)
+    load(runtime, saved)
+
+
+def check(runtime: StepRuntime, saved: ExchangeState) -> None:
+    """Raise ValueError if a state has other channels."""
     names = [c.channel.name for c in runtime.channels]
     if set(saved.channels) != set(names):
         raise ValueError(
             f"saved channels are {sorted(saved.channels)}, this configuration has {names}: resume "
             "with the preset that saved them"
         )
+
+
+def load(runtime: StepRuntime, saved: ExchangeState) -> None:
+    """Restore a state with its step, where nothing is under way."""
+    check(runtime, saved)
     if saved.digest != runtime.config.digest():
         log.warning(
             "the state was saved under another configuration (digest %016x, now %016x)",
@@ -52,7 +74,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
         )
     for c in runtime.channels:
         c.load(saved.channels[c.channel.name])
-    runtime.step, runtime.begun = max(runtime.step, saved.step), saved.begun
+    runtime.step, runtime.begun, runtime.acted = saved.step, saved.begun, -1
     runtime.queue.load(saved.in_flight, saved.last, saved.applied)
     runtime.queue.watch.loss = saved.loss
     runtime.queue.norms.load(saved.norms)
@@ -66,7 +88,7 @@ def forget(runtime: StepRuntime) -> None:
     if runtime.peers is not None and runtime.peers.desk is not None:
         runtime.peers.desk.forget()
     runtime.status.clear()
-    runtime.drift, runtime.begun = None, -1
+    runtime.drift, runtime.begun, runtime.acted = None, -1, -1
     for c in runtime.channels:
         c.present = [False] * len(c.covered)
 

@@ -40,9 +40,10 @@ from ..comm.joining import Tick
 from ..comm.peers import PeerGroup
 from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
-from ..errors import PeerLost, Stopped
+from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
 from . import rates
+from .copies import FirstExchange
 from .in_flight import InFlightQueue
 from .local_status import LocalStatus
 from .vote_pace import VotePace
@@ -70,6 +71,7 @@ class StepRuntime:
         drift: see `Exchange`.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle
             does not add them twice when it is taken again.
+        acted: the step whose gradients were exchanged, wholly; -1 for none.
         since: the step from which this replica has trained by itself; later than 0 where it has
             joined a run under way.
         unlike: another island's torch, device or processor is unlike this one's: replicas may
@@ -109,10 +111,14 @@ class StepRuntime:
             gradients=lambda: self.needs_gradients,
         )
         self.status = LocalStatus(topology.elastic)
+        self._first = (
+            FirstExchange(host, self.island) if self.island.position.num_copies > 1 else None
+        )
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
-        self.begun, self.since = -1, 0
+        self.begun = self.acted = -1
+        self.since = 0
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.raises_stopped = True
         self.watches_gradients = False
@@ -173,11 +179,23 @@ class StepRuntime:
 
     # ---- one tick ------------------------------------------------------------------------------
 
-    def before(self) -> None:
+    def before(self) -> bool:
         """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base
         step back where nothing is.
+
+        Returns:
+            Whether islands have exchanged gradients, or their norm: not twice in a tick.
+
+        Raises:
+            RuntimeError: they have, in this tick.
         """
         self.check_usable()
+        if self.acted == self.step:
+            raise RuntimeError(
+                f"step {self.step} was begun again, after its optimizer had failed: its gradients "
+                "were exchanged, and are not sent twice. End this island, and resume from a "
+                f"checkpoint{see('step-failed')}"
+            )
         if self.ahead is not None:
             with torch.no_grad():
                 self.ahead()
@@ -189,11 +207,17 @@ class StepRuntime:
         if self.needs_gradients:
             self._act_on_gradients()
         self.begun = self.step
+        together = bool(self.before_step) or self._clips_together
+        if together:
+            self.acted = self.step
+        return together
 
     @torch.no_grad()
     def _act_on_gradients(self) -> None:
         mine = self.before_step
         self._look_at_gradients(bool(mine) or self.watches_gradients)
+        if self._first is not None:
+            self._first.look(mine)
         outgoing, applied = {}, []
         # else it was, before this step was cut off
         for c in mine if not self.queue.sent(self.step) else []:
@@ -312,7 +336,8 @@ class StepRuntime:
     def clip(self, mean: bool) -> None:
         """Clip the mean gradient, as the configuration says."""
         if mean and self.config.clip is not None and self.config.clips_mean:
-            self.island.clip(self.host.tensors("gradient"), self.config.clip)
+            gradients = self.host.tensors("gradient")
+            self.island.clip(gradients, self.config.clip, repeats=self._repeats)
 
     def _look_at_gradients(self, wanted: bool) -> None:
         """Clip this replica's own gradients, as the configuration says; leave out those that are
@@ -323,17 +348,13 @@ class StepRuntime:
         limit = None if self.config.clips_mean else self.config.clip
         if limit is None and not wanted:
             return
-        across = (
-            self._mean_over_islands
-            if self.config.clip_scope == "islands" and limit is not None
-            else None
-        )
+        across = self._mean_over_islands if self._clips_together else None
         gradients = self.host.tensors("gradient")
         if not self.config.needs_gradients:  # sparse ones are allowed then
             gradients = [
                 g if g is not None and g.layout == torch.strided else None for g in gradients
             ]
-        bad = self.island.clip(gradients, limit, across)
+        bad = self.island.clip(gradients, limit, across, self._repeats)
         if not isinstance(bad, Tensor) and bad:
             self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:
@@ -343,6 +364,16 @@ class StepRuntime:
                     self.step + 1,
                 )
         self.status.gradients(bad, self.peers)
+
+    @property
+    def _repeats(self) -> list[int]:
+        return [s.repeats for s in self.host.params]
+
+    @property
+    def _clips_together(self) -> bool:
+        """Whether own gradients are clipped by their norm over all islands."""
+        config = self.config
+        return config.clip_scope == "islands" and config.clip is not None and not config.clips_mean
 
     def _mean_over_islands(self, value: float) -> float:
         step = self.step
@@ -354,6 +385,8 @@ class StepRuntime:
         to a part of a round (`ChannelPayload`)."""
         if not channels:
             return
+        if self._first is not None:
+            self._first.look(channels)
         bad = self.island.not_finite(
             [t for c in channels for t in c.tensors(c.channel.target) if t is not None]
         )

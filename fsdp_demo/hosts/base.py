@@ -8,6 +8,7 @@ views, steps the base optimizers, and hooks into the engine's steps.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -47,7 +48,8 @@ class LocalParam:
 
     `offset` is where it begins in the flattened whole tensor, in elements; None where the tensor is
     whole or cut along dim 0 as FSDP2 does. A parameter may lie here in several shards of one name,
-    or in an empty one.
+    or in an empty one. `repeats`: how many of the shards of a copy hold this same part: 1 where
+    each holds its own, as under FSDP2; more where a tensor is whole on ranks that cut others.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LocalParam:
     dtype: torch.dtype
     frozen: bool
     offset: int | None = None
+    repeats: int = 1
 
 
 class StepHooks(Protocol):
@@ -78,7 +81,7 @@ class StepHooks(Protocol):
 
     @property
     def partial(self) -> int:
-        """How many optimizers have stepped in a tick that is not complete."""
+        """How many optimizers have stepped in a tick that is not complete; 0 where one failed."""
         ...
 
     def paused(self, refusal: str = "") -> AbstractContextManager[None]:
@@ -177,7 +180,7 @@ class TrainingHost(Protocol):
     def hooks(
         self,
         island: IslandGroup,
-        before: Callable[[], None],
+        before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],
         gradients: Callable[[], bool],
@@ -185,7 +188,9 @@ class TrainingHost(Protocol):
         """Hooks on this engine's steps, which drive the job; not started.
 
         Args:
-            before, after: run ahead of and behind the base step of every tick.
+            before, after: run ahead of and behind the base step of every tick. `before` returns
+                True where islands have exchanged what it made of the gradients: it is refused in
+                the same tick then, so a step that failed is taken again on these.
             skip: run for a step that the engine itself has skipped.
             gradients: whether `before` needs or changes gradients; asked at every step, since the
                 method may be chosen later.
@@ -227,6 +232,14 @@ def is_dtensor(t: Any) -> TypeGuard[DTensor]:
 def is_replicate(placement: Any) -> TypeGuard[Replicate]:
     """Whether a DTensor is whole on every rank of the mesh axis with this placement."""
     return _is(placement, "torch.distributed.tensor", "Replicate")
+
+
+def pieces(t: Tensor) -> int:
+    """In how many parts a DTensor is cut; 1 for a plain tensor."""
+    if not is_dtensor(t):
+        return 1
+    cut = [d for d, placement in enumerate(t.placements) if not is_replicate(placement)]
+    return math.prod(t.device_mesh.size(d) for d in cut)
 
 
 def is_fsdp_module(module: Any) -> TypeGuard[FSDPModule]:

@@ -10,20 +10,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ..comm.island import IslandGroup
 from ..errors import see
-from .base import local_part
+from .round_gradients import RoundGradients
 
 
 class PausableStepHooks:
     """What the step hooks of all engines share: whom they call, and when they do not.
 
     Args:
-        before, after: run ahead of and behind the base step of every tick.
+        before, after: run ahead of and behind the base step of every tick. `before` says whether
+            it has made of the gradients what cannot be made twice in a step.
         gradients: whether `before` needs or changes gradients, asked at every step.
 
     Attributes:
@@ -32,7 +33,7 @@ class PausableStepHooks:
 
     def __init__(
         self,
-        before: Callable[[], None],
+        before: Callable[[], bool],
         after: Callable[[], None],
         gradients: Callable[[], bool],
     ):
@@ -60,12 +61,13 @@ class PausableStepHooks:
 class OptimizerStepHooks(PausableStepHooks):
     """Calls `before` at the first base step of a round and `after` at its end.
 
-    Steps inside `paused()` do not count, nor do those of checkpoint libraries that only make
-    optimizer state. Where `before` needs gradients, a closure given to `step` is called ahead of
-    it, and the optimizer gets its loss.
+    Steps inside `paused()` do not count, nor do those of torch's checkpoints that only make
+    optimizer state. A step that raised an error is taken once more when it is called again. Where
+    `before` needs gradients, a closure given to `step` is called ahead of it, and the optimizer
+    gets its loss.
 
     Args:
-        optimizers: they step in turns, each once per round.
+        optimizers: they step in turns, each once per round, behind all backward passes of it.
         check: run ahead of each step with the number of the optimizer that takes it; raises where
             that cannot go on.
         before, after, gradients: as for `PausableStepHooks`.
@@ -74,17 +76,19 @@ class OptimizerStepHooks(PausableStepHooks):
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        island: IslandGroup,
-        before: Callable[[], None],
+        before: Callable[[], bool],
         after: Callable[[], None],
         check: Callable[[int], None],
         gradients: Callable[[], bool],
     ):
         super().__init__(before, after, gradients)
-        self._optimizers, self._island, self._check = list(optimizers), island, check
+        self._optimizers, self._check = list(optimizers), check
         self._looked: set[int] = set()
         self._forced = self._probing = False
+        self._round = RoundGradients(self._optimizers)
+        self._begun: set[int] = set()
         self._stepped: set[int] = set()
+        self._made = False  # what `before` has said in this round
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -92,26 +96,32 @@ class OptimizerStepHooks(PausableStepHooks):
         for i, optimizer in enumerate(self._optimizers):
             self._hooks += [
                 optimizer.register_step_pre_hook(partial(self._before, i)),
-                optimizer.register_step_post_hook(lambda o, args, kwargs: self._after()),
+                optimizer.register_step_post_hook(partial(self._after, i)),
             ]
 
     def stop(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        self._end_round()
 
     @property
     def partial(self) -> int:
-        """How many optimizers have stepped in a round that is not complete."""
-        return len(self._stepped)
+        """How many optimizers have stepped in a round that is not complete; 0 where one has failed
+        in it.
+        """
+        return 0 if self._begun - self._stepped else len(self._stepped)
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients
-        and learning rate zero.
+        and learning rate zero. It ends a round in which a step has failed: who has stepped in it
+        has no gradients, who has not gets those of the round.
         """
         self._refuse()
         if base_step is None:
-            self._run_before()
+            if not self._stepped and not self._made:
+                self._run_before()
+            self._end_round()
             self._run_after()
             return
         self._forced = True
@@ -128,9 +138,7 @@ class OptimizerStepHooks(PausableStepHooks):
         kwargs: dict[str, Any],
     ) -> Any:
         self._probing = (
-            (not self._off or bool(self._refusal))
-            and not self._forced
-            and self._is_probe(optimizer)
+            (not self._off or bool(self._refusal)) and not self._forced and makes_state(optimizer)
         )
         if self._off and not self._refusal:
             self.aside = self.aside or any(
@@ -141,21 +149,48 @@ class OptimizerStepHooks(PausableStepHooks):
             return None
         self._refuse()
         if index in self._stepped:
-            raise RuntimeError(
-                f"optimizer {index} stepped twice in one round while another did not: attached "
-                "optimizers step in turns, once each. "
-                "Where one steps more often (the discriminator of a GAN) attach each alone: two "
-                "exchanges" + see("stepped-twice")
-            )
+            if self._forced:
+                return None
+            raise RuntimeError(self._twice(index))
         if index not in self._looked or getattr(optimizer, "found_inf", None) is not None:
             refuse_scaler(optimizer)
             self._looked.add(index)
         self._check(index)
         given = self._called(args, kwargs) if self._gradients() else None
-        if not self._stepped:
-            self._run_before()
-        self._stepped.add(index)
+        self._prepare(index)
+        self._begun.add(index)
         return given
+
+    def _prepare(self, index: int) -> None:
+        """Have the gradients of an optimizer ready for its step."""
+        if self._stepped:
+            if self._forced or index in self._begun:
+                self._round.put_back(index)
+            else:
+                self._round.refuse_new(index)
+        elif self._made:  # and then a step failed: this is the same round
+            for i in range(len(self._optimizers)):
+                self._round.put_back(i)
+        else:
+            self._made = self._run_before()
+            if self._made or (len(self._optimizers) > 1 and self._gradients()):
+                self._round.note()
+
+    def _twice(self, index: int) -> str:
+        """What is wrong where an optimizer has stepped in this round already."""
+        failed = sorted(self._begun - self._stepped)
+        if failed:
+            return (
+                f"optimizer {failed[0]} failed in its step, and optimizer {index} has stepped in "
+                f"this round already. Call the step of optimizer {failed[0]} once more, or "
+                f"exchange.skip(), which ends the round{see('step-failed')}"
+            )
+        return (
+            f"optimizer {index} stepped twice in one round while another did not: attached "
+            "optimizers step in turns, once each. "
+            "Where one steps more often (the discriminator of a GAN) attach each alone: two "
+            "exchanges" + see("stepped-twice")
+        )
 
     def _called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -180,18 +215,26 @@ class OptimizerStepHooks(PausableStepHooks):
             else ((args[0], once, *args[2:]), kwargs)
         )
 
-    def _after(self) -> None:
-        if not self._off and not self._probing and len(self._stepped) == len(self._optimizers):
-            self._stepped.clear()
+    def _after(
+        self,
+        index: int,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if self._off or self._probing:
+            return
+        self._stepped.add(index)
+        self._round.forget(index)
+        if len(self._stepped) == len(self._optimizers):
+            self._end_round()
             self._run_after()
 
-    def _is_probe(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step is a checkpoint library's way to make optimizer state: there is none yet,
-        the learning rate is zero and, on all ranks of the island, all gradients are zero."""
-        if optimizer.state or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
-            return False
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        return bool(grads) and not self._island.any(any(bool(local_part(g).any()) for g in grads))
+    def _end_round(self) -> None:
+        self._begun.clear()
+        self._stepped.clear()
+        self._round.clear()
+        self._made = False
 
 
 class _Once:
@@ -212,20 +255,39 @@ class _Once:
         return self._loss
 
 
+def makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this very step is torch's way to make optimizer state for a checkpoint. It has
+    learning rate zero and zero gradients, as a step of training may have, too: the caller tells.
+    """
+    if optimizer.state or any(float(g.get("lr", 1.0)) != 0.0 for g in optimizer.param_groups):
+        return False
+    return any(
+        frame.f_code.co_name == "_init_optim_state"
+        and frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint")
+        for frame in _callers()
+    )
+
+
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if a loss scaler is at work in this very step: a fused optimizer is told of
     it, others are stepped by it.
     """
-    frame, found = sys._getframe(), getattr(optimizer, "found_inf", None) is not None
-    # this function, the hook, torch's wrapper of step, the scaler's own two functions, and
-    # somebody's wrappers
-    for _ in range(12):
-        if found or frame.f_back is None:
-            break
-        frame = frame.f_back
-        found = scales(frame.f_locals.get("self"))
-    if found:
+    if getattr(optimizer, "found_inf", None) is not None or any(
+        scales(frame.f_locals.get("self")) for frame in _callers()
+    ):
         raise ValueError(SCALED)
+
+
+def _callers() -> Iterator[FrameType]:
+    """The functions that have called a step: the hook, torch's wrapper of step, the two of a scaler
+    or the one of a checkpoint, and somebody's wrappers.
+    """
+    frame = sys._getframe().f_back
+    for _ in range(14):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def scales(scaler: Any) -> bool:

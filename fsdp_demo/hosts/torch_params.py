@@ -22,8 +22,8 @@ from .base import (
     RefusesOldNames,
     is_dtensor,
     is_fsdp_module,
-    is_replicate,
     local_part,
+    pieces,
     plain_name,
 )
 from .optimizers import materialise, optimizer_kind
@@ -39,22 +39,20 @@ class TorchHost(RefusesOldNames):
         self.optimizers, self._model = list(optimizers), model
         # an evaluation leaves other parameters in the model than the optimizer holds
         reshard(model)
-        names = (
-            {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
-        )
         self._places: list[tuple[int, int, int]] = []
+        self._shards = max((pieces(p) for _, _, _, p, _ in _walk(self.optimizers)), default=1)
         self.params: list[LocalParam] = []
-        seen: set[int] = set()
-        for o, g, i, p, given in self._walk():
-            if id(p) in seen:  # tied weights handed over twice
-                continue
-            seen.add(id(p))
-            name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
+        for o, g, i, p, name in named_parameters(self.optimizers, model):
             local = local_part(p)
             self._places.append((o, g, i))
             self.params.append(
                 LocalParam(
-                    name, tuple(p.shape), tuple(local.shape), local.dtype, not p.requires_grad
+                    name,
+                    tuple(p.shape),
+                    tuple(local.shape),
+                    local.dtype,
+                    not p.requires_grad,
+                    repeats=self._shards // pieces(p),
                 )
             )
         if not self.params:
@@ -62,11 +60,8 @@ class TorchHost(RefusesOldNames):
                 "the optimizer holds no parameters: attach after the optimizer was built (and "
                 "after accelerator.prepare)"
             )
-        if (
-            model is not None
-            and names
-            and not any(id(p) in names for _, _, _, p, _ in self._walk())
-        ):
+        known = {id(p) for p in model.parameters()} if model is not None else set()
+        if known and not any(id(p) in known for _, _, _, p, _ in _walk(self.optimizers)):
             raise ValueError(
                 "the optimizer holds no parameter of this model: pass the model that it trains, "
                 "and build the optimizer after the model "
@@ -75,13 +70,6 @@ class TorchHost(RefusesOldNames):
         self._trained = [trained(o) for o in self.optimizers]
         self._count, self._looks = sum(map(len, self._trained)), 0
         self.device = local_part(self._param(0)).device
-
-    def _walk(self) -> Iterator[tuple[int, int, int, Tensor, str]]:
-        for o, optimizer in enumerate(self.optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                given = group.get("param_names", [])
-                for i, p in enumerate(group["params"]):
-                    yield o, g, i, p, given[i] if i < len(given) else ""
 
     def _param(self, index: int) -> Tensor:
         o, g, i = self._places[index]
@@ -115,7 +103,7 @@ class TorchHost(RefusesOldNames):
             before
         ):  # the number is looked at by `assert_unchanged`
             return
-        places = [(o, g, i) for o, g, i, _, _ in self._walk() if o == index]
+        places = [(o, g, i) for o, g, i, _, _ in _walk(self.optimizers) if o == index]
         (o, g, i), is_on = next(
             (place, a) for place, a, b in zip(places, now, before, strict=True) if a != b
         )
@@ -138,7 +126,7 @@ class TorchHost(RefusesOldNames):
             if source == "parameter":
                 out.append(local_part(p))
             elif source == "gradient":
-                out.append(None if p.grad is None else local_part(p.grad))
+                out.append(_gradient(p))
             else:
                 state = self.optimizers[o].state.get(p, {}).get(source.removeprefix("state:"))
                 out.append(None if state is None else local_part(state))
@@ -174,24 +162,14 @@ class TorchHost(RefusesOldNames):
                 p.grad = None
             elif want and p.grad is None:
                 p.grad = torch.zeros_like(p)
-            out.append(local_part(p.grad) if p.grad is not None else None)
+            out.append(_gradient(p))
         return out
 
     def shard_position(self, rank: int, world: int) -> ShardPosition:
         """Shard and copy of this rank in an island of `world` ranks, read from the DTensors' mesh
         (ranks are copy-major).
         """
-        shards = 1
-        for index in range(len(self.params)):
-            p = self._param(index)
-            if is_dtensor(p):
-                sharded = [
-                    d for d, placement in enumerate(p.placements) if not is_replicate(placement)
-                ]
-                size = 1
-                for d in sharded:
-                    size *= p.device_mesh.size(d)
-                shards = max(shards, size)
+        shards = self._shards
         if world % shards:
             raise ValueError(
                 f"an island of {counted(world, 'rank')} cannot hold whole copies of a model in "
@@ -211,15 +189,13 @@ class TorchHost(RefusesOldNames):
     def hooks(
         self,
         island: IslandGroup,
-        before: Callable[[], None],
+        before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],
         gradients: Callable[[], bool],
     ) -> OptimizerStepHooks:
         """One tick is one complete round of the optimizers' steps."""
-        return OptimizerStepHooks(
-            self.optimizers, island, before, after, self.check_trained, gradients
-        )
+        return OptimizerStepHooks(self.optimizers, before, after, self.check_trained, gradients)
 
     clips = ""
 
@@ -255,7 +231,7 @@ class TorchHost(RefusesOldNames):
 
     def outside(self, model: torch.nn.Module) -> list[str]:
         """See `TrainingHost.outside`."""
-        mine = {id(p) for _, _, _, p, _ in self._walk()}
+        mine = {id(p) for _, _, _, p, _ in _walk(self.optimizers)}
         return [
             plain_name(n)
             for n, p in model.named_parameters()
@@ -268,6 +244,44 @@ FEW = 16
 
 TURNS = 16
 """Steps in which all parameters were looked at, where there are many."""
+
+
+def _gradient(p: Tensor) -> Tensor | None:
+    """The local part of a gradient, cut as its parameter is. Sequence parallelism leaves partial
+    sums, which are added up here, where the optimizer would have done it."""
+    g = p.grad
+    if is_dtensor(g) and is_dtensor(p) and g.placements != p.placements:
+        g = p.grad = g.redistribute(placements=p.placements)
+    return None if g is None else local_part(g)
+
+
+def named_parameters(
+    optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None
+) -> Iterator[tuple[int, int, int, Tensor, str]]:
+    """Each parameter of the optimizers once: numbers of its optimizer and group, its place there,
+    itself, and its name.
+
+    That is its name in the model. Where the model has none, what the optimizer was given, else its
+    place. Names outside the model may be there twice.
+    """
+    names = {id(p): plain_name(n) for n, p in model.named_parameters()} if model is not None else {}
+    seen: set[int] = set()
+    for o, g, i, p, given in _walk(optimizers):
+        if id(p) in seen:  # tied weights handed over twice
+            continue
+        seen.add(id(p))
+        name = names.get(id(p)) or plain_name(given) or f"optimizer{o}.group{g}.parameter{i}"
+        yield o, g, i, p, name
+
+
+def _walk(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[int, int, int, Tensor, str]]:
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            given = group.get("param_names", [])
+            for i, p in enumerate(group["params"]):
+                yield o, g, i, p, given[i] if i < len(given) else ""
 
 
 def trained(optimizer: torch.optim.Optimizer) -> list[bool]:

@@ -14,6 +14,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
 from fsdp_demo.channels import buffers
+from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..support.threaded import Tap, islands, values
 
@@ -185,6 +186,31 @@ def test_a_resumed_run_has_the_same_buffers(
 
     saved: dict[int, Any] = {}
     assert run_ranks(run, 1, 1) == [True]
+
+
+@pytest.mark.parametrize("name", ["demo", "diloco"])
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_mask_stays_as_it_is(run_ranks: Callable[..., Any], name: str, lowest: float) -> None:
+    """It is no statistic: its mean is no number, and a checkpoint holds it."""
+
+    def run(me: Any) -> bool:
+        topology = Topology.from_env()
+        torch.manual_seed(3)
+        model = Net()
+        model.register_buffer("mask", torch.full((3, 3), lowest).triu(1))
+        optimizer = fsdp_demo.base_optimizer(CONFIGS[name], model.named_parameters(), 0.01)
+        checkpoints = CheckpointManager(me.folder / topology.name, topology)
+        state = RunState(checkpoints, model, optimizer)
+        exchange = fsdp_demo.attach(optimizer, CONFIGS[name], model=model, topology=topology)
+        mask = model.mask.clone()
+        for _ in range(4):
+            step(model, optimizer, exchange, me.island)
+        state.save(exchange)
+        exchange.finish()
+        assert torch.equal(model.mask, mask) and checkpoints.complete() == [4]
+        return exchange.metrics()["not_finite"] == 0
+
+    assert run_ranks(run, 2, 1) == [True, True]
 
 
 def test_ranks_of_an_island_take_part(run_ranks: Callable[..., Any]) -> None:

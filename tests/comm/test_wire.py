@@ -5,6 +5,7 @@ meter's count of them.
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 from typing import Any
 
@@ -17,6 +18,7 @@ import fsdp_demo
 from fsdp_demo import WireError, preset
 from fsdp_demo.comm import header as frame
 from fsdp_demo.comm import peers
+from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.channel import BLOCK, Codec
@@ -500,3 +502,27 @@ def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
             assert after["bytes_sent"] == after["bytes_received"] == expected
 
     run_ranks(run, 1, 1)
+
+
+def test_two_peer_groups_on_one_process_group_keep_their_messages_apart(run_ranks) -> None:
+    """Two exchanges share the group of a mesh; on one island the second is first to speak."""
+
+    def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
+        both = [topology.join(ShardPosition())[0] for _ in range(2)]
+        found: list[list[int]] = [[], []]
+
+        def speak(k: int) -> None:
+            if k == i:
+                time.sleep(0.3)
+            line = both[k]
+            assert line is not None
+            _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + i] * 4)))
+            found[k] = [int(b[0]) for b in bodies]
+
+        threaded.at_once(speak, 2, 10)
+        return found
+
+    def run() -> list[Any]:
+        return values(threaded.islands(island))
+
+    assert run_ranks(run, 1, 1) == [[[[0, 1], [10, 11]]] * 2]

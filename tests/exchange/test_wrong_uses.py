@@ -15,6 +15,8 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import preset
+from fsdp_demo.checkpoint import CheckpointManager, RunState
+from fsdp_demo.errors import PeerLost
 from fsdp_demo.hosts.torch_params import TURNS
 
 from ..hosts.test_tick import Net, equal, sgd
@@ -179,6 +181,71 @@ def test_a_step_inside_outer_parameters(kind: str) -> None:
         optimizer.step()
     optimizer.step()
     assert exchange.step == 2
+
+
+SHOWN = r"inside outer_parameters\(\).*Leave the context"
+
+
+def test_ends_and_saves_inside_outer_parameters(tmp_path: Any) -> None:
+    """What they write to the parameters would be undone; what they save would be shown ones."""
+    net, topology = alone(), fsdp_demo.Topology.from_env({})
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=3, **AS_IS), model=net)
+    state = RunState(CheckpointManager(tmp_path / "a", topology), net, optimizer)
+    for t in range(4):
+        step(net, optimizer, t)
+    own = net.copies()
+    with exchange.outer_parameters(net), exchange.outer_parameters(net):
+        assert not equal(own, net.copies())
+        for wrong in (
+            exchange.finish,
+            exchange.flush,
+            exchange.state_dict,
+            lambda: state.save(exchange),
+            lambda: state.emergency(exchange),
+        ):
+            with pytest.raises(RuntimeError, match=SHOWN):
+                wrong()
+    assert equal(own, net.copies()) and not list(tmp_path.glob("a/*-4"))
+    state.save(exchange)
+    exchange.finish()
+    with exchange.outer_parameters(net):
+        exchange.finish()
+        exchange.state_dict()
+    # where replicas hold the result anyway nothing is undone
+    net = alone()
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS["full"], model=net)
+    step(net, optimizer)
+    with exchange.outer_parameters(net):
+        exchange.state_dict()
+        exchange.finish()
+
+
+def test_a_loss_in_an_evaluation_saves_the_own_parameters(run_ranks: Any, tmp_path: Any) -> None:
+    """`guard` saves when the context has ended, also where that stands inside it."""
+
+    def run(me: Any) -> None:
+        topology = fsdp_demo.Topology.from_env({})
+        net = Net(topology)
+        optimizer = sgd(net.parameters())
+        exchange = fsdp_demo.attach(optimizer, preset("diloco", period=3, **AS_IS), model=net)
+        state = RunState(CheckpointManager(tmp_path / "a", topology), net, optimizer)
+        for t in range(4):
+            step(net, optimizer, t)
+        torch.save(net.copies(), tmp_path / "own.pt")
+        with (
+            fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange)),
+            exchange.outer_parameters(net),
+        ):
+            raise PeerLost("in an evaluation")
+
+    (outcome,) = run_ranks(run, 1, 1, check=False)
+    assert outcome.status == 75, outcome.log
+    net, topology = alone(), fsdp_demo.Topology.from_env({})
+    state = RunState(CheckpointManager(tmp_path / "a", topology), net, sgd(net.parameters()))
+    state.restore(True)
+    assert state.step == 4 and equal(net.copies(), torch.load(tmp_path / "own.pt"))
 
 
 # ---- what is trained ---------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_a_warm_up_from_zero_ticks(islands) -> None:
     """A step with learning rate zero is a step, also where one island's gradients are all zero."""
 
     def run(topology: Any) -> None:
-        for make in (OPTIMIZERS["adamw"], OPTIMIZERS["sgd with momentum"]):
+        for make in (OPTIMIZERS[n] for n in ("adamw", "sgd with momentum", "sgd")):
             net = Net(topology)
             optimizer = make(net.parameters())
             exchange = fsdp_demo.attach(optimizer, FULL, topology=topology)

@@ -299,7 +299,7 @@ def interrupted(rank, preset):
         model, optimizer = accelerator.prepare(model, optimizer)
         state = None
         if saved:
-            load_local({emergency: 1.0}, rank.proc, [unwrap(optimizer)])
+            load_local({emergency: 1.0}, rank.proc, model, [unwrap(optimizer)])
             state = load_exchange(emergency / "exchange")
         os.environ["ISLAND_RUN"] = f"{run}-{saved}"
         exchange = fsdp_demo.attach(optimizer, config, model=model, state=state)
@@ -315,7 +315,7 @@ def interrupted(rank, preset):
 
     parts = start(False)
     steps(*parts, 3)
-    save_local(emergency, [unwrap(parts[2])], parts[3])
+    save_local(emergency, parts[1], [unwrap(parts[2])], parts[3])
     whole = steps(*parts, 6)
     parts[3].finish()
     parts = start(True)

@@ -1,0 +1,275 @@
+"""What comes back beside the model's trained parameters in their usual order: parameters in another
+order, the rest of the model, what only an optimizer holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint  # before the first fork: it takes a second
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo.checkpoint import CheckpointManager, RunState, run_state
+from fsdp_demo.checkpoint.files import read_part, write_part
+from fsdp_demo.checkpoint.local_state import load_local, save_local
+
+STOP, END = 5, 9  # the exchanges are at 4 and 8
+# torch keeps layouts by shape, and those of width 8 are from the rank server's own warm-up
+WIDTH = 12
+
+
+class Net(nn.Module):
+    """Two layers of equal shapes; and beside them what no optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+        )
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("chosen", torch.zeros(3, dtype=torch.int64))  # by a router
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.b(self.a(x))) - self.teacher(x)
+
+
+class Job:
+    """A loop in plain torch. Its method clips nothing: a norm over another order of parameters has
+    other last bits.
+    """
+
+    def __init__(self, me: Any, where: Path, seed: int, resume: bool, groups: str = "abn"):
+        torch.manual_seed(seed)
+        self.me, self.model = me, Net()
+        # learns beside the model: nothing of it depends on a rank's own data
+        self.criterion = nn.Parameter(torch.full((3,), float(seed)))
+        if me.procs > 1:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.model, mesh=me.mesh())
+        parts = {
+            "a": [*self.model.a.parameters()],
+            "b": [*self.model.b.parameters()],
+            "n": [*self.model.norm.parameters()],
+            "c": [self.criterion],
+        }
+        self.learns = "c" in groups
+        self.optimizer = torch.optim.AdamW([{"params": parts[g]} for g in groups], lr=0.01)
+        topology = fsdp_demo.Topology.from_env()
+        self.state = RunState(
+            CheckpointManager(where / topology.name, topology), self.model, self.optimizer
+        )
+        self.state.restore(resume)
+        self.loaded = self.numbers()
+        self.exchange = fsdp_demo.attach(
+            self.optimizer,
+            fsdp_demo.preset("diloco", period=4, clip=None),
+            model=self.model,
+            topology=topology,
+            step=self.state.step,
+            state=self.state.saved,
+        )
+        self.state.restore_random()
+
+    def until(self, step: int) -> dict[str, torch.Tensor]:
+        while self.exchange.step < step:
+            draw = torch.Generator().manual_seed(100 * self.exchange.step + self.me.island)
+            loss = self.model(torch.randn(4, WIDTH, generator=draw) + 1).square().mean()
+            if self.learns:
+                loss = loss + (self.criterion - 3 - self.me.island).square().sum()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                self.model.teacher.weight.lerp_(self.model.a.weight, 0.5)
+                self.model.chosen.add_(torch.tensor([1, 0, 1 + self.me.island]))
+        return self.numbers()
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """This rank's parts by name, with Adam's states."""
+        live = dict(self.model.state_dict()) | {"criterion": self.criterion}
+        live |= {
+            f"{name}.{key}": value
+            for name, p in [*self.model.named_parameters(), ("criterion", self.criterion)]
+            for key, value in self.optimizer.state.get(p, {}).items()
+        }
+        return {
+            n: getattr(t, "to_local", lambda t=t: t)().detach().clone() for n, t in live.items()
+        }
+
+    def save(self, how: str) -> None:
+        (self.state.save if how == "save" else self.state.emergency)(self.exchange)
+
+
+def apart(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
+    return [n for n in sorted({*one, *two}) if n not in one or not torch.equal(one[n], two[n])]
+
+
+def gone_on(
+    me: Any, how: str, groups: str, anew: str, spoil: Callable[[Job], None] = lambda job: None
+) -> tuple[list[str], list[str], int]:
+    """What differs after a restore, and at the end, from the run that was not stopped."""
+    logging.basicConfig(level=logging.INFO, force=True)
+    run = os.environ["ISLAND_RUN"]
+    whole = Job(me, me.folder / "run", 1, False, groups)
+    there = whole.until(STOP)
+    whole.save(how)
+    spoil(whole)
+    end = whole.until(END)
+    whole.exchange.finish()
+    whole.state.checkpoints.close()
+    os.environ["ISLAND_RUN"] = f"{run}-again"
+    again = Job(me, me.folder / "run", 2, True, anew)
+    reached = again.until(END)
+    again.exchange.finish()
+    again.state.checkpoints.close()
+    return apart(there, again.loaded), apart(end, reached), again.state.step
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("how", ["save", "emergency"])
+def test_parameters_in_another_order_keep_their_values(
+    run_ranks: Any, how: str, procs: int
+) -> None:
+    """Values, moments and, after the next exchange, anchors: `a` and `b` have the same shapes."""
+    found = run_ranks(gone_on, islands=2, procs=procs, args=(how, "abn", "ban"), check=False)
+    for rank in found:
+        assert rank.value == (["criterion"], ["criterion"], STOP), rank.error or rank.log
+        assert "whole and in sight" not in rank.log
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("how", ["save", "emergency"])
+def test_what_only_the_optimizer_holds_comes_back(run_ranks: Any, how: str, procs: int) -> None:
+    for found in run_ranks(gone_on, islands=2, procs=procs, args=(how, "abnc", "abnc")):
+        assert found == ([], [], STOP)
+
+
+def test_the_way_out_refuses_other_parameters(run_ranks: Any) -> None:
+    """A criterion without a name is known by its place, which is another one here."""
+    (found,) = run_ranks(
+        gone_on, islands=1, procs=1, args=("emergency", "abnc", "cabn"), check=False
+    )
+    assert (
+        "optimizers over other parameters: optimizer0.group3.parameter0 only there, "
+        "optimizer0.group0.parameter0 only here"
+    ) in found.error
+
+
+def old_part(job: Job) -> None:
+    """As earlier releases left it."""
+    folder = job.state.checkpoints.emergency(STOP)
+    head, tree = read_part(folder / "rank0.json")
+    kept = {k: head[k] for k in ("step", "rank", "world", "exchange")}
+    write_part(folder, "rank0", kept, {k: tree[k] for k in ("parameters", "optimizer", "loop")})
+
+
+def test_what_earlier_releases_left_on_the_way_out_is_taken_as_before(run_ranks: Any) -> None:
+    """By place, and the rest of the model is that of the new start."""
+    (found,) = run_ranks(
+        gone_on, islands=1, procs=1, args=("emergency", "abn", "abn", old_part), check=False
+    )
+    there, _, step = found.value
+    assert step == STOP and {"norm.running_var", "teacher.weight", "chosen"} <= {*there}
+    assert not [n for n in there if n.startswith(("a.", "b."))]
+    assert "of a release that saved no buffers and untrained parameters" in found.log
+
+
+def test_checkpoints_of_earlier_releases_load_beside_what_only_the_optimizer_holds(
+    run_ranks: Any, everywhere: Any
+) -> None:
+    tensors_of = run_state.tensors_of
+    everywhere.setattr(
+        run_state,
+        "tensors_of",
+        lambda *given: {n: t for n, t in tensors_of(*given).items() if "optimizer0.group" not in n},
+    )
+    (found,) = run_ranks(gone_on, islands=1, procs=1, args=("save", "abnc", "abnc"), check=False)
+    there, _, step = found.value
+    assert step == STOP and {n.partition(".")[0] for n in there} == {"criterion"}
+    assert "did not save what only the optimizer holds (optimizer0.group3.parameter0)" in found.log
+
+
+def left(me: Any, how: str, where: Path) -> dict[str, torch.Tensor]:
+    job = Job(me, where, 1, False, "abnc")
+    there = job.until(STOP)
+    job.save(how)
+    job.exchange.finish()
+    job.state.checkpoints.close()
+    return there
+
+
+def taken(me: Any, where: Path) -> dict[str, torch.Tensor]:
+    job = Job(me, where, 2, True, "abnc")
+    job.exchange.finish()
+    return job.loaded
+
+
+@pytest.mark.parametrize("how", ["save", "emergency"])
+def test_fewer_islands_take_the_mean(run_ranks: Any, tmp_path: Path, how: str) -> None:
+    """Of counters on the way out the first."""
+    one, two = run_ranks(left, islands=2, procs=1, args=(how, tmp_path / "run"))
+    (found,) = run_ranks(taken, islands=1, procs=1, args=(tmp_path / "run",))
+    for name in ("a.weight", "norm.running_var", "teacher.weight", "criterion"):
+        assert not torch.equal(one[name], two[name])
+        torch.testing.assert_close(found[name], (one[name] + two[name]) / 2)
+    assert found["chosen"].tolist() == [5, 0, 5 if how == "emergency" else 7]
+
+
+def test_names_outside_the_model_are_told_from_those_in_it() -> None:
+    model, criterion = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [{"params": list(m.named_parameters())} for m in (model, criterion)]
+    live = run_state.tensors_of(model, [torch.optim.SGD(groups)])
+    assert list(live) == [
+        "model.weight",
+        "model.bias",
+        "optimizer.weight'.parameter",
+        "optimizer.bias'.parameter",
+    ]
+    assert live["optimizer.bias'.parameter"].data_ptr() == criterion.bias.data_ptr()
+
+
+def test_a_mask_is_no_reason_to_lose_the_rest(tmp_path: Path) -> None:
+    """It is -inf for good; and weights in a class of another package are left alone."""
+
+    class Quantized(torch.Tensor):
+        pass
+
+    def made(value: float) -> nn.Module:
+        model = nn.BatchNorm1d(4)
+        model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1) * value)
+        model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))  # no file holds it
+        model.base = nn.Parameter(torch.full((2,), value).as_subclass(Quantized), False)
+        with torch.no_grad():
+            model.running_var.fill_(value)
+        return model
+
+    def attached(model: nn.Module) -> Any:
+        optimizer = torch.optim.AdamW([model.weight, model.bias])
+        return fsdp_demo.attach(optimizer, "diloco", model=model)
+
+    exchange = attached(model := made(3.0))
+    save_local(tmp_path, model, exchange.optimizers, exchange)
+    exchange.detach()
+    again = made(1.0)
+    load_local({tmp_path: 1.0}, 0, again, [torch.optim.AdamW([again.weight, again.bias])])
+    assert torch.equal(again.running_var, model.running_var)
+    assert again.base.tolist() == [1.0, 1.0]
+
+
+def test_a_part_without_names_must_fit_as_a_whole(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    tree = {"parameters": [*model.parameters()], "optimizer": [{}, {}], "loop": {}}
+    write_part(tmp_path, "rank0", {}, tree)
+    with pytest.raises(ValueError, match="another model or number of ranks"):
+        load_local({tmp_path: 1.0}, 0, model, [torch.optim.SGD([model.weight])])

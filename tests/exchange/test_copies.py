@@ -1,0 +1,83 @@
+"""Ranks of an island that hold the same shard, and do not hold the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import Mismatch
+
+
+@pytest.mark.parametrize("name", ["diloco", "demo"])
+def test_ranks_that_nobody_made_one_island_are_refused(
+    run_ranks: Callable[..., Any], name: str
+) -> None:
+    """The model is whole on both ranks, and was not given to DDP: each trains on its own rows."""
+
+    def run(me: Any) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {} if name == "demo" else {"period": 2, "inner_optimizers": "as_is"}
+        fsdp_demo.attach(optimizer, name, model=model, **options)
+        torch.manual_seed(1 + me.rank)
+        for taken in range(3):
+            model(torch.randn(4, 8)).square().mean().backward()
+            try:
+                optimizer.step()
+            except Mismatch as error:
+                return taken, str(error)
+            optimizer.zero_grad()
+        return None
+
+    what, step = ("gradients", 0) if name == "demo" else ("parameters", 1)
+    for taken, says in run_ranks(run, 1, 2):
+        assert taken == step
+        assert f"ranks 0 and 1 of this island hold the same shard, but their {what} differ" in says
+        assert "first in weight" in says and "DistributedDataParallel" in says
+
+
+@pytest.mark.parametrize("mesh", ["fsdp axis first", "shards down the columns"])
+def test_a_mesh_whose_copies_do_not_follow_each_other_is_refused(
+    run_ranks: Callable[..., Any], mesh: str
+) -> None:
+    def run() -> str:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        if mesh == "fsdp axis first":
+            axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "cp"))["fsdp"]
+        else:
+            axes = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=axes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="hold the same shard, but their parameters") as error:
+            fsdp_demo.attach(optimizer, "demo", model=model)
+        return str(error.value)
+
+    assert all("init_device_mesh" in says for says in run_ranks(run, 1, 4))
+
+
+def test_copies_that_train_as_one_go_on(run_ranks: Callable[..., Any]) -> None:
+    def run(me: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "demo", model=wrapped)
+        torch.manual_seed(1 + me.rank)
+        for _ in range(2):
+            wrapped(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+        return model.weight.flatten().tolist()
+
+    found = run_ranks(run, 2, 2)
+    assert all(f == found[0] for f in found)

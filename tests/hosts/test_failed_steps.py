@@ -1,0 +1,215 @@
+"""A step of the inner optimizer that raises an error, which the training loop catches: the same
+step is taken once more, and nothing is sent twice. Two islands as threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+
+from ..support import threaded
+from ..support.threaded import values
+from .test_tick import AS_IS, Net, equal, sgd
+
+GRADIENTS = {
+    "full": preset("full"),
+    "full, clipped": preset("full", clip=0.01),
+    "full, late": preset("full", **{"schedule.delay": 1}),
+    "demo": preset("demo", topk=8, **AS_IS),
+}
+DELTAS = {
+    "diloco": preset("diloco", period=3, inner_optimizers="as_is"),
+    "diloco unclipped": preset("diloco", period=3, **AS_IS),
+}
+TOGETHER = {
+    "diloco, one norm": preset(
+        "diloco", period=3, clip=0.01, clip_scope="islands", inner_optimizers="as_is"
+    )
+}
+LIMIT = 5
+
+
+@pytest.fixture
+def islands(run_ranks: Any) -> Callable[..., list[Any]]:
+    return lambda fn: run_ranks(
+        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
+    )[0]
+
+
+class Failing:
+    """A hook behind that of the exchange, which raises once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.armed = False
+        optimizer.register_step_pre_hook(self._hook)
+
+    def _hook(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise MemoryError("out of memory")
+
+
+def trained(
+    topology: Any,
+    config: Any,
+    recover: Callable[[Net, list[Any], Any], None] | None,
+    count: int = 1,
+) -> tuple[Net, Any]:
+    """Five steps; in the third the last optimizer of island 1 fails, and `recover` goes on."""
+    net = Net(topology)
+    parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
+    optimizers = [sgd(p) for p in parts]
+    exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
+    failing = Failing(optimizers[-1])
+    for t in range(LIMIT):
+        failing.armed = recover is not None and topology.island == 1 and t == 2
+        net.loss(t).backward()
+        try:
+            for o in optimizers:
+                o.step()
+        except MemoryError:
+            assert recover is not None and exchange.step == 2
+            recover(net, optimizers, exchange)
+        for o in optimizers:
+            o.zero_grad()
+        assert exchange.step == t + 1
+    return net, exchange
+
+
+def another_batch(net: Net, optimizers: list[Any], exchange: Any) -> None:
+    """As loops do that catch an error: the batch is dropped."""
+    for o in optimizers:
+        o.zero_grad()
+    net.loss(77).backward()
+    optimizers[-1].step()
+
+
+def once_more(net: Net, optimizers: list[Any], exchange: Any) -> None:
+    optimizers[-1].step()
+
+
+def emptied(net: Net, optimizers: list[Any], exchange: Any) -> None:
+    for o in optimizers:
+        o.zero_grad()
+    optimizers[-1].step()
+
+
+def skipped(net: Net, optimizers: list[Any], exchange: Any) -> None:
+    exchange.skip()
+
+
+WAYS = [another_batch, once_more, emptied, skipped]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_exchanged_gradients_are_those_of_the_step(islands: Any, count: int) -> None:
+    """Islands hold the bits of a run in which nothing has failed."""
+
+    def run(topology: Any) -> None:
+        for name, config in GRADIENTS.items():
+            undisturbed, exchange = trained(topology, config, None, count)
+            exchange.finish()
+            exchanges = exchange.metrics()["exchanges"]
+            for way in WAYS:
+                net, exchange = trained(topology, config, way, count)
+                assert exchange.digests_equal(), (name, way)
+                exchange.finish()
+                assert exchange.metrics()["exchanges"] == exchanges, (name, way)
+                assert equal(net.copies(), undisturbed.copies()), (name, way)
+
+    islands(run)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_delta_is_of_whatever_step_was_taken(islands: Any, count: int) -> None:
+    def run(topology: Any) -> None:
+        for name, config in (DELTAS | TOGETHER).items():
+            for way in WAYS:
+                if count == 2 and way is another_batch:
+                    continue
+                net, exchange = trained(topology, config, way, count)
+                exchange.finish()
+                assert exchange.digests_equal(), (name, way)
+                assert exchange.metrics()["exchanges"] == 2, (name, way)
+
+    islands(run)
+
+
+def alone(
+    config: Any, count: int = 1
+) -> tuple[Net, list[torch.optim.Optimizer], fsdp_demo.exchange.exchange.Exchange, Failing]:
+    net = Net(fsdp_demo.Topology())
+    parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
+    optimizers = [sgd(p) for p in parts]
+    exchange = fsdp_demo.attach(optimizers, config, model=net)
+    return net, optimizers, exchange, Failing(optimizers[-1])
+
+
+def test_gradients_that_were_overwritten_are_refused() -> None:
+    """They cannot come back: islands would part. A preset that exchanges none takes the new
+    ones.
+    """
+    for config in (*GRADIENTS.values(), *DELTAS.values()):
+        net, (optimizer,), exchange, failing = alone(config.changed({"schedule.delay": 0}))
+        net.loss(0).backward()
+        failing.armed = True
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        net.loss(1).backward()
+        if config in DELTAS.values():
+            optimizer.step()
+            assert exchange.step == 1
+        else:
+            for call in (optimizer.step, exchange.skip):
+                net.loss(1).backward()
+                for p in net.parameters():
+                    assert p.grad is not None
+                    p.grad.zero_()
+                with pytest.raises(RuntimeError, match="optimizer 0 failed .*overwritten since.*"):
+                    call()
+            assert exchange.step == 0
+        exchange.detach()
+
+
+@pytest.mark.parametrize("config", [GRADIENTS["full"], DELTAS["diloco"]])
+def test_who_has_stepped_is_told_which_one_failed(config: Any) -> None:
+    net, (first, second), exchange, failing = alone(config, 2)
+    for end in (second.step, exchange.skip):
+        step = exchange.step
+        net.loss(0).backward()
+        failing.armed = True
+        first.step()
+        with pytest.raises(MemoryError):
+            second.step()
+        with pytest.raises(RuntimeError, match=r"optimizer 1 failed in its step.*once more.*skip"):
+            first.step()
+        end()
+        assert exchange.step == step + 1
+    net.loss(0).backward()
+    first.step()
+    with pytest.raises(RuntimeError, match="1 of 2"):
+        exchange.skip()
+    exchange.detach()
+
+
+def test_an_engine_that_begins_a_step_again_sends_nothing_twice() -> None:
+    """Hooks of other engines may call `before` once more; a preset of deltas lets them."""
+    for config in (*GRADIENTS.values(), *DELTAS.values()):
+        net, _, exchange, _ = alone(config)
+        net.loss(0).backward()
+        runtime = exchange._runtime
+        if runtime.before():
+            with pytest.raises(RuntimeError, match="step 0 was begun again.*not sent twice"):
+                runtime.before()
+        else:
+            assert config in DELTAS.values() and not runtime.before()
+        runtime.after()
+        runtime.before()
+        exchange.detach()

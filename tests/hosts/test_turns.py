@@ -1,0 +1,101 @@
+"""Several optimizers of one exchange: all gradients are there when the first one steps."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+
+from .test_tick import AS_IS, Net, sgd
+
+LATE = r"gradients of optimizer 1 are new, or were changed.*all backward passes first.*each alone"
+NEEDED = {
+    "full": preset("full"),
+    "demo": preset("demo", topk=8, **AS_IS),
+    "diloco": preset("diloco", period=10, inner_optimizers="as_is"),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDED)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_backward_between_two_steps_is_refused(kind: str, there: bool) -> None:
+    """Its gradients would be neither exchanged nor clipped. Those of the second optimizer may be
+    there already, or be new.
+    """
+    net = Net(fsdp_demo.Topology())
+    first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
+    exchange = fsdp_demo.attach([first, second], NEEDED[kind], model=net)
+    net.loss(0).backward()
+    if not there:
+        second.zero_grad()
+    first.step()
+    net.loss(1).backward()
+    with pytest.raises(RuntimeError, match=LATE):
+        second.step()
+    assert exchange.step == 0
+    second.zero_grad()
+    second.step()
+    assert exchange.step == 1
+    exchange.detach()
+
+
+def test_what_is_no_new_gradient(kind: str = "full") -> None:
+    """The exchange and clipping write into gradients; a loop may empty those of who has stepped,
+    or of both; where gradients are left alone nobody asks.
+    """
+    for config in (*NEEDED.values(), preset("full", clip=1e-3)):
+        net = Net(fsdp_demo.Topology())
+        first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
+        exchange = fsdp_demo.attach([first, second], config, model=net)
+        for t in range(4):
+            net.loss(t).backward()
+            first.step()
+            first.zero_grad(set_to_none=t % 2 == 0)
+            if t == 3:
+                second.zero_grad()
+            second.step()
+            second.zero_grad()
+        assert exchange.step == 4
+        exchange.detach()
+    net = Net(fsdp_demo.Topology())
+    first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
+    exchange = fsdp_demo.attach([first, second], preset("diloco", period=2, **AS_IS), model=net)
+    for optimizer in (first, second):
+        net.loss(0).backward()
+        optimizer.step()
+    assert exchange.step == 1
+    exchange.detach()
+
+
+def test_under_fsdp2(run_ranks: Any) -> None:
+    """Gradients are DTensors; FSDP2 adds to the local part of one that is there."""
+
+    def run(me: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for there in (True, False):
+            net = Net(fsdp_demo.Topology(island=me.island))
+            fully_shard(net, mesh=me.mesh())
+            first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
+            os.environ["ISLAND_RUN"] += "+"
+            exchange = fsdp_demo.attach([first, second], "full", model=net)
+            x = torch.ones(2, 66)
+            net(x).sum().backward()
+            first.step()
+            second.step()
+            if not there:
+                second.zero_grad()
+            net(x).sum().backward()
+            first.step()
+            net(x).sum().backward()
+            with pytest.raises(RuntimeError, match=LATE):
+                second.step()
+            assert exchange.step == 1
+            exchange.detach()
+
+    run_ranks(run)
