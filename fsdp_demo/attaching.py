@@ -55,8 +55,8 @@ def attach(
 
     Args:
         optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in
-            turns, behind all backward passes; or an engine of a package that offers an `attach` of its own
-            (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
+            turns, behind all backward passes; or an engine of a package that offers an `attach` of
+            its own (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
         config: a preset name, the path of a yaml file, an `ExchangeConfig`, or "auto", which
             measures the link and the first steps and then chooses (`automatic`).
         model: gives parameters their names, and its frozen parameters and buffers are made equal on

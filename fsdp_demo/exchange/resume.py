@@ -75,6 +75,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     for c in runtime.channels:
         c.load(saved.channels[c.channel.name])
     runtime.step, runtime.begun, runtime.acted = saved.step, saved.begun, -1
+    runtime.hooks.begin_anew()
     runtime.queue.load(saved.in_flight, saved.last, saved.applied)
     runtime.queue.watch.loss = saved.loss
     runtime.queue.norms.load(saved.norms)
@@ -89,6 +90,7 @@ def forget(runtime: StepRuntime) -> None:
         runtime.peers.desk.forget()
     runtime.status.clear()
     runtime.drift, runtime.begun, runtime.acted = None, -1, -1
+    runtime.hooks.begin_anew()
     for c in runtime.channels:
         c.present = [False] * len(c.covered)
 

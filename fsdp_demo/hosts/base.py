@@ -90,6 +90,10 @@ class StepHooks(Protocol):
         """
         ...
 
+    def begin_anew(self) -> None:
+        """Forget the tick under way: the state of another step was loaded."""
+        ...
+
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that the training loop did not take; `base_step` runs between
         `before` and `after`.

@@ -52,6 +52,9 @@ class PausableStepHooks:
         finally:
             self._off, self._refusal = self._off - 1, before
 
+    def begin_anew(self) -> None:
+        """See `base.StepHooks.begin_anew`; here nothing is kept of a tick."""
+
     def _refuse(self) -> None:
         """Raise RuntimeError in a pause that refuses steps."""
         if self._refusal:
@@ -103,7 +106,7 @@ class OptimizerStepHooks(PausableStepHooks):
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._end_round()
+        self.begin_anew()
 
     @property
     def partial(self) -> int:
@@ -121,7 +124,7 @@ class OptimizerStepHooks(PausableStepHooks):
         if base_step is None:
             if not self._stepped and not self._made:
                 self._run_before()
-            self._end_round()
+            self.begin_anew()
             self._run_after()
             return
         self._forced = True
@@ -227,10 +230,11 @@ class OptimizerStepHooks(PausableStepHooks):
         self._stepped.add(index)
         self._round.forget(index)
         if len(self._stepped) == len(self._optimizers):
-            self._end_round()
+            self.begin_anew()
             self._run_after()
 
-    def _end_round(self) -> None:
+    def begin_anew(self) -> None:
+        """The round is over, or does not count."""
         self._begun.clear()
         self._stepped.clear()
         self._round.clear()

@@ -4,6 +4,7 @@ step is taken once more, and nothing is sent twice. Two islands as threads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -213,3 +214,36 @@ def test_an_engine_that_begins_a_step_again_sends_nothing_twice() -> None:
         runtime.after()
         runtime.before()
         exchange.detach()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_failed_step_is_forgotten_where_a_run_is_rolled_back(islands: Any, count: int) -> None:
+    """To the very step in which it failed, too."""
+
+    def run(topology: Any) -> None:
+        for name, config in (GRADIENTS | DELTAS).items():
+            undisturbed, exchange = trained(topology, config, None, count)
+            exchange.finish()
+            net, kept = Net(topology), None
+            parts = [net.parameters()] if count == 1 else [net.a.parameters(), net.b.parameters()]
+            optimizers = [sgd(p) for p in parts]
+            exchange = fsdp_demo.attach(optimizers, config, model=net, topology=topology)
+            failing = Failing(optimizers[-1])
+            while exchange.step < LIMIT:
+                if exchange.step == 2 and kept is None:
+                    kept = copy.deepcopy((net.state_dict(), exchange.state_dict()))
+                    failing.armed = True
+                net.loss(exchange.step).backward()
+                try:
+                    for o in optimizers:
+                        o.step()
+                except MemoryError:
+                    assert kept is not None
+                    net.load_state_dict(kept[0])
+                    exchange.load_state_dict(kept[1])
+                for o in optimizers:
+                    o.zero_grad()
+            exchange.finish()
+            assert equal(net.copies(), undisturbed.copies()), name
+
+    islands(run)
