@@ -33,6 +33,12 @@ def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
 
 
+def sums(tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
+    """`total` of each tensor, 0 for None; read from `device` in one go."""
+    each = [total([] if t is None else [t], device) for t in tensors]
+    return list(torch.stack(each).cpu().tolist()) if each else []
+
+
 def odd_ones(totals: Sequence[int | None]) -> list[int]:
     """Which of the replicas' sums are not what more than half of them say; all, where no sum has so
     many. None: not compared.

@@ -12,6 +12,7 @@ order by the channel), and `collectives.reduce`. Both run in the thread of `work
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -43,9 +44,8 @@ STREAMS = 8  # connections to one peer at most
 STREAM_RTT = 0.0125
 """Seconds of round trip for which one connection is enough. Measured at 1 Gbit/s: at 20 ms more of
 them gain nothing, at 100 ms eight take 32 MB over in 0.6 of the time of one."""
-LANE = 1 << 24
-"""Messages of one peer group before its tags meet those of the next one on the same process
-group."""
+TAGS = 1 << 24
+"""Tags of one peer group, where several share a process group: one per message."""
 # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
 TCP_SHARE = 1448 / 1514
 
@@ -90,8 +90,8 @@ class PeerGroup:
         self.alike = self.something = self.begun = False
         self.desk: Desk | None = None
         self.following: Following | None = None
-        self._tag = self._lane = 0
-        _take_lane(self)
+        self._tag = self._first_tag = 0
+        _take_tags(self)
         self._works: list[tuple[int, bool, Any]] = []  # of the message under way
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
@@ -186,7 +186,7 @@ class PeerGroup:
         more round trip per send: 8 MB at 100 Mbit/s and 100 ms took 1.2 to 1.7 seconds the other
         way round. They take 0.78 this way, which is what rate and round trip allow."""
         groups, others = [self.group, *self.more], [j for j in range(self.size) if j != self.rank]
-        works, j, tag = [], self.rank, self._lane * LANE + self._tag
+        works, j, tag = [], self.rank, self._first_tag + self._tag
         try:
             for j in others:
                 works += [
@@ -404,13 +404,13 @@ _live: weakref.WeakSet[PeerGroup] = weakref.WeakSet()
 _taking = threading.Lock()
 
 
-def _take_lane(peers: PeerGroup) -> None:
-    """Give it the first number that no other peer group on the same process group has. Several
+def _take_tags(peers: PeerGroup) -> None:
+    """Give it the first tags that no other peer group on the same process group has. Several
     exchanges may share the group of a mesh, and each has a thread of its own: equal tags would
-    swap their messages. All islands attach in one order, so they find the same number."""
+    swap their messages. All islands attach in one order, so they find the same tags."""
     with _taking:
-        taken = {p._lane for p in _live if p.group is peers.group is not None}
-        peers._lane = next(n for n in range(len(taken) + 1) if n not in taken)
+        taken = {p._first_tag for p in _live if p.group is peers.group is not None}
+        peers._first_tag = next(n for n in itertools.count(0, TAGS) if n not in taken)
         _live.add(peers)
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..channels.channel import ChannelRunner
-from ..comm.digests import total
+from ..comm.digests import sums
 from ..comm.island import IslandGroup
 from ..errors import Mismatch, see
 from ..hosts.base import TrainingHost
@@ -69,9 +68,8 @@ def _unlike(
     """Which two ranks hold other values of a tensor, as a text with a gap for `what`; None where
     all copies are equal.
     """
-    device, shards = host.device, island.position.num_shards
-    sums = [total([] if t is None else [t], device) for t in tensors]
-    everyone = island.everyone(torch.stack(sums).cpu().tolist())
+    shards = island.position.num_shards
+    everyone = island.everyone(sums(tensors, host.device))
     for rank, theirs in enumerate(everyone):
         first = everyone[rank % shards]
         for param, a, b in zip(host.params, first, theirs, strict=True):

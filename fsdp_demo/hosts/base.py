@@ -251,5 +251,10 @@ def is_fsdp_module(module: Any) -> TypeGuard[FSDPModule]:
     return _is(module, "torch.distributed.fsdp", "FSDPModule")
 
 
+def is_fsdp1_module(module: Any) -> bool:
+    """Whether the module is wrapped by FSDP1, whose parameters are flat parts of several."""
+    return _is(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
 def _is(thing: Any, module: str, name: str) -> bool:
     return isinstance(thing, getattr(sys.modules.get(module), name, ()))

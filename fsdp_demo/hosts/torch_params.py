@@ -21,6 +21,7 @@ from .base import (
     LocalParam,
     RefusesOldNames,
     is_dtensor,
+    is_fsdp1_module,
     is_fsdp_module,
     local_part,
     pieces,
@@ -37,6 +38,12 @@ class TorchHost(RefusesOldNames):
         self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None
     ):
         self.optimizers, self._model = list(optimizers), model
+        if model is not None and any(map(is_fsdp1_module, model.modules())):
+            raise ValueError(
+                "the model is wrapped by FullyShardedDataParallel (FSDP1), which flattens "
+                "parameters: use torch.distributed.fsdp.fully_shard (FSDP2; Accelerate: "
+                "fsdp_version=2)"
+            )
         # an evaluation leaves other parameters in the model than the optimizer holds
         reshard(model)
         self._places: list[tuple[int, int, int]] = []

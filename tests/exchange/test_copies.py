@@ -81,3 +81,20 @@ def test_copies_that_train_as_one_go_on(run_ranks: Callable[..., Any]) -> None:
 
     found = run_ranks(run, 2, 2)
     assert all(f == found[0] for f in found)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_fsdp1_is_refused_by_name(run_ranks: Callable[..., Any], flat: bool) -> None:
+    def run() -> str:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        here = torch.device("cpu")
+        model = FullyShardedDataParallel(
+            torch.nn.Linear(8, 8), device_id=here, use_orig_params=not flat
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="FSDP1") as error:
+            fsdp_demo.attach(optimizer, "demo", model=model)
+        return str(error.value)
+
+    assert all("fully_shard" in says for says in run_ranks(run, 1, 2))
