@@ -238,6 +238,8 @@ def test_who_is_alone_waits_for_nobody(run_ranks) -> None:
             if line.slot == 0:
                 line.leave()
                 return None
+            while 0 in line.alive:  # before that there is somebody to send to
+                time.sleep(0.01)
             return line.send_early(*sent(line, 1, True), 1000.0)
 
         of.run(fn)
