@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .checkpoint.exchange_state import SavedExchange
+from .comm import attempts
 from .comm.environment import restarted
 from .comm.ranks import Ranks
 from .comm.topology import Topology
@@ -208,7 +209,8 @@ def _try_again(topology: Topology, error: PeerLost) -> None:
     """An island that could not join a run under way, or could not meet the others after its
     supervisor had started it again, ends with status 75: its supervisor starts it once more."""
     try:
-        joins = topology.elastic and (restarted(os.environ) or topology.under_way())
+        late = topology.elastic and attempts.join(topology).taken.late
+        joins = topology.elastic and (restarted(os.environ) or late)
     except PeerLost:  # not even the store answers
         return
     if joins:

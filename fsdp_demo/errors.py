@@ -17,6 +17,7 @@ ANCHORS = (
     "gloo-endpoint",
     "missing-islands",
     "rank-taken",
+    "several-exchanges",
     "run-finished",
     "one-replica",
     "unlike-runs",

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 _epochs: Counter[tuple[str, str]] = Counter()
 
 
+def attached(topology: attempts.TopologyLike) -> int:
+    """How often this process has joined the run."""
+    return _epochs[topology.endpoint, topology.run]
+
+
 class Island(attempts.TopologyLike, Protocol):
     """What is asked of a `Topology`."""
 
@@ -108,16 +113,29 @@ class Rendezvous:
         self._store = store = topology.open_store()
         store.deadline = topology.timeout
         run = topology.endpoint, topology.run
-        epoch = _epochs[run]
+        epoch = attached(topology)
         attempt = attempts.join(topology, store).prefix
         if epoch and store.peek(f"{attempt}/finished"):
             # by an exchange of this process, which now has another one
             store.set(f"{attempt}/finished", "")
-        self._late = topology.under_way() and not epoch
-        epoch = int(store.peek(f"{attempt}/begun") or 0) if self._late else epoch
+        self._late = topology.under_way()
+        if self._late and (begun := int(store.peek(f"{attempt}/begun") or 0)):
+            raise self._one_of(begun + 1)
+        if epoch and topology.island not in topology.starters:
+            raise self._one_of(epoch + 1)
         self.prefix = f"{attempt}/{epoch}"
         _epochs[run] = epoch + 1
         return store
+
+    def _one_of(self, exchanges: int) -> ValueError:
+        """Whoever joins a run under way would have to say which exchange it means."""
+        topology = self._topology
+        return ValueError(
+            f"{topology.name} cannot join run {topology.run!r}: its processes begin "
+            f"{exchanges} exchanges, at once or in turn, and an island joins a run under way with "
+            "one exchange only. Stop all islands, and start them again from their "
+            f"checkpoints{see('several-exchanges')}"
+        )
 
     # -- who is there -----------------------------------------------------------------------------
 

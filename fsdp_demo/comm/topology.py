@@ -25,7 +25,7 @@ from . import attempts, environment
 from .link import Link
 from .peers import PeerGroup
 from .position import ShardPosition
-from .rendezvous import Rendezvous
+from .rendezvous import Rendezvous, attached
 from .store_client import Asker, connect
 
 ANSWER = 15.0
@@ -212,13 +212,13 @@ class Topology:
 
     def under_way(self) -> bool:
         """Whether this island comes to a run that the others are training already, and so joins it
-        as a newcomer (`PeerGroup.following`). What islands ask each other before `attach` is not
-        asked then: nobody would answer.
+        as a newcomer (`PeerGroup.following`) at the next `attach`, the first of this process. What
+        islands ask each other before `attach` is not asked then: nobody would answer.
 
         Raises:
             ValueError, PeerLost: see `prefix`.
         """
-        return self.elastic and attempts.join(self).taken.late
+        return self.elastic and not attached(self) and attempts.join(self).taken.late
 
     @property
     def starters(self) -> tuple[int, ...]:

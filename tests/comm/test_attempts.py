@@ -8,6 +8,8 @@ import itertools
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -125,6 +127,61 @@ def test_a_run_goes_on_with_more_islands_whoever_comes_first(run_ranks, run) -> 
 
     run_ranks(life, 2, 1, env=run, check=False)
     assert run_ranks(again, 3, 1, env=run, timeout=60) == [(f"{run['ISLAND_RUN']}/1", True)] * 3
+
+
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_once: bool) -> None:
+    """Nothing tells which it means: they may be alike."""
+    again = (
+        "from fsdp_demo.comm import attempts; from tests.comm.test_attempts import attach;"
+        f"attempts.BEAT = {attempts.BEAT}; attach(); print('joined')"
+    )
+
+    def fn(me: Any) -> tuple[int, str] | None:
+        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
+        first = attach()
+        step(first)
+        if not at_once:
+            first.finish()
+        second = attach()
+        step(second)
+        if me.island == 0:
+            while not store.peek("told"):
+                time.sleep(0.05)
+            return None
+        for exchange in (first, second):  # nobody answers here any more, as after a death
+            exchange.detach()
+        told = subprocess.run(
+            [sys.executable, "-c", again], capture_output=True, text=True, timeout=60
+        )
+        store.set("told", "yes")
+        return told.returncode, told.stdout + told.stderr
+
+    status, text = run_ranks(fn, 2, 1, env=run, timeout=90)[1]
+    assert status == 1 and "joined" not in text, text
+    assert "its processes begin 2 exchanges" in text and "#several-exchanges" in text
+
+
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+def test_who_joins_under_way_has_one_exchange(run_ranks, run) -> None:
+    def fn(me: Any) -> str:
+        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
+        while me.island == 2 and not store.peek("0/begun"):
+            time.sleep(0.05)
+        exchange = attach()
+        if me.island < 2:
+            while not store.peek("told"):
+                step(exchange)
+                time.sleep(0.05)
+            return ""
+        with pytest.raises(ValueError, match="its processes begin 2 exchanges") as error:
+            attach()
+        store.set("told", "yes")
+        return str(error.value)
+
+    env = {**run, "ISLAND_SLOTS": "3", "ISLAND_COUNT": "2"}
+    assert run_ranks(fn, 3, 1, env=env, timeout=60)[2]
 
 
 def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) -> None:
