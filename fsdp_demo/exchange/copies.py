@@ -4,13 +4,16 @@ of it, and takes the rest from the others.
 That is looked at in `attach`, and once more in the first exchange, when training has moved the
 values. So ranks that nobody made one island of (no DDP, no replicate axis) are refused before they
 mix what they have.
+
+A parameter that is whole on ranks which shard others must stay equal there, too: nothing gathers
+it. Ranks that differ in one (a root that nobody sharded) are named in a warning. It may be meant:
+experts of one name can be other experts on each rank.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-
-from torch import Tensor
 
 from ..channels.channel import ChannelRunner
 from ..comm.digests import sums
@@ -18,40 +21,74 @@ from ..comm.island import IslandGroup
 from ..errors import Mismatch, see
 from ..hosts.base import TrainingHost
 
-
-def check_copies(host: TrainingHost, island: IslandGroup) -> None:
-    """Compare the parameters; all ranks of the island call it together.
-
-    Raises:
-        ValueError: on all of them, with the ranks and the first tensor that differs.
-    """
-    if island.position.num_copies > 1 and host.device.type != "meta":
-        if found := _unlike(host, island, host.tensors("parameter")):
-            raise ValueError(f"{found.format(what='parameters')}{_CURE}")
+log = logging.getLogger("fsdp_demo")
 
 
-class FirstExchange:
-    """Compares once what the first exchange is about: gradients, where a channel sends them, else
-    parameters. It reads from the device. For islands with copies.
+class Copies:
+    """Compares what several ranks of an island hold; all of them call it together.
+
+    Attributes:
+        any: there is something to compare.
     """
 
     def __init__(self, host: TrainingHost, island: IslandGroup):
         self._host, self._island = host, island
-        self._pending = True
+        self._pending, shards = True, island.position.num_shards
+        self._whole = [i for i, p in enumerate(host.params) if p.repeats == shards > 1]
+        self.any = host.device.type != "meta" and (
+            island.position.num_copies > 1 or bool(self._whole)
+        )
 
-    def look(self, channels: Sequence[ChannelRunner]) -> None:
-        """What these channels are about to send; all ranks of the island call it together.
+    def check(self) -> None:
+        """Compare the parameters.
 
         Raises:
-            Mismatch: on all of them, with the ranks and the first tensor that differs.
+            ValueError: on all ranks, with two of them and the first tensor that differs.
+        """
+        if self.any and (found := self._unlike("parameter")):
+            raise ValueError(found)
+
+    def look(self, channels: Sequence[ChannelRunner]) -> None:
+        """Compare once what the first exchange is about: gradients, where one of these channels
+        sends them, else parameters. It reads from the device.
+
+        Raises:
+            Mismatch: as `check`.
         """
         sources = {c.channel.source for c in channels}
-        if not self._pending or not sources & {"gradient", "delta", "parameter"}:
+        if not (self.any and self._pending and sources & {"gradient", "delta", "parameter"}):
             return
         self._pending = False
-        what = "gradient" if "gradient" in sources else "parameter"
-        if found := _unlike(self._host, self._island, self._host.tensors(what)):
-            raise Mismatch(f"{found.format(what=what + 's')}{_CURE}")
+        if found := self._unlike("gradient" if "gradient" in sources else "parameter"):
+            raise Mismatch(found)
+
+    def _unlike(self, what: str) -> str | None:
+        """Which two copies hold other values of a tensor; None where all are equal. A warning for
+        tensors that are whole on all shards.
+        """
+        shards, names = self._island.position.num_shards, [p.name for p in self._host.params]
+        everyone = self._island.everyone(sums(self._host.tensors(what), self._host.device))
+        for rank, theirs in enumerate(everyone):
+            first = everyone[rank % shards]
+            for name, a, b in zip(names, first, theirs, strict=True):
+                if a != b:
+                    return (
+                        f"ranks {rank % shards} and {rank} of this island hold the same shard, but "
+                        f"their {what}s differ (first in {name}){_CURE}"
+                    )
+        odd = [i for i in self._whole if len({each[i] for each in everyone}) > 1]
+        if odd and self._island.rank == 0:
+            log.warning(
+                "%d %ss that all ranks of this island hold whole differ between them (first in "
+                "%s): nothing keeps them equal, each rank trains its own. Call fully_shard(model) "
+                "on the whole model, too, not on its layers alone. Experts of each rank may be "
+                "meant to differ%s",
+                len(odd),
+                what,
+                names[odd[0]],
+                see("copies-differ"),
+            )
+        return None
 
 
 _CURE = (
@@ -60,22 +97,3 @@ _CURE = (
     'init_device_mesh(DEVICE, (COPIES, SHARDS), mesh_dim_names=("replicate", "shard")) lays them'
     f"{see('copies-differ')}"
 )
-
-
-def _unlike(
-    host: TrainingHost, island: IslandGroup, tensors: Sequence[Tensor | None]
-) -> str | None:
-    """Which two ranks hold other values of a tensor, as a text with a gap for `what`; None where
-    all copies are equal.
-    """
-    shards = island.position.num_shards
-    everyone = island.everyone(sums(tensors, host.device))
-    for rank, theirs in enumerate(everyone):
-        first = everyone[rank % shards]
-        for param, a, b in zip(host.params, first, theirs, strict=True):
-            if a != b:
-                return (
-                    f"ranks {rank % shards} and {rank} of this island hold the same shard, but "
-                    f"their {{what}} differ (first in {param.name})"
-                )
-    return None

@@ -40,7 +40,7 @@ from . import (
 )
 from .connections import Connections
 from .consensus import IslandConsensus
-from .copies import check_copies
+from .copies import Copies
 from .departures import Departures
 from .first_step import FirstStep
 from .readings import Readings
@@ -103,7 +103,7 @@ class Exchange(Readings):
         # `attach` finds it on the optimizer.
         self._departures = Departures(topology, self._connections, self.request_stop)
         try:
-            check_copies(host, self._island)
+            Copies(host, self._island).check()
             self._runtime = assembly.assemble(
                 config,
                 topology,

@@ -43,7 +43,7 @@ from ..config.schema import ExchangeConfig
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
 from . import rates
-from .copies import FirstExchange
+from .copies import Copies
 from .in_flight import InFlightQueue
 from .local_status import LocalStatus
 from .vote_pace import VotePace
@@ -111,9 +111,7 @@ class StepRuntime:
             gradients=lambda: self.needs_gradients,
         )
         self.status = LocalStatus(topology.elastic)
-        self._first = (
-            FirstExchange(host, self.island) if self.island.position.num_copies > 1 else None
-        )
+        self._copies = Copies(host, self.island)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
@@ -216,8 +214,7 @@ class StepRuntime:
     def _act_on_gradients(self) -> None:
         mine = self.before_step
         self._look_at_gradients(bool(mine) or self.watches_gradients)
-        if self._first is not None:
-            self._first.look(mine)
+        self._copies.look(mine)
         outgoing, applied = {}, []
         # else it was, before this step was cut off
         for c in mine if not self.queue.sent(self.step) else []:
@@ -385,8 +382,7 @@ class StepRuntime:
         to a part of a round (`ChannelPayload`)."""
         if not channels:
             return
-        if self._first is not None:
-            self._first.look(channels)
+        self._copies.look(channels)
         bad = self.island.not_finite(
             [t for c in channels for t in c.tensors(c.channel.target) if t is not None]
         )

@@ -10,6 +10,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import Mismatch
+from fsdp_demo.exchange import copies
 
 
 @pytest.mark.parametrize("name", ["diloco", "demo"])
@@ -81,6 +82,45 @@ def test_copies_that_train_as_one_go_on(run_ranks: Callable[..., Any]) -> None:
 
     found = run_ranks(run, 2, 2)
     assert all(f == found[0] for f in found)
+
+
+@pytest.mark.parametrize("name", ["diloco", "demo"])
+@pytest.mark.parametrize("root", [True, False])
+def test_a_root_that_nobody_sharded_is_named(
+    run_ranks: Callable[..., Any], name: str, root: bool
+) -> None:
+    """Only one layer is sharded: the ranks hold the other whole, and train it on rows of their
+    own."""
+
+    def run(me: Any) -> list[str]:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        fully_shard(model[0])
+        if root:
+            fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {} if name == "demo" else {"period": 2, "inner_optimizers": "as_is"}
+        told: list[str] = []
+        copies.log.warning = lambda text, *args, **_: told.append(text % args)
+        exchange = fsdp_demo.attach(optimizer, name, model=model, **options)
+        torch.manual_seed(1 + me.rank)
+        for _ in range(4):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.detach()
+        return told
+
+    told, others = run_ranks(run, 1, 2)
+    assert others == []
+    if root:
+        assert told == []
+        return
+    what = "gradients" if name == "demo" else "parameters"
+    assert len(told) == 1 and f"2 {what} that all ranks of this island hold whole differ" in told[0]
+    assert "first in 1.weight" in told[0] and "fully_shard(model)" in told[0]
 
 
 @pytest.mark.parametrize("flat", [True, False])
