@@ -116,8 +116,9 @@ class StepRuntime:
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
         self.begun = self.acted = -1
-        self.since = 0
+        self.since = self.rows = 0
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
+        self.rows_differ = False
         self.raises_stopped = True
         self.watches_gradients = False
         self.ahead: Callable[[], None] | None = None

@@ -9,9 +9,10 @@ over; where digests already agree nothing is sent.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -116,10 +117,15 @@ def come_together(
     """
     peers, island, (own, applied) = runtime.peers, runtime.island, start.stands
     resumes = applied is not None
-    found = agree_on_run(peers, runtime.config, runtime.host, start.facts, own, applied)
+    rows = math.prod(start.batch) * runtime.topology.world if start.batch else 0
+    stand = Stand(own, applied, rows)
+    found = agree_on_run(peers, runtime.config, runtime.host, start.facts, stand)
     if peers is not None:
         peers.digest = runtime.config.digest()  # from here on in every message
-    donor, furthest, apart, unlike, goes_on = (int(v) for v in island.max(*map(float, found)))
+    donor, furthest, apart, unlike, goes_on, rows, rows_differ = (
+        int(v) for v in island.max(*map(float, found))
+    )
+    runtime.rows, runtime.rows_differ = rows, bool(rows_differ)
     runtime.unlike = runtime.queue.watch.unlike = bool(unlike)
     runtime.step = own if apart else furthest
     if apart:
@@ -156,44 +162,70 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
     resume.agree(runtime.queue, runtime.step, donor)
 
 
+class Stand(NamedTuple):
+    """What an island says of itself: `Start.stands`, and the rows that it trains in a step; 0 where
+    no batch was told.
+    """
+
+    step: int
+    applied: dict[str, int] | None
+    rows: int
+
+
+class Agreed(NamedTuple):
+    """What all replicas have settled.
+
+    Attributes:
+        donor: index of the one that gives what others lack. furthest: its step.
+        apart: all resume at unlike steps between the same exchanges. unlike: another island's
+            machine or torch is unlike this one's. goes_on: any resumes from a state.
+        rows: of all islands in a step; 0 where one did not say. rows_differ: an island trains more
+            than another.
+    """
+
+    donor: int
+    furthest: int
+    apart: bool
+    unlike: bool
+    goes_on: bool
+    rows: int
+    rows_differ: bool
+
+
 def agree_on_run(
     peers: PeerGroup | None,
     config: ExchangeConfig,
     host: TrainingHost,
     told: Mapping[str, Any],
-    step: int,
-    applied: dict[str, int] | None,
-) -> tuple[int, int, bool, bool, bool]:
+    own: Stand,
+) -> Agreed:
     """Compare the run specification, the parameters and the optimizers with all replicas.
 
     Args:
         told: further facts of the run.
 
-    Returns:
-        The donor's index, its step, whether all replicas resume at unlike steps between the same
-        exchanges, whether another island's machine or torch is unlike this one's, and whether any
-        resumes from a state.
-
     Raises:
         ValueError: on every replica, with the values of both sides.
     """
     if peers is None or peers.size == 1:
-        return 0, step, False, False, applied is not None
+        return Agreed(0, own.step, False, False, own.applied is not None, own.rows, False)
     unlike = agreement.agree(peers, specification(config, host, told))
     facts.agree_on_tensors(peers, host.params)
-    everyone = agreement.gather_json(peers, [step, applied])
-    steps = [s for s, _ in everyone]
+    everyone = [Stand(*theirs) for theirs in agreement.gather_json(peers, own)]
+    steps, rows = [e.step for e in everyone], [e.rows for e in everyone]
     if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
         agreement.agree(peers, facts.rates(host))
-    alike = all(theirs is not None and theirs == everyone[0][1] for _, theirs in everyone)
+    alike = all(e.applied is not None and e.applied == everyone[0].applied for e in everyone)
     # of a step the one that has a state, if any has
-    resume = [(s, theirs is not None) for s, theirs in everyone]
-    return (
+    resume = [(e.step, e.applied is not None) for e in everyone]
+    return Agreed(
         resume.index(max(resume)),
         max(steps),
         alike and len(set(steps)) > 1,
         unlike,
         max(resume)[1],
+        sum(rows) if all(rows) else 0,
+        all(rows) and len(set(rows)) > 1,
     )
 
 

@@ -56,7 +56,7 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
         what,
         *config.parts(),
         f"{inner}; {clips(config, runtime.host)}",
-        f"{_batch(topology, batch)}{shape}",
+        f"{_batch(runtime, batch)}{shape}",
         per,
         *_whole(whole),
     ]
@@ -90,6 +90,15 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
                 c.applier.lr,
                 config.preset,
             )
+    if runtime.rows_differ and any(c.reducer.weight == "equal" for c in config.channels):
+        log.warning(
+            "%s trains %d of %d rows of a step, other islands more or fewer, and each island "
+            "counts the same: set reducer.weight=tokens, and report tokens "
+            "(Exchange.report), to count each row the same",
+            topology.name,
+            _here(topology, batch)[0] if len(batch) == 2 else 0,
+            runtime.rows,
+        )
     for text in [] if steps is None else odd_ends(config, steps):
         log.warning("%s: %s", topology.name, text)
     low = [s.name for s in runtime.host.params if s.dtype != torch.float32 and not s.frozen]
@@ -217,15 +226,24 @@ def clips(config: ExchangeConfig, host: TrainingHost) -> str:
     return f"norm {config.clip:g} clips {where}"
 
 
-def _batch(topology: Topology, batch: Sequence[int]) -> str:
+def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
     """The beginning of a line; empty where no batch was told."""
     if len(batch) != 2:
         return ""
-    world, islands = topology.world, topology.count
-    total = batch[0] * batch[1] * world * islands
+    topology = runtime.topology
+    here, factors = _here(topology, batch)
+    if runtime.rows_differ:
+        return f"effective batch {runtime.rows} rows, {here} of them here = {factors}; "
+    islands = topology.count
+    return f"effective batch {here * islands} rows = {factors} x {counted(islands, 'island')}; "
+
+
+def _here(topology: Topology, batch: Sequence[int]) -> tuple[int, str]:
+    """The rows of this island in a step, and what they are the product of."""
+    world = topology.world
     return (
-        f"effective batch {total} rows = {batch[0]} x {batch[1]} accumulation x "
-        f"{counted(world, 'rank')} x {counted(islands, 'island')}; "
+        batch[0] * batch[1] * world,
+        f"{batch[0]} x {batch[1]} accumulation x {counted(world, 'rank')}",
     )
 
 

@@ -363,6 +363,29 @@ def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
     )
 
 
+@pytest.mark.parametrize("weight", ["equal", "tokens"])
+@pytest.mark.parametrize("told", [[(4, 8), (2, 8)], [(4, 8), (4, 8)], [(4, 8), None]])
+def test_the_log_says_where_islands_train_other_numbers_of_rows(caplog, told, weight) -> None:
+    def run(island: int, topology: fsdp_demo.Topology) -> None:
+        optimizer = torch.optim.AdamW(nn.Linear(8, 8).parameters())
+        config = preset("diloco", **{"reducer.weight": weight})
+        fsdp_demo.attach(optimizer, config, topology=topology, batch=told[island]).detach()
+
+    with caplog.at_level(logging.INFO, logger="fsdp_demo"):
+        threaded.islands(run)
+    (first,) = (m for m in caplog.messages if "preset" in m and "island 0 of 2" in m)
+    warned = [m for m in caplog.messages if "counts the same" in m]
+    if told[1] != (2, 8):
+        assert "effective batch 64 rows = 4 x 8 accumulation x 1 rank x 2 islands; " in first
+        assert warned == []
+        return
+    assert "effective batch 48 rows, 32 of them here = 4 x 8 accumulation x 1 rank; " in first
+    assert len(warned) == (2 if weight == "equal" else 0)
+    if warned:
+        assert "reducer.weight=tokens" in warned[0]
+        assert any("island1 trains 16 of 48 rows of a step" in m for m in warned)
+
+
 # -- what a careful reader found -----------------------------------------------------------------
 
 

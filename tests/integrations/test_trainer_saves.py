@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -35,10 +36,11 @@ SETTINGS = {"eval_strategy": "no", "logging_steps": 1}
 LINE = {"period": 3}
 
 
-def made(rank, callbacks=(), **settings):
+def made(rank, callbacks=(), fresh=False, **settings):
     logging.basicConfig(level=logging.WARNING, force=True)
+    line = {**LINE, "fresh": True} if fresh else LINE
     return script.trainer(
-        rank.folder / "out", extra("diloco", LINE), callbacks=callbacks, **{**SETTINGS, **settings}
+        rank.folder / "out", extra("diloco", line), callbacks=callbacks, **{**SETTINGS, **settings}
     )
 
 
@@ -240,6 +242,38 @@ def test_auto_begins_where_nobody_holds_any_and_true_does_not(run_ranks):
         return trained.state.global_step
 
     assert run_ranks(work, islands=2, procs=1) == [2, 2]
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_auto_does_not_begin_anew_beside_checkpoints_of_another_number_of_islands(
+    run_ranks, several
+):
+    """From one island to several, and back: they keep checkpoints in other folders. What the
+    sentence names works."""
+
+    def work(rank):
+        environment = dict(os.environ)
+        if rank.island == 0 or not several:
+            if several:
+                os.environ["ISLAND_COUNT"] = "1"
+            made(rank, max_steps=2, save_steps=2).train()
+            os.environ.update(environment)
+        meet(rank, 1)
+        again()
+        if not several:
+            if rank.island == 1:
+                return "auto' finds no", 4
+            os.environ["ISLAND_COUNT"] = "1"
+        with pytest.raises(NeedsDecision) as refused:
+            made(rank, max_steps=4).train(resume_from_checkpoint="auto")
+        again()
+        named = re.search(r"resume_from_checkpoint='([^']*checkpoint-2)'", str(refused.value))[1]
+        trainer = made(rank, max_steps=4, fresh=True)
+        trainer.train(resume_from_checkpoint=named)
+        return str(refused.value), trainer.state.global_step
+
+    for text, step in run_ranks(work, islands=2, procs=1):
+        assert "auto' finds no" in text and step == 4
 
 
 def test_swapped_folders_and_a_refused_start_leave_all_usable(run_ranks):

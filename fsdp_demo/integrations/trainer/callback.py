@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -33,7 +34,7 @@ from .beginning import Beginning
 from .optimizer import exchange_optimizer
 from .session import Session
 from .setup import find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
-from .state import refuse_alone
+from .state import refuse_alone, refuse_elsewhere
 from .stop import Stops
 from .words import talk, warn
 
@@ -175,7 +176,10 @@ class ExchangeCallback(TrainerCallback):
         **kwargs: Any,
     ) -> Any:
         if self._trainer is not None and str(resume_from_checkpoint).lower() == "auto":
-            resume_from_checkpoint = get_last_checkpoint(self._trainer.args.output_dir)
+            output_dir = str(self._trainer.args.output_dir)
+            resume_from_checkpoint = get_last_checkpoint(output_dir)
+            if resume_from_checkpoint is None:
+                refuse_elsewhere(Path(output_dir), self._topology)
         if not self._fresh and self._trainer is not None:
             last = resume_from_checkpoint is True and get_last_checkpoint(
                 self._trainer.args.output_dir

@@ -175,6 +175,37 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
         )
 
 
+def refuse_elsewhere(output_dir: Path, topology: Topology) -> None:
+    """Raise where "auto" would begin anew beside checkpoints that the same `output_dir` got from
+    another number of islands: several have a folder each below it, one has none. All islands ask
+    together.
+
+    Raises:
+        NeedsDecision: names the newest of them.
+    """
+    if several := topology.kind == "islands" and topology.islands > 1:
+        found = sorted(output_dir.parent.glob("checkpoint-*"), key=_step)
+        said = {"name": topology.name, "elsewhere": str(found[-1]) if found else ""}
+        with _registry(topology) as registry:  # another machine may not see it
+            seen = [str(n["elsewhere"]) for n in registry.meet(said) if n.get("elsewhere")]
+    else:
+        apart = (p.parent for p in output_dir.glob("*/checkpoint-*/exchange"))
+        seen = [str(p) for p in sorted(apart, key=_step)]
+    if seen:
+        raise NeedsDecision(
+            f"resume_from_checkpoint='auto' finds no checkpoint in {output_dir}, but "
+            f"{'one island' if several else 'several islands'} saved {seen[-1]}. Go on from its "
+            f"parameters and optimizer state with resume_from_checkpoint='{seen[-1]}' and "
+            "ExchangeCallback(..., fresh=True), or begin in another output_dir"
+            f"{see('no-common-checkpoint')}"
+        )
+
+
+def _step(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
 def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bool) -> Any:
     """What `resume_from_checkpoint` means on this island, so that one command line serves all.
 
@@ -207,6 +238,8 @@ def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bo
             if newest
             else str(wanted)
         )
+        if alone is None:
+            ranks.from_first(lambda: refuse_elsewhere(output_dir, topology))
         return _verified(alone, ranks)
     if newest:
         found = _from_first(ranks, lambda: _newest(output_dir, topology, fresh, auto))
@@ -230,6 +263,7 @@ def _newest(output_dir: Path, topology: Topology, fresh: bool, auto: bool) -> st
             "resume_from_checkpoint='auto'"
         )
     if chosen is None:
+        refuse_elsewhere(output_dir, topology)
         return None
     loaded = sources(chosen)
     furthest = max(s for s in loaded if s is not None)
