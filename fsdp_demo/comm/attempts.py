@@ -67,6 +67,7 @@ class TopologyLike(Protocol):
     islands: int
     count: int
     suffice: int
+    stall: float
     token: str
 
     @property

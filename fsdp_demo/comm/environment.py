@@ -133,6 +133,7 @@ def place(env: Mapping[str, str], count: int, slots: int) -> int:
         name, most = ("ISLAND_COUNT", count) if slots == count else ("ISLAND_SLOTS", slots)
         raise ValueError(
             f"ISLAND_RANK={island} with {name}={most}: allowed is 0 <= ISLAND_RANK < {name}"
+            + ("; to join a run later, set ISLAND_SLOTS on all" if island >= count == slots else "")
         )
     return island
 

@@ -27,7 +27,10 @@ log = logging.getLogger("fsdp_demo")
 
 LOOK = 0.1  # seconds between two looks
 
-FIELDS: dict[str, type] = {"name": str, "host": str, "count": int, "slots": int, "least": int}
+FIELDS: dict[str, type] = {
+    **{"name": str, "host": str},
+    **{"count": int, "slots": int, "least": int, "stall": float},
+}
 
 
 class Unlike(ValueError):
@@ -42,6 +45,7 @@ class Caller(Protocol):
     islands: int
     count: int
     suffice: int
+    stall: float
     name: str
     endpoint: str
     timeout: float
@@ -90,6 +94,7 @@ def call(
         "count": place.count,
         "slots": place.islands,
         "least": place.suffice,
+        "stall": place.stall,
     }
     at.set(f"came/{place.island}", json.dumps(said))
     expected = place.island < place.count
@@ -191,6 +196,7 @@ class _Roll:
         numbers: list[tuple[str, Any, Any]] = [
             ("ISLAND_COUNT", other["count"], p.count),
             ("ISLAND_SLOTS", other["slots"], p.islands),
+            ("ISLAND_STALL", f"{other['stall']:g}", f"{p.stall:g}"),
         ]
         if begins and i < p.count:
             numbers.append(("ISLAND_MIN", other["least"] or "unset", p.suffice or "unset"))

@@ -725,7 +725,13 @@ def test_computing_in_bf16(run_ranks, name, islands):
 
 
 @pytest.mark.parametrize(
-    "islands, code", [("4x1", "fp32"), ("2x2", "2bit"), ("4x1", "2bit"), ("2x2", "1bit")]
+    "islands, code",
+    [
+        ("4x1", "fp32"),
+        pytest.param("2x2", "2bit", marks=pytest.mark.slow),
+        ("4x1", "2bit"),
+        ("2x2", "1bit"),
+    ],
 )
 def test_muloco_on_measured_updates(run_ranks, islands, code):
     """What each inner step of MuonAdamW did is measured; the outer rule must follow from it. In one

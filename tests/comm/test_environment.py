@@ -123,6 +123,7 @@ def test_the_time_to_stop_is_checked(text: str) -> None:
             "ISLAND_RANK=4 with ISLAND_SLOTS=4: allowed is 0 <= ISLAND_RANK",
         ),
         ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "ISLAND_RANK=2 with ISLAND_COUNT=2"),
+        ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "; to join a run later, set ISLAND_SLOTS on"),
         ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "2.5"}, "ISLAND_SLOTS='2.5' must be a whole number"),
         ({"ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
         (

@@ -42,7 +42,8 @@ def called(at: Asker, p: Topology, late: bool = False) -> Any:
 
 def comes(at: Asker, i: int, **changes: Any) -> None:
     """Island i was here."""
-    said = {"name": f"isle{i}", "host": "there", "count": 3, "slots": 3, "least": 2, **changes}
+    said = {"name": f"isle{i}", "host": "there", "count": 3, "slots": 3, "least": 2, "stall": 60.0}
+    said |= changes
     at.set(f"came/{i}", json.dumps(said))
 
 
@@ -138,12 +139,16 @@ def test_without_the_variable_nobody_waits_here() -> None:
             "island 1 (isle1) has ISLAND_SLOTS=5, isle0 has 3: set one number everywhere",
         ),
         (
+            {"stall": 5.0},
+            "island 1 (isle1) has ISLAND_STALL=5, isle0 has 60: set one number everywhere",
+        ),
+        (
             {"least": 0},
             "island 1 (isle1) has ISLAND_MIN=unset, isle0 has 2: set one number everywhere",
         ),
     ],
 )
-def test_unlike_numbers_are_refused_at_once(changes: dict[str, int], says: str) -> None:
+def test_unlike_numbers_are_refused_at_once(changes: dict[str, float], says: str) -> None:
     at = asker()
     comes(at, 1, **changes)
     assert refusal(ValueError, at, place(0, timeout=60.0)) == says

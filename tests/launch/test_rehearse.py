@@ -223,7 +223,9 @@ def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_p
     ], output
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher", ["accelerate", "torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)]
+)
 def test_rehearse_runs_a_module(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:

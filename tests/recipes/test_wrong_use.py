@@ -89,7 +89,9 @@ def test_an_option_that_is_not_there(monkeypatch, words, text):
         wrong_use.parse(HfArgumentParser(kinds))
 
 
-@pytest.mark.parametrize("recipe", ["pretrain", "pretrain_trainer"])
+@pytest.mark.parametrize(
+    "recipe", ["pretrain", pytest.param("pretrain_trainer", marks=pytest.mark.slow)]
+)
 def test_a_recipe_ends_with_two(recipe, tmp_path):
     words = ["--exchange", "demo", "--set", "topkk=3", "--model", "tiny"]
     done = subprocess.run(
