@@ -56,7 +56,7 @@ class Copies:
             Mismatch: as `check`.
         """
         sources = {c.channel.source for c in channels}
-        if not (self.any and self._pending and sources & {"gradient", "delta", "parameter"}):
+        if not self._pending or not sources & {"gradient", "delta", "parameter"}:
             return
         self._pending = False
         if found := self._unlike("gradient" if "gradient" in sources else "parameter"):

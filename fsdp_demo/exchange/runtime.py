@@ -111,7 +111,8 @@ class StepRuntime:
             gradients=lambda: self.needs_gradients,
         )
         self.status = LocalStatus(topology.elastic)
-        self._copies = Copies(host, self.island)
+        copies = Copies(host, self.island)
+        self._copies = copies if copies.any else None
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
@@ -215,7 +216,8 @@ class StepRuntime:
     def _act_on_gradients(self) -> None:
         mine = self.before_step
         self._look_at_gradients(bool(mine) or self.watches_gradients)
-        self._copies.look(mine)
+        if self._copies is not None:
+            self._copies.look(mine)
         outgoing, applied = {}, []
         # else it was, before this step was cut off
         for c in mine if not self.queue.sent(self.step) else []:
@@ -383,7 +385,8 @@ class StepRuntime:
         to a part of a round (`ChannelPayload`)."""
         if not channels:
             return
-        self._copies.look(channels)
+        if self._copies is not None:
+            self._copies.look(channels)
         bad = self.island.not_finite(
             [t for c in channels for t in c.tensors(c.channel.target) if t is not None]
         )
