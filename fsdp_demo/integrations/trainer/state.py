@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -184,13 +184,12 @@ def refuse_elsewhere(output_dir: Path, topology: Topology) -> None:
         NeedsDecision: names the newest of them.
     """
     if several := topology.kind == "islands" and topology.islands > 1:
-        found = sorted(output_dir.parent.glob("checkpoint-*"), key=_step)
-        said = {"name": topology.name, "elsewhere": str(found[-1]) if found else ""}
+        said = {"name": topology.name, "elsewhere": _newest_in([output_dir.parent])}
         with _registry(topology) as registry:  # another machine may not see it
             seen = [str(n["elsewhere"]) for n in registry.meet(said) if n.get("elsewhere")]
     else:
-        apart = (p.parent for p in output_dir.glob("*/checkpoint-*/exchange"))
-        seen = [str(p) for p in sorted(apart, key=_step)]
+        islands = {p.parent.parent for p in output_dir.glob("*/checkpoint-*/exchange")}
+        seen = [newest] if (newest := _newest_in(sorted(islands))) else []
     if seen:
         raise NeedsDecision(
             f"resume_from_checkpoint='auto' finds no checkpoint in {output_dir}, but "
@@ -201,9 +200,11 @@ def refuse_elsewhere(output_dir: Path, topology: Topology) -> None:
         )
 
 
-def _step(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("-")[2]
-    return int(number) if number.isascii() and number.isdigit() else -1
+def _newest_in(folders: Sequence[Path]) -> str:
+    """The checkpoint of the most steps in any of these folders; empty where there is none."""
+    found = [(step, folder) for folder in folders for step in steps(folder, "checkpoint")]
+    step, folder = max(found, default=(0, None))
+    return f"{folder}/checkpoint-{step}" if folder is not None else ""
 
 
 def find_checkpoint(wanted: Any, output_dir: Path, topology: Topology, fresh: bool) -> Any:
