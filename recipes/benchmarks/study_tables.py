@@ -18,6 +18,7 @@ from study_methods import (
     MUON,
     Method,
     demo,
+    diloco,
     full,
     muloco,
     sign_loco,
@@ -89,9 +90,10 @@ def as_tuned(size: str) -> list[Cell]:
 
 
 def quartered(size: str) -> list[Cell]:
-    """The all-reduce and ours after one token per parameter."""
+    """The all-reduce, DiLoCo and ours after one token per parameter."""
     steps, scale = SIZES[size][1] // 4, SCALES[size]
-    return at_size([full(lr=2e-3 * scale), sign_loco(lr=8e-3 * scale, steps=steps)], size, part=4)
+    tried = [full(lr=2e-3 * scale), diloco(lr=2e-3 * scale, steps=steps)]
+    return at_size([*tried, sign_loco(lr=8e-3 * scale, steps=steps)], size, part=4)
 
 
 def rates(size: str) -> list[Cell]:
