@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from fsdp_demo import Topology
 from fsdp_demo.comm.environment import patience
@@ -116,6 +117,16 @@ class NodeMPU:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
 
+def take_device() -> None:
+    """Make the device of this rank the current one, as DeepSpeed does when it makes an engine: what
+    ranks say to each other before would all go through the first device.
+    """
+    accelerator, text = get_accelerator(), os.environ.get("LOCAL_RANK", "").strip()
+    place = int(text) if text.isascii() and text.isdigit() else -1
+    if accelerator.device_name() != "cpu" and 0 <= place < accelerator.device_count():
+        accelerator.set_device(place)
+
+
 def check_size(node_size: Any) -> None:
     """Raise ValueError unless a world of torch.distributed is up that consists of nodes of
     `node_size` ranks.
@@ -183,6 +194,7 @@ def shard_within_node(node_size: int) -> Confinement:
         ValueError: shard_within_node: torch.distributed is not initialised. Call it after deepspeed.init_distributed(), ...
     """  # noqa: E501
     global _now
+    take_device()
     check_size(node_size)
     if (mpu := installed()) is not None and _now is not None:
         if mpu.node_size == node_size:

@@ -488,3 +488,16 @@ def test_ranks_of_an_island_whose_clocks_differ_send_equally_many_messages(run_r
     assert len({chosen for chosen, _ in found}) == 1
     # both sent the first message, and nothing that the slower clock forbids
     assert all(quick.SIZES[0] < sent < 4 * quick.SIZES[2] for _, sent in found)
+
+
+def test_a_step_ends_when_the_device_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of a GPU: spans between launches would say that steps take no time."""
+    order: list[Any] = []
+    monkeypatch.setattr(first_steps, "synchronize", order.append)
+    clock = SimpleNamespace(monotonic=lambda: order.append("clock") or 0.0)
+    monkeypatch.setattr(first_steps, "time", clock)
+    first: Any = object.__new__(first_steps._FirstSteps)
+    first._exchange, first._ends = SimpleNamespace(host=SimpleNamespace(device="gpu")), []
+    first.chosen_meanwhile = lambda: True
+    first()
+    assert order == ["gpu", "clock"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..comm.link import Link
+from ..compression.staging import synchronize
 from ..config.auto import AutoChoice, AutoConfig
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
@@ -114,8 +115,9 @@ class _FirstSteps:
         self._link = Link(rate, rtt) if rate else None
 
     def __call__(self) -> None:
-        self._ends.append(time.monotonic())
         exchange = self._exchange
+        synchronize(exchange.host.device)  # what a GPU still has to do is part of the step
+        self._ends.append(time.monotonic())
         if self.chosen_meanwhile() or exchange.step % self._config.measured:
             return
         spans = [b - a for a, b in zip(self._ends, self._ends[1:], strict=False)]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..compression import tuning
 from ..compression.blocks import Layout
+from ..compression.staging import synchronize
 from ..compression.windows import Window
 from ..config.channel import Channel
 from ..config.patterns import covers, tensor_layout_kind
@@ -188,9 +189,10 @@ class LocalChannel:
         part = torch.zeros(size, device=self.host.device)
         if work is not None:
             part[: work.numel()] = work
-        parts = [torch.empty_like(part) for _ in range(self.position.num_copies)]
-        dist.all_gather(parts, part, group=self.copies)
-        for layout, received in zip(self.layouts, parts, strict=False):
+        whole = part.new_empty(self.position.num_copies * size)
+        # not into a list of tensors: NCCL would gather into one of its own, and copy it to them
+        dist.all_gather_into_tensor(whole, part, group=self.copies)
+        for layout, received in zip(self.layouts, whole.split(size), strict=False):
             layout.unpack(received[: layout.numel], tensors)
 
     def set_gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -222,7 +224,7 @@ class LocalChannel:
         """
         if self._home != self.host.device:
             # copies to the host may still be under way
-            torch.get_device_module(self.host.device).synchronize(self.host.device)
+            synchronize(self.host.device)
         return ChannelState(
             list(self.present), self.accumulator, self.anchor, self.momentum, self.written
         )

@@ -77,10 +77,13 @@ class CheckpointManager(Shelf):
         if keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
         own = Path(root) / f"replica{topology.island}" if topology.kind == "mesh" else Path(root)
-        if group is None and topology.world > 1:
-            members = (
-                dist.get_process_group_ranks(topology.group) if topology.group is not None else None
-            )
+        # also for one rank that torch has joined, be it to itself: an NCCL group saves no copies,
+        # and with none torch would save with all replicas of a mesh
+        if group is None and dist.is_available() and dist.is_initialized():
+            if topology.group is not None:
+                members: list[int] | None = dist.get_process_group_ranks(topology.group)
+            else:
+                members = [dist.get_rank()] if topology.world == 1 else None
             group = dist.new_group(
                 members,
                 timedelta(seconds=topology.timeout + 60),

@@ -138,9 +138,16 @@ class IslandGroup(Ranks):
         norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()
         if not norms:
             return torch.zeros((), device=self.device)
-        squares = torch.stack(norms).square()  # per tensor each costs a microsecond
+        # buffers may lie on a GPU where masters are offloaded
+        here = [n if n.device == self.device else n.to(self.device) for n in norms]
+        squares = torch.stack(here).square()  # per tensor each costs a microsecond
         if any(n > 1 for n in repeats):
-            squares /= torch.tensor(repeats, dtype=squares.dtype, device=squares.device)
+            # filled there, by kernels: a copy of a list from the host would wait for the backward
+            held = torch.ones_like(squares)
+            for i, n in enumerate(repeats):
+                if n > 1:
+                    held[i].fill_(n)
+            squares /= held
         return squares.sum()
 
     def _on_device(self) -> bool:

@@ -15,8 +15,9 @@ class Meter:
         messages: rounds of sends on the replicate axis (a payload: one; a reduce: header and two
             legs, three).
         bytes_sent, bytes_received: to and from the other replicas.
-        seconds_exchanging: from the hand-over of an exchange to its end, in flight.
-        seconds_waiting: of these, the seconds in which training stood still.
+        seconds_exchanging: from when an exchange is on the host to its end, in flight.
+        seconds_waiting: in which training stood still for the link. The time in which it stood
+            still for its own GPU, which had to end the step first, is not among them.
         setup_bytes: bytes sent before the first step and in digests (initial broadcast); not part
             of `bytes_sent`.
 

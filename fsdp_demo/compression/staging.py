@@ -39,7 +39,8 @@ class Staging:
         if self._stream is None:
             self._stream = device.Stream(self.device)
         self._stream.wait_stream(device.current_stream(self.device))
-        done = device.Event()
+        # a thread that waits for it is to sleep, not to keep a core busy for as long as a step
+        done = device.Event(**({"blocking": True} if self.device.type == "cuda" else {}))
         with device.stream(self._stream):
             hosts = [pinned(t).copy_(t, non_blocking=True) for t in tensors]
             done.record(self._stream)
@@ -64,6 +65,12 @@ class Staging:
                 for i, t in enumerate(tensors):
                     tensors[i] = pinned(t).copy_(t)
         return tensors
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that is queued on a device; nothing on the CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:

@@ -267,6 +267,7 @@ class InFlightQueue:
             try:
                 step = flight.step if flight.step >= 0 else math.inf
                 worker, self.waits_since = self.connections.worker, time.monotonic()
+                since = time.perf_counter()
                 with record_function("fsdp_demo::wait"):
                     arrived = (
                         worker.wait(flight.future, lambda: self._gone(step))
@@ -276,7 +277,7 @@ class InFlightQueue:
             except Exception as e:
                 # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e
-            flight.waited += time.monotonic() - self.waits_since
+            flight.waited += flight.future.waited(since, time.perf_counter())
             self.waits_since = 0.0
         headers = arrived.headers if isinstance(arrived, ReceivedMessage) else []
         if headers and not flight.counted:

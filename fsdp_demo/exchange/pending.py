@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from ..channels.channel import ChannelPayload
 from ..comm.collectives import ReceivedMessage
 from ..comm.header import Header
 from ..comm.peers import PeerGroup
+from ..comm.worker import Exchanging
 from .ledger import Moved
 from .message import MessageLayout
 from .saved_state import InFlightState
@@ -44,13 +44,13 @@ class PendingExchange:
     step: int
     members: list[str]
     parts: dict[str, ChannelPayload]
-    future: Future[ReceivedMessage] | None
+    future: Exchanging | None
     seconds: list[float] = field(default_factory=list)  # when it began and ended on the wire
     header: Header | None = None
     counted: bool = False
     layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
     moved: Moved = field(default_factory=Moved)  # bytes of its last exchange
-    waited: float = 0.0  # seconds for which training stood still for it
+    waited: float = 0.0  # seconds for which training stood still for it and the link
 
     @property
     def arrived(self) -> ReceivedMessage | None:
@@ -63,7 +63,7 @@ class PendingExchange:
         checkpoint holds of it. Whose headers these are is known where as many islands go on."""
         same = peers is not None and peers.size == len(message.headers)
         slots = tuple(range(len(message.headers))) if same else ()
-        self.future = Future()
+        self.future = Exchanging()
         self.future.set_result(replace(message, slots=slots))
 
     def record(self, applied: int, islands: tuple[int, ...]) -> ExchangeRecord:

@@ -59,7 +59,7 @@ class MessageSender:
     def send(self, flight: PendingExchange, said: Said) -> None:
         """Hand a message to the worker; `flight.future` brings what comes back."""
         if (worker := self._connections.worker) is not None:
-            flight.future = worker.submit(self._job(worker.peers, flight, said))
+            flight.future = worker.submit(*self._job(worker.peers, flight, said))
             worker.peers.meter.exchanges += 1
 
     def send_again(self, flight: PendingExchange) -> None:
@@ -100,8 +100,9 @@ class MessageSender:
 
     def _job(
         self, peers: PeerGroup, flight: PendingExchange, said: Said
-    ) -> Callable[[], ReceivedMessage]:
-        """Start copying a message to the host; returns what the worker does with it."""
+    ) -> tuple[Callable[[list[Tensor]], ReceivedMessage], Callable[[], list[Tensor]]]:
+        """Start copying a message to the host; returns what the worker does with the copy, and what
+        waits for it."""
         message = flight.layout
         presence, bodies, vectors = message.pack(flight.parts)
         numbers = said.numbers(self._device)
@@ -109,9 +110,8 @@ class MessageSender:
         staged = self._staging.to_host([*numbers, *bodies, *vectors])
         at = (len(numbers), len(numbers) + len(bodies))
 
-        def job() -> ReceivedMessage:
+        def job(found: list[Tensor]) -> ReceivedMessage:
             flight.seconds.append(time.perf_counter())
-            found = staged()
             sections = found[at[0] : at[1]]
             sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
@@ -136,7 +136,7 @@ class MessageSender:
                 else []
             )
 
-        return job
+        return job, staged
 
 
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:

@@ -27,8 +27,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` for 2-D parameters, `torch.optim.AdamW` for embeddings, heads and
     everything that is no matrix.
 
-    One `param_groups` (schedulers act on both parts), one `state`, one state dict. Works on FSDP2
-    shards as Muon itself does: its products gather inside the island.
+    One `param_groups` (schedulers act on both parts), one `state`, one state dict. On FSDP2 shards
+    each matrix is gathered once inside the island (`sharded_muon.py`).
 
     Args:
         params: named parameters (`model.named_parameters()`).
@@ -46,13 +46,14 @@ class MuonAdamW(torch.optim.Optimizer):
     Raises:
         ValueError: parameters without names, from which embeddings could not be told; an unknown
             `adjust`.
+        RuntimeError: torch has no Muon.
 
     Example:
         >>> import torch, fsdp_demo
         >>> model = torch.nn.Linear(4, 4)
         >>> optimizer = fsdp_demo.MuonAdamW(model.named_parameters(), lr=0.02)
         >>> [type(part).__name__ for part in optimizer.parts]
-        ['Muon', 'AdamW']
+        ['ShardedMuon', 'AdamW']
     """
 
     parts: list[torch.optim.Optimizer]
@@ -69,6 +70,13 @@ class MuonAdamW(torch.optim.Optimizer):
         adamw: tuple[str, ...] = EMBEDDINGS,
         adjust: str = "original",
     ):
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(
+                f"MuonAdamW needs the Muon of torch 2.9 or newer, found torch {torch.__version__}. "
+                "Install a newer torch, or take a preset with AdamW inside"
+            )
+        from .sharded_muon import ShardedMuon
+
         one_of("adjust", adjust, ADJUST)
         named = list(params)
         if not all(
@@ -91,7 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
             )
             factor = None if adjust == "sqrt_out_in" else adjust
             parts.append(
-                torch.optim.Muon(
+                ShardedMuon(
                     groups,
                     lr=lr,
                     momentum=momentum,

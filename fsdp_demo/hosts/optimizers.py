@@ -17,8 +17,13 @@ from .muon import MuonAdamW
 
 log = logging.getLogger("fsdp_demo")
 
-_SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "MuonWithAuxAdam": "MuonAdamW"}
-"""Optimizers of other packages by the name of what does the same; Adam with decoupled decay is
+_SAME = {
+    "FusedAdam": "Adam",
+    "DeepSpeedCPUAdam": "Adam",
+    "MuonWithAuxAdam": "MuonAdamW",
+    "ShardedMuon": "Muon",
+}
+"""Other optimizers by the name of what does the same; Adam with decoupled decay is
 AdamW.
 """
 
@@ -161,9 +166,11 @@ def fresh_state(
     would have made. With dampening there is no such buffer, and none is made.
     """
     kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
+    muon = getattr(torch.optim, "Muon", None)  # since torch 2.9
+    is_muon = muon is not None and (kind is muon or kind.__name__ == "ShardedMuon")
     if kind is torch.optim.SGD:
         begun = {"momentum_buffer": -0.0} if group["momentum"] and not group["dampening"] else {}
-    elif kind is torch.optim.Muon:
+    elif is_muon:
         begun = {"momentum_buffer": 0.0}
     elif kind in (torch.optim.Adam, torch.optim.AdamW):
         begun = dict.fromkeys(
@@ -174,9 +181,7 @@ def fresh_state(
     buffers = {
         name: torch.full_like(p, value, requires_grad=False) for name, value in begun.items()
     }
-    return (
-        {} if kind in (torch.optim.SGD, torch.optim.Muon) else {"step": _counter(group, p)}
-    ) | buffers
+    return ({} if kind is torch.optim.SGD or is_muon else {"step": _counter(group, p)}) | buffers
 
 
 def _counter(group: dict[str, Any], p: Tensor) -> Tensor:

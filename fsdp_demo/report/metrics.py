@@ -38,7 +38,9 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds_exchanging": Metric("seconds", RANK, "for which messages were under way"),
     "seconds_waiting": Metric(
-        "seconds", BOTH, "for which training stood still for messages; of an island the longest"
+        "seconds",
+        BOTH,
+        "for which training waited for messages, not for its own GPU; of an island the longest",
     ),
     "tokens": Metric(
         "tokens", ISLAND, "counted by `report(tokens=...)` on all ranks of the island"

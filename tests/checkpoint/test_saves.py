@@ -17,6 +17,8 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
 from fsdp_demo import NotFinite, PeerLost
@@ -26,6 +28,7 @@ from fsdp_demo.checkpoint.files import read_head, write_part
 from fsdp_demo.checkpoint.finite import first_not_finite, refuse_not_finite
 from fsdp_demo.checkpoint.folders import ASIDE, put_aside, take_back
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.checkpoint.sharded_state import save_tensors
 from fsdp_demo.errors import NeedsDecision, Superseded
 
 
@@ -484,3 +487,31 @@ def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how
         return kept.failed_saves, kept.complete(), kept.crash_saves()
 
     assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3], [])]
+
+
+# -- one rank that torch has joined --------------------------------------------------------------
+
+
+def saved_alone(me, backend: str, mesh: bool) -> list[str]:
+    """Weights written by a thread, on replica 0 only."""
+    dist.init_process_group(
+        backend, init_method=f"file://{me.folder}/world", rank=me.rank, world_size=me.procs
+    )
+    topology = fsdp_demo.Topology()
+    if mesh:
+        topology = fsdp_demo.Topology.from_mesh(init_device_mesh("cpu", (me.procs,)))
+    manager = CheckpointManager(me.folder / "home", topology)
+    folder = me.folder / "weights"
+    if me.rank == 0:
+        save_tensors(folder, {"w": torch.ones(3)}, manager.group, wait=False)()
+    dist.destroy_process_group()
+    return sorted(p.suffix for p in folder.iterdir()) if me.rank == 0 else []
+
+
+@pytest.mark.parametrize(("backend", "procs"), [("cuda:gloo", 1), ("cpu:gloo", 2)])
+def test_a_replica_of_one_rank_saves_by_itself(run_ranks, backend: str, procs: int) -> None:
+    """A group over GPUs alone copies nothing to the host, and the replicas of a mesh do not wait
+    for each other.
+    """
+    found = run_ranks(saved_alone, islands=1, procs=procs, args=(backend, procs > 1), group=False)
+    assert found[0] and all(not names for names in found[1:])

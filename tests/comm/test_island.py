@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
@@ -17,7 +18,9 @@ from fsdp_demo import Topology, preset
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
 
+from ..support import accelerator as there
 from ..support import probe
+from ..support.accelerator import Accelerator, plug_in
 
 DEVICE = torch.device("cuda", 0)
 
@@ -171,3 +174,23 @@ def test_where_a_norm_is_reduced(run_ranks) -> None:
         return [reached, *(i._on_device() for i in islands)]
 
     assert run_ranks(run, 1, 4, group=False) == [[True, False, False, True, False]] * 4
+
+
+def test_a_norm_over_two_devices_is_on_that_of_the_masters() -> None:
+    """Buffers stay on the GPU where an engine has its masters on the host."""
+    with FakeTensorMode():
+        square = IslandGroup(Topology(), ShardPosition())._square(
+            [torch.ones(3, device="cuda"), torch.ones(4)]
+        )
+        assert square.device.type == "cpu"
+
+
+def test_parameters_that_ranks_hold_together_need_no_wait() -> None:
+    """Their shares of the norm are made on the device: what comes from a list of the host would
+    come behind the whole backward.
+    """
+    with plug_in(), Accelerator() as mode:
+        held = [torch.full((4,), 3.0, device=there.DEVICE), torch.ones(2, device=there.DEVICE)]
+        square = IslandGroup(Topology(), ShardPosition(), there.DEVICE)._square(held, [3, 1])
+        with mode.waiting():
+            assert float(square) == 36.0 / 3 + 2.0

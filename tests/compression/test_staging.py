@@ -45,6 +45,14 @@ def test_what_is_sent_is_copied_on_a_stream_of_its_own() -> None:
         assert staging.to_host([])() == [] and len(plug.streams) == 2
 
 
+def test_a_thread_that_waits_for_cuda_sleeps() -> None:
+    """Unless told so it keeps a core busy until the step is done, one for each rank."""
+    with plug_in() as plug:
+        for device in (torch.device("cuda", 0), DEVICE):
+            Staging(device).to_host([])
+        assert plug.blocking == [True, False]
+
+
 def test_what_arrived_goes_back_without_a_wait() -> None:
     with plug_in() as plug, Accelerator() as mode:
         arrived = [torch.arange(8, dtype=torch.uint8)[1:6], torch.ones(3)]

@@ -9,6 +9,7 @@ import copy
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -20,6 +21,7 @@ from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import nn
 
+from deepspeed_ext import node_mesh
 from deepspeed_ext.confinement import assert_confined
 from deepspeed_ext.node_config import node_config, refuse_beside
 from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
@@ -512,6 +514,24 @@ def test_a_mesh_of_all_ranks_is_not_made_from_a_sequence_size_of_one() -> None:
     assert node_config(
         {"sequence_parallel_size": 1, "data_parallel_size": 4, "bf16": {}}, 2, 2
     ) == {"bf16": {}}
+
+
+def test_a_rank_takes_its_own_gpu_before_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed does so only when it makes the engine: on NCCL all ranks would speak through the
+    first one.
+    """
+    taken: list[int] = []
+    gpus = SimpleNamespace(
+        device_name=lambda: "cuda", device_count=lambda: 4, set_device=taken.append
+    )
+    monkeypatch.setattr(node_mesh, "get_accelerator", lambda: gpus)
+    monkeypatch.setattr(node_mesh, "check_size", lambda size: taken.append(-size))
+    monkeypatch.setattr(node_mesh, "NodeMPU", lambda size: pytest.fail("far enough"))
+    for text in ("3", "4", "", "x"):  # beyond those that this process sees, and no launcher
+        monkeypatch.setenv("LOCAL_RANK", text)
+        with pytest.raises(pytest.fail.Exception):
+            shard_within_node(2)
+    assert taken == [3, -2, -2, -2, -2]
 
 
 def test_without_torch_distributed_it_says_where_to_call_it() -> None:

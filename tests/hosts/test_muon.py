@@ -6,14 +6,20 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_demo
 from fsdp_demo import MuonAdamW, preset
+from fsdp_demo.hosts.sharded_muon import ShardedMuon
 from fsdp_demo.planner import choosing
 
 
@@ -37,10 +43,10 @@ class Tiny(nn.Module):
 MATRICES = ["layers.0.weight", "layers.1.weight"]
 
 
-def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+def two(model: nn.Module, kind: Any = torch.optim.Muon) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     matrices = [(n, named.pop(n)) for n in MATRICES]
-    muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=1e-4)
+    muon = kind(matrices, lr=0.02, momentum=0.9, weight_decay=1e-4)
     return [
         muon,
         torch.optim.AdamW(
@@ -141,7 +147,8 @@ def test_two_optimizers_and_the_combined_one_are_one_method(run_ranks, islands, 
         model = Tiny()
         if procs > 1:
             fully_shard(model, mesh=me.mesh())
-        made = [MuonAdamW(model.named_parameters(), lr=0.02)] if combined else two(model)
+        kind = ShardedMuon if procs > 1 else torch.optim.Muon
+        made = [MuonAdamW(model.named_parameters(), lr=0.02)] if combined else two(model, kind)
         config = preset("muloco", period=3, value_dtype="int4")
         exchange = fsdp_demo.attach(made if len(made) > 1 else made[0], config, model=model)
         equal_at = []
@@ -232,3 +239,68 @@ def test_muloco_is_refused_for_adamw_alone() -> None:
     assert not choosing._allowed(fsdp_demo.preset("muloco"), "adamw")
     assert choosing._allowed(fsdp_demo.preset("muloco"), "muonadamw")
     assert choosing._allowed(fsdp_demo.preset("diloco"), "adamw")
+
+
+# ---- on shards ---------------------------------------------------------------------------------
+
+
+class Widths(nn.Module):
+    """Matrices higher than wide and wider than high, with rows that two or three ranks share
+    unequally, and more of them than ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(5, 7), (7, 4), (4, 4), (9, 4), (1, 9)]
+        self.layers = nn.ModuleList([nn.Linear(b, a) for a, b in sizes])
+
+
+def stepped(me: Any, shape: tuple[int, ...], muon: bool) -> tuple[dict[str, Any], int]:
+    """Parameters and momenta after three steps, and the collectives of the last."""
+    model = Widths()
+    whole_gradients = [
+        [torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * t + i)) for t in range(3)]
+        for i, p in enumerate(model.parameters())
+    ]
+    if shape:
+        names = ("replicate", "shard")[-len(shape) :]
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    named = dict(model.named_parameters())
+    matrices = {n: p for n, p in named.items() if p.ndim == 2}
+    made = ShardedMuon if muon else torch.optim.Muon
+    optimizer = made(list(matrices.items()), lr=0.02, weight_decay=0.1)
+    with CommDebugMode() as seen:
+        for t in range(3):
+            for p, gradients in zip(named.values(), whole_gradients, strict=True):
+                p.grad = (
+                    distribute_tensor(gradients[t], p.device_mesh, p.placements)
+                    if isinstance(p, DTensor)
+                    else gradients[t]
+                )
+            list(matrices.values())[2].grad = None  # not every matrix has a part in a loss
+            before = seen.get_total_counts()
+            optimizer.step()
+            last = seen.get_total_counts() - before
+    states = {n: optimizer.state[p].get("momentum_buffer") for n, p in matrices.items()}
+    found = {
+        f"{kind}.{n}": (v.full_tensor() if isinstance(v, DTensor) else v).detach()
+        for kind, every in (("weight", matrices), ("momentum", states))
+        for n, v in every.items()
+        if v is not None
+    }
+    return found, last
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (3,), (2, 2)])
+def test_on_shards_a_step_is_that_of_whole_matrices(run_ranks, shape: tuple[int, ...]) -> None:
+    """To the last bit, with two collectives per matrix."""
+
+    def run(me):
+        whole, _ = stepped(me, (), muon=False)
+        found, counts = stepped(me, shape, muon=True)
+        return equal(found, whole), whole.keys() == found.keys(), counts
+
+    for same, keys, counts in run_ranks(run, 1, math.prod(shape)):
+        assert same and keys
+        assert counts == (2 * 4 if shape else 0)

@@ -229,18 +229,24 @@ class Event:
 
 
 class Plug:
-    """Stands in for `torch.cuda` and its like."""
+    """Stands in for `torch.cuda` and its like.
+
+    Attributes:
+        log: what was asked, in words. streams: the one that trains, and those made. blocking: of
+            each event, whether a thread that waits for it sleeps.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.streams = [Stream(self, "training")]
+        self.blocking: list[bool] = []
 
     def Stream(self, device: torch.device) -> Stream:
-        assert device == DEVICE
         self.streams.append(Stream(self, f"stream{len(self.streams)}"))
         return self.streams[-1]
 
-    def Event(self) -> Event:
+    def Event(self, blocking: bool = False) -> Event:
+        self.blocking.append(blocking)
         return Event(self)
 
     def current_stream(self, device: torch.device) -> Stream:
