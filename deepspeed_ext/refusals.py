@@ -18,6 +18,7 @@ from fsdp_demo import ExchangeConfig, Topology
 from fsdp_demo.config.patterns import covers
 from fsdp_demo.hosts.base import plain_name
 
+from . import muon
 from .engine_topology import compare_environment
 from .node_mesh import installed, topology_of
 
@@ -37,7 +38,8 @@ def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
         _communication(engine),
         _place(engine, topology),
     )
-    for text in chain(_others(engine), *checks, _inner(engine), _channels(engine, config)):
+    of_config = (muon.refusals(engine, config), _channels(engine, config))
+    for text in chain(_others(engine), *checks, _inner(engine), *of_config):
         raise ValueError(f"deepspeed_ext.attach found {text}")
 
 
@@ -201,8 +203,7 @@ def _inner(engine: Any) -> Iterator[str]:
     if name in ("Muon", "MuonAdamW"):
         yield (
             f"{name} as the client optimizer, which needs matrices where ZeRO has flat partitions: "
-            "take DeepSpeed's own, "
-            '"optimizer": {"type": "Muon", "params": {"lr": ...}} in its configuration'
+            f"take DeepSpeed's own, {muon.LINE} in its configuration"
         )
 
 

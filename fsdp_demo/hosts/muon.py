@@ -89,7 +89,7 @@ class MuonAdamW(torch.optim.Optimizer):
             )
         matrices = [(n, p) for n, p in named if p.ndim == 2 and not matches(n, adamw)]
         rest = [(n, p) for n, p in named if not (p.ndim == 2 and not matches(n, adamw))]
-        rate = adamw_lr if adamw_lr is not None else 4e-4 * lr / PUBLISHED
+        rate = adamw_lr if adamw_lr is not None else adamw_rate(lr)
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             groups = (
@@ -140,6 +140,17 @@ class MuonAdamW(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
         return loss
+
+
+def adamw_rate(lr: float) -> float:
+    """The rate of the AdamW part beside Muon at `lr`: 4e-4 at the published one.
+
+    Example:
+        >>> from fsdp_demo.hosts.muon import adamw_rate
+        >>> adamw_rate(0.0224)
+        0.0004
+    """
+    return 4e-4 * lr / PUBLISHED
 
 
 def _by_shape(

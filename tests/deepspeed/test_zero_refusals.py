@@ -235,7 +235,7 @@ def test_optimizers_that_need_matrices(run_ranks):
         for name, text in zip(("Muon", "MuonAdamW"), out, strict=True):
             assert (
                 f"{name} as the client optimizer" in text
-                and '"optimizer": {"type": "Muon", "params": {"lr": ...}}' in text
+                and '{"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}' in text
             )
 
 

@@ -235,7 +235,8 @@ def test_what_cannot_work_is_refused_at_the_trainer(run_ranks):
             and '"gradient_clipping": "auto"' in clip
         )
         assert (
-            '"optimizer": {"type": "Muon", "params": {"lr": 0.005}}' in muon
+            '{"type": "Muon", "params": {"muon_lr": 0.005, "adam_lr": 8.93e-05}}' in muon
+            and "max_grad_norm=0" in muon
             and "has an optimizer of its own" in muon
         )
         assert "needs matrices where ZeRO has flat partitions" in matrices

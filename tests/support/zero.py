@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # every engine imports it: 3 s in each fork, once here
 import torch
 from deepspeed import comm
+
+# every engine imports it: 3 s in each fork, once here
+from deepspeed.runtime.zero.muon import muon_optimizer
 from torch import nn
 
 # compiled at run time, only for inference
@@ -97,6 +99,23 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """The inner optimizer of `demo`."""
     return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def muon(model: nn.Module, outside: tuple[str, ...] = ("embed", "head")) -> torch.optim.Optimizer:
+    """DeepSpeed's own Muon, with its Adam for vectors and for what has a name of `outside`: as its
+    engine makes it of `"type": "Muon"`, without a compiler."""
+    for n, p in model.named_parameters():
+        p.use_muon = p.ndim == 2 and not any(word in n for word in outside)  # type: ignore[attr-defined]
+    halves = [
+        {
+            "params": [p for p in model.parameters() if p.use_muon is matrices],
+            "use_muon": matrices,
+            "lr": 1e-2,
+        }
+        for matrices in (True, False)
+    ]
+    made: torch.optim.Optimizer = muon_optimizer.MuonWithAuxAdam(halves)
+    return made
 
 
 def engine(

@@ -20,6 +20,7 @@ from transformers import Trainer
 from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...hosts import registry
+from ...hosts.muon import adamw_rate
 
 _DEFAULT_CLIP = 1.0  # deepspeed 0.19, where its configuration says nothing
 
@@ -81,11 +82,15 @@ def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[
 
 
 def muon(trainer: Trainer) -> str:
-    """The cure for presets whose inner optimizer is Muon."""
-    rate = f'{{"type": "Muon", "params": {{"lr": {trainer.args.learning_rate:g}}}}}'
+    """The cure for presets whose inner optimizer is Muon. DeepSpeed's would give one `lr` to both
+    of its halves, and clips what Muon has made of the gradient.
+    """
+    lr = trainer.args.learning_rate
+    rates = f'{{"muon_lr": {lr:g}, "adam_lr": {adamw_rate(lr):.3g}}}'
     return (
-        f'leave optimizer_cls_and_kwargs out and write "optimizer": {rate} into DeepSpeed\'s '
-        "configuration"
+        "leave optimizer_cls_and_kwargs out and write "
+        f'"optimizer": {{"type": "Muon", "params": {rates}}} into DeepSpeed\'s configuration, with '
+        '"gradient_clipping": "auto" and max_grad_norm=0'
     )
 
 

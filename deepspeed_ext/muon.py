@@ -1,0 +1,45 @@
+"""DeepSpeed's own Muon (`MuonWithAuxAdam`): what of the exchange goes with it.
+
+ZeRO orthogonalises while it fills the gradients of its partitions, ahead of the step of the inner
+optimizer. What a master's gradient holds there is an update, which is neither averaged nor clipped
+as a gradient is. `BF16_Optimizer` alone clips before it; all others clip the update. A missing
+gradient is taken for zeros, so that no step can be held back.
+
+Source of the facts: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py` (`get_flat_partition`,
+`step`), `runtime/zero/stage3.py` (`step`), `runtime/bf16_optimizer.py` (`step`),
+`runtime/zero/muon/muon_optimizer.py`, `runtime/engine.py` (`_muon_param_groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_demo import ExchangeConfig
+
+NAME = "MuonWithAuxAdam"
+LINE = '"optimizer": {"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}'
+"""What asks for it in DeepSpeed's configuration. One `lr` would be that of both halves."""
+
+
+def is_muon(optimizer: Any) -> bool:
+    """Whether it is DeepSpeed's Muon. Told by the name: its module compiles kernels when it is
+    imported.
+    """
+    return any(c.__name__ == NAME for c in type(optimizer).__mro__)
+
+
+def refusals(engine: Any, config: ExchangeConfig) -> Iterator[str]:
+    """What DeepSpeed's Muon does not go with: what was found, and what to do."""
+    zero = engine.optimizer
+    if not is_muon(getattr(zero, "optimizer", None)):
+        return
+    norm = engine.gradient_clipping()
+    if norm > 0 and type(zero).__name__ != "BF16_Optimizer":
+        yield (
+            f"{NAME} with gradient_clipping={norm:g} (1.0 where the configuration is silent): "
+            f"{type(zero).__name__} clips the update of Muon, not the gradient, and training "
+            'hardly moves. Set "gradient_clipping": 0.0 (under the Trainer max_grad_norm=0, too). '
+            "To clip gradients take bf16 at ZeRO stage 1 with "
+            '"data_types": {"grad_accum_dtype": "fp32"}'
+        )

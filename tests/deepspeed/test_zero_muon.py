@@ -1,0 +1,52 @@
+"""DeepSpeed's own Muon, whose update stands where a gradient is expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_ext
+
+from ..support import zero
+
+
+def engine(stage: str, clip: float = 0.0, **names: Any) -> Any:
+    torch.manual_seed(7)
+    model = zero.Model()
+    settings = zero.settings(stage, clip=clip)
+    settings["zero_optimization"]["reduce_scatter"] = False  # at stage 3 DeepSpeed asks for it
+    return zero.engine(settings, lambda _: zero.muon(model, **names), model=model)
+
+
+def refused(stage: str, preset: str, clip: float = 0.0, **changes: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        deepspeed_ext.attach(engine(stage, clip), preset, **changes)
+    return str(error.value)
+
+
+def test_clipping_takes_the_update_of_muon_for_a_gradient(run_ranks: Any) -> None:
+    """Six steps move a matrix as far with a norm of 1 as without, or it is refused."""
+
+    def moved(me: Any, stage: str, clip: float) -> float:
+        made = engine(stage, clip)
+        start = zero.whole(made)["layers.0.weight"]
+        with zero.another_run():
+            exchange = deepspeed_ext.attach(made, "muloco", period=2, checkpoints=False)
+        zero.train(made, range(6), me.rank)
+        exchange.finish()
+        return float((zero.whole(made)["layers.0.weight"] - start).norm())
+
+    def run(me: Any) -> Any:
+        texts = {stage: refused(stage, "muloco", 1.0) for stage in ("zero1", "zero2", "zero3")}
+        return texts, moved(me, "zero2", 0.0), moved(me, "wrapper", 1.0)
+
+    for texts, free, clipped_before in run_ranks(run, 1, 1, group=True, timeout=120):
+        for stage, text in texts.items():
+            kind = "DeepSpeedZeroOptimizer" + "_Stage3" * (stage == "zero3")
+            assert "MuonWithAuxAdam with gradient_clipping=1 (1.0 where" in text
+            assert f"{kind} clips the update of Muon" in text
+            assert 'Set "gradient_clipping": 0.0' in text
+            assert '"data_types": {"grad_accum_dtype": "fp32"}' in text
+        assert clipped_before == pytest.approx(free, rel=0.2)
