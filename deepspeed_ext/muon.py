@@ -43,3 +43,26 @@ def refusals(engine: Any, config: ExchangeConfig) -> Iterator[str]:
             "To clip gradients take bf16 at ZeRO stage 1 with "
             '"data_types": {"grad_accum_dtype": "fp32"}'
         )
+    early = [c.name for c in config.channels if c.before_step]
+    if early:
+        yield (
+            f"{NAME} under {config.preset!r}, with {_channels(early)} of gradients: ZeRO has "
+            "made Muon's update of them by then. Take a preset that exchanges after the step "
+            "(muloco), AdamW inside, or train without DeepSpeed"
+        )
+    elif config.clip_scope == "islands":
+        yield (
+            f"{NAME} with clip_scope='islands', which would clip Muon's update, not the gradient: "
+            "take clip_scope='replica', AdamW inside, or train without DeepSpeed"
+        )
+    kept = [c.name for c in config.channels if c.state_name]
+    if kept:
+        yield (
+            f"{NAME} under {config.preset!r}, with {_channels(kept)} of optimizer states: "
+            "DeepSpeed makes those of Muon at its first step and keeps some elsewhere. Take a "
+            "preset that exchanges none (muloco, diloco), or AdamW inside"
+        )
+
+
+def _channels(names: list[str]) -> str:
+    return f"channel {names[0]!r}" if len(names) == 1 else f"channels {', '.join(names)}"

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import deepspeed_ext
+import fsdp_demo
+from deepspeed_ext import muon
 
 from ..support import zero
 
@@ -50,3 +52,39 @@ def test_clipping_takes_the_update_of_muon_for_a_gradient(run_ranks: Any) -> Non
             assert 'Set "gradient_clipping": 0.0' in text
             assert '"data_types": {"grad_accum_dtype": "fp32"}' in text
         assert clipped_before == pytest.approx(free, rel=0.2)
+
+
+class Held:
+    """An engine as far as `muon.refusals` looks."""
+
+    def __init__(self, wrapper: str, optimizer: Any):
+        self.optimizer = type(wrapper, (), {"optimizer": optimizer})()
+
+    def gradient_clipping(self) -> float:
+        return 0.0
+
+
+EARLY = "of gradients: ZeRO has made Muon's update of them by then"
+UNFIT = {
+    ("full", ""): f"MuonWithAuxAdam under 'full', with channel 'gradient' {EARLY}",
+    ("auto", ""): f"MuonWithAuxAdam under 'auto', with channel 'gradient' {EARLY}",
+    ("muloco", "islands"): "MuonWithAuxAdam with clip_scope='islands', which would clip Muon's",
+    ("desloc", ""): "'desloc', with channels exp_avg, exp_avg_sq of optimizer states",
+}
+
+
+@pytest.mark.parametrize("wrapper", ["BF16_Optimizer", "DeepSpeedZeroOptimizer"])
+@pytest.mark.parametrize("preset, scope", UNFIT)
+def test_what_takes_muons_update_for_a_gradient(wrapper: str, preset: str, scope: str) -> None:
+    config = fsdp_demo.preset(preset, **({"clip_scope": scope} if scope else {}))
+    found = list(muon.refusals(Held(wrapper, zero.muon(zero.Model())), config))
+    assert len(found) == 1 and UNFIT[preset, scope] in found[0] and "AdamW inside" in found[0]
+    assert not list(muon.refusals(Held(wrapper, zero.adamw(zero.Model().parameters())), config))
+
+
+def test_gradient_channels_are_refused_at_attach(run_ranks: Any) -> None:
+    def run(me: Any) -> list[str]:
+        return [refused(stage, "full") for stage in ("zero2", "wrapper")]
+
+    for texts in run_ranks(run, 1, 1, group=True, timeout=120):
+        assert all(EARLY in text for text in texts)
