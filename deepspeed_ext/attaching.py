@@ -9,6 +9,7 @@ from fsdp_demo.attaching import join, settled, vacate
 from fsdp_demo.checkpoint import SavedExchange
 
 from . import checkpoints as folders
+from .cautions import warn
 from .engine_topology import topology as place
 from .refusals import refuse
 from .taking_over import advance
@@ -46,7 +47,8 @@ def attach(
             and the norm that clips is agreed anyway.
         step: default `engine.global_steps`.
         state: the exchange's state to go on from, where the engine itself is loaded already. With
-            `checkpoints` nobody needs it: `engine.load_checkpoint` brings it.
+            `checkpoints` nobody needs it: `engine.load_checkpoint`, called after `attach`, brings
+            it.
         checkpoints: `engine.save_checkpoint` and `engine.load_checkpoint` keep a folder per
             replica, with the exchange's state in it.
         changes: changes of the preset, as in `fsdp_demo.preset(name, **changes)`.
@@ -88,6 +90,7 @@ def attach(
     except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
         host.partitions.clip_again()
         raise
+    warn(engine, topology, anew=checkpoints and state is None)
     if exchange.newcomer:
         advance(engine, exchange.step)
     if checkpoints:

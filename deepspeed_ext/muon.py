@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_demo import ExchangeConfig
+from fsdp_demo.config.patterns import EMBEDDINGS, matches
+from fsdp_demo.hosts.base import plain_name
 
 NAME = "MuonWithAuxAdam"
 LINE = '"optimizer": {"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}'
@@ -62,6 +64,18 @@ def refusals(engine: Any, config: ExchangeConfig) -> Iterator[str]:
             "DeepSpeed makes those of Muon at its first step and keeps some elsewhere. Take a "
             "preset that exchanges none (muloco, diloco), or AdamW inside"
         )
+
+
+def unusual(engine: Any) -> list[str]:
+    """Names of the embeddings and heads, in this package's sense, that DeepSpeed's Muon steps."""
+    if not is_muon(engine.optimizer.optimizer):
+        return []
+    named = [
+        plain_name(n)
+        for n, p in engine.module.named_parameters()
+        if p.requires_grad and getattr(p, "use_muon", False)
+    ]
+    return [name for name in named if matches(name, EMBEDDINGS)]
 
 
 def _channels(names: list[str]) -> str:

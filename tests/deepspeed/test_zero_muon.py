@@ -41,8 +41,11 @@ def test_clipping_takes_the_update_of_muon_for_a_gradient(run_ranks: Any) -> Non
         return float((zero.whole(made)["layers.0.weight"] - start).norm())
 
     def run(me: Any) -> Any:
+        warned = zero.warnings()
         texts = {stage: refused(stage, "muloco", 1.0) for stage in ("zero1", "zero2", "zero3")}
-        return texts, moved(me, "zero2", 0.0), moved(me, "wrapper", 1.0)
+        moves = moved(me, "zero2", 0.0), moved(me, "wrapper", 1.0)
+        assert not [line for line in warned if "DeepSpeed's Muon" in line]
+        return texts, *moves
 
     for texts, free, clipped_before in run_ranks(run, 1, 1, group=True, timeout=120):
         for stage, text in texts.items():
@@ -88,3 +91,17 @@ def test_gradient_channels_are_refused_at_attach(run_ranks: Any) -> None:
 
     for texts in run_ranks(run, 1, 1, group=True, timeout=120):
         assert all(EARLY in text for text in texts)
+
+
+def test_a_head_that_muon_steps_is_named(run_ranks: Any) -> None:
+    """DeepSpeed knows heads by `lm_head` only."""
+
+    def run(me: Any) -> list[str]:
+        warned = zero.warnings()
+        exchange = deepspeed_ext.attach(engine("zero2", outside=("embed", "lm_head")), "muloco")
+        exchange.detach()
+        return warned
+
+    for warned in run_ranks(run, 1, 1, group=True, timeout=120):
+        found = [line for line in warned if "DeepSpeed's Muon at head.weight, which" in line]
+        assert len(found) == 1 and "'embed' or 'lm_head'" in found[0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 
 import deepspeed_ext
+from fsdp_demo.integrations.data import split_dataset_by_island
 
 from ..support import zero
 
@@ -83,10 +83,7 @@ def test_a_checkpoint_of_other_weights_is_loaded_after_attach(
 
 def test_engines_that_differ_and_parameters_that_nobody_steps(run_ranks: Any) -> None:
     def run(me: Any) -> None:
-        said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
+        said = zero.warnings()
         torch.manual_seed(7)
         model = zero.Model()
         made = zero.engine(
@@ -111,3 +108,51 @@ def test_engines_that_differ_and_parameters_that_nobody_steps(run_ranks: Any) ->
             deepspeed_ext.attach(other, "diloco", period=2)
 
     run_ranks(run, 2, 1, group=True, timeout=120)
+
+
+def test_a_checkpoint_that_was_loaded_before_attach(run_ranks: Any, tmp_path: Any) -> None:
+    """Its anchors and momenta are lost: said where it is no plain start."""
+
+    def run(me: Any) -> list[list[str]]:
+        said = zero.warnings()
+        first = zero.engine(zero.settings("zero2"))
+        exchange = deepspeed_ext.attach(first, "diloco", period=2)
+        zero.train(first, range(3), me.rank)
+        first.save_checkpoint(str(tmp_path))
+        exchange.detach()
+        heard = []
+        for early in (True, False):
+            made = zero.engine(zero.settings("zero2"))
+            del said[:]
+            if early:
+                made.load_checkpoint(str(tmp_path / f"island{me.island}"))
+            with zero.another_run():
+                exchange = deepspeed_ext.attach(made, "diloco", period=2)
+            if not early:
+                made.load_checkpoint(str(tmp_path))
+            assert made.global_steps == 3
+            heard.append([line for line in said if "no state of an exchange" in line])
+            exchange.detach()
+        return heard
+
+    for early, late in run_ranks(run, 2, 1, group=True, timeout=120):
+        assert len(early) == 1 and "an engine at step 3" in early[0] and late == []
+        assert "call engine.load_checkpoint(DIR) after attach" in early[0]
+
+
+def test_rows_that_deepspeed_deals_to_one_island(run_ranks: Any) -> None:
+    def run(me: Any) -> list[list[str]]:
+        said, heard = zero.warnings(), []
+        rows = [zero.batch(0, row) for row in range(16)]
+        mine = split_dataset_by_island(rows)
+        for given in (rows, mine, None):
+            made = zero.engine(zero.settings("zero1"), training_data=given)
+            del said[:]
+            with zero.another_run():
+                deepspeed_ext.attach(made, "diloco").detach()
+            heard.append([line for line in said if "training_data" in line])
+        return heard
+
+    for whole, split, none in run_ranks(run, 2, 1, group=True, timeout=120):
+        assert len(whole) == 1 and "training_data of 16 rows, which DeepSpeed deals" in whole[0]
+        assert split == none == []

@@ -163,6 +163,15 @@ def gathered(module: nn.Module) -> Any:
     )
 
 
+def warnings() -> list[str]:
+    """Filled with what this rank is warned of from now on."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_demo").addHandler(handler)
+    return said
+
+
 @contextmanager
 def another_run() -> Iterator[None]:
     """An attach within this context has a run id of its own: a process attaches more than once."""
