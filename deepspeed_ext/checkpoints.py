@@ -52,7 +52,9 @@ def follow(engine: Any, exchange: Exchange) -> None:
     Raises:
         ValueError: the engine writes its files in the background.
     """
-    _install(engine, _Followed(engine, exchange))
+    followed = _Followed(engine, exchange)
+    _install(engine, followed)
+    engine.save_16bit_model = followed.save_16bit_model
 
 
 def separate(engine: Any, replica: int) -> None:
@@ -142,6 +144,20 @@ class _Followed(Folders):
             return False
         self._failures.made()
         return done
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """As DeepSpeed's, into `save_dir/<name of the replica>`: all would write one file. Within
+        `outer_parameters` it saves what is shown.
+        """
+        folder = folder_of(Path(save_dir), self.exchange.topology)
+        return type(self.engine).save_16bit_model(
+            self.engine, str(folder), save_filename, exclude_frozen_parameters
+        )
 
     def _own(self, folder: Path) -> None:
         """This life writes into the folder from now on: at its first save, and when it has loaded

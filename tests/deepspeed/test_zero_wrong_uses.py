@@ -156,3 +156,30 @@ def test_rows_that_deepspeed_deals_to_one_island(run_ranks: Any) -> None:
     for whole, split, none in run_ranks(run, 2, 1, group=True, timeout=120):
         assert len(whole) == 1 and "training_data of 16 rows, which DeepSpeed deals" in whole[0]
         assert split == none == []
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_models_of_all_islands_in_one_directory(run_ranks: Any, tmp_path: Any, stage: str) -> None:
+    """Each island has its own file, with what it trained, or with what is shown."""
+
+    def run(me: Any) -> Any:
+        settings = zero.settings(stage)
+        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        made = zero.engine(settings)
+        exchange = deepspeed_ext.attach(made, "diloco", period=10)
+        zero.train(made, range(2), me.rank)
+        assert made.save_16bit_model(str(tmp_path / "own"))
+        own = zero.whole(made)["head.weight"]
+        with exchange.outer_parameters(made.module):
+            assert made.save_16bit_model(str(tmp_path / "outer"), "model.bin")
+        exchange.detach()
+        return own
+
+    own = run_ranks(run, 2, 1, group=True, timeout=120)
+    for island, weight in enumerate(own):
+        saved = torch.load(tmp_path / "own" / f"island{island}" / "pytorch_model.bin")
+        assert torch.equal(saved["head.weight"], weight)
+        outer = torch.load(tmp_path / "outer" / f"island{island}" / "model.bin")
+        torch.manual_seed(7)
+        assert torch.equal(outer["head.weight"], zero.Model().head.weight)
+    assert not torch.equal(*own)
