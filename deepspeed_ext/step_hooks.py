@@ -49,6 +49,7 @@ class EngineStepHooks(PausableStepHooks):
 
     def start(self) -> None:
         """Wrap `engine.step`, and the inner step of its wrapper."""
+        self._clip = self._partitions.zero.clip_grad
         self._step = self._engine.step
         self._wrapped = functools.wraps(self._step)(functools.partial(self._stepped))
         self._engine.step = self._wrapped
@@ -99,10 +100,13 @@ class EngineStepHooks(PausableStepHooks):
         """In the place of `engine.step`, which takes a step at the end of an accumulation only."""
         self._refuse()
         engine, steps = self._engine, self._engine.global_steps
+        if not self._off:  # a checkpoint that DeepSpeed has loaded may have brought another norm
+            self._partitions.zero.clip_grad = self._clip
         try:
             result = self._step(*args, **kwargs)
-        except BaseException:  # of the exchange: the micro-batch is over, and so is its gradient
-            engine.micro_steps += 1
+        except BaseException:  # the micro-batch is over, and so is its gradient
+            if engine._running_engine_step:  # else DeepSpeed has refused the call, as in no_sync
+                engine.micro_steps += 1
             engine._running_engine_step = False
             raise
         if engine.global_steps == steps or self._off:

@@ -183,3 +183,40 @@ def test_models_of_all_islands_in_one_directory(run_ranks: Any, tmp_path: Any, s
         torch.manual_seed(7)
         assert torch.equal(outer["head.weight"], zero.Model().head.weight)
     assert not torch.equal(*own)
+
+
+def test_a_loaded_checkpoint_does_not_say_how_gradients_are_clipped(
+    run_ranks: Any, tmp_path: Any
+) -> None:
+    """`full` clips the mean gradient, so the engine does not; DeepSpeed's load says it should."""
+
+    def run(me: Any) -> list[float]:
+        made = zero.engine(zero.settings("zero2", clip=0.5))
+        made.save_checkpoint(str(tmp_path))
+        exchange = deepspeed_ext.attach(made, "full", checkpoints=False)
+        made.load_checkpoint(str(tmp_path))
+        norms = [made.optimizer.clip_grad]
+        zero.train(made, range(1), me.rank)
+        norms.append(made.optimizer.clip_grad)
+        exchange.detach()
+        return [*norms, made.optimizer.clip_grad]
+
+    assert run_ranks(run, 1, 1, group=True, timeout=120) == [[0.5, 0.0, 0.5]]
+
+
+def test_a_step_that_deepspeed_refuses_is_no_micro_batch(run_ranks: Any) -> None:
+    def run(me: Any) -> None:
+        made = zero.engine(zero.settings("zero1", accumulate=2))
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        zero.train(made, range(1), me.rank, accumulate=2)
+        with (
+            made.no_sync(),
+            pytest.raises(AssertionError, match="illegal to call Engine.step"),
+        ):
+            made.step()
+        assert made.micro_steps == 2
+        zero.train(made, range(1, 3), me.rank, accumulate=2)
+        assert (exchange.step, made.micro_steps) == (3, 6)
+        exchange.finish()
+
+    run_ranks(run, 1, 1, group=True, timeout=120)
