@@ -66,6 +66,8 @@ def _kind(engine: Any) -> Iterator[str]:
         yield "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's configuration"
     if getattr(engine, "pipeline_parallelism", False):
         yield "a pipeline engine, which was never tried: train without PipelineModule"
+    if config.hybrid_engine.enabled:
+        yield "the hybrid engine, which was never tried: set hybrid_engine.enabled to false"
     if config.zero_config.zenflow is not None:
         yield (
             "ZenFlow, which steps parts of a partition at times of its own: take "

@@ -19,8 +19,18 @@ from torch import Tensor
 from .partitions import Fragment, Partitions
 
 
+class _Names(dict[Any, str]):
+    def __missing__(self, p: Any) -> str:
+        raise ValueError(
+            f"the optimizer steps a parameter of shape {tuple(getattr(p, 'ds_shape', p.shape))} "
+            "that is not in the model of the engine: put it into the module that "
+            "deepspeed.initialize gets, or take it out of the optimizer"
+        )
+
+
 def _names(engine: Any) -> dict[Any, str]:
-    return {p: n for n, p in engine.module.named_parameters()}
+    """The name of every parameter of the model; ValueError for any other."""
+    return _Names({p: n for n, p in engine.module.named_parameters()})
 
 
 class Flat(Partitions):

@@ -42,11 +42,17 @@ def train(me: Any, kind: str) -> Any:
     model = zero.Model()
     for p in model.parameters():  # as DeepSpeed wants it told
         p.use_muon = p.ndim == 2  # type: ignore[attr-defined]
-    settings = zero.settings(stage, **more, optimizer={"type": kind, "params": {"lr": 1e-2}})
+    rates = {"muon_lr": 1e-2, "adam_lr": 4e-4} if kind == "Muon" else {"lr": 1e-2}
+    settings = zero.settings(stage, **more, optimizer={"type": kind, "params": rates})
     made = zero.engine(settings, None, model)
     exchange = deepspeed_ext.attach(made, preset, **({} if preset == "demo" else {"period": 2}))
     losses = zero.train(made, range(6), me.rank)
     exchange.finish()
+    if kind == "Muon":
+        assert {g["use_muon"]: g["lr"] for g in made.optimizer.param_groups} == {
+            True: 1e-2,
+            False: 4e-4,
+        }
     return exchange.host.optimizer_names, losses, exchange.digests_equal(), zero.whole(made)
 
 

@@ -122,6 +122,9 @@ CONFIGURED = {
     "fp16: its loss scaling .*; set fp16.enabled to false": {"fp16": {"enabled": True}},
     "offload_optimizer to NVMe, ": {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
     "offload_param, ": {"zero_optimization": {"stage": 3, "offload_param": NVME}},
+    "the hybrid engine, .*: set hybrid_engine.enabled to false": {
+        "hybrid_engine": {"enabled": True}
+    },
     "ZenFlow, .*: take zero_optimization.zenflow out": {
         "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}
     },
@@ -237,6 +240,23 @@ def test_optimizers_that_need_matrices(run_ranks):
                 f"{name} as the client optimizer" in text
                 and '{"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}' in text
             )
+
+
+def test_a_parameter_that_the_model_has_not(run_ranks):
+    """A criterion that learns, say. DeepSpeed itself refuses it at stages 1 and 2."""
+
+    def work(me):
+        zero.engine(zero.settings("zero3"))  # DeepSpeed is initialised with it
+        with deepspeed.zero.Init(config_dict_or_path=zero.settings("zero3")):
+            lone = nn.Linear(2, 3, bias=False)
+        model = zero.Model()
+        groups = [*model.parameters(), *lone.parameters()]
+        made = zero.engine(zero.settings("zero3"), model=model, groups=groups)
+        return said(lambda: deepspeed_ext.attach(made, "diloco"))
+
+    for text in run_ranks(work, islands=1):
+        assert "a parameter of shape (3, 2) that is not in the model of the engine" in text
+        assert "put it into the module that deepspeed.initialize gets" in text
 
 
 def test_gradient_channels_that_split_a_partition():
