@@ -58,8 +58,9 @@ def _data(engine: Any, topology: Topology) -> Iterator[str]:
     if sampler.num_replicas == engine.seq_dp_world_size:
         yield (
             f"training_data of {counted(len(rows), 'row')}, which DeepSpeed deals to the ranks of "
-            "this island alone. Give each island rows of its own: training_data="
-            "fsdp_demo.integrations.data.split_dataset_by_island(rows)"
+            "this island alone. Unless these are the island's own part, all islands train on the "
+            "same rows. A part is what split_dataset_by_island(rows) of "
+            "fsdp_demo.integrations.data gives"
         )
 
 
