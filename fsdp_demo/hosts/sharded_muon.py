@@ -44,7 +44,9 @@ class ShardedMuon(torch.optim.Muon):
         return loss
 
     def _direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """The momentum of a parameter with its gradient in it."""
+        """The momentum of a parameter with its gradient in it. A tensor of its own, for torch's
+        product divides one of bf16 in place.
+        """
         state, momentum, gradient = self.state[p], group["momentum"], p.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -53,7 +55,7 @@ class ShardedMuon(torch.optim.Muon):
             )
         kept: Tensor = state["momentum_buffer"]
         kept.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(kept, momentum) if group["nesterov"] else kept
+        return gradient.lerp(kept, momentum) if group["nesterov"] else kept.clone()
 
 
 def _dealt(params: list[Tensor]) -> Iterator[tuple[list[Tensor], Deal]]:

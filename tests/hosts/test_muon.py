@@ -241,6 +241,15 @@ def test_muloco_is_refused_for_adamw_alone() -> None:
     assert choosing._allowed(fsdp_demo.preset("diloco"), "adamw")
 
 
+def test_a_momentum_in_bf16_stays_what_it_is() -> None:
+    """torch's Muon without Nesterov momentum divides it by its norm."""
+    p = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optimizer = ShardedMuon([("w", p)], lr=0.02, momentum=0.5, nesterov=False)
+    p.grad = torch.full_like(p, 8.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.full_like(p, 4.0))
+
+
 # ---- on shards ---------------------------------------------------------------------------------
 
 
