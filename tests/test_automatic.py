@@ -423,6 +423,7 @@ def test_who_joins_while_the_others_choose_takes_their_choice(
         step=3,
         topology=SimpleNamespace(islands=3, rank=0),
         choose=lambda config, model: chosen.append(config),
+        host=SimpleNamespace(device=torch.device("cpu")),
         _peers=None,
         _island=Ranks(None, 0, 1),
         _runtime=SimpleNamespace(at_end=None),

@@ -32,11 +32,11 @@ from fsdp_demo.compression.staging import synchronize  # noqa: E402
 from fsdp_demo.hosts.sharded_muon import ShardedMuon  # noqa: E402
 
 
-def layers(hidden: int, count: int) -> nn.ModuleList:
+def layers(hidden: int, count: int) -> nn.Sequential:
     """The matrices of `count` layers: four of attention, three of an MLP of 4 times the width."""
     shapes = [(hidden, hidden)] * 4 + [(hidden, 4 * hidden)] * 2 + [(4 * hidden, hidden)]
-    return nn.ModuleList(
-        nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in shapes) for _ in range(count)
+    return nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in shapes)) for _ in range(count))
     )
 
 
