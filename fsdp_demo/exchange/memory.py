@@ -4,7 +4,8 @@ Three parts, each on the device of the shards and on the host (the recipes' tabl
 `recipes/benchmarks/memory.py`):
 
 * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
-  `offload_outer_state`, in pinned memory.
+  `offload_outer_state`, in pinned memory. torch rounds each pinned block up to a power of two
+  (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again.
 * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
 * workspace: what one step with an exchange takes on top of both, at its largest: messages. A sparse
   or gathered one is small; a vector that is reduced is a copy of what is sent, 4 bytes per element.
