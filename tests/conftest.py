@@ -22,11 +22,16 @@ os.environ.setdefault("ISLAND_TUNING", "off")  # nothing is measured, nor writte
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from .support import guard, kinds, matrices  # noqa: E402
 from .support.client import RankServer  # noqa: E402
 from .support.everywhere import Everywhere  # noqa: E402
 from .support.ranks import HUNG, Call, Job, Outcome, Rank, pack  # noqa: E402
+
+# machines are shared: a slow example is no error
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 torch.set_num_threads(1)
 guard.watch()
