@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config.parsing import one_of
 from ..config.patterns import EMBEDDINGS, matches
+from .closures import evaluated
 
 PUBLISHED = 0.0224  # Muon's rate in the released configurations of MuLoCo
 RELEASED: dict[str, Any] = {
@@ -132,10 +133,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float | Tensor] | None = None) -> Any:
         """One step of both parts; returns the closure's loss, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self._share()
         for part in self.parts:
             part.step()

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import _muon
 
-Deal = tuple[Any, int] | None
+from .closures import evaluated
+
+Owners = tuple[Any, int] | None
 """The process group whose ranks hold rows of a matrix, and its size; None: the matrix is whole, or
 cut in another way."""
 
@@ -23,21 +25,18 @@ class ShardedMuon(torch.optim.Muon):
     Here the ranks gather as many matrices as they are, in bf16; each makes one orthogonal and sends
     it to the others. Where a matrix is whole, or is cut in two ways, it is done as torch does it.
 
-    Source: the products are torch's; dealing matrices to ranks as in "Muon is Scalable for LLM
-    Training" (arXiv 2502.16982), section 2.3.
+    Parameters are 2-D: fp32 or bf16, whole or DTensors. Source: the products are torch's; whole
+    matrices are gathered as in Distributed Muon (arXiv 2502.16982, section 2.3).
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float | Tensor] | None = None) -> Any:
         """One step; returns the closure's loss, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             lr, rate = float(group["lr"]), group["adjust_lr_fn"]
-            for params, deal in _dealt([p for p in group["params"] if p.grad is not None]):
-                moves = _orthogonal([self._direction(p, group) for p in params], deal, group)
+            for params, owners in _runs([p for p in group["params"] if p.grad is not None]):
+                moves = _orthogonal([self._direction(p, group) for p in params], owners, group)
                 for p, move in zip(params, moves, strict=True):
                     p.mul_(1 - lr * group["weight_decay"])
                     p.add_(move, alpha=-_muon._adjust_lr(lr, rate, p.shape))
@@ -58,21 +57,21 @@ class ShardedMuon(torch.optim.Muon):
         return gradient.lerp(kept, momentum) if group["nesterov"] else kept.clone()
 
 
-def _dealt(params: list[Tensor]) -> Iterator[tuple[list[Tensor], Deal]]:
+def _runs(params: list[Tensor]) -> Iterator[tuple[list[Tensor], Owners]]:
     """Runs of parameters that are worked on together: as many as ranks hold their rows."""
     run: list[Tensor] = []
-    deal: Deal = None
+    owners: Owners = None
     for p in params:
-        found = _deal(p)
-        if run and (found is None or found != deal or len(run) == found[1]):
-            yield run, deal
+        found = _owners(p)
+        if run and (found is None or found != owners or len(run) == found[1]):
+            yield run, owners
             run = []
-        run, deal = [*run, p], found
+        run, owners = [*run, p], found
     if run:
-        yield run, deal
+        yield run, owners
 
 
-def _deal(p: Tensor) -> Deal:
+def _owners(p: Tensor) -> Owners:
     if not isinstance(p, DTensor):
         return None
     cut = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
@@ -82,7 +81,7 @@ def _deal(p: Tensor) -> Deal:
     return group, dist.get_world_size(group)
 
 
-def _orthogonal(found: list[Tensor], deal: Deal, group: dict[str, Any]) -> list[Tensor]:
+def _orthogonal(found: list[Tensor], owners: Owners, group: dict[str, Any]) -> list[Tensor]:
     """bf16, placed as what they are made of."""
 
     def product(whole: Tensor) -> Tensor:
@@ -90,9 +89,9 @@ def _orthogonal(found: list[Tensor], deal: Deal, group: dict[str, Any]) -> list[
             whole, group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
 
-    if deal is None:
+    if owners is None:
         return [product(t) for t in found]
-    ranks, _ = deal
+    ranks, _ = owners
     wholes = [t.bfloat16().full_tensor() for t in found]  # type: ignore[attr-defined]
     if (mine := dist.get_rank(ranks)) < len(wholes):
         wholes[mine].copy_(product(wholes[mine]))
