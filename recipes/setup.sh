@@ -4,7 +4,7 @@
 #
 #   FSDP_DEMO_TORCH   what to install as torch instead of the pinned version, as pip takes it; nothing is checked then. Example:
 #                     FSDP_DEMO_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu128"
-#   FSDP_DEMO_BASE    the python that makes the environment (default: python3.11, else another of 3.10 or newer)
+#   FSDP_DEMO_BASE    the python that makes the environment (default: python3.11, else another of 3.11 or newer)
 
 if [ "${BASH_SOURCE[0]}" != "$0" ]; then
     # Sourced: the work is done by a process of its own, so that no option or variable of it reaches this shell.
@@ -33,14 +33,14 @@ digest() {
 
 up_to_date() { [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; }
 
-recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 find_base() {
-    local name names="${FSDP_DEMO_BASE:-python3.11 python3 python3.12 python3.13 python3.10}"
+    local name names="${FSDP_DEMO_BASE:-python3.11 python3 python3.12 python3.13}"
     for name in $names; do
         if recent_enough "$name"; then echo "$name"; return; fi
     done
-    die "needs Python 3.10 or newer (3.11 is tested); tried: $names. Install one, or set FSDP_DEMO_BASE=/path/to/python"
+    die "needs Python 3.11 or newer; tried: $names. Install one, or set FSDP_DEMO_BASE=/path/to/python"
 }
 
 make_environment() {

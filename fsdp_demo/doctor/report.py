@@ -86,7 +86,7 @@ def as_json(seen: Examination, found: Sequence[Finding]) -> dict[str, Any]:
     """The object of `doctor.json`; `reading.load` reads it."""
     return {
         "format": FORMAT,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "islands": [island.note() for island in seen.islands],
         "links": [_link(d) for _, d in sorted(seen.directions.items())],
         "reached": [reach.note() for _, reach in sorted(seen.reaches.items())],
