@@ -24,14 +24,12 @@ _HELD: dict[int, list[Any]] = {}
 
 @contextmanager
 def set_precision(backend: Any, precision: str) -> Iterator[None]:
-    old = not hasattr(backend, "fp32_precision")  # torch before 2.9, on CUDA
-    name, value = ("allow_tf32", precision == "tf32") if old else ("fp32_precision", precision)
     # the setting is the process's: it stays until the last thread that wants it has ended
     with _LOCK:
         held = _HELD.setdefault(id(backend), [])
         if not held:
-            held.append(getattr(backend, name))
-            setattr(backend, name, value)
+            held.append(backend.fp32_precision)
+            backend.fp32_precision = precision
         held.append(None)
     try:
         yield
@@ -39,7 +37,7 @@ def set_precision(backend: Any, precision: str) -> Iterator[None]:
         with _LOCK:
             held.pop()
             if len(held) == 1:
-                setattr(backend, name, held.pop())
+                backend.fp32_precision = held.pop()
 
 
 _MKLDNN: Any = torch.backends.mkldnn

@@ -47,7 +47,6 @@ class MuonAdamW(torch.optim.Optimizer):
     Raises:
         ValueError: parameters without names, from which embeddings could not be told; an unknown
             `adjust`.
-        RuntimeError: torch has no Muon.
 
     Example:
         >>> import torch, fsdp_demo
@@ -71,12 +70,7 @@ class MuonAdamW(torch.optim.Optimizer):
         adamw: tuple[str, ...] = EMBEDDINGS,
         adjust: str = "original",
     ):
-        if not hasattr(torch.optim, "Muon"):
-            raise RuntimeError(
-                f"MuonAdamW needs the Muon of torch 2.9 or newer, found torch {torch.__version__}. "
-                "Install a newer torch, or take a preset with AdamW inside"
-            )
-        from .sharded_muon import ShardedMuon
+        from .sharded_muon import ShardedMuon  # imports FSDP2, which takes a second
 
         one_of("adjust", adjust, ADJUST)
         named = list(params)

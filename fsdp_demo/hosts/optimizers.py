@@ -166,8 +166,7 @@ def fresh_state(
     would have made. With dampening there is no such buffer, and none is made.
     """
     kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
-    muon = getattr(torch.optim, "Muon", None)  # since torch 2.9
-    is_muon = muon is not None and (kind is muon or kind.__name__ == "ShardedMuon")
+    is_muon = kind is torch.optim.Muon or kind.__name__ == "ShardedMuon"
     if kind is torch.optim.SGD:
         begun = {"momentum_buffer": -0.0} if group["momentum"] and not group["dampening"] else {}
     elif is_muon:

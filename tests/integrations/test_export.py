@@ -524,3 +524,14 @@ def test_metadata_that_names_code_is_not_executed(tmp_path):
     ):
         _PlainReader(str(tmp_path)).read_metadata()
     assert not (tmp_path / "executed").exists()
+
+
+def test_metadata_written_by_any_python_is_read():
+    """Python 3.13 names the module of its paths `pathlib._local`, others `pathlib`."""
+    import io
+
+    from fsdp_demo.integrations.export.weights import _Names
+
+    for module in (b"pathlib", b"pathlib._local"):
+        wrote = b"c" + module + b"\nPosixPath\n(S'a/b'\ntR."  # protocol 0 of pickle
+        assert _Names(io.BytesIO(wrote)).load() == Path("a/b")

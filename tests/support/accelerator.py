@@ -241,6 +241,10 @@ class Plug:
         self.streams = [Stream(self, "training")]
         self.blocking: list[bool] = []
 
+    def is_available(self) -> bool:
+        """torch's own question, which for a real device would lead to captured graphs."""
+        return False
+
     def Stream(self, device: torch.device) -> Stream:
         self.streams.append(Stream(self, f"stream{len(self.streams)}"))
         return self.streams[-1]

@@ -104,12 +104,14 @@ class _Names(pickle.Unpickler):
         ("builtins", "set"),
         ("pathlib", "PosixPath"),
     }
+    MOVED = {"pathlib._local": "pathlib"}  # how Python 3.13 names the module of its paths
     OWN: dict[str, tuple[str, ...]] = {
         "torch.distributed.checkpoint.metadata": (),  # all classes defined there
         "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        module = self.MOVED.get(module, module)
         names = self.OWN.get(module)
         if names is not None and "." not in name and (not names or name in names):
             found = getattr(import_module(module), name, None)
