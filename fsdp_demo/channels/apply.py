@@ -72,7 +72,7 @@ def replace(
     own = None if arrival.last else arrival.own
     mix = arrival.mix
     tensors = c.tensors(c.channel.target)
-    moved = torch.zeros(2, device=c.host.device)
+    moved = torch.zeros(2, device=c.host.device, dtype=torch.float32)
     after = c.channel.writes_parameters and bool(c.channel.after)
 
     def change(window: Window, x: Tensor) -> Tensor:
@@ -252,6 +252,7 @@ def deliver(
     room = torch.empty(
         max((part.numel for part in parts), default=0) if alone else c.layout.numel,
         device=c.host.device,
+        dtype=torch.float32,
     )
     with ContiguousViews(tensors, back=True) as memory:
         for w in c.windows:

@@ -146,7 +146,7 @@ class ChannelRunner(LocalChannel):
             keep = torch.empty_like(self.accumulator) if self.channel.needs_own else None
             self._into_accumulator(tensors, flying, settings.beta, settings.gain, keep)
             return keep
-        x = torch.empty(self.layout.numel, device=self.host.device)
+        x = torch.empty(self.layout.numel, device=self.host.device, dtype=torch.float32)
         with ContiguousViews(tensors) as memory:
             for part in (part for w in self.windows for part in w.inner):
                 self._source(part, memory, flying, part.of(x))

@@ -163,7 +163,8 @@ class ChannelCodec:
         if not self.codec.seeded:
             return QuantizedMean(self.layout, self.codec.value_dtype, bodies, weights)
         total = [
-            torch.zeros(n, device=bodies[0].device if bodies else "cpu") for n, _ in self.spans
+            torch.zeros(n, device=bodies[0].device if bodies else "cpu", dtype=torch.float32)
+            for n, _ in self.spans
         ]
         for body, w in zip(bodies, weights, strict=True):
             at = 0
@@ -203,7 +204,7 @@ class ChannelCodec:
         if not self.codec.seeded:
             return [work]
         positions, at = self._positions(step), 0
-        chosen = torch.empty(self.spans[0][0], device=work.device)
+        chosen = torch.empty(self.spans[0][0], device=work.device, dtype=torch.float32)
         for w in self.layout.windows(work.device):
             if w.group is not None:
                 place = positions[w.group][w.first : w.first + w.count]

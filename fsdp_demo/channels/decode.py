@@ -57,13 +57,15 @@ class DecodedMean:
     def add_to(self, work: Tensor, alpha: float) -> None:
         """work += alpha times the mean, on a whole workspace."""
         windows = self.layout.windows(self.device)
-        room = torch.empty(max((w.numel for w in windows), default=0), device=self.device)
+        room = torch.empty(
+            max((w.numel for w in windows), default=0), device=self.device, dtype=torch.float32
+        )
         for w in windows:
             w.of(work).add_(self.fill(w, room[: w.numel]), alpha=alpha)
 
     def clone(self) -> Tensor:
         """The whole workspace, a new fp32 tensor."""
-        work = torch.empty(self.layout.numel, device=self.device)
+        work = torch.empty(self.layout.numel, device=self.device, dtype=torch.float32)
         for w in self.layout.windows(self.device):
             self.fill(w, w.of(work))
         return work
@@ -108,7 +110,9 @@ class SparseMean(DecodedMean):
         self.weights = weights
         self.device = bodies[0].device if bodies else torch.device("cpu")
         self._coded = sparse.split(layout, codec, bodies)
-        self._shared = upload(torch.tensor(self.weights), self.device)
+        self._shared = upload(
+            torch.tensor(self.weights, dtype=torch.float32, device="cpu"), self.device
+        )
         self._stretches: list[Window] = []
         self._latest: tuple[Window, Tensor, Tensor] | None = None  # what was decoded last
         self._dense: Tensor | None = None
@@ -225,7 +229,9 @@ class SparseMean(DecodedMean):
     def _whole(self) -> Tensor:
         """The mean of what is sent whole, over all replicas."""
         if self._dense is None:
-            self._dense = torch.zeros(self.layout.num_dense, device=self.device)
+            self._dense = torch.zeros(
+                self.layout.num_dense, device=self.device, dtype=torch.float32
+            )
             for body, w in zip(self.bodies, self.weights, strict=True):
                 self._dense.add_(sparse.decode_dense(self.layout, self.codec, body), alpha=w)
             self._dense.div_(sum(self.weights))

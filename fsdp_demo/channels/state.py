@@ -174,7 +174,8 @@ class LocalChannel:
         if self.layout is None:
             return None
         return self.layout.pack(
-            self.tensors(source), torch.empty(self.layout.numel, device=self.host.device)
+            self.tensors(source),
+            torch.empty(self.layout.numel, device=self.host.device, dtype=torch.float32),
         )
 
     def write(self, work: Tensor | None, tensors: Sequence[Tensor | None]) -> None:
@@ -186,7 +187,7 @@ class LocalChannel:
             self.layout.unpack(work, tensors)
             return
         size = max(layout.numel for layout in self.layouts)
-        part = torch.zeros(size, device=self.host.device)
+        part = torch.zeros(size, device=self.host.device, dtype=torch.float32)
         if work is not None:
             part[: work.numel()] = work
         whole = part.new_empty(self.position.num_copies * size)

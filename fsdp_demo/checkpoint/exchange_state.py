@@ -157,7 +157,9 @@ class SavedExchange(PartSet):
                 )
 
     def _check_stretches(self, mine: Mapping[str, Any]) -> None:
-        """Stretches of flattened tensors (ZeRO) are taken over by who holds the same ones."""
+        """Stretches of flattened tensors (ZeRO, or FSDP2 over tensor parallelism) are taken over by
+        who holds the same ones.
+        """
         if not any(
             p.get("offset") is not None for h in [*self.heads, mine] for p in h["parameters"]
         ):
@@ -168,7 +170,7 @@ class SavedExchange(PartSet):
         if not alike or any(_stretches(h) != _stretches(mine) for h in alike):
             first = self.heads[0]
             form = [
-                "by ZeRO"
+                "in stretches"
                 if any(p.get("offset") is not None for p in h["parameters"])
                 else "along dim 0"
                 for h in (first, mine)
@@ -176,9 +178,10 @@ class SavedExchange(PartSet):
             raise ValueError(
                 f"{self.where()}: the saved ranks hold other stretches of the parameters "
                 f"({first['shards']} shards, cut {form[0]}) than "
-                f"those of this run ({mine['shards']} shards, cut {form[1]}), and parts that ZeRO "
-                "has cut are not cut anew: resume with as "
-                f"many ranks per replica, the same ZeRO stage and parameter groups, {FRESH}"
+                f"those of this run ({mine['shards']} shards, cut {form[1]}), and stretches (of "
+                "ZeRO, or of FSDP2 over tensor parallelism) are not cut anew: resume with as many "
+                "ranks per replica, the same ZeRO stage or device mesh and "
+                f"parameter groups, {FRESH}"
             )
 
     def _check_kin(self, mine: Mapping[str, Any]) -> None:

@@ -14,7 +14,9 @@ import torch
 def random_states() -> dict[str, Any]:
     """Of python, torch, this rank's GPU, and numpy where the process has it loaded."""
     version, words, gauss = random.getstate()
-    out: dict[str, Any] = {"python": [version, torch.tensor(words), gauss]}
+    out: dict[str, Any] = {
+        "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
+    }
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         out["numpy"] = [kind, torch.from_numpy(keys.astype(numpy.int64)), *rest]

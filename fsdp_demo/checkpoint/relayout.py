@@ -106,14 +106,14 @@ class LayoutConverter:
         if lo >= hi or s not in source.views:
             return
         if t not in self._tensors:
-            self._tensors[t] = torch.zeros(self.target.shapes[t])
+            self._tensors[t] = torch.zeros(self.target.shapes[t], dtype=torch.float32, device="cpu")
         raw = self.target.lies_as(t, source, s)
         if raw:
             self._raw.add(t)
         if raw and weight == 1.0:
             source.views[s].unpack(work, [self._tensors[t]])
             return
-        x = torch.zeros(source.shapes[s])
+        x = torch.zeros(source.shapes[s], dtype=torch.float32, device="cpu")
         source.views[s].unpack(work, [x])
         if self.codec is not None and not raw:
             _transform(self.codec, x, source.kinds[s], inverse=True)

@@ -145,7 +145,7 @@ def mean_of(peers: PeerGroup, step: int, value: float) -> float:
     """Mean over the replicas of a number of this step, those left out whose number is not finite: 8
     bytes and a header to each.
     """
-    mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+    mine = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.uint8)
     found = [
         float(m.clone().view(torch.float64))
         for m in peers.all_gather(mine, NORM, step, setup=False)

@@ -211,5 +211,5 @@ def _view(whole: mmap.mmap | None, at: int, n: int) -> Tensor:
     return (
         torch.frombuffer(whole, dtype=torch.uint8, count=n, offset=at)
         if n and whole is not None
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )

@@ -140,7 +140,7 @@ def whole(bodies: list[Tensor], spans: Spans) -> list[Tensor]:
     """The means, fp32, from everybody's coded parts in rank order (used up)."""
     size, back = len(bodies), legs(spans, len(bodies))[1]
     cuts = [coding.cuts(n, code, size) for n, code in spans]
-    out = [torch.empty(n) for n, _ in spans]
+    out = [torch.empty(n, dtype=torch.float32, device="cpu") for n, _ in spans]
     for j in range(size):
         parts = _split(bodies.pop(0), back[j])
         for mean, c, data, (_, code) in zip(out, cuts, parts, back[j], strict=True):
@@ -153,7 +153,7 @@ def _means(arrived: list[Any], spans: Spans, weights: Sequence[Sequence[float]])
     """Weighted means of one's own part of the vectors from everybody's messages, which are used up,
     in rank order.
     """
-    sums = [torch.zeros(n) for n, _ in spans]
+    sums = [torch.zeros(n, dtype=torch.float32, device="cpu") for n, _ in spans]
     for j in range(len(arrived)):
         share = arrived.pop(0)
         parts = iter(share) if isinstance(share, list) else _unpack(share, spans)
@@ -189,7 +189,10 @@ def _exact_means(bodies: list[Any], spans: Spans, weights: Sequence[Sequence[flo
     rooms = _split(message[HEADER.size :], spans)
     parts = [body if isinstance(body, list) else _split(body, spans) for body in bodies]
     bodies.clear()
-    acc, its = torch.empty(STRETCH), torch.empty(STRETCH)
+    acc, its = (
+        torch.empty(STRETCH, dtype=torch.float32, device="cpu"),
+        torch.empty(STRETCH, dtype=torch.float32, device="cpu"),
+    )
     for i, (n, code) in enumerate(spans):
         shares = [_values(code, part[i]) for part in parts]
         out = coding.as_values(code, rooms[i])

@@ -139,7 +139,7 @@ class ElasticPeerGroup(PeerGroup):
 
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
         """See `PeerGroup`."""
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._run(header, nothing, vectors, lambda headers: _asked(headers, len(vectors)))[2]
 
     def hand_out(
@@ -150,7 +150,7 @@ class ElasticPeerGroup(PeerGroup):
         Where none does, a message of one byte is sent: it may be that another shard of this island
         is needed, and all ranks of an island send equally many messages.
         """
-        mine = data if data is not None else torch.zeros(1, dtype=torch.uint8)
+        mine = data if data is not None else torch.zeros(1, dtype=torch.uint8, device="cpu")
         return self._run(header, mine, longest=max(size, 1), setup=True)[1][donor]
 
     def _run(
@@ -260,7 +260,9 @@ class ElasticPeerGroup(PeerGroup):
         header = self.header(coming.kind, coming.step, flags=coming.flags | SKIPPED)
         body = room(1 if coming.longest else coming.body)
         body[HEADER.size :] = 0
-        vectors = [(torch.zeros(n), code) for n, code in coming.spans]
+        vectors = [
+            (torch.zeros(n, dtype=torch.float32, device="cpu"), code) for n, code in coming.spans
+        ]
         message = Message(
             self._next,
             self._me,

@@ -138,7 +138,7 @@ class Header:
 
 def room(body: int) -> Tensor:
     """A message with room for a header and `body` bytes: uint8 [56 + body], not filled."""
-    return torch.empty(HEADER.size + body, dtype=torch.uint8)
+    return torch.empty(HEADER.size + body, dtype=torch.uint8, device="cpu")
 
 
 def fill(message: Tensor, header: Header) -> Tensor:
@@ -292,7 +292,7 @@ def checksum(body: Tensor) -> int:
     whole = body[: 8 * ROW * rows]
     aligned = whole.data_ptr() % 8 == 0 and whole.storage_offset() % 8 == 0
     words = (whole if aligned else whole.clone()).view(torch.int64).view(rows, ROW)
-    sums = torch.zeros(ROW + rows, dtype=torch.int64)
+    sums = torch.zeros(ROW + rows, dtype=torch.int64, device="cpu")
     for lo in range(0, rows, AT_ONCE // ROW):
         some = words[lo : lo + AT_ONCE // ROW]
         sums[:ROW] += some.sum(0)

@@ -53,7 +53,7 @@ class Early:
         coded = collectives.shares(vectors, 1)[0][HEADER.size :] if vectors else body[:0]
         early = cls(n, "mixed" if vectors else "gather", body.numel() + coded.numel())
         early.header = replace(header, number=n % 2**32, flags=header.flags | EARLY)
-        data = torch.cat([torch.empty(HEADER.size, dtype=torch.uint8), body, coded])
+        data = torch.cat([torch.empty(HEADER.size, dtype=torch.uint8, device="cpu"), body, coded])
         early.data = fill(data, early.header)
         return early
 

@@ -137,7 +137,7 @@ class IslandGroup(Ranks):
         """
         norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()
         if not norms:
-            return torch.zeros((), device=self.device)
+            return torch.zeros((), device=self.device, dtype=torch.float32)
         # buffers may lie on a GPU where masters are offloaded
         here = [n if n.device == self.device else n.to(self.device) for n in norms]
         squares = torch.stack(here).square()  # per tensor each costs a microsecond

@@ -131,7 +131,7 @@ class PeerGroup:
         pieces = [
             -(-(HEADER.size + n) // PIECE) if j != self.rank else 0 for j, n in enumerate(sizes)
         ]
-        rooms = [torch.empty(n * PIECE, dtype=torch.uint8) for n in pieces]
+        rooms = [torch.empty(n * PIECE, dtype=torch.uint8, device="cpu") for n in pieces]
         # gloo accepts a shorter message: what an earlier one left must not complete it
         for space, n in zip(rooms, sizes, strict=True):
             space[: HEADER.size].zero_()
@@ -244,7 +244,9 @@ class PeerGroup:
                 before.
         """
         lengths = self.all_gather(
-            torch.tensor([data.numel()]).view(torch.uint8), header.kind, header.step
+            torch.tensor([data.numel()], dtype=torch.int64, device="cpu").view(torch.uint8),
+            header.kind,
+            header.step,
         )
         sizes = [int(t.view(torch.int64)) for t in lengths]
         for j, size in enumerate(sizes):
@@ -298,9 +300,9 @@ class PeerGroup:
         seen = []
         for _ in range(4):
             start = time.perf_counter()
-            self.all_gather(torch.zeros(1, dtype=torch.uint8))
+            self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
             seen.append(time.perf_counter() - start)
-        mine = torch.tensor([min(seen)], dtype=torch.float64).view(torch.uint8)
+        mine = torch.tensor([min(seen)], dtype=torch.float64, device="cpu").view(torch.uint8)
         return max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
 
     def widen(self, connect: Callable[[int], Any]) -> None:

@@ -85,7 +85,11 @@ class Ranks:
             return [value]
         mine = json.dumps(value).encode()
         sizes = [torch.empty(1, dtype=torch.int64, device=self._place) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=self._place), group=self.group)
+        dist.all_gather(
+            sizes,
+            torch.tensor([len(mine)], dtype=torch.int64, device=self._place),
+            group=self.group,
+        )
         text = torch.tensor(
             list(mine.ljust(max(int(n) for n in sizes))), dtype=torch.uint8, device=self._place
         )
@@ -118,7 +122,9 @@ class Ranks:
     def _say(self, text: str) -> None:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._place)
         dist.broadcast(
-            torch.tensor([data.numel()], device=self._place), group_src=0, group=self.group
+            torch.tensor([data.numel()], dtype=torch.int64, device=self._place),
+            group_src=0,
+            group=self.group,
         )
         dist.broadcast(data, group_src=0, group=self.group)
 

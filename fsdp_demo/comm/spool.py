@@ -98,7 +98,7 @@ class Reader:
                     f"{self._who} sends a part of {self._sizes[0]} bytes, expected are at most "
                     f"{longest}"
                 )
-            self._into, self._at = torch.empty(self._sizes[0], dtype=torch.uint8), 0
+            self._into, self._at = torch.empty(self._sizes[0], dtype=torch.uint8, device="cpu"), 0
         end = time.monotonic() + seconds
         while self._at < self._into.numel():
             data = self._note(max(end - time.monotonic(), 0.0))

@@ -41,7 +41,7 @@ class Stream:
         self, message: Message | Early, piece: Piece, sender: Member, owners: tuple[Member, ...]
     ):
         self.message, self.piece, self.sender, self.owners = message, piece, sender, owners
-        self.data = torch.empty(LARGEST, dtype=torch.uint8)
+        self.data = torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
         self.header: Header | None = None
         self.moving: deque[Moving] = deque()
         self._crc = 0
@@ -162,7 +162,7 @@ class Streams:
         if size <= LARGEST:
             stream.data = first.clone() if size <= SMALL else first
             return True
-        stream.data = torch.empty(size, dtype=torch.uint8)
+        stream.data = torch.empty(size, dtype=torch.uint8, device="cpu")
         stream.data[:LARGEST] = first
         self._post(stream, stream.data[LARGEST:].split(LARGEST), 1)
         return True

@@ -42,5 +42,8 @@ def unpack(data: Tensor, bits: int) -> Tensor:
 @cache
 def _codes(bits: int, device: torch.device) -> Tensor:
     """The codes that each byte holds, as one word [256]."""
-    codes = torch.arange(256)[:, None] >> bits * torch.arange(8 // bits) & (1 << bits) - 1
+    codes = (
+        torch.arange(256, device="cpu")[:, None] >> bits * torch.arange(8 // bits, device="cpu")
+        & (1 << bits) - 1
+    )
     return upload(codes.to(torch.uint8).view(WORDS[bits]).view(-1), device)

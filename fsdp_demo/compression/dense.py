@@ -57,7 +57,7 @@ def encode(code: str, v: Tensor) -> Tensor:
 
 def decode(code: str, data: Tensor, n: int) -> Tensor:
     """The inverse of `encode`: fp32 [n]."""
-    out = torch.empty(n, device=data.device)
+    out = torch.empty(n, device=data.device, dtype=torch.float32)
     _into(out, code, data, None)
     return out
 

@@ -183,7 +183,7 @@ def _of_bytes(device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each byte the number of its ones (int32 [256]), and three times the place of the first,
     second, ... (int32 [256 x 8]).
     """
-    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
     # ones first, in their order
     place = (1 - bits).sort(dim=1, stable=True).indices
     return upload(bits.sum(1).int(), device), upload(place.mul(3).view(-1).int(), device)
@@ -195,7 +195,7 @@ def _of_symbols(device: torch.device) -> Tensor:
     bits): of each in a byte where its one lies, and 4 if it is the first of its three; the first
     in the lowest byte (int32 [2^14]).
     """
-    s = [torch.arange(1 << 14) >> 2 * i & 3 for i in range(7)]
+    s = [torch.arange(1 << 14, device="cpu") >> 2 * i & 3 for i in range(7)]
     found = []
     for before, last, this, after in zip(s, s[1:], s[2:], s[3:], strict=False):
         first, third = last != 3, (last == 3) & (before == 3)
@@ -217,7 +217,7 @@ def _low_planes(bits: int, number: Tensor) -> list[Tensor]:
 
 def _low_bits(bits: int, planes: list[Tensor], count: int) -> Tensor:
     """The inverse of `_low_planes`: int16 [count]."""
-    out, at = torch.zeros(0), 0
+    out, at = torch.zeros(0, dtype=torch.float32, device="cpu"), 0
     for part, data in zip(cut(bits), planes, strict=True):
         found = unpack(data, part)[:count].to(torch.int16)
         out, at = out.add_(found.bitwise_left_shift_(at)) if at else found, at + part

@@ -50,7 +50,11 @@ def onednn() -> bool:
 
     That is how one chooses it over MKL, whose kernels are half as fast on AMD; so it is on CPUs
     without AMX. Tried, not assumed."""
-    x = torch.linspace(-9.0, 9.0, 4 * BLOCK).sin_().view(4, EDGE, EDGE)
+    x = (
+        torch.linspace(-9.0, 9.0, 4 * BLOCK, dtype=torch.float32, device="cpu")
+        .sin_()
+        .view(4, EDGE, EDGE)
+    )
     d = dct_matrix(EDGE).float()
     exact = torch.matmul(d.double(), x.double())
     try:

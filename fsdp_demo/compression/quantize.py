@@ -99,7 +99,7 @@ def decode(
     out: where to write the values, or, with `alpha`, to add alpha times them."""
     # a slice may start at any byte, a view of another dtype may not
     data = data.clone() if data.storage_offset() % 4 else data
-    out = torch.empty(rows, cols, device=data.device) if out is None else out
+    out = torch.empty(rows, cols, device=data.device, dtype=torch.float32) if out is None else out
     if code in EXACT:
         _write(out, data.view(EXACT[code]).view(rows, cols), alpha)
         return out

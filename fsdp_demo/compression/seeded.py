@@ -21,10 +21,11 @@ def random(size: int, k: int, count: int, number: int, seed: int, device: torch.
     by an offset of its own. See `selection.seeded`."""
     pass_, turn = divmod(number, ceil(size / k))
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + pass_) * 4099 + size) % 2**63)
-    order = torch.randperm(size, generator=generator)
-    shift = torch.randint(size, (count, 1), generator=generator)
+    order = torch.randperm(size, generator=generator, device="cpu")
+    shift = torch.randint(size, (count, 1), generator=generator, device="cpu")
     return (
-        upload(order[(turn * k + torch.arange(k)) % size], device) + upload(shift, device)
+        upload(order[(turn * k + torch.arange(k, device="cpu")) % size], device)
+        + upload(shift, device)
     ) % size
 
 
@@ -32,6 +33,6 @@ def stride(size: int, k: int, count: int, number: int, seed: int, device: torch.
     """floor(j size / k) + i for the i-th exchange of a pass, the same in every block. See
     `selection.seeded`.
     """
-    return upload((torch.arange(k) * size // k + number % ceil(size / k)) % size, device).expand(
-        count, k
-    )
+    return upload(
+        (torch.arange(k, device="cpu") * size // k + number % ceil(size / k)) % size, device
+    ).expand(count, k)

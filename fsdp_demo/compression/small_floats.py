@@ -65,7 +65,9 @@ class SmallFloat:
 @cache
 def table(magnitudes: tuple[float, ...], device: torch.device) -> Tensor:
     """What each of the 16 codes stands for, in units of the scale (fp32)."""
-    return torch.tensor([*magnitudes, *(-m for m in magnitudes)]).to(device)
+    return torch.tensor(
+        [*magnitudes, *(-m for m in magnitudes)], dtype=torch.float32, device="cpu"
+    ).to(device)
 
 
 E3M0 = SmallFloat(

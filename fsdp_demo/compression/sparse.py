@@ -156,7 +156,7 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
     """
     places, found = (
         [torch.empty(0, dtype=torch.int64, device=data.device)],
-        [torch.empty(0, device=data.device)],
+        [torch.empty(0, device=data.device, dtype=torch.float32)],
     )
     of = split(layout, codec, [data])
     for s in layout.stretches(data.device, codec.topk):

@@ -22,7 +22,7 @@ LEVELS = ((16, (64, 8)), (128, (16, 4)))
 SOURCE, MOST = Path(__file__).with_name("topk.c"), 256
 """What selects as many of a block at most, in C."""
 # all bits but the sign: a tensor, or each call would make one
-MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32)
+MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device="cpu")
 
 
 def top_k(a: Tensor, k: int) -> Tensor:
@@ -65,7 +65,7 @@ def kernel() -> Callable[[Tensor, int], Tensor] | None:
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
 
     def in_c(a: Tensor, k: int) -> Tensor:
-        out = torch.empty(len(a), k, dtype=torch.int64)
+        out = torch.empty(len(a), k, dtype=torch.int64, device="cpu")
         function(a.data_ptr(), len(a), k, out.data_ptr())
         return out
 
@@ -78,7 +78,9 @@ def kernel() -> Callable[[Tensor, int], Tensor] | None:
 
 def _trial() -> Tensor:
     """Blocks of all sorts [5, 4096]: random, with ties, of zeros, with NaN and infinity."""
-    blocks = torch.randn(5, BLOCK, generator=torch.Generator().manual_seed(0))
+    blocks = torch.randn(
+        5, BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     blocks[1].mul_(4).round_()
     blocks[2] = 0.0
     blocks[3, 100:] = 0.0
@@ -151,7 +153,7 @@ def _members(group: Tensor, count: int) -> Tensor:
     level has 64 columns.
     """
     first = (group & ~63).mul_(count).add_(group & 63)
-    return (first[:, :, None] + torch.arange(0, 64 * count, 64)).view(len(group), -1)
+    return (first[:, :, None] + torch.arange(0, 64 * count, 64, device="cpu")).view(len(group), -1)
 
 
 def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:

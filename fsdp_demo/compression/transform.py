@@ -115,7 +115,14 @@ class Transform:
         if not whole(window.group):
             for box in window.boxes:
                 source, slots = tensors[box.tensor], box.slots(work)
-                _add(torch.zeros(()) if source is None else box.view(source), slots, beta, gain)
+                _add(
+                    torch.zeros((), dtype=torch.float32, device="cpu")
+                    if source is None
+                    else box.view(source),
+                    slots,
+                    beta,
+                    gain,
+                )
             return
         _, _, half = self._buffer(1, window.numel, torch.float32)
         for box in window.boxes:

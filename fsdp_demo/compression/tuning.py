@@ -176,8 +176,12 @@ class _Trial:
         self.layout = Layout([SHAPE], ["transform"])
         self.windows = self.layout.windows("cpu")
         generator = torch.Generator().manual_seed(0)
-        self.gradient = torch.rand(SHAPE, generator=generator).sub_(0.5)
-        self.work = torch.rand(self.layout.numel, generator=generator).sub_(0.5)
+        self.gradient = torch.rand(
+            SHAPE, generator=generator, dtype=torch.float32, device="cpu"
+        ).sub_(0.5)
+        self.work = torch.rand(
+            self.layout.numel, generator=generator, dtype=torch.float32, device="cpu"
+        ).sub_(0.5)
 
     @torch.no_grad()
     def run(self) -> list[Tensor]:

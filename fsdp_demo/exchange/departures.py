@@ -72,7 +72,7 @@ class Departures:
         while another still reads.
         """
         if (peers := self._connections.peers) is not None:
-            peers.all_gather(torch.zeros(1, dtype=torch.uint8), END, step)
+            peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), END, step)
             peers.wait_read(peers.timeout)
         if self._topology.rank == 0:
             self._presence.end("finished")

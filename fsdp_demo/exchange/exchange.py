@@ -44,7 +44,7 @@ from .copies import Copies
 from .departures import Departures
 from .first_step import FirstStep
 from .readings import Readings
-from .refusals import refuse_shown, warn_of_outside
+from .refusals import refuse_dcp, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
 
@@ -379,7 +379,9 @@ class Exchange(Readings):
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
             RuntimeError: inside `outer_parameters`, where the model's parameters are not those that
                 belong to this state.
+            ValueError: `torch.distributed.checkpoint` asks, which keeps one rank's state for all.
         """
+        refuse_dcp()
         refuse_shown(self.shows_result, "state_dict()")
         state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
         if self.auto_choice is not None:

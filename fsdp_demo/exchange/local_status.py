@@ -47,7 +47,7 @@ class Said:
         """(loss, bad, run, norm) as fp32 [4] on `device`, and the total if there is one."""
         loss = self.loss if self.loss is not None else float("nan")
         parts = [
-            v if isinstance(v, Tensor) else torch.full((), v, device=device)
+            v if isinstance(v, Tensor) else torch.full((), v, device=device, dtype=torch.float32)
             for v in (loss, self.bad, self.run, self.norm)
         ]
         return [
@@ -87,7 +87,11 @@ class LocalStatus:
         self.tokens += tokens
         if loss is not None:
             self._losses.append(
-                (loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)).reshape(())
+                (
+                    loss.detach()
+                    if isinstance(loss, Tensor)
+                    else torch.tensor(loss, dtype=torch.float32, device="cpu")
+                ).reshape(())
             )
 
     def request_stop(self, together: bool) -> None:
@@ -176,7 +180,7 @@ class LocalStatus:
     ) -> None:
         """Restore `state()`."""
         self.tokens, self._weighed = tokens, dict(weighed)
-        self._losses = [torch.tensor(v, device=device) for v in losses]
+        self._losses = [torch.tensor(v, device=device, dtype=torch.float32) for v in losses]
 
 
 def give_up(

@@ -145,7 +145,10 @@ def inner_state(
 @functools.lru_cache(64)
 def _inner_state(optimizer: str, tensors: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
     # the planner asks for dozens of settings, which have three optimizers between them
-    named = [(n, torch.nn.Parameter(torch.empty(shape, device="meta"))) for n, shape in tensors]
+    named = [
+        (n, torch.nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float32)))
+        for n, shape in tensors
+    ]
     made = inner_class(optimizer)(named, lr=1.0)
     materialise(made)
     return sum(

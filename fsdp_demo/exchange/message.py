@@ -173,7 +173,7 @@ def pack_bits(bits: Sequence[bool]) -> Tensor:
     return (
         torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8)
         if n
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
 

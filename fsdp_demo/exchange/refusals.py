@@ -5,6 +5,7 @@ exchange could not serve.
 from __future__ import annotations
 
 import logging
+import sys
 
 import torch
 
@@ -24,6 +25,20 @@ def refuse_shown(shows_result: bool, what: str) -> None:
             f"{what} inside outer_parameters(): the model does not hold this replica's own "
             "parameters there, and what is written to them is undone at its end. Leave the "
             f"context, then call {what}"
+        )
+
+
+def refuse_dcp() -> None:
+    """Raise ValueError if torch.distributed.checkpoint itself asks for the state of an exchange. Of
+    a name that all ranks have it writes one tensor, so it would keep one rank's state for all.
+    """
+    frame = sys._getframe(2)  # who has called what calls this
+    if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
+        raise ValueError(
+            "an exchange in a state dict of torch.distributed.checkpoint: each rank has a state of "
+            "its own, and of those that checkpoint keeps one for all ranks. Save it beside, by "
+            "fsdp_demo.checkpoint.save_exchange(FOLDER, exchange) on every rank, and give "
+            "attach(state=load_exchange(FOLDER))"
         )
 
 

@@ -61,11 +61,14 @@ def mean_parameters(runtime: StepRuntime) -> Tensor | None:
     if peers is None or work is None:
         runtime.queue.ask(lambda peers: None)
         return work if peers is None and runtime.parameters.size == 1 else None
-    vector = work.cpu() if share else torch.zeros(work.numel())
+    vector = work.cpu() if share else torch.zeros(work.numel(), dtype=torch.float32, device="cpu")
     header = peers.header(PARAMETERS, runtime.step)
 
     def job(peers: PeerGroup) -> Tensor:
-        mean, part = peers.mean(header, [(vector, "fp32"), (torch.tensor([share]), "fp32")])
+        mean, part = peers.mean(
+            header,
+            [(vector, "fp32"), (torch.tensor([share], dtype=torch.float32, device="cpu"), "fp32")],
+        )
         if not float(part):
             raise NotFinite(
                 f"no island has finite parameters (NaN or Inf) at step {runtime.step}: resume from "

@@ -438,7 +438,7 @@ class StepRuntime:
         """
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
         squares = [
-            torch.zeros((), device=self.host.device),
+            torch.zeros((), device=self.host.device, dtype=torch.float32),
             *(c.square for c in sent if c.square is not None),
         ]
         for c in sent:

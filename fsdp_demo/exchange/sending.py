@@ -65,7 +65,11 @@ class MessageSender:
     def send_again(self, flight: PendingExchange) -> None:
         """Send a message once more, with the same bytes and the same share."""
         h = flight.header or Header(0, flight.step)
-        loss = None if math.isnan(h.loss) else torch.full((), h.loss, device=self._device)
+        loss = (
+            None
+            if math.isnan(h.loss)
+            else torch.full((), h.loss, device=self._device, dtype=torch.float32)
+        )
         bad = float(bool(h.flags & NOT_FINITE))
         flags = h.flags & ~(STOP | LEAVING | SUMMED | NOT_FINITE)
         self.send(flight, Said(h.weight, flags, loss, bad, norm=norm_of(h.norm)))

@@ -191,7 +191,7 @@ def _give_rest(
         if data is not None
         else _bytes(local)
         if same
-        else torch.empty(sum(sizes), dtype=torch.uint8)
+        else torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     )
     runtime.island.broadcast(work)
     for t, part in zip(local, work.split(sizes), strict=True):

@@ -295,7 +295,7 @@ def sync_rest_from(
     if not island.any(bool(local)):  # a rank may have empty shards of all of them
         return
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
-    work = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+    work = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
     if peers is not None and peers.size > 1:
         agreement.sync_from(peers, work, donor, keep)
     if (

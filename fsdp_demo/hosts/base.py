@@ -47,9 +47,10 @@ class LocalParam:
     """What is fixed about one local tensor: its name, the whole tensor's shape and the local one.
 
     `offset` is where it begins in the flattened whole tensor, in elements; None where the tensor is
-    whole or cut along dim 0 as FSDP2 does. A parameter may lie here in several shards of one name,
-    or in an empty one. `repeats`: how many of the shards of a copy hold this same part: 1 where
-    each holds its own, as under FSDP2; more where a tensor is whole on ranks that cut others.
+    whole or cut along dim 0 as FSDP2 does, in the order of the ranks. A parameter may lie here in
+    several shards of one name, or in an empty one. `repeats`: how many of the shards of a copy hold
+    this same part: 1 where each holds its own, as under FSDP2; more where a tensor is whole on
+    ranks that cut others.
     """
 
     name: str
@@ -244,6 +245,29 @@ def pieces(t: Tensor) -> int:
         return 1
     cut = [d for d, placement in enumerate(t.placements) if not is_replicate(placement)]
     return math.prod(t.device_mesh.size(d) for d in cut)
+
+
+def strided_offset(t: Tensor) -> int | None:
+    """Where this rank's part begins in the flattened whole tensor, in elements, if FSDP2 has cut
+    along dim 0 what tensor parallelism had cut along it before. The parts then do not lie in the
+    order of the ranks. None for all others.
+    """
+    if not is_dtensor(t):
+        return None
+    cut = [(d, p) for d, p in enumerate(t.placements) if not is_replicate(p)]
+    if not any(_is_strided(p) for _, p in cut) or any(getattr(p, "dim", -1) != 0 for _, p in cut):
+        return None
+    lo, rows, place = 0, t.shape[0], t.device_mesh.get_coordinate()
+    assert place is not None  # this rank holds a part
+    for d, _ in sorted(cut, key=lambda axis: _is_strided(axis[1])):  # who has cut first
+        each = -(-rows // t.device_mesh.size(d))  # as torch.chunk does
+        begin = min(place[d] * each, rows)
+        lo, rows = lo + begin, min(each, rows - begin)
+    return lo * math.prod(t.shape[1:])
+
+
+def _is_strided(placement: Any) -> bool:
+    return bool(getattr(placement, "split_factor", 1) > 1)
 
 
 def is_fsdp_module(module: Any) -> TypeGuard[FSDPModule]:

@@ -95,11 +95,15 @@ class OptimizerStepHooks(PausableStepHooks):
         self._hooks: list[Any] = []
 
     def start(self) -> None:
-        """Register the hooks on the innermost optimizers."""
+        """Register the hooks on the innermost optimizers. A step that is compiled calls them as
+        they are: compiled too, what leaves the accumulators may not be what the others decode, to
+        the last bit.
+        """
+        before, after = map(torch.compiler.disable, (self._before, self._after))
         for i, optimizer in enumerate(self._optimizers):
             self._hooks += [
-                optimizer.register_step_pre_hook(partial(self._before, i)),
-                optimizer.register_step_post_hook(partial(self._after, i)),
+                optimizer.register_step_pre_hook(partial(before, i)),
+                optimizer.register_step_post_hook(partial(after, i)),
             ]
 
     def stop(self) -> None:
@@ -283,11 +287,11 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _callers() -> Iterator[FrameType]:
-    """The functions that have called a step: the hook, torch's wrapper of step, the two of a scaler
-    or the one of a checkpoint, and somebody's wrappers.
+    """The functions that have called a step: the hook, which is not compiled, torch's wrapper of
+    step, the two of a scaler or the one of a checkpoint, and somebody's wrappers.
     """
     frame = sys._getframe().f_back
-    for _ in range(14):
+    for _ in range(16):
         if frame is None:
             return
         yield frame

@@ -26,6 +26,7 @@ from .base import (
     local_part,
     pieces,
     plain_name,
+    strided_offset,
 )
 from .optimizers import materialise, optimizer_kind
 from .step_hooks import SCALED, OptimizerStepHooks, scales
@@ -59,6 +60,7 @@ class TorchHost(RefusesOldNames):
                     tuple(local.shape),
                     local.dtype,
                     not p.requires_grad,
+                    strided_offset(p),
                     repeats=self._shards // pieces(p),
                 )
             )

@@ -474,11 +474,12 @@ def test_what_belongs_to_another_run(run_ranks, tmp_path) -> None:
     assert "belongs to another model: embed.weight is (37, 130) there, (37, 66) here" in text
     text = refused(run_ranks, tmp_path, config, "diloco", {}, procs=1, group=True)
     assert (
-        "other stretches of the parameters (2 shards, cut by ZeRO) than those of this run (1 "
-        "shards, cut by ZeRO)"
+        "other stretches of the parameters (2 shards, cut in stretches) than those of this run (1 "
+        "shards, cut in stretches)"
     ) in text
     text = refused(run_ranks, tmp_path, zero.settings("zero3"), "diloco", {})
-    assert "the same ZeRO stage and parameter groups" in text and "before attach" in text
+    assert "the same ZeRO stage or device mesh and parameter groups" in text
+    assert "before attach" in text
 
 
 def test_stretches_and_rows(tmp_path) -> None:
@@ -497,7 +498,7 @@ def test_stretches_and_rows(tmp_path) -> None:
     rows.check(by_rows[0][0])
     stretches.check(by_zero[0][1])
     for saved, rank in ((rows, by_zero[0][0]), (stretches, by_rows[1][0])):
-        with pytest.raises(ValueError, match="parts that ZeRO has cut are not cut anew"):
+        with pytest.raises(ValueError, match="stretches .of ZeRO, or of FSDP2 .* are not cut anew"):
             saved.state_for(rank)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -476,3 +477,15 @@ def test_under_fsdp2(run_ranks: Any) -> None:
             exchange.finish()
 
     run_ranks(run)
+
+
+def test_an_exchange_among_the_states_of_torchs_checkpoint(tmp_path: Path) -> None:
+    """torch would keep one rank's state for all, and say so only at the resume."""
+    from torch.distributed import checkpoint
+
+    model = torch.nn.Linear(2, 2)
+    exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
+    with pytest.raises(Exception, match="save_exchange.FOLDER, exchange. on every rank"):
+        checkpoint.save({"exchange": exchange}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert exchange.state_dict()["step"] == 0  # anybody else may ask
+    exchange.detach()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fsdp_demo
+from fsdp_demo.checkpoint import load_exchange, save_exchange
 from fsdp_demo.exchange import copies
 
 
@@ -69,3 +71,44 @@ def test_partial_gradients_are_added_up_and_counted_once(
     whole = stepped(Block(), name, **changes)
     # a clipped step has a norm of 1e-4
     assert max(run_ranks(run, 1, 2)) < (1e-9 if changes.get("clip") else 1e-6)
+
+
+def test_rows_that_fsdp2_cuts_behind_it_are_not_joined_in_another_order(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Both cut dim 0, tensor parallelism first: rank 1 of four holds the third quarter. Cut anew
+    in the order of the ranks, anchors had the rows of others."""
+
+    def attached(model: torch.nn.Module, **given: Any) -> tuple[Any, torch.optim.Optimizer]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return fsdp_demo.attach(optimizer, "diloco", model=model, period=4, **given), optimizer
+
+    def run(me: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        def cut() -> torch.nn.Module:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(8, 16)
+            whole = ColwiseParallel(output_layouts=Replicate())
+            return fully_shard(parallelize_module(model, mesh["tp"], whole), mesh=mesh["dp"])
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = cut()
+        exchange, optimizer = attached(model)
+        begins = {s.name: s.offset for s in exchange.host.params}
+        assert begins == {n: m * (0, 8, 4, 12)[me.rank] for n, m in [("weight", 8), ("bias", 1)]}
+        for _ in range(2):
+            model(torch.ones(1, 8)).square().mean().backward()
+            optimizer.step()
+        save_exchange(tmp_path, exchange)
+        exchange.detach()
+        again, _ = attached(model, state=load_exchange(tmp_path))  # where it stood
+        assert again.step == 2
+        again.detach()
+
+    run_ranks(run, 1, 4)
+    with pytest.raises(ValueError, match="4 shards, cut in stretches.*1 shards, cut along dim 0"):
+        attached(torch.nn.Linear(8, 16), state=load_exchange(tmp_path))
