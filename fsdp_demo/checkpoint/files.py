@@ -145,6 +145,12 @@ def copied(node: Any) -> Any:
     return [copied(v) for v in node] if isinstance(node, list | tuple) else node
 
 
+_PLAIN = (
+    "a checkpoint keeps tensors, numbers, strings, None, and lists and dicts of these with strings "
+    "as keys. Convert it, or save it in a file beside the checkpoint"
+)
+
+
 def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     """The tree with tensors replaced by their keys, collected in `tensors`. Floats that JSON lacks
     become {"number": TEXT}.
@@ -155,15 +161,16 @@ def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         tensors[key] = node.detach()
         return {"tensor": key}
     if isinstance(node, Mapping):
-        assert all(isinstance(k, str) for k in node), f"{key}: only strings are keys in JSON"
+        for k in node:
+            if not isinstance(k, str):
+                raise ValueError(f"{key!r} has the key {k!r}, of type {type(k).__name__}: {_PLAIN}")
         return {k: _detach(v, f"{key}.{k}" if key else k, tensors) for k, v in node.items()}
     if isinstance(node, list | tuple):
         return [_detach(v, f"{key}.{i}" if key else str(i), tensors) for i, v in enumerate(node)]
     if isinstance(node, float) and not math.isfinite(node):
         return {"number": repr(node)}
-    assert node is None or isinstance(node, bool | int | float | str), (
-        f"{key}: {type(node).__name__} has no place in a checkpoint"
-    )
+    if node is not None and not isinstance(node, bool | int | float | str):
+        raise ValueError(f"{key!r} is of type {type(node).__name__}: {_PLAIN}")
     return node
 
 

@@ -515,3 +515,16 @@ def test_a_replica_of_one_rank_saves_by_itself(run_ranks, backend: str, procs: i
     """
     found = run_ranks(saved_alone, islands=1, procs=procs, args=(backend, procs > 1), group=False)
     assert found[0] and all(not names for names in found[1:])
+
+
+@pytest.mark.parametrize(
+    "loop, found",
+    [
+        ({"loader": {5: None}}, r"'loader' has the key 5, of type int: a checkpoint keeps"),
+        ({"loader": [b"a"]}, r"'loader\.0' is of type bytes: .* save it in a file beside"),
+    ],
+)
+def test_what_json_does_not_hold_is_refused_in_a_sentence(tmp_path, loop, found):
+    with pytest.raises(ValueError, match=found):
+        write_part(tmp_path, "rank0", {}, loop)
+    assert not list(tmp_path.iterdir())
