@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import Trainer
+from transformers import PretrainedConfig, Trainer
 
 from ...checkpoint import folders
 from ...checkpoint.failures import SaveFailures
@@ -120,7 +120,7 @@ class Saves:
         config = getattr(model, "config", None)
         if (
             self._trainer.args.should_save
-            and config is not None
+            and isinstance(config, PretrainedConfig)
             and not (folder / "config.json").exists()
         ):
             # a sharded checkpoint has none, `fsdp-demo export` needs it
