@@ -47,11 +47,19 @@ def test_a_trainer_script_is_told_in_its_own_words(run_ranks):
                 {"callbacks": [ExchangeCallback("demo")], **wrong},
                 max_steps=2,
             ).train()
-        return [refused(ExchangeCallback("diloco"), optim=o) for o in ("adafactor", "sgd")], str(
-            error.value
-        )
+        flags = [refused(ExchangeCallback("diloco"), optim=o) for o in ("adafactor", "sgd")]
+        # of no parameter of the model: it is refused before that matters
+        pair = (torch.optim.RMSprop([nn.Parameter(torch.ones(1))]), None)
+        with pytest.raises(ValueError) as own:
+            script.trainer(
+                rank.folder / "pair",
+                {"callbacks": [ExchangeCallback("diloco")], "optimizers": pair},
+                max_steps=2,
+            ).train()
+        return flags, str(error.value), str(own.value)
 
-    for (adafactor, sgd), handed in run_ranks(run, islands=2, procs=1):
+    for (adafactor, sgd), handed, own in run_ranks(run, islands=2, procs=1):
+        assert "found RMSprop (the script's own): leave it out, with --optim adamw_torch" in own
         for name, text in (
             ("Adafactor (--optim adafactor)", adafactor),
             ("SGD (--optim sgd)", sgd),
@@ -60,10 +68,7 @@ def test_a_trainer_script_is_told_in_its_own_words(run_ranks):
                 f"found {name}: take --optim adamw_torch, or insist with ExchangeCallback(..., "
                 "inner_optimizers='as_is')"
             ) in text
-        assert (
-            "found SGD (the one handed to the Trainer)" in handed
-            and 'exchange_optimizer("demo"' in handed
-        )
+        assert "found SGD (the script's own)" in handed and 'exchange_optimizer("demo"' in handed
         assert "base_optimizer" not in adafactor + sgd + handed
     assert exchange_optimizer("demo")[1]["lr"] == 4e-4
 

@@ -372,7 +372,8 @@ def test_a_mean_is_shown_where_all_islands_evaluate(run_ranks):
     assert out[0] == out[1] and out[0][1] == [1.0, 1.0] and out[0][2] == out[0][0][-1]
 
 
-def test_best_model_is_chosen_together(run_ranks):
+@pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])
+def test_best_model_is_chosen_together(run_ranks, procs, fsdp):
     best = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "loss",
@@ -380,7 +381,9 @@ def test_best_model_is_chosen_together(run_ranks):
     }
 
     def run(rank):
-        refused = script.trainer(rank.folder / "refused", one_line("diloco", period=3), **best)
+        refused = script.trainer(
+            rank.folder / "refused", one_line("diloco", period=3), fsdp=fsdp, **best
+        )
         with pytest.raises(
             ValueError,
             match=r"after step 4 a checkpoint holds this island's own.*multiples of its period "
@@ -394,6 +397,7 @@ def test_best_model_is_chosen_together(run_ranks):
             rank.folder / "out",
             one_line("diloco", period=2),
             callbacks=[stop],
+            fsdp=fsdp,
             max_steps=16,
             **best,
         )
@@ -406,11 +410,32 @@ def test_best_model_is_chosen_together(run_ranks):
             trained.state.best_metric,
             trained.state.global_step,
             script.parameters(trained),
+            trained.evaluate()["eval_loss"],
         )
 
-    out = run_ranks(run, islands=2, procs=1)
-    assert out[0][:3] == out[1][:3] and torch.equal(out[0][3], out[1][3])
+    out = run_ranks(run, islands=2, procs=procs, timeout=120)
+    for o in out:
+        assert o[:3] == out[0][:3] and torch.equal(o[3], out[0][3])
     assert (out[0][0], out[0][2]) == (8, 10)
+    # that of step 8 was loaded, on all ranks
+    assert (out[0][4] + out[-1][4]) / 2 == pytest.approx(out[0][1], abs=1e-6)
+
+
+def test_the_last_of_sharded_checkpoints_may_be_the_best(run_ranks):
+    def run(rank):
+        trained = script.trainer(
+            rank.folder / "out",
+            one_line("diloco", period=2),
+            fsdp=True,
+            load_best_model_at_end=True,
+        )
+        trained.train()
+        best = trained.state.best_model_checkpoint
+        return best and Path(best).name, script.parameters(trained)
+
+    out = run_ranks(run, islands=2, procs=2, timeout=60)
+    for best, whole in out:
+        assert best == "checkpoint-8" and torch.equal(whole, out[0][1])
 
 
 def test_forgotten_split_is_noticed(run_ranks):

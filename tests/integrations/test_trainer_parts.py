@@ -3,7 +3,9 @@ may switch on.
 """
 
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from datasets import Dataset, IterableDataset  # noqa: E402
-from transformers import HfArgumentParser, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import Topology  # noqa: E402
@@ -251,6 +253,51 @@ def test_a_lost_island_ends_the_training_of_the_others(run_ranks):
 
     alive, dead = run_ranks(run, islands=2, procs=1)
     assert alive[1] == 4 and "island 1 (island1) is gone" in alive[0] and alive[2] and dead[2]
+
+
+class Plain(torch.nn.Module):
+    """Not of transformers: `config` is missing, or of the user's own kind."""
+
+    def __init__(self, config):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(8, 8)
+        if config is not None:
+            self.config = config
+
+    def forward(self, x):
+        return {"loss": self.layer(x).square().mean()}
+
+
+@pytest.mark.parametrize("config", [None, SimpleNamespace(layers=1)], ids=["none", "own"])
+def test_a_plain_torch_module_trains_saves_and_resumes(run_ranks, config):
+    def run(rank):
+        script.fresh_state()
+        torch.manual_seed(rank.island)
+        rows = [{"x": torch.randn(8)} for _ in range(32)]
+
+        def train(steps, resume=None):
+            os.environ["ISLAND_RUN"] += f"-{steps}"
+            args = TrainingArguments(
+                str(rank.folder / "out"),
+                max_steps=steps,
+                per_device_train_batch_size=4,
+                lr_scheduler_type="constant",
+                save_steps=2,
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+            )
+            line = one_line("diloco", period=2)
+            trained = Trainer(Plain(config), args, train_dataset=rows, **line)
+            trained.train(resume_from_checkpoint=resume)
+            return trained
+
+        train(4)
+        return script.parameters(train(6, True))
+
+    first, second = run_ranks(run, islands=2, procs=1)
+    assert torch.equal(first, second)
 
 
 def test_streams_epochs_and_logs_by_epoch(run_ranks):

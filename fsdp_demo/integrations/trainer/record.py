@@ -35,7 +35,9 @@ class TrainerRecord:
         model: Any = trainer.model
         self._islands = topology.count
         self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+        # a plain torch module has no config, or one of its own kind
+        config = getattr(model, "config", None)
+        name = getattr(config, "name_or_path", "") or type(model).__name__
         facts = {
             "model": Path(name).name if Path(name).is_absolute() else name,
             "batch_size": args.per_device_train_batch_size,

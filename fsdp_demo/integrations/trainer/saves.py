@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import Trainer
+from transformers import PretrainedConfig, Trainer
 
 from ...checkpoint import folders
 from ...checkpoint.failures import SaveFailures
@@ -89,10 +89,13 @@ class Saves:
     def _check(self) -> None:
         self._fence.check()
         refuse_exchange(self._exchange)
-        if self._ranks.rank == 0:  # one of this step from before is not whole from now on
-            (
-                self._folder / f"checkpoint-{self._trainer.state.global_step}" / folders.MANIFEST
-            ).unlink(missing_ok=True)
+        if self._ranks.rank == 0:
+            folder = self._folder / f"checkpoint-{self._trainer.state.global_step}"
+            # The Trainer looks on each rank whether the folder of the best model is there. Of
+            # sharded models it makes it only then, so that ranks would find unlike answers.
+            folder.mkdir(parents=True, exist_ok=True)
+            # one of this step from before is not whole from now on
+            (folder / folders.MANIFEST).unlink(missing_ok=True)
 
     def seal(self, step: int, model: Any) -> bool:
         """The exchange's parts and the manifest; whether the checkpoint is there now.
@@ -120,7 +123,7 @@ class Saves:
         config = getattr(model, "config", None)
         if (
             self._trainer.args.should_save
-            and config is not None
+            and isinstance(config, PretrainedConfig)
             and not (folder / "config.json").exists()
         ):
             # a sharded checkpoint has none, `fsdp-demo export` needs it

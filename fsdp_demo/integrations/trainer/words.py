@@ -47,12 +47,10 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
         check_inner(config, [optimizer_kind(inner)], [inner])
     except ValueError as error:
         optim = getattr(trainer.args.optim, "value", trainer.args.optim)
-        found = (
-            "the one handed to the Trainer"
-            if trainer.optimizer_cls_and_kwargs is not None
-            else f"--optim {optim}"
-        )
-        cure = "take --optim adamw_torch"
+        found, cure = f"--optim {optim}", "take --optim adamw_torch"
+        if not _by_flag(trainer, inner):
+            found = "the script's own"
+            cure = "leave it out, with --optim adamw_torch"
         if has_own_optimizer(config):
             cure = (
                 f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", '
@@ -65,3 +63,19 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
             f"{cure}, or insist with ExchangeCallback(..., "
             f"inner_optimizers='as_is'){see('wrong-optimizer')}"
         ) from error
+
+
+def _by_flag(trainer: Trainer, inner: Any) -> bool:
+    """Whether `--optim` has made this optimizer. Else the script did, as `optimizers=` or in a
+    `create_optimizer` of its own, and the flag has no effect.
+    """
+    if trainer.optimizer_cls_and_kwargs is not None:
+        return False
+    if trainer.is_deepspeed_enabled:  # has classes of its own for what the flag names
+        return True
+    model: Any = trainer.model
+    try:
+        made, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+    except (ImportError, ValueError):  # its package is not there: nobody has made it
+        return False
+    return type(inner) is made
