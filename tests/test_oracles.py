@@ -371,6 +371,29 @@ def test_nothing_is_lost_or_sent_twice_beyond_the_period(delay):
         assert all(close(theta, full.theta[0]) for theta in method.theta)
 
 
+@pytest.mark.parametrize(("lr", "momentum", "same"), [(1.0, 0.0, True), (0.7, 0.9, False)])
+def test_an_own_share_of_one_in_r_is_an_eager_update_where_the_outer_step_is_plain(
+    lr, momentum, same
+):
+    """2502.12996: the fresh own delta and the others' last ones, through each replica's own outer
+    step. From the second round on; in the first nothing has landed yet.
+    """
+    kw = {"period": 2, "delay": 2, "lr": lr, "momentum": momentum, "own": 0.5}
+    method = run(presets.Streaming(start(), 2, sgd, **kw), 8)
+    anchor, m = start()["bias"].double().repeat(2, 1), torch.zeros(2, 7, dtype=torch.float64)
+    before = torch.zeros_like(m)
+    for t in range(0, 8, 2):
+        delta = 0.1 * torch.stack(
+            [sum(gradients(t + i, r)["bias"].double() for i in (0, 1)) for r in (0, 1)]
+        )
+        eager = delta / 2 + before.mean(0) - before / 2
+        m = momentum * m + eager
+        anchor = anchor - lr * (eager + momentum * m)
+        before = delta
+    found = torch.stack([theta["bias"].detach() for theta in method.theta])
+    assert torch.allclose(found, anchor, atol=1e-10) is same
+
+
 def test_finish_leaves_the_replicas_at_the_anchor():
     method = run(
         presets.Streaming(start(), 2, sgd, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25), 7

@@ -201,8 +201,9 @@ class Applier:
       keeps that share of the local parameters (alpha of Streaming DiLoCo, torchft's
       fragment_update_alpha). `keep_steps` keeps the steps taken since the last send, where a delay
       would undo them. `own_share` is the share of an own delta in flight that the parameters keep
-      when the mean before it lands: 1/R makes the eager updates of 2502.12996. `momentum_warmup`
-      lets the momentum rise linearly from 0 over that many rounds.
+      when the mean before it lands: 1/R makes the eager updates of 2502.12996 where the outer step
+      has rate 1 and no momentum (the paper's own share takes the outer step, too).
+      `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
     * replace: the source becomes the mean.
 
     Example:

@@ -48,7 +48,8 @@ TEXTS = {
     "Applier.keep_steps": "after a delay the local steps since the last send stay; false: they are "
     "undone",
     "Applier.own_share": "share of an own delta in flight that the parameters keep when an earlier "
-    "mean lands, with a delay of one period up to two; 1/R: eager updates (arXiv 2502.12996)",
+    "mean lands, with a delay of one period up to two; 1/R: eager updates (arXiv 2502.12996) with "
+    "`lr` 1 and no momentum",
     "Channel.name": "name of the channel; begins dotted paths such as `NAME.codec.topk`",
     "Channel.source": "what is sent: the gradient, the delta (anchor minus parameters), the "
     "parameters, "

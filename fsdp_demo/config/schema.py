@@ -40,8 +40,9 @@ class ExchangeConfig:
         inner_optimizers: names of the inner optimizers the preset is defined for (lower-case class
             names such as "adamw"); "any" allows all, "as_is" switches the check off.
         lr: published learning rate of the inner optimizer, None if there is none.
-        clip: largest gradient norm, or None. With gradient channels that apply the plain mean, the
-            mean is clipped; otherwise each replica clips its own gradient before the step.
+        clip: largest gradient norm, or None. Where all that trains goes by gradient channels that
+            apply the plain mean, the mean is clipped; otherwise each replica clips its own gradient
+            before the step.
         max_in_flight: most payloads of one channel that may be under way at once.
         clip_scope: "replica": each replica's own norm is clipped; "islands": one norm, the root
             mean square of the replicas' norms, at the cost of a message of 8 bytes and a round trip
@@ -151,11 +152,13 @@ class ExchangeConfig:
 
     @property
     def clips_mean(self) -> bool:
-        """Whether `clip` acts on the mean gradient over the islands; else, and always before an
-        accumulator, on each replica's own.
+        """Whether `clip` acts on the mean gradient over the islands; else on each replica's own.
+
+        Beside other channels it does not: the norm would have each replica's own gradients in it,
+        so that islands scaled one mean by unlike factors.
         """
-        return any(
-            c.before_step and c.accumulator is None and not c.applier.sign for c in self.channels
+        return bool(self._training) and all(
+            c.before_step and c.accumulator is None and not c.applier.sign for c in self._training
         )
 
     @property

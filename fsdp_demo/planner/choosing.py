@@ -198,7 +198,8 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
         )
     order = _order(keep_inner, situation)
     fits = [r for r in own if _fits(r, situation)]
-    good = [r for r in fits if _reaches(r, situation) and not _loses(r, situation)]
+    fits = [r for r in fits if not _loses(r, situation)] or fits
+    good = [r for r in fits if _reaches(r, situation)]
     if good:
         row = min(
             good,
@@ -296,9 +297,9 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
     if not good:
         return (
             f"nothing keeps {s.target:.0%} on {link}: {what} keeps the most, {keeps}{beside}"
-            f"{_needs(row, s)}{_few_rounds(row, s)}"
+            f"{_needs(row, s)}{_more_than_all(row, s)}{_few_rounds(row, s)}"
         )
-    tight = _tight(row, s) + _few_rounds(row, s)
+    tight = _tight(row, s) + _more_than_all(row, s) + _few_rounds(row, s)
     if hsdp is not None and hsdp.compute_utilisation >= s.target and _fits(hsdp, s):
         return (
             f"HSDP itself keeps {hsdp.compute_utilisation:.1%} on {link}: train one world over all "
@@ -344,6 +345,13 @@ def _tight(row: Row, s: Situation) -> str:
         return ""
     left = (s.memory_bytes - row.device_bytes) / 1e9
     return f"; only {left:.1f} GB are left for activations"
+
+
+def _more_than_all(row: Row, s: Situation) -> str:
+    """Says so where a gather loses, of rows that all do."""
+    if not _loses(row, s):
+        return ""
+    return "; its gather sends more than an all-reduce of every value: send fewer (topk), or all"
 
 
 def _few_rounds(row: Row, s: Situation) -> str:

@@ -5,6 +5,7 @@ and what the log says at the start.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import Any
 
@@ -518,6 +519,34 @@ def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
         optimizer.step()
     exchange.finish()
     assert all(weight == 30 for names, step, weight in sent if step >= 10 and step < 14), sent
+
+
+@pytest.mark.parametrize("source", ["delta", "parameter"])
+def test_mean_gradients_beside_local_ones_stay_equal_when_clipped(run_ranks, source: str) -> None:
+    """The norm of a mean and of gradients that stay on the island is another one on each."""
+    embed = Channel("embed", "gradient", include=("embed",))
+    applier = Applier("outer_step") if source == "delta" else Applier("replace")
+    body = Channel("body", source, SyncSchedule(4), applier=applier, exclude=("embed",))
+    config = ExchangeConfig("both", (embed, body), clip=1.0)
+
+    def run(me):
+        model = nn.ParameterDict({n: nn.Parameter(torch.zeros(3)) for n in ("embed", "body")})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        found = []
+        for t in range(3):
+            model["embed"].grad = torch.full((3,), 1.0 + t)
+            model["body"].grad = torch.full((3,), 1.0 + t + 10.0 * me.island)
+            optimizer.step()
+            found.append(model["embed"].detach().clone())
+        exchange.finish()
+        return found, exchange.drift
+
+    (a, drift), (b, _) = run_ranks(run, 2, 1)
+    assert all(map(torch.equal, a, b)) and drift is None
+    # each island clips its own gradients, of norm sqrt(3) (1 + t) and more, to 1
+    own = [1 / math.sqrt(6), 1 / math.sqrt(3 + 3 * 11**2)]
+    assert float(a[0][0]) == pytest.approx(-0.1 * sum(own) / 2, rel=1e-5)
 
 
 def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:

@@ -91,6 +91,17 @@ def test_a_gather_that_sends_more_than_an_all_reduce_is_not_taken() -> None:
     assert choose(rows, situation).row.name == "diloco"
 
 
+def test_where_all_gathers_send_more_than_an_all_reduce_the_reason_says_so() -> None:
+    slow = preset("sparse_loco", topk=4096, value_dtype="fp32")
+    situation = Situation(load("tiny"), 8, Link(1e11), 10.0)
+    choice = choose(plan_rows(situation, [slow]), situation)
+    assert choice.row.compute_utilisation >= situation.target and choice.reached
+    assert "nothing keeps" not in choice.reason
+    assert "sends more than an all-reduce of every value" in choice.reason
+    beside = choose(plan_rows(situation, [slow, preset("diloco")]), situation)
+    assert beside.row.name == "diloco" and "sends more" not in beside.reason
+
+
 def test_of_given_rows_one_of_them_is_taken() -> None:
     rows = plan_rows(LLAMA, ["hsdp", "demo", "diloco", "sparse_loco"])
     choice = choose(rows, LLAMA)
