@@ -100,7 +100,8 @@ TEXTS = {
     "Reducer.mean_over": "the mean goes over all islands, or over those that sent a value at that "
     "position",
     "Reducer.weight": "`equal`, or by the tokens that an island saw since its last exchange "
-    "(`exchange.report(tokens=...)`)",
+    "(`exchange.report(tokens=...)`). A message has one weight, for all its channels: since the "
+    "oldest of their last exchanges",
     "Reducer.clip": "`median_norm`: what an island sent for a block is scaled down to the median "
     "of "
     "the "
