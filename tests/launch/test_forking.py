@@ -9,6 +9,7 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def worlds(run_id: str, folder: Path, *options: str) -> tuple[list[dict[str, Any
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], output
 
 
+def made_by_torch(place: str) -> bool:
+    return Path(place).parent == Path(tempfile.gettempdir()) and Path(place).name.startswith("tmp")
+
+
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_a_forked_rank_finds_what_a_fresh_one_finds(
     launcher: str,
@@ -87,6 +92,8 @@ def test_a_forked_rank_finds_what_a_fresh_one_finds(
     fresh, output = worlds(run_id, tmp_path, "--launcher", launcher, "--no-fork")
     assert "imports for all" not in output and log.read_text().count("imported") == 3
     for mine, theirs in zip(forked, fresh, strict=True):
+        # torch 2.9 imports from a folder that it makes in each process
+        mine["world"]["path"] = [p for p in mine["world"]["path"] if not made_by_torch(p)]
         assert mine["world"] == theirs["world"]
     assert forked[0]["parent"] == forked[1]["parent"]
     for a, b in zip(forked[0]["drawn"], forked[1]["drawn"], strict=True):
