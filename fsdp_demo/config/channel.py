@@ -172,8 +172,8 @@ class Reducer:
 
     weight "tokens" weighs each island by the tokens it saw since the last exchange
     (`Exchange.report(tokens=...)`). A message has one weight: with several channels in it, the
-    tokens since the oldest of their last exchanges. clip "median_norm" scales what a replica sent for a block down
-    to the median over the replicas of the norms of that block (SparseLoCo's code).
+    tokens since the oldest of their last exchanges. clip "median_norm" scales what a replica sent
+    for a block down to the median over the replicas of the norms of that block (SparseLoCo's code).
 
     Example:
         >>> from fsdp_demo import preset
