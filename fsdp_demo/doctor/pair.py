@@ -40,7 +40,7 @@ class Pair:
         self._opener, self._other, self._end = opener(transport, meeting), 1 - meeting.rank, end
         self._groups: list[Any] = []
         self._tag = 0
-        self._sent, self._room = torch.zeros(2, LARGEST, dtype=torch.uint8)
+        self._sent, self._room = torch.zeros(2, LARGEST, dtype=torch.uint8, device="cpu")
         self.widen(1)
 
     def widen(self, connections: int) -> None:
@@ -70,7 +70,7 @@ class Pair:
 
     def recv(self, size: int) -> bytes:
         """The other side's short message."""
-        room = torch.empty(size, dtype=torch.uint8)
+        room = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._wait([self._post_recv(room)])
         return bytes(room.tolist())
 

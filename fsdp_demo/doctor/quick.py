@@ -79,7 +79,7 @@ def quick_probe(
 
 def _slowest(peers: PeerGroup, size: int) -> float:
     """Seconds that a message of `size` bytes from each to all took, on the slowest rank."""
-    data = torch.zeros(size, dtype=torch.uint8)
+    data = torch.zeros(size, dtype=torch.uint8, device="cpu")
     start = time.monotonic()
     peers.all_gather(data)
     return _agreed(peers, time.monotonic() - start)
@@ -87,7 +87,7 @@ def _slowest(peers: PeerGroup, size: int) -> float:
 
 def _agreed(peers: PeerGroup, value: float) -> float:
     """The largest that a rank has."""
-    mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+    mine = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.uint8)
     return max(float(theirs.clone().view(torch.float64)) for theirs in peers.all_gather(mine))
 
 
