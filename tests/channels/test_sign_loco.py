@@ -45,18 +45,9 @@ CASES = {
 }
 AT = [("feedback", i) for i in ISLANDS] + [("none", i) for i in ("2x2", "3x1", "4x1")]
 AT += [("late", "2x2"), ("late", "3x1"), ("constant", "2x1")]
-# each differs from one that always runs by the number of islands or by the sharding alone
-SLOW = {("feedback", i) for i in ("2x1", "3x1", "2x2-unsharded")} | {
-    ("none", "4x1"),
-    ("late", "3x1"),
-}
 
 
-@pytest.mark.parametrize(
-    "name, islands",
-    [pytest.param(*a, marks=[pytest.mark.slow] if a in SLOW else []) for a in AT],
-    ids=[f"{n}-{i}" for n, i in AT],
-)
+@pytest.mark.parametrize("name, islands", AT, ids=[f"{n}-{i}" for n, i in AT])
 def test_follows_the_rule(run_ranks: Any, name: str, islands: str) -> None:
     """Every element after every step, with 2, 3 and 4 islands, sharded by FSDP2 and not."""
     made, (count, procs, sharded) = CASES[name], ISLANDS[islands]

@@ -87,10 +87,7 @@ def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param("demo", marks=pytest.mark.slow), "diloco", "late"],  # late is demo's, too
-)
+@pytest.mark.parametrize("case", CASES)
 def test_nothing_but_what_came_since_is_fetched(run_ranks, case: str) -> None:
     """It dies after the save of step 4; the one of step 8 it lacks, and the others have more than
     one in mind.

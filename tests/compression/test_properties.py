@@ -219,7 +219,7 @@ def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(
     run_ranks, feedback, selection
 ) -> None:
     def run():
-        @settings(quick, max_examples=9)
+        @settings(quick, max_examples=6)
         @given(
             bags,
             channels(feedback, selection),

@@ -19,11 +19,14 @@ KEPT = {
         "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",  # noqa: E501
     },
     "channels/test_presets_oracle.py": {
-        "test_coded_values_follow_the_oracle": r"-(2x1|2x2|3x1)$",
+        "test_coded_values_follow_the_oracle": r"-(2x2|3x1)$",
         "test_computing_in_bf16": r"^(full|streaming_diloco)-2x2$",
         "test_follows_the_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",  # noqa: E501
         "test_muloco_on_measured_updates": r"^2x2",
         "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",  # noqa: E501
+    },
+    "channels/test_sign_loco.py": {
+        "test_follows_the_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
     },
     "checkpoint/test_checkpoint.py": {
         "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, "
@@ -33,8 +36,15 @@ KEPT = {
         "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
         r"l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
     },
+    "checkpoint/test_kept.py": {
+        "test_parameters_in_another_order_keep_their_values": r"save-2|emergency-1",
+        "test_what_only_the_optimizer_holds_comes_back": r"save-2|emergency-1",
+    },
     "checkpoint/test_resharding_runs.py": {
         "test_the_loss_goes_on": r"^diloco$",
+    },
+    "checkpoint/test_returning.py": {
+        "test_nothing_but_what_came_since_is_fetched": r"diloco|late",
     },
     "comm/test_membership_exhaustive.py": {
         # OwnView-gather-1 is another end of the same mutant
@@ -66,6 +76,7 @@ KEPT = {
         "test_a_replica_that_skips_a_step_joins_with_nothing_to_say": r"^full-(zero1|wrapper)$|^diloco-zero3$",  # noqa: E501
         "test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same": r"zero1-full|zero2-diloco|parts-demo|offload",  # noqa: E501
         "test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model": r"zero3-parts",
+        "test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters": r"^demo",
         "test_the_shards_of_an_island_make_up_every_parameter_once": r"False|parts|wrapper",
     },
     "deepspeed/test_zero_take_over.py": {
@@ -82,13 +93,16 @@ KEPT = {
         "test_a_lost_island_leaves_a_checkpoint_to_go_on_from": r"zero2",
     },
     "exchange/test_exchange_oracle.py": {
-        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco|desloc|sign_loco)$",  # noqa: E501
+        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco)$",  # noqa: E501
         "test_everything_kept_is_a_dense_method": r"subtract-True",
         "test_islands_with_different_numbers_of_copies": r"procs0|^demo",
         "test_element_wise_presets_do_not_depend_on_the_sharding": r"diloco",
     },
     "exchange/test_memory.py": {
         "test_the_plan_is_what_is_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",  # noqa: E501
+    },
+    "exchange/test_norms.py": {
+        "test_others_train_as_without_that_contribution": r"-3$|^(full|demo)-2$",
     },
     "exchange/test_plan.py": {
         "test_the_plan_is_what_the_meter_counts": r"^2-1",
@@ -111,7 +125,7 @@ KEPT = {
     },
     "integrations/test_trainer_parts.py": {
         "test_the_recipe_trains_saves_and_resumes": r"diloco",
-        "test_what_a_trainer_may_switch_on": r"^(full|streaming_diloco)",
+        "test_what_a_trainer_may_switch_on": r"^streaming_diloco",
     },
     "integrations/test_trainer_resume.py": {
         "test_an_island_lost_between_two_saves_costs_no_common_checkpoint": r"fsdp2",
