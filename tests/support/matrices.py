@@ -65,7 +65,7 @@ KEPT = {
     "deepspeed/test_zero_oracle.py": {
         "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
         "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"zero3-parts",
-        "test_follows_the_oracle": r"full-zero1|demo-(zero2|zero3-p)|diloco-zero1|desloc-zero3-p|streaming_diloco-zero2|sign_loco-(zero1|zero3-p)",  # noqa: E501
+        "test_follows_the_oracle": r"full-zero1|demo-zero3-p|^diloco-zero1|desloc-zero3-p|streaming_diloco-zero2|sign_loco-zero3-p",  # noqa: E501
     },
     "deepspeed/test_zero_recipes.py": {
         "test_a_resumed_run_is_the_uninterrupted_one": r"^3-",
@@ -139,6 +139,9 @@ KEPT = {
         "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
         "test_both_end_equal": r"fsdp2-diloco",
     },
+    "launch/test_forking.py": {
+        "test_a_forked_rank_finds_what_a_fresh_one_finds": r"accelerate",
+    },
     "launch/test_rehearse.py": {
         "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
         "test_rehearse_by_torchrun_runs_every_rank_of_every_island": "",
@@ -169,7 +172,7 @@ KEPT = {
         "test_a_mesh_resumes_bit_for_bit": r"zero3",
     },
     "exchange/test_growing.py": {
-        "test_two_of_three_begin_and_the_third_joins": r"^full-2$|^diloco",
+        "test_two_of_three_begin_and_the_third_joins": r"^full-2$",
     },
     "exchange/test_failure.py": {
         "test_survivors_save_and_end_with_75_at_one_step": r"killed|2x2",
