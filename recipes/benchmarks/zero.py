@@ -252,11 +252,12 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="the tables as markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     args = parser.parse_args()
-    fork = multiprocessing.get_context("fork")
-    results, into = fork.Pipe(duplex=False)
+    # not forked: what is imported above has threads
+    spawn = multiprocessing.get_context("spawn")
+    results, into = spawn.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            fork.Process(target=rank, args=(number, folder, args, into)) for number in range(RANKS)
+            spawn.Process(target=rank, args=(number, folder, args, into)) for number in range(RANKS)
         ]
         for process in ranks:
             process.start()

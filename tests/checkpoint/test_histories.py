@@ -21,6 +21,8 @@ from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.exchange.history import BEGUN, History
 from fsdp_demo.exchange.saved_state import ExchangeState
 
+from ..support.forked import forked
+
 ALL, TWO = "a" * 16, "b" * 16
 
 
@@ -114,7 +116,7 @@ def test_a_history_changes_where_others_take_part_than_before() -> None:
 
 
 def trained(me: Any) -> Any:
-    if me.island == 1 and (child := os.fork()):
+    if me.island == 1 and (child := forked()):
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     w = torch.nn.Parameter(torch.zeros(40))
     optimizer = torch.optim.AdamW([w], lr=0.1)

@@ -17,6 +17,7 @@ from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..exchange.test_survivors import ENV, Small, backward
+from ..support.forked import forked
 
 pytest.importorskip("zmq")
 
@@ -94,7 +95,7 @@ def test_nothing_but_what_came_since_is_fetched(run_ranks, case: str) -> None:
     """
 
     def run(me: Any) -> Any:
-        if me.island == 1 and (child := os.fork()):
+        if me.island == 1 and (child := forked()):
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
             return life(me, case)
         try:
@@ -114,7 +115,7 @@ def test_of_another_run_it_takes_a_snapshot(run_ranks) -> None:
     """Its disk holds a checkpoint of the same step with another state: nobody has its mark."""
 
     def run(me: Any) -> Any:
-        if me.island == 1 and (child := os.fork()):
+        if me.island == 1 and (child := forked()):
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
             forged(me.folder.parent / "disk1" / "checkpoint-4" / "exchange" / "rank0.json")
             return life(me, "diloco")

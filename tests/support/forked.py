@@ -1,0 +1,13 @@
+"""A fork inside a rank, for a life that ends and is followed by another."""
+
+from __future__ import annotations
+
+import os
+
+from fsdp_demo.launch.preload import threads
+
+
+def forked() -> int:
+    """`os.fork()`, of a process that has no other threads: a child of one that has may hang."""
+    assert threads() == 1, f"this rank has {threads()} threads"
+    return os.fork()
