@@ -253,10 +253,13 @@ class Driver:
                 self._turn()
             self._hand_over()
         except BaseException as error:
-            if not self._closed:
+            why, regular = f"the membership thread has failed: {error!r:.200}", self._closed
+            if not regular:
                 log.exception("membership: the thread has failed")
-            self._fail(f"the membership thread has failed: {error!r:.200}")
+            self._fail(why)
             self._hub.close(0)  # so that the others hear of it at once
+            if not regular:  # training may be far from its next message, or stand in another wait
+                self.expel(why)
 
     def _has_work(self) -> bool:
         return bool(self._work)

@@ -32,12 +32,15 @@ class Rank:
         record: of the epoch it is in, without what is needed once.
         state: a frozen rank receives nothing; an expelled one or one that left does nothing.
         lost: peers that it does not hear in its peer group in this view.
-        next: the first message that it has not launched. reported: the same when it froze.
+        next: the first message that it has not launched. sent: all of its own below it were sent.
+            The two differ while it is frozen, and while a planned join is decided.
         landed: all messages below it are delivered here. freed: all below it are stable and freed.
         heard: how far each member has landed in this peer group, as far as this rank knows; in the
             order of `record.members`.
         open: what is kept, by number.
         ballots: votes of this view and of later ones that this rank has not adopted yet (K24).
+        planned: the base that this rank has proposed for a newcomer, until the next record is here;
+            0 otherwise.
     """
 
     me: Member
@@ -49,12 +52,13 @@ class Rank:
     state: State
     lost: frozenset[Member]
     next: int
-    reported: int
+    sent: int
     landed: int
     freed: int
     heard: tuple[int, ...]
     open: tuple[Open, ...]
     ballots: frozenset[Ballot]
+    planned: int = 0
 
     def step(self, event: Event) -> tuple[Rank, Actions]:
         """What this rank is after an event, and what is to be done, in order.
@@ -70,7 +74,7 @@ class Rank:
     # ---- messages ------------------------------------------------------------------------------
 
     def _launched(self, event: moves.Launched) -> tuple[Rank, Actions]:
-        """While frozen it is only noted: it is sent in the next view."""
+        """While it may not be sent, it is only noted: it is sent in the next epoch."""
         n, kind = event.n, event.kind
         end = self.landed + self.window
         if n != self.next or n >= end:
@@ -78,12 +82,19 @@ class Rank:
                 f"launched message {n}: the next is {self.next}, it must be below landed + window "
                 f"= {end}: wait for one"
             )
-        rank = replace(self, next=n + 1)
-        return (
-            rank._send_own(n, kind)
-            if self.state == "running"
-            else (rank._with(rank._own(n, kind)), ())
-        )
+        if self._must_wait(n):
+            return replace(self, next=n + 1)._with(self._own(n, kind)), ()
+        return replace(self, next=n + 1, sent=n + 1)._send_own(n, kind)
+
+    def _must_wait(self, n: int) -> bool:
+        """Whether message n may not be sent yet.
+
+        The donor does not know whether the join that it has proposed stands, until the store
+        answers. Nobody can launch more than the window beyond what the donor has sent. So while it
+        holds back message base - window, no member launches the base without the record.
+        """
+        undecided = self.planned > 0 and n + self.window >= self.planned
+        return self.state != "running" or undecided
 
     def _send_own(self, n: int, kind: Kind, repeat: bool = False) -> tuple[Rank, Actions]:
         """Send one's body and shares to all that take part; a repeat sends shares only (K6: from
@@ -302,7 +313,7 @@ class Rank:
             held,
             begun=base == 0 or self.next > base,
         )
-        return replace(self, state="frozen", reported=self.next), (
+        return replace(self, state="frozen"), (
             moves.Freeze(self.record.view),
             moves.PostReport(report),
         )
@@ -336,7 +347,13 @@ class Rank:
                 moves.Expelled(record),
             )
         if record.view == self.record.view:
-            return self._known(record), ()
+            begins = dict(zip(record.members, record.base, strict=True))
+            if late := [m for m in begins.keys() - {*self.record.members} if begins[m] < self.sent]:
+                raise ValueError(
+                    f"record {record.epoch} lets {late} begin with a message below {self.sent}, "
+                    "which was sent without them"
+                )
+            return self._known(record)._send_noted()
         if self.state != "frozen":
             raise ValueError(
                 f"record {record.epoch} names {self.me}, which has not reported on view "
@@ -352,14 +369,28 @@ class Rank:
             for m, base in zip(record.members, record.base, strict=True)
         )
         return replace(
-            self, record=record.bare(), heard=heard, lost=self.lost.intersection(record.members)
+            self,
+            record=record.bare(),
+            heard=heard,
+            lost=self.lost.intersection(record.members),
+            planned=0,
         )
+
+    def _send_noted(self) -> tuple[Rank, Actions]:
+        """A join is decided: what was launched meanwhile is sent."""
+        if self.state != "running":
+            return self, ()
+        rank, actions = replace(self, sent=self.next), list[Action]()
+        for n in range(self.sent, self.next):
+            rank, more = rank._send_own(n, rank._entry(n).kind)
+            actions += more
+        return rank, tuple(actions)
 
     def _adopt(self, record: Record) -> tuple[Rank, Actions]:
         """Go on in a new view: forward what others lack (K4, K7), repeat what must be repeated,
         vote again (K24).
         """
-        rank = replace(self._known(record), state="running", lost=frozenset())
+        rank = replace(self._known(record), state="running", lost=frozenset(), sent=self.next)
         rank = replace(rank, ballots=frozenset(b for b in self.ballots if rank._counts(b)))
         rank, freed = rank._freed_below(min(record.stable, rank.landed))
         rank = replace(
@@ -375,7 +406,7 @@ class Rank:
                     moves.CastVote(Ballot(entry.n, rank.rank, record.view), record.epoch),
                 )
             elif entry.n < rank.next:
-                rank, more = rank._send_own(entry.n, entry.kind, repeat=entry.n < self.reported)
+                rank, more = rank._send_own(entry.n, entry.kind, repeat=entry.n < self.sent)
             else:
                 rank, more = rank._voted_if_held(entry.n, [])
             actions += more
@@ -390,8 +421,9 @@ class Rank:
     # ---- planned changes -----------------------------------------------------------------------
 
     def _join_planned(self, event: moves.JoinPlanned) -> tuple[Rank, Actions]:
-        """A join stops nobody: the record keeps the view, and the newcomer takes part from message
-        base = next + 2 window + 1 on.
+        """A join keeps the view. The newcomer takes part from message base = next + 2 window + 1
+        on. Until the store has answered, the donor sends nothing that lets others launch the base
+        (`_must_wait`), however late that is.
 
         The donor announces the record in its next message, which all deliver before they launch
         `base`; else there is a change, and all read the record there (K16: a newcomer asks only
@@ -404,15 +436,14 @@ class Rank:
                 f"slot {member.slot} is taken by {record.members}: a new life of it joins when the "
                 "one before is expelled"
             )
-        if self.state != "running" or any(base and base >= self.landed for base in record.base):
+        begins = any(base and base >= self.landed for base in record.base)
+        if self.state != "running" or self.planned or begins:
             return self, ()
-        bases = {
-            **dict(zip(record.members, record.base, strict=True)),
-            member: self.next + 2 * self.window + 1,
-        }
+        base = self.next + 2 * self.window + 1
+        bases = {**dict(zip(record.members, record.base, strict=True)), member: base}
         members = tuple(sorted(bases))
         planned = record.following(members=members, base=tuple(bases[m] for m in members))
-        return self, (moves.ProposeRecord(planned),)
+        return replace(self, planned=base), (moves.ProposeRecord(planned),)
 
     def _leave(self, event: moves.Leave) -> tuple[Rank, Actions]:
         """The others hear it as `PeerLost` without waiting for a timer. What they hold of this

@@ -1,4 +1,4 @@
-"""Every history of one or two open messages among three islands, and nine mutants that must be
+"""Every history of one or two open messages among three islands, and ten mutants that must be
 found.
 
 Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why
@@ -14,6 +14,8 @@ Explored here, by `tests/support/explorer.py`, whose docstring says what is left
 * two messages (all four orders) on 3 islands x 1 peer group, launched at any time by each rank,
   with changes that leave out one or two islands;
 * a reduce before a gather on 2 islands x 2 peer groups, launched at any time, with one change;
+* a join beside a store that answers as late as it likes, to each rank at another time, with nothing
+  left out: one member and a newcomer; slow: two members and a newcomer;
 * slow: two messages (all four orders of gather and reduce) on 3 islands x 2 peer groups, both
   launched, at most 2 changes that leave out one or two islands each.
 
@@ -119,6 +121,24 @@ def test_the_same_comes_out_as_with_nothing_left_out(kind: Kind, changes: int) -
     )
 
 
+# ---- a join beside a slow store ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "islands", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+def test_a_join_that_the_store_confirms_at_any_time(kind: Kind, islands: int) -> None:
+    """The question, its answer and every look at the record may come after any other step."""
+    found = _joins((kind,) * 4, islands)
+    newcomer = (islands, (tuple(range(islands + 1)),))
+    assert any(newcomer in ending for ending in found.endings)
+
+
+def _joins(kinds: Kinds, islands: int, **options: Any) -> Everything:
+    return Everything(kinds, islands, 1, crashes=0, join=True, window=1, **options).run()
+
+
 # ---- mutants -----------------------------------------------------------------------------------
 
 FOUND: list[tuple[type, Kind, int, str, set[str]]] = [
@@ -180,6 +200,12 @@ def test_mutants_die(
 
 
 def test_no_mutant_is_forgotten() -> None:
-    assert {m for m, *_ in FOUND} | LATE.keys() == set(mutants.MUTANTS) and len(
+    assert {m for m, *_ in FOUND} | LATE.keys() | {mutants.WaitsForNoStore} == set(
         mutants.MUTANTS
-    ) == 9
+    ) and len(mutants.MUTANTS) == 10
+
+
+def test_a_donor_that_waits_for_no_store_is_found() -> None:
+    with pytest.raises(Violation) as found:
+        _joins(("gather",) * 4, 1, machine=mutants.WaitsForNoStore)
+    assert found.value.name == "promise"

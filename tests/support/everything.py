@@ -4,6 +4,9 @@ be done.
 Each launch, frame, vote, beat, suspicion, crash, freeze, report, proposal and adoption is a step of
 its own, of each rank, and any of them may come next. What comes out is compared with `explorer.py`,
 which leaves out what its docstring argues away.
+
+With `join`, one island more may be let in. The store may then be as late as it likes: a question on
+the way to it is taken at any time, and each rank hears of a record at another time.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from .invariants import Outcome, Violation
 
 class World(NamedTuple):
     """ranks: None if crashed. frames: (from, to) -> what is on the way, in order. votes: (to,
-    vote). records: what the store holds.
+    vote). records: what the store holds. asked: records on the way to the store. joins: how many
+    islands may still be let in.
     """
 
     ranks: tuple[Rank | None, ...]
@@ -31,11 +35,18 @@ class World(NamedTuple):
     reports: tuple[Report, ...]
     records: tuple[Record, ...]
     crashes: int
+    asked: frozenset[Record] = frozenset()
+    joins: int = 0
 
 
 class Everything:
     """`islands` x `peer_groups` ranks, one message of each kind; at most `changes` records and
     `crashes` crashed islands.
+
+    Args:
+        join: whether one island more may come; its record is one of `changes`.
+        window: of each rank; as many as there are messages if None.
+        machine: the class of the machine, for mutants.
 
     Attributes:
         worlds: how many states were visited.
@@ -50,6 +61,9 @@ class Everything:
         peer_groups: int,
         changes: int = 1,
         crashes: int = 1,
+        join: bool = False,
+        window: int | None = None,
+        machine: type[Rank] = Rank,
     ):
         self.kinds, self.islands, self.peer_groups, self.changes, self.crashes = (
             kinds,
@@ -58,19 +72,26 @@ class Everything:
             changes,
             crashes,
         )
+        self.join, self.machine = join, machine
+        self.window = len(kinds) if window is None else window
         self.endings: set[Any] = set()
         self.worlds = 0
 
     def run(self) -> Everything:
         """Visit all; raise a `Violation` of I1, I2 or "stuck"."""
         record = first_record(Member(i) for i in range(self.islands))
-        ranks = tuple(
-            entered(m, r, self.peer_groups, record, len(self.kinds))
-            for m in record.members
-            for r in range(self.peer_groups)
-        )
+        ranks = tuple(r for m in record.members for r in self._entered(m, record))
         none: tuple[None, ...] = (None,) * len(self.kinds)
-        start = World(ranks, (none,) * len(ranks), (), frozenset(), (), (record,), self.crashes)
+        start = World(
+            ranks,
+            (none,) * len(ranks),
+            (),
+            frozenset(),
+            (),
+            (record,),
+            self.crashes,
+            joins=int(self.join),
+        )
         seen, todo = {start}, [start]
         while todo:
             world = todo.pop()
@@ -84,19 +105,35 @@ class Everything:
                     todo.append(w)
         return self
 
+    def _entered(self, m: Member, record: Record) -> list[Rank]:
+        made = [
+            entered(m, r, self.peer_groups, record, self.window) for r in range(self.peer_groups)
+        ]
+        return [self.machine(**vars(rank)) for rank in made]
+
+    def _may_launch(self, w: World, rank: Rank) -> bool:
+        """A newcomer first applies what comes before its base: the others have delivered that."""
+        base = rank.record.base[rank.record.members.index(rank.me)]
+        others = [r.landed for r in w.ranks if r is not None and r.me != rank.me]
+        return rank.next < min(len(self.kinds), rank.landed + rank.window) and (
+            rank.next > base or base <= max(others, default=base)
+        )
+
     def _progress(self, w: World) -> Iterator[World]:
         """All that can happen without a new fault."""
+        for record in w.asked:
+            yield self._written(w._replace(asked=w.asked - {record}), record)
         for at, rank in enumerate(w.ranks):
             if rank is None or rank.state == "expelled":
                 continue
-            if rank.next < len(self.kinds):
+            if self._may_launch(w, rank):
                 yield self._fed(w, at, moves.Launched(rank.next, self.kinds[rank.next]))
             for link, frames in w.frames:
-                if link[1] == at and frames[0].view <= rank.record.view:
+                if link[1] == at and frames[0].epoch <= rank.record.epoch:
                     left = {**dict(w.frames), link: frames[1:]}
                     yield self._fed(w._replace(frames=_sorted(left)), at, frames[0])
             for to, vote in w.votes:
-                if to == at:
+                if to == at and vote.epoch <= rank.record.epoch:
                     yield self._fed(w._replace(votes=w.votes - {(to, vote)}), at, vote)
             for m in rank.record.members:
                 peer = w.ranks[m.slot * self.peer_groups + rank.rank]
@@ -111,18 +148,24 @@ class Everything:
                     yield self._fed(w, at, moves.RecordSeen(record))
 
     def _faults(self, w: World) -> Iterator[World]:
-        """A suspicion, right or wrong, or the crash of an island."""
+        """A suspicion, right or wrong, the crash of an island, or the plan to let one in."""
+        more = len(w.records) <= self.changes - self.join
         for at, rank in enumerate(w.ranks):
             if (
                 rank is not None
                 and rank.state == "running"
-                and len(w.records) <= self.changes
+                and more
                 and rank.record == w.records[-1].bare()
             ):
                 for m in rank.record.members:
                     yield self._fed(w, at, moves.ConnectionLost(m)) if m != rank.me else w
-        if w.crashes and len(w.records) <= self.changes:
-            for i in range(self.islands):
+        first = w.ranks[0]
+        if w.joins and first is not None and first.next + 2 * self.window + 1 < len(self.kinds):
+            newcomer = moves.JoinPlanned(Member(self.islands))
+            after = self._fed(w, 0, newcomer)
+            yield after._replace(joins=0) if after != w else w
+        if w.crashes and more:
+            for i in range(len(w.ranks) // self.peer_groups):
                 ranks = tuple(
                     None if at // self.peer_groups == i else r for at, r in enumerate(w.ranks)
                 )
@@ -131,7 +174,10 @@ class Everything:
     def _fed(self, w: World, at: int, event: moves.Event) -> World:
         rank = w.ranks[at]
         assert rank is not None
-        after, actions = rank.step(event)
+        try:
+            after, actions = rank.step(event)
+        except ValueError as error:
+            raise Violation("promise", str(error)) from error
         w = w._replace(ranks=(*w.ranks[:at], after, *w.ranks[at + 1 :]))
         for action in actions:
             w = self._acted(w, at, after, action)
@@ -157,11 +203,26 @@ class Everything:
             return w._replace(votes=w.votes | to)
         if isinstance(action, moves.PostReport):
             return w._replace(reports=(*w.reports, action.report))
-        if isinstance(action, moves.ProposeRecord) and action.record.epoch == len(w.records):
-            return w._replace(records=(*w.records, action.record))
+        if isinstance(action, moves.ProposeRecord):
+            if self.join:
+                return w._replace(asked=w.asked | {action.record})
+            return self._written(w, action.record)
         if isinstance(action, moves.Deliver):
             return self._delivered(w, at, action)
         return w
+
+    def _written(self, w: World, record: Record) -> World:
+        """compare_set. A newcomer that it names is there from then on."""
+        if record.epoch != len(w.records):
+            return w
+        new = [m for m in record.members if m.slot * self.peer_groups >= len(w.ranks)]
+        ranks = [r for m in new for r in self._entered(m, record)]
+        none: tuple[None, ...] = (None,) * len(self.kinds)
+        return w._replace(
+            records=(*w.records, record),
+            ranks=(*w.ranks, *ranks),
+            got=(*w.got, *(none for _ in ranks)),
+        )
 
     def _delivered(self, w: World, at: int, action: moves.Deliver) -> World:
         if w.got[at][action.n] is not None:
@@ -190,9 +251,12 @@ class Everything:
         members = self._members(w)
         if any(w.ranks[k] is None for k in members):
             return
+        newest = w.records[-1]
+        bases = {m.slot: base for m, base in zip(newest.members, newest.base, strict=True)}
         for k in members:
-            rank = w.ranks[k]
-            if rank is None or rank.state != "running" or rank.open or None in w.got[k]:
+            rank, base = w.ranks[k], bases[k // self.peer_groups]
+            lacks = rank is None or None in w.got[k][base:] or rank.state != "running" or rank.open
+            if lacks:
                 raise Violation("stuck", f"{rank}")
         sets = {
             m.slot: tuple(

@@ -1,6 +1,6 @@
 """Ways to get the membership protocol wrong. Each must be found by the explorer: seven by any
 message that is launched at the start, one by a message that somebody launches late, one by a
-reduce before a gather."""
+reduce before a gather, one by a join that the store confirms late."""
 
 from __future__ import annotations
 
@@ -128,6 +128,13 @@ class BeginsAgain(Rank):
         )
 
 
+class WaitsForNoStore(Rank):
+    """The donor trains on while the store is asked whether the join stands."""
+
+    def _must_wait(self, n: int) -> bool:
+        return self.state != "running"
+
+
 MUTANTS: dict[type[Rank], str] = {
     NoFreeze: "no freeze",
     PeerGroupDecides: "decide by peer group",
@@ -138,4 +145,5 @@ MUTANTS: dict[type[Rank], str] = {
     MixedMeans: "mean of epochs mixed",
     LeavesLateOut: "who launches late is left out",
     BeginsAgain: "all behind a repeat is made anew",
+    WaitsForNoStore: "a join is not waited for",
 }

@@ -1,7 +1,8 @@
 """Random lives of a run under the membership protocol: islands crash, are suspected, leave, join,
 while messages of all kinds go on.
 
-Links, votes and beats are queues; the store answers at once. Which step comes next is drawn from a
+Links, votes and beats are queues, and so are questions to the store and its answers: each may come
+any number of steps late. Which step comes next is drawn from a
 seeded generator. At the end all faults stop, and everything that can happen does: then the members
 must have delivered all messages and stand still in one epoch.
 """
@@ -36,6 +37,8 @@ class Storm:
 
     Attributes:
         events: how often each kind of fault happened.
+        pace: how often the next step is one of the store: with the least only where nothing else
+            can happen.
     """
 
     def __init__(
@@ -62,6 +65,9 @@ class Storm:
         self.frames: dict[tuple[At, At], list[moves.PieceReceived]] = {}
         self.votes: list[tuple[At, moves.Voted]] = []
         self.reports: list[Report] = []
+        self.questions: list[tuple[At, Record]] = []
+        self.answers: list[tuple[At, int]] = []
+        self.pace = self.random.choice((0.3, 0.03, 0.003))
         self.got: dict[At, dict[int, Outcome]] = {}
         self.sealed: dict[int, Outcome] = {}
         self.incarnations = dict.fromkeys(range(slots), 0)
@@ -99,9 +105,30 @@ class Storm:
             link = self.random.choice(waiting)
             if self._arrive(link):
                 return True
+        if self.random.random() < self.pace and self._store():
+            return True
         order = list(self.ranks)
         self.random.shuffle(order)
-        return any(self._turn(at) for at in order)
+        return any(self._turn(at) for at in order) or self._store()
+
+    def _store(self) -> bool:
+        """The store takes a question or gives an answer, to one rank; whether there is any."""
+        tries = [
+            self._ask,
+            *(lambda at=at: self._answer(at) or self._fetch(at) for at in self.ranks),
+        ]
+        self.random.shuffle(tries)
+        return any(t() for t in tries)
+
+    def _ask(self) -> bool:
+        """A question reaches the store: compare_set. The answer is another step."""
+        if not self.questions:
+            return False
+        at, record = self.questions.pop(self.random.randrange(len(self.questions)))
+        if record.epoch == len(self.records):
+            self._record(record)
+        self.answers.append((at, record.epoch))
+        return True
 
     def _turn(self, at: At) -> bool:
         """Something that changes this rank, in random order of what there is."""
@@ -145,7 +172,7 @@ class Storm:
         """
         for r in range(self.peer_groups):
             rank, base = self.ranks[m, r], self._base((m, r))
-            launched = rank.reported if rank.state == "frozen" else rank.next
+            launched = rank.sent if rank.state == "frozen" else rank.next
             if 0 < base >= launched:
                 return False
         return True
@@ -163,27 +190,43 @@ class Storm:
         return any(self._arrive(link) for link in links)
 
     def _arrive(self, link: tuple[At, At]) -> bool:
-        """The first frame of a link; one of a view that this end has not adopted waits."""
+        """The first frame of a link; one of an epoch whose record is not here waits."""
         rank, frames = self.ranks.get(link[1]), self.frames[link]
         if rank is None or (
-            frames[0].view > rank.record.view and rank.state in ("running", "frozen")
+            frames[0].epoch > rank.record.epoch and rank.state in ("running", "frozen")
         ):
             return False
         frame = frames.pop(0)
         if rank.state in ("running", "frozen") and frame.view == rank.record.view:
-            self._learn(link[1], frame.epoch)
             self._feed(link[1], frame)
         return True
 
     def _vote(self, at: At) -> bool:
-        own = [(to, v) for to, v in self.votes if to == at]
+        epoch = self.ranks[at].record.epoch
+        own = [(to, v) for to, v in self.votes if to == at and v.epoch <= epoch]
         if not own:
             return False
         vote = self.random.choice(own)
         self.votes.remove(vote)
-        if vote[1].ballot.view == self.ranks[at].record.view:
-            self._learn(at, vote[1].epoch)
         self._feed(at, vote[1])
+        return True
+
+    def _fetch(self, at: At) -> bool:
+        """The store answers with the record that a frame or a vote has announced."""
+        epoch = self.ranks[at].record.epoch
+        frames = [f[0].epoch for link, f in self.frames.items() if link[1] == at and f]
+        announced = [*frames, *(v.epoch for to, v in self.votes if to == at)]
+        if max(announced, default=0) <= epoch or self.ranks[at].state not in ("running", "frozen"):
+            return False
+        return self._feed(at, moves.RecordSeen(self.records[epoch + 1]))
+
+    def _answer(self, at: At) -> bool:
+        """The store answers what this rank has proposed with what stands there."""
+        epochs = [epoch for to, epoch in self.answers if to == at]
+        if not epochs:
+            return False
+        self.answers.remove((at, epochs[0]))
+        self._learn(at, epochs[0])
         return True
 
     def _beat(self, at: At) -> bool:
@@ -213,7 +256,8 @@ class Storm:
     def _decide(self, at: At, waited: bool = False) -> bool:
         rank = self.ranks[at]
         waited = waited or self.random.random() < 0.05
-        due = rank.state == "frozen" and len(self.records) == rank.record.epoch + 1
+        asked = any(to == at for to, _ in (*self.questions, *self.answers))
+        due = rank.state == "frozen" and len(self.records) == rank.record.epoch + 1 and not asked
         return due and self._feed(at, moves.ReportsSeen(tuple(self.reports), waited))
 
     def _look(self, at: At) -> bool:
@@ -333,10 +377,8 @@ class Storm:
         elif isinstance(action, moves.Freeze):
             self.frozen.add(action.view)
         elif isinstance(action, moves.ProposeRecord):
-            # compare_set; what stands there is handed in at once
-            if action.record.epoch == len(self.records):
-                self._record(action.record)
-            self._learn(at, action.record.epoch)
+            if (at, action.record) not in self.questions:
+                self.questions.append((at, action.record))
         elif isinstance(action, moves.Deliver):
             self._delivered(at, action)
         elif isinstance(action, moves.Free):
