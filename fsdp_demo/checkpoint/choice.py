@@ -127,6 +127,9 @@ def present(held: Sequence[Sequence[Held]], slots: Sequence[int]) -> list[bool]:
     """Which islands hold something and took part when the newest state was saved, in the order of
     `held`. All that hold something, where that state does not say who took part.
 
+    A newcomer that had not taken part yet does not count, be it the one that saved last: what it
+    holds from before it was lost would drag the others back.
+
     Args:
         slots: the numbers of the islands.
 
@@ -138,7 +141,7 @@ def present(held: Sequence[Sequence[Held]], slots: Sequence[int]) -> list[bool]:
     newest = max((h for each in held for h in each), key=_rank)
     then = json.loads(newest.participants or "null") or slots
     return [
-        bool(each) and (slot in then or newest in each)
+        bool(each) and slot in then
         for each, slot in zip(held, slots, strict=True)
     ]
 
@@ -237,7 +240,7 @@ def _joined(held: Sequence[Sequence[Held]], asked: Sequence[bool]) -> list[Held 
     where those asked hold none.
     """
     states = together([each for each, one in zip(held, asked, strict=True) if one])
-    if states is None:
+    if not states:
         return None
     rest = iter(states)
     chosen: list[Held | None] = [next(rest) if one else None for one in asked]

@@ -116,6 +116,16 @@ def test_an_island_that_was_away_does_not_hold_the_others_back():
     assert chosen([*alone, late], "newest") == [307, 307, 305]
 
 
+def test_a_newcomer_that_saved_last_does_not_drag_the_others_back():
+    """Island 0 was away from step 100 on, came back, and saved 440 before it took part."""
+    old = [elastic(0, 100), *(elastic(i, 100, 400, 420, took_part=(1, 2)) for i in (1, 2))]
+    held = [[*old[0], *elastic(0, 440, took_part=(1, 2))], *old[1:]]
+    assert chosen(held, "newest") == [None, 420, 420] == chosen(old, "newest")
+    # who took part holds nothing any more: the newcomer's is the newest that there is
+    assert chosen([held[0], [], []], "newest") == [440, None, None]
+    assert chosen([held[0], [], held[2]], "newest") == [None, None, 420]
+
+
 def test_islands_that_took_part_go_on_together_whoever_saved_last():
     """Island 0 was killed before it could save step 30, of which it was part."""
     held = [elastic(0, 10, 20), elastic(1, 10, 20, 30), elastic(2, 10, 20, 30)]
