@@ -61,6 +61,7 @@ def describe_part(exchange: Exchange) -> dict[str, Any]:
         "applied": exchange.applied,
         "history": exchange.history,
         "participants": exchange.participants,
+        "optimizers": exchange.host.optimizer_names,
         "parameters": [
             {
                 "name": s.name,

@@ -25,6 +25,10 @@ from .earlier import in_names_of_today, with_positions_of_today
 FORMAT = 3
 PIECE = 8 << 20  # bytes per read of a checksum
 OTHER = "resume from another checkpoint"
+OPTIMIZER = (
+    "take the optimizer and the preset it was saved with, or go on with the model's weights alone: "
+    "RunState.restore(..., fresh=True) (recipes/pretrain.py: --fresh-exchange)"
+)
 FRESH = (
     "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: "
     "--fresh-exchange; Trainer: "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import NotFinite
-from ..hosts.base import local_part
+from ..hosts.base import local_part, plain_parts
 
 if TYPE_CHECKING:
     from ..exchange.exchange import Exchange
@@ -21,12 +21,13 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """The name of the first tensor that holds NaN or Inf, empty if there is none. Local parts only,
     no collectives.
 
-    Smallest and largest value of each tensor in one pass where it lies: both are NaN where any
-    value is. One wait per device.
+    Of a tensor of another package's class its parts are looked at (scales are not finite where its
+    values are not). Smallest and largest value of each tensor in one pass where it lies: both are
+    NaN where any value is. One wait per device.
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in tensors:
-        t = local_part(tensor)
+    local = ((name, t) for name, whole in tensors for t in plain_parts(local_part(whole)).values())
+    for name, t in local:
         if t.numel() and (t.is_floating_point() or t.is_complex()):
             t = (
                 torch.view_as_real(t)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..exchange.exchange import Exchange
-from ..hosts.base import local_part
-from ..hosts.optimizers import materialise
+from ..hosts.base import local_part, plain_parts
+from ..hosts.optimizers import holders, materialise, misfit, room, take_empty_step
 from .exchange_state import Snapshot, describe_part
-from .files import OTHER, read_part, write_part
+from .files import OPTIMIZER, OTHER, read_part, write_part
 from .finite import refuse_not_finite
 from .reshard import average_states
 from .sharded_state import model_tensors, outside
@@ -60,27 +60,41 @@ def load_local(
     rank: int,
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-) -> list[Any]:
+    kinds: Sequence[str] | None = None,
+    weights_suffice: bool = False,
+) -> tuple[list[Any], bool]:
     """Put the shards, optimizer states and the rest of the model that `save_local` wrote back, by
     their names, before `attach`.
 
     Args:
         shares: folders of islands and their weights. Several, where the number of islands has
             changed: the weighted mean; of counters and flags among the buffers the first.
+        kinds, weights_suffice: as for `sharded_state.load_tensors`.
 
     Returns:
-        What the loop of each folder kept, in their order.
+        What the loop of each folder kept, in their order; whether the optimizers' states were
+        loaded.
 
     Raises:
-        ValueError: another model or number of ranks; a part that is missing or damaged.
+        ValueError: another model, optimizer or number of ranks; a part that is missing or damaged.
     """
     contents = [read_part(folder / f"rank{rank}.json")[1] for folder in shares]
     names, weights = _names(model, optimizers), list(shares.values())
     where = ", ".join(map(str, shares))
     kept = [_in_order(content, names, where) for content in contents]
+    params = [p for _, p in _parameters(optimizers)]
+    keys = [{k for k, v in states.items() if v is not None} for states in kept[0]["optimizer"]]
+    why = misfit(optimizers, kinds, zip(names, params, keys, strict=False))
+    if why and not weights_suffice:
+        raise ValueError(f"{where} does not fit this optimizer ({why}): {OPTIMIZER}")
+    if why:
+        log.warning(
+            "%s: only the model is taken, the optimizer's state begins anew (%s)", where, why
+        )
+        kept = [{**tree, "optimizer": [{} for _ in names]} for tree in kept]
     fill_replica(optimizers, average_states(kept, weights), where)
     _fill_rest(_rest(model, optimizers), [c.get("rest") for c in contents], weights, where)
-    return [content["loop"] for content in contents]
+    return [content["loop"] for content in contents], not why
 
 
 def _names(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
@@ -170,17 +184,18 @@ def _parameters(
 
 def replica_tree(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """References to the live local tensors: `parameters`, and for each of them its states by name
-    in `optimizer`.
+    in `optimizer`; of one that is of another package's class its parts by name, in a dict.
     """
     pairs = _parameters(optimizers)
-    states = [
-        {
-            k: local_part(v) if isinstance(v, torch.Tensor) else v
-            for k, v in o.state.get(p, {}).items()
-        }
-        for o, p in pairs
-    ]
+    states = [{k: _plain(v) for k, v in o.state.get(p, {}).items()} for o, p in pairs]
     return {"parameters": [local_part(p) for _, p in pairs], "optimizer": states}
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    parts = plain_parts(local_part(value))
+    return parts.get("", parts)
 
 
 @torch.no_grad()
@@ -203,27 +218,37 @@ def fill_replica(
         )
     for optimizer in optimizers:
         materialise(optimizer)
+    _make_foreign(pairs, tree["optimizer"])
+    by_id = holders(optimizers)
     for (optimizer, p), saved, kept in zip(
         pairs, tree["parameters"], tree["optimizer"], strict=True
     ):
         local_part(p).copy_(saved)
         for key, value in kept.items():
-            live = optimizer.state[p].get(key)
-            # made at the first step only: by SGD with dampening, RMSprop ...
-            if not isinstance(live, torch.Tensor):
-                live = optimizer.state[p][key] = _room(optimizer, p, key, value)
-            if isinstance(live, torch.Tensor):
+            live, group = optimizer.state[p].get(key), by_id[id(p)][1]
+            if isinstance(value, torch.Tensor):
+                if not isinstance(live, torch.Tensor):  # made at the first step only: by RMSprop
+                    shape = value.shape, value.dtype, local_part(p).shape
+                    live = optimizer.state[p][key] = room(group, p, key, *shape)
                 local_part(live).copy_(value)
+            elif isinstance(value, Mapping):
+                for part, t in plain_parts(local_part(live)).items():
+                    t.copy_(value[part])
+            else:
+                optimizer.state[p][key] = value
 
 
-def _room(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, value: Any) -> Any:
-    """Where a saved state of `p` that is not there yet goes: laid out and sharded as its parameter,
-    a step counter where torch keeps it.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape == local_part(p).shape and key != "step":
-        return torch.zeros_like(p, dtype=value.dtype, requires_grad=False)
-    group = next(g for g in optimizer.param_groups if any(p is q for q in g["params"]))
-    there = key != "step" or group.get("capturable") or group.get("fused")
-    return torch.empty_like(value, device=p.device if there else "cpu")
+def _make_foreign(
+    pairs: Sequence[tuple[torch.optim.Optimizer, torch.Tensor]],
+    kept: Sequence[Mapping[str, Any]],
+) -> None:
+    """States of other packages' classes are made by their optimizers, which know the class."""
+    for optimizer in dict.fromkeys(o for o, _ in pairs):
+        mine = [(p, states) for (o, p), states in zip(pairs, kept, strict=True) if o is optimizer]
+        lacking = any(
+            isinstance(value, Mapping) and key not in optimizer.state[p]
+            for p, states in mine
+            for key, value in states.items()
+        )
+        if lacking:
+            take_empty_step(optimizer, [p for p, states in mine if states])

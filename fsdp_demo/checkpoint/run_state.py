@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ from .manager import CheckpointManager
 from .random_state import random_states, set_random_states
 from .reshard import shares
 from .returning import described, newest
-from .sharded_state import load_tensors, save_tensors, tensors_of
+from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
 
 log = logging.getLogger("fsdp_demo")
+
+COUNTERS = "optimizer_groups"
+"""In what a loop keeps: the numbers that optimizers have moved in their groups."""
 
 Extra = Callable[[], Mapping[str, Any]]
 """Gives what the training loop itself keeps on this rank (its place in the data, counters): tensors
@@ -105,6 +108,7 @@ class RunState:
         self.optimizers = [
             unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
         ]
+        self._begun = [_numbers(group) for group in _groups(self.optimizers)]
         self.step, self.same = 0, True
         self._masks = {f"model.{plain_name(n)}" for n in masks(unwrap_model(model))}
         self.saved: SavedExchange | OwnCheckpoint | None = None
@@ -126,11 +130,12 @@ class RunState:
         Args:
             resume, take_over: see `CheckpointManager.resolve_resume_step`.
             fresh: leave the exchange's own state out: model and optimizer go on, the exchange
-                starts anew.
+                starts anew. Of another optimizer than the one that saved it the state begins anew,
+                too, with a warning.
 
         Raises:
             NeedsDecision: see `CheckpointManager.resolve_resume_step`.
-            ValueError: damaged files, or those of another model.
+            ValueError: damaged files, those of another model, or of another optimizer.
             PeerLost: islands that did not come in time.
         """
         step = self.checkpoints.resolve_resume_step(resume, take_over)
@@ -139,9 +144,9 @@ class RunState:
             return
         kind = self.checkpoints.has(step)
         if kind == "emergency":
-            self._load_left(step)
+            self._load_left(step, fresh)
         elif kind or self._siblings("checkpoint", step):
-            self._load(step, bool(kind))
+            self._load(step, bool(kind), fresh)
         else:
             if self.checkpoints.topology.rank == 0:
                 log.warning(
@@ -165,13 +170,16 @@ class RunState:
         step, saved, mark = found
 
         def load(exchange: Exchange) -> dict[str, Any]:
-            state = saved.state_for(exchange)
+            state, folder = saved.state_for(exchange), self.checkpoints.path(step)
             load_tensors(
-                {self.checkpoints.path(step) / "model": 1.0},
+                {folder / "model": 1.0},
                 self.model,
                 self.optimizers,
                 self.checkpoints.group,
+                saved.heads[0].get("optimizers"),
             )
+            loop = read_part(folder / "loop" / f"rank{self.checkpoints.topology.rank}.json")[1]
+            self._count_on(loop.get(COUNTERS, {}))
             return state
 
         return OwnCheckpoint(step, mark, load)
@@ -188,7 +196,7 @@ class RunState:
         if states is not None:
             set_random_states(states)
 
-    def _load(self, step: int, own: bool) -> None:
+    def _load(self, step: int, own: bool, fresh: bool) -> None:
         """From this replica's checkpoint; with other numbers, from all that are seen."""
         rank, mine = self.checkpoints.topology.rank, self.checkpoints.path(step)
         if own:
@@ -197,21 +205,37 @@ class RunState:
         taken, loops = self._weights(), mine if own else next(iter(of.values()))
         for folder in sorted({*(of[i] for i in taken), loops} - ({mine} if own else set())):
             self.checkpoints.verify(folder)
-        load_tensors(
+        all_of_it = load_tensors(
             {of[i] / "model": w for i, w in taken.items()},
             self.model,
             self.optimizers,
             self.checkpoints.group,
+            self._kinds(),
+            fresh,
         )
-        self._take(read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1])
+        loop = read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1]
+        self._take(loop, all_of_it)
 
-    def _load_left(self, step: int) -> None:
+    def _load_left(self, step: int, fresh: bool) -> None:
         """From what this rank left on its way out."""
         mine = self.checkpoints.emergency(step)
         of = self._replicas([mine], self._siblings("emergency", step))
         folders = {of[i]: w for i, w in self._weights().items()}
-        loops = load_local(folders, self.checkpoints.topology.rank, self.model, self.optimizers)
-        self._take(loops[list(folders).index(mine) if mine in folders else 0])
+        loops, all_of_it = load_local(
+            folders,
+            self.checkpoints.topology.rank,
+            self.model,
+            self.optimizers,
+            self._kinds(),
+            fresh,
+        )
+        self._take(loops[list(folders).index(mine) if mine in folders else 0], all_of_it)
+
+    def _kinds(self) -> list[str] | None:
+        """Of the optimizers that saved what is resumed; None where an earlier release did."""
+        assert isinstance(self.saved, SavedExchange)
+        kinds: list[str] | None = self.saved.heads[0].get("optimizers")
+        return kinds
 
     def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:
         """Open the exchange's state in `own`, or, if this run has other numbers than that, in all
@@ -246,10 +270,38 @@ class RunState:
             p.parent for p in self.checkpoints.root.parent.glob(f"*/{kind}-{step}/{sign}")
         )
 
-    def _take(self, loop: dict[str, Any]) -> None:
-        """Random states only for the rank that saved them."""
-        self.extra = {key: value for key, value in loop.items() if key != "random"}
+    def _take(self, loop: dict[str, Any], all_of_it: bool) -> None:
+        """Random states only for the rank that saved them.
+
+        Args:
+            all_of_it: the optimizers' states were loaded.
+        """
+        self.extra = {key: v for key, v in loop.items() if key not in ("random", COUNTERS)}
         self._random = loop["random"] if self.same else None
+        if all_of_it:
+            self._count_on(loop.get(COUNTERS, {}))
+
+    def _counters(self) -> dict[str, dict[str, Any]]:
+        """The numbers that optimizers keep in their groups (Prodigy's d, schedule-free's k): those
+        that are not what they were given. By the name of a group's first parameter.
+        """
+        held = model_tensors(self.model)
+        names = {id(p): n for n, p in (held | outside(held, self.optimizers)).items()}
+        out = {}
+        for group, begun in zip(_groups(self.optimizers), self._begun, strict=False):
+            moved = {k: v for k, v in _numbers(group).items() if v != begun.get(k, v)}
+            if moved and group["params"]:
+                out[names[id(group["params"][0])]] = moved
+        return out
+
+    def _count_on(self, saved: Mapping[str, dict[str, Any]]) -> None:
+        """Go on from `_counters`."""
+        held = model_tensors(self.model)
+        named = held | outside(held, self.optimizers)
+        for name, moved in saved.items():
+            for group in _groups(self.optimizers):
+                if any(p is named.get(name) for p in group["params"]):
+                    group.update(moved)
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -319,7 +371,8 @@ class RunState:
         self.checkpoints.close()
 
     def _loop(self, extra: Extra) -> dict[str, Any]:
-        return {**extra(), "random": random_states()}
+        counters = self._counters()
+        return {**extra(), "random": random_states(), **({COUNTERS: counters} if counters else {})}
 
     def _write_beside(self, folder: Path, state: Snapshot, loop: Any) -> None:
         """All but the model's tensors."""
@@ -339,3 +392,13 @@ class RunState:
             {key: state.head[key] for key in ("step", "rank", "world")},
             loop,
         )
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for o in optimizers for group in o.param_groups]
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, bool | int | float]:
+    """Of a group all but the rate, which is the script's own."""
+    rates = ("lr", "initial_lr")
+    return {k: v for k, v in group.items() if isinstance(v, bool | int | float) and k not in rates}

@@ -8,22 +8,30 @@ a second. All ranks of the replica come together; one rank alone: `local_state.p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import as_disk_error
-from ..hosts.base import local_part, plain_name
-from ..hosts.optimizers import materialise
+from ..hosts.base import is_dtensor, is_replicate, local_part, pieces, plain_name, plain_parts
+from ..hosts.optimizers import holders, materialise, misfit, room, take_empty_step
 from ..hosts.torch_params import named_parameters, unwrap_model
+from .files import OPTIMIZER, OTHER
 
 log = logging.getLogger("fsdp_demo")
 
 OUTSIDE = "parameter"
 """As the state of a parameter that only an optimizer holds: its value."""
+
+NUMBER = "number"
+"""As a part of a state: it is a number, not a tensor."""
+
+_SHARD = re.compile(r"@\d+of\d+$")
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -58,23 +66,62 @@ def tensors_of(
     """The live tensors of a replica by name: `model.NAME` and `optimizer.NAME.STATE`; DTensors
     where it is sharded. What only an optimizer holds is `optimizer.NAME.parameter`.
 
+    A state that is a number (a step counter) is `optimizer.NAME.STATE.number`. Of a tensor of
+    another package's class there are its parts, such as `optimizer.NAME.STATE.codes`. Where each
+    shard has a part of its own that cannot be cut anew, `@1of2` follows.
+
     Raises:
-        ValueError: an optimizer keeps a state that is no tensor.
+        ValueError: an optimizer keeps a state that is neither tensor nor number.
     """
     held = model_tensors(model)
     beside = outside(held, optimizers)
-    out = {f"model.{name}": t.detach() for name, t in held.items()}
-    out |= {f"optimizer.{name}.{OUTSIDE}": p.detach() for name, p in beside.items()}
+    out = _weights(held, beside)
     for name, p in (held | beside).items():
         for key, value in next((kept for o in optimizers if (kept := o.state.get(p))), {}).items():
-            if not torch.is_tensor(value):
+            found = _as_tensors(f"optimizer.{name}.{key}", value, p)
+            if not found and value is not None:
                 raise ValueError(
                     f"the optimizer keeps {key}={value!r:.40} for {name}: a checkpoint that any "
-                    "number of shards loads holds tensors only. "
-                    "Use an optimizer whose states are tensors (AdamW, SGD, MuonAdamW)"
+                    "number of shards loads holds tensors and numbers only. "
+                    "Use an optimizer whose states are such (AdamW, SGD, MuonAdamW)"
                 )
-            out[f"optimizer.{name}.{key}"] = value
+            out |= found
     return out
+
+
+def _weights(
+    held: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Of the live tensors those that are not states."""
+    named = [(f"model.{name}", t) for name, t in held.items()]
+    named += [(f"optimizer.{name}.{OUTSIDE}", p) for name, p in beside.items()]
+    return {n: t for name, whole in named for n, t in _as_tensors(name, whole, whole).items()}
+
+
+def _as_tensors(name: str, value: Any, p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A state of parameter `p` (or itself) as the files hold it; empty where they cannot."""
+    if isinstance(value, bool | int | float):
+        kind = torch.float64 if isinstance(value, float) else None
+        return {f"{name}.{NUMBER}": torch.tensor(value, dtype=kind, device="cpu")}
+    if not isinstance(value, torch.Tensor):
+        return {}
+    parts = plain_parts(local_part(value))
+    if "" not in parts:
+        return {f"{name}.{part}{_mark(p)}": t for part, t in parts.items()}
+    if is_dtensor(value) or value.numel() == 1:
+        return {name: value.detach()}
+    return {f"{name}{_mark(p)}": value.detach()}
+
+
+def _mark(p: torch.Tensor) -> str:
+    """Which shard of `p` this rank holds; empty where it is whole."""
+    if not is_dtensor(p) or pieces(p) == 1:
+        return ""
+    at, sizes = p.device_mesh.get_coordinate() or (), p.device_mesh.shape
+    index = 0
+    for here, size, placement in zip(at, sizes, p.placements, strict=True):
+        index = index if is_replicate(placement) else index * size + here
+    return f"@{index}of{pieces(p)}"
 
 
 def save_tensors(
@@ -92,6 +139,7 @@ def save_tensors(
     """
     import torch.distributed.checkpoint as dcp
 
+    live = _unshared(live)
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     if wait:
         with _as_os_error():
@@ -106,64 +154,265 @@ def save_tensors(
     return finish
 
 
+def _unshared(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each state with memory of its own, as safetensors wants it: bitsandbytes gives all parameters
+    one and the same table.
+    """
+    seen: set[int] = set()
+    out = dict(live)
+    for name, tensor in live.items():
+        at = local_part(tensor).untyped_storage().data_ptr()
+        if at in seen and name.startswith("optimizer.") and not is_dtensor(tensor):
+            out[name] = tensor.clone()
+        seen.add(at)
+    return out
+
+
 def load_tensors(
     shares: Mapping[Path, float],
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     group: Any,
-) -> None:
-    """Fill the live tensors of a replica from the model folder of a checkpoint.
+    kinds: Sequence[str] | None = None,
+    weights_suffice: bool = False,
+) -> bool:
+    """Fill the live tensors of a replica from the model folder of a checkpoint: all that is in it,
+    also states that the optimizers here make at their first step only.
 
     Args:
         shares: model folders and their weights. Several: the weighted mean of several replicas,
-            which is a copy where all are equal.
+            which is a copy where all are equal; of states in 8 bits those of the first.
         group: as for `save_tensors`.
+        kinds: of the optimizers that saved it (`optimizer_kind`); None: not known.
+        weights_suffice: of other optimizers the states begin anew, with a warning.
+
+    Returns:
+        Whether the optimizers' states were loaded.
 
     Raises:
         ValueError: another model or optimizer.
     """
-    import torch.distributed.checkpoint as dcp
-
     for optimizer in optimizers:
         materialise(optimizer)
-    live, beside = tensors_of(model, optimizers), outside(model_tensors(model), optimizers)
-    total: dict[str, torch.Tensor] = {}
-    for folder, weight in shares.items():
-        try:
-            reader = dcp.HuggingFaceStorageReader(str(folder))
-            if beside:
-                live = _as_saved(live, beside, reader.read_metadata().state_dict_metadata, folder)
-            dcp.load(live, storage_reader=reader, process_group=group)
-        except Exception as error:  # whatever the planner says about names and shapes
-            raise ValueError(
-                f"{folder} does not fit this model and optimizer (another model, preset or "
-                f"optimizer?): {error}"
-            ) from error
-        if len(shares) > 1:
-            for name, tensor in live.items():
-                part = local_part(tensor).double() * weight
-                total[name] = total[name] + part if name in total else part
-    for name, value in total.items():
-        local_part(live[name]).copy_(value)
+    held = model_tensors(model)
+    beside = outside(held, optimizers)
+    first = next(iter(shares))
+    saved = _saved(first)
+    if beside and not any(n.endswith(f".{OUTSIDE}") for n in saved):
+        _warn_of_earlier(first, beside)
+        beside = {}
+    named = held | beside
+    states = [k for name, size in saved.items() if (k := _kept(name, size, named)) is not None]
+    why = _misfit(optimizers, kinds, named, states)
+    if why and not weights_suffice:
+        raise ValueError(f"{first} does not fit this optimizer ({why}): {OPTIMIZER}")
+    if why:
+        log.warning(
+            "%s: only the model is taken, the optimizer's state begins anew (%s)", first, why
+        )
+    live = _weights(held, beside)
+    rooms = {} if why else _rooms(optimizers, named, states)
+    _read(shares, live | {k.name: t for k, t in rooms.items()}, _single(rooms), not why, group)
+    by_id = holders(optimizers)
+    for k, number in ((k, t) for k, t in rooms.items() if k.part == NUMBER):
+        p = named[k.parameter]
+        by_id[id(p)][0].state[p][k.key] = number.item()
+    return not why
 
 
-def _as_saved(
-    live: dict[str, torch.Tensor], beside: Iterable[str], saved: Iterable[str], folder: Path
-) -> dict[str, torch.Tensor]:
-    """Of `live` what a folder of an earlier release can fill: it has nothing of what only the
-    optimizers hold (`beside`).
-    """
-    if any(n.startswith("optimizer.") and n.endswith(f".{OUTSIDE}") for n in saved):
-        return live
+def _saved(folder: Path) -> Mapping[str, Any]:
+    """What a model folder holds: torch's `TensorStorageMetadata` by name."""
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        found: Mapping[str, Any] = (
+            dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        )
+    except Exception as error:  # of safetensors: no class of its own for what is damaged
+        raise ValueError(f"{folder} cannot be read ({error!r:.200}): {OTHER}") from error
+    return found
+
+
+def _warn_of_earlier(folder: Path, beside: Iterable[str]) -> None:
     log.warning(
         "%s is of a release that did not save what only the optimizer holds (%s): it stays as it "
         "is here, with a fresh state",
         folder,
         ", ".join(beside),
     )
-    missing = tuple(f"optimizer.{name}." for name in beside)
-    there = set(saved)
-    return {n: t for n, t in live.items() if n in there or not n.startswith(missing)}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor of a model folder that belongs to an optimizer's state.
+
+    Attributes:
+        parameter: empty where no parameter here has that name.
+        part: empty for a plain tensor, `NUMBER`, or a part of a tensor of another class.
+        shard: whose own it is, such as "@1of2"; empty where all ranks can have it.
+    """
+
+    name: str
+    parameter: str
+    key: str
+    part: str
+    shard: str
+    size: torch.Size
+    dtype: torch.dtype
+
+
+def _kept(name: str, found: Any, named: Mapping[str, torch.Tensor]) -> _Kept | None:
+    """What `tensors_of` has called so; None where it is no state."""
+    kind, _, path = name.partition(".")
+    if kind != "optimizer":
+        return None
+    shard = at.group() if (at := _SHARD.search(path)) else ""
+    path = path.removesuffix(shard)
+    parameter = path.rpartition(".")[0]
+    while parameter and parameter not in named:
+        parameter = parameter.rpartition(".")[0]
+    key, _, part = path.removeprefix(parameter).removeprefix(".").partition(".")
+    if key == OUTSIDE and parameter:
+        return None
+    return _Kept(name, parameter, key, part, shard, found.size, found.properties.dtype)
+
+
+def _misfit(
+    optimizers: Sequence[torch.optim.Optimizer],
+    kinds: Sequence[str] | None,
+    named: Mapping[str, torch.Tensor],
+    states: Sequence[_Kept],
+) -> str:
+    """Why these states are not those of the optimizers here; empty where they are."""
+    keys: dict[str, set[str]] = {}
+    for k in states:
+        if not k.parameter:
+            return f"nothing here takes {k.name}"
+        shards = pieces(named[k.parameter])
+        if k.shard and int(k.shard.rpartition("of")[2]) != shards:
+            return (
+                f"{k.key} of {k.parameter} lies there in {k.shard.rpartition('of')[2]} shards, "
+                f"which are not cut anew, and here it has {shards}"
+            )
+        keys.setdefault(k.parameter, set()).add(k.key)
+    return misfit(optimizers, kinds, [(n, p, keys.get(n, set())) for n, p in named.items()])
+
+
+def _rooms(
+    optimizers: Sequence[torch.optim.Optimizer],
+    named: Mapping[str, torch.Tensor],
+    states: Sequence[_Kept],
+) -> dict[_Kept, torch.Tensor]:
+    """Where each state goes that this rank is to have: the live tensor, made where the optimizer
+    has none yet; of a number a tensor.
+    """
+    mine = [k for k in states if k.shard in ("", _mark(named[k.parameter]))]
+    foreign = {(k.parameter, k.key) for k in mine if k.part not in ("", NUMBER)}
+    # of a state that is cut in classes of its own and plain tensors this rank has one
+    mine = [k for k in mine if k.part or (k.parameter, k.key) not in foreign]
+    by_id = holders(optimizers)
+    for optimizer in {id(o): o for o, _ in by_id.values()}.values():
+        steps = {k.parameter for k in mine if by_id[id(named[k.parameter])][0] is optimizer}
+        if any(n in steps and key not in optimizer.state[named[n]] for n, key in foreign):
+            take_empty_step(optimizer, [named[n] for n in steps])
+    return {k: _place(*by_id[id(named[k.parameter])], named[k.parameter], k) for k in mine}
+
+
+def _place(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.Tensor, k: _Kept
+) -> torch.Tensor:
+    """The live tensor that a state goes to."""
+    if k.part == NUMBER:
+        return torch.empty(k.size, dtype=k.dtype, device="cpu")
+    live = optimizer.state[p].get(k.key)
+    if k.part:
+        parts = plain_parts(local_part(live)) if isinstance(live, torch.Tensor) else {}
+        if k.part not in parts:
+            raise ValueError(
+                f"{k.key} of {k.parameter} was saved with a part {k.part!r}, which it does not "
+                f"have here ({type(optimizer).__name__}): install the version of the optimizer's "
+                f"package that saved it, {OPTIMIZER}"
+            )
+        return parts[k.part]
+    if not isinstance(live, torch.Tensor):
+        live = room(group, p, k.key, k.size, k.dtype, p.shape)
+        if is_dtensor(p) and not is_dtensor(live) and live.numel() > 1 and not k.shard:
+            live = _on_all_ranks(live, p)
+        optimizer.state[p][k.key] = live
+    return live
+
+
+def _on_all_ranks(t: torch.Tensor, p: Any) -> torch.Tensor:
+    """A state of another shape than its sharded parameter: the optimizer computes with both."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(t, p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
+
+
+def _single(rooms: Iterable[_Kept]) -> set[str]:
+    """Names of states that have no mean: all of a parameter with numbers in a code of their own."""
+    coded = {
+        k.parameter for k in rooms if k.part != NUMBER and (k.part or not k.dtype.is_floating_point)
+    }
+    return {k.name for k in rooms if k.part == NUMBER or k.parameter in coded}
+
+
+def _read(
+    shares: Mapping[Path, float],
+    live: dict[str, torch.Tensor],
+    single: Collection[str],
+    states: bool,
+    group: Any,
+) -> None:
+    """Fill `live` with the weighted mean of the folders, of `single` with the first one's.
+
+    Args:
+        states: all that is in the folders is to be read, not the weights alone.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    total: dict[str, torch.Tensor] = {}
+    for folder, weight in shares.items():
+        _compare(folder, live, _saved(folder), states)
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        try:
+            dcp.load(live, storage_reader=reader, process_group=group)
+        except (Exception, CheckpointException) as error:  # of any rank
+            raise ValueError(f"{folder} cannot be read ({_cause(error)}): {OTHER}") from error
+        for name, tensor in live.items() if len(shares) > 1 else ():
+            part = local_part(tensor)
+            if name in single:
+                total.setdefault(name, part.clone())
+            else:
+                part = part.double() * weight
+                total[name] = total[name] + part if name in total else part
+    for name, value in total.items():
+        local_part(live[name]).copy_(value)
+
+
+def _compare(
+    folder: Path, live: Mapping[str, torch.Tensor], saved: Mapping[str, Any], states: bool
+) -> None:
+    """Raise ValueError where the folder holds another model; `states`: or other states."""
+    shapes = {name: tuple(t.shape) for name, t in live.items()}
+    kinds = ("model.", "optimizer.") if states else ("model.",)
+    theirs = {n: tuple(found.size) for n, found in saved.items() if n.startswith(kinds)}
+    odd = [n for n in shapes if shapes[n] != theirs.get(n)]
+    odd += [n for n in theirs if n not in shapes and not _SHARD.search(n)]
+    if odd:
+        there, here = (x.get(odd[0], "absent") for x in (theirs, shapes))
+        raise ValueError(
+            f"{folder} does not fit this model and optimizer (another model, preset or "
+            f"optimizer?): {odd[0]} is {there} there, {here} here. Give those it was saved with, "
+            f"or {OTHER}"
+        )
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what a rank ran into."""
+    failures = [cause for cause, _ in getattr(error, "failures", {}).values()]
+    return f"{(failures or [error])[0]!r:.200}".splitlines()[0]
 
 
 @contextmanager

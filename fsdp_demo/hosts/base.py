@@ -223,6 +223,24 @@ def local_part(t: Tensor) -> Tensor:
     return t.to_local().detach() if is_dtensor(t) else t.detach()
 
 
+def plain_parts(t: Tensor) -> dict[str, Tensor]:
+    """The tensors of which a local tensor is made, by their names in it; a plain one is its own
+    part, with an empty name.
+
+    Classes of other packages (8-bit states, quantized weights) keep codes and scales in tensors of
+    their own, and have only those operations that training needs. One that does not say what it is
+    made of (`__tensor_flatten__`) has no parts.
+    """
+    if type(t).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return {"": t}
+    names = t.__tensor_flatten__()[0] if hasattr(t, "__tensor_flatten__") else ()
+    return {
+        f"{name}.{inner}".rstrip("."): part
+        for name in names
+        for inner, part in plain_parts(getattr(t, name)).items()
+    }
+
+
 # ---- FSDP2, asked without an import of it ------------------------------------------------------
 #
 # `torch.distributed.tensor` takes a second to import (sympy comes with it). Nobody can hold a

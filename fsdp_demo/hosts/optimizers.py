@@ -5,7 +5,7 @@ state made eagerly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,18 +157,20 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 
 def fresh_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor] | None:
     """What torch's SGD, Adam, AdamW and Muon hold for parameter `p` of `group` before their first
-    step; of others nothing.
+    step; None of others, which make their state at that step.
 
     SGD's momentum begins as a copy of the first gradient. A buffer of negative zeros is one that
     adds up to just that, for mu * -0.0 + g is g, whatever g is, and so the first step finds what it
-    would have made. With dampening there is no such buffer, and none is made.
+    would have made. With dampening there is no such buffer: None.
     """
     kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
     is_muon = kind is torch.optim.Muon or kind.__name__ == "ShardedMuon"
     if kind is torch.optim.SGD:
-        begun = {"momentum_buffer": -0.0} if group["momentum"] and not group["dampening"] else {}
+        if group["momentum"] and group["dampening"]:
+            return None
+        begun = {"momentum_buffer": -0.0} if group["momentum"] else {}
     elif is_muon:
         begun = {"momentum_buffer": 0.0}
     elif kind in (torch.optim.Adam, torch.optim.AdamW):
@@ -176,11 +178,88 @@ def fresh_state(
             ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"]), 0.0
         )
     else:
-        return {}
+        return None
     buffers = {
         name: torch.full_like(p, value, requires_grad=False) for name, value in begun.items()
     }
     return ({} if kind is torch.optim.SGD or is_muon else {"step": _counter(group, p)}) | buffers
+
+
+def holders(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """By the id of a parameter the optimizer and the group that step it; of MuonAdamW the part."""
+    parts = [q for o in optimizers for q in (o.parts if isinstance(o, MuonAdamW) else [o])]
+    return {id(p): (o, g) for o in parts for g in o.param_groups for p in g["params"]}
+
+
+def misfit(
+    optimizers: Sequence[torch.optim.Optimizer],
+    kinds: Sequence[str] | None,
+    saved: Iterable[tuple[str, Tensor, set[str]]],
+) -> str:
+    """Why saved states are not those of the optimizers here; empty where they are.
+
+    Args:
+        kinds: `optimizer_kind` of the optimizers that saved them; None: not known.
+        saved: name of a parameter, itself, and the names of its saved states.
+    """
+    mine, by_id = [optimizer_kind(o) for o in optimizers], holders(optimizers)
+    who = f"{' and '.join(kinds or ['another optimizer'])} there, {' and '.join(mine)} here"
+    for name, p, there in saved:
+        if id(p) not in by_id:
+            if there:
+                return f"it holds {', '.join(sorted(there))} of {name}, which no optimizer has here"
+            continue
+        optimizer, group = by_id[id(p)]
+        known = fresh_state(optimizer, group, torch.empty(0, device=p.device))
+        if known is None:
+            if kinds is not None and sorted(kinds) != sorted(mine):
+                return who
+            continue
+        if extra := there - set(known):
+            return f"{who}: {', '.join(sorted(extra))} of {name} has no place here"
+        if p.requires_grad and (lacking := set(known) - there):
+            return f"{who}: {', '.join(sorted(lacking))} of {name} is not in it"
+    return ""
+
+
+@torch.no_grad()
+def take_empty_step(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
+    """Let an optimizer make the states of `params` as it does at its first step: by one on
+    gradients of zero, at a rate of 0. What it writes is to be overwritten.
+    """
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    grads, rates = [p.grad for p in held], [g["lr"] for g in optimizer.param_groups]
+    wanted = {id(p) for p in params}
+    try:
+        for p in held:
+            p.grad = torch.zeros_like(p) if id(p) in wanted else None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for p, grad in zip(held, grads, strict=True):
+            p.grad = grad
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def room(
+    group: Mapping[str, Any],
+    p: Tensor,
+    key: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    whole: Sequence[int],
+) -> Tensor:
+    """Where a saved state of `p` that is not there yet goes: laid out and sharded as its parameter
+    if it has the shape `whole`; a step counter where torch keeps it.
+    """
+    if tuple(shape) == tuple(whole) and key != "step":
+        return torch.zeros_like(p, dtype=dtype, requires_grad=False)
+    there = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.zeros(tuple(shape), dtype=dtype, device=p.device if there else "cpu")
 
 
 def _counter(group: dict[str, Any], p: Tensor) -> Tensor:

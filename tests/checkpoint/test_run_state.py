@@ -157,7 +157,7 @@ def test_an_optimizer_with_states_that_are_no_tensors_is_refused(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["note"] = "text"
     with pytest.raises(
-        ValueError, match="keeps note='text' for weight.*Use an optimizer whose states are tensors"
+        ValueError, match="keeps note='text' for weight.*Use an optimizer whose states are such"
     ):
         run_state.tensors_of(model, [optimizer])
 
