@@ -261,14 +261,37 @@ class ChannelRunner(LocalChannel):
         """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1
         to undo it.
         """
-        if self.accumulator is None or not self.channel.taken or self.section is None:
+        if self.accumulator is not None and self.section is not None and self._sent_here(out):
+            alpha, only = sign * self.channel.taken, self.section.taken_at_once(out.present)
+            self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha, only)
+
+    def _sent_here(self, out: ChannelPayload) -> bool:
+        """Whether there is a code to take out of the accumulator: not where nothing leaves it, or
+        it was sent under another layout (`checkpoint/reshard.py`).
+        """
+        return self.channel.taken > 0 and (out.body is not None or bool(out.vectors))
+
+    def release(self, out: ChannelPayload) -> None:
+        """Let go of what was sent, a copy of the model where that is all, when the mean has come:
+        nobody undoes it. What is still to be taken out of the accumulator stays.
+        """
+        if self.section is None or self.section.taken_at_once(out.present) is None:
+            out.body, out.vectors = None, []
+
+    def _take_late(self, out: ChannelPayload, present: Sequence[bool] | None) -> None:
+        """Take out of the accumulator what tensors without a gradient here were sent as, where it
+        acts since another replica had one (`present`). The rest of it is to be sent from now on.
+        """
+        here = None if self.section is None else self.section.taken_at_once(out.present)
+        if here is None or present is None or self.accumulator is None or not self._sent_here(out):
             return
-        # sent under another layout (`checkpoint/reshard.py`): there is no code to take back
-        if out.body is None and not out.vectors:
-            return
+        assert self.section is not None
+        late = [there and not own for there, own in zip(present, here, strict=True)]
         self.section.subtract(
-            self.accumulator, out.body, out.vectors, out.step, sign * self.channel.taken
+            self.accumulator, out.body, out.vectors, out.step, self.channel.taken, late
         )
+        self.present = [a or b for a, b in zip(self.present, late, strict=True)]
+        out.body, out.vectors = None, []
 
     def undo(self, out: ChannelPayload) -> None:
         """Return the accumulator to what it was before `out` was accumulated and encoded (to
@@ -301,6 +324,7 @@ class ChannelRunner(LocalChannel):
         """
         if self.accumulator is not None:
             self.accumulator.zero_()
+        out.body, out.vectors = None, []
         if self.channel.source == "delta" and out.own is not None:
             out.own.zero_()
 
@@ -328,6 +352,7 @@ class ChannelRunner(LocalChannel):
         the island's other copies bring it.
         """
         sent, mix = arrived.sent, 0.0 if arrived.last else self.channel.applier.mix
+        self._take_late(sent, arrived.present)
         mean = self.mean(arrived.received, sent.step) if arrived.received is not None else None
         number = None if sent.partial else self.channel.schedule.round(sent.step)
         arrival = apply.Arrival(

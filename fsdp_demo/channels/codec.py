@@ -25,6 +25,7 @@ from ..compression.blocks import Layout
 from ..compression.selection import seeded
 from ..compression.windows import EDGE, Group
 from ..config.channel import BLOCK, Channel
+from ..config.names import FORMATS
 from .decode import DecodedMean, DenseMean, QuantizedMean, SeededMean, SparseMean
 
 
@@ -111,13 +112,34 @@ class ChannelCodec:
             any(bool(body[begin:middle].any()) for begin, middle, _ in spans) or bool(dense.any())
         )
 
+    def taken_at_once(self, present: Sequence[bool] | None) -> Sequence[bool] | None:
+        """The tensors whose values leave the accumulator when they are sent; None: all.
+
+        A code without a zero gives a level to those that have no gradient here, too. It acts only
+        if another replica has one, so it leaves the accumulator then, if at all.
+        """
+        if present is None or all(present) or FORMATS[self.codec.value_dtype].has_zero:
+            return None
+        return present
+
     def subtract(
-        self, work: Tensor, body: Tensor | None, parts: Sequence[Tensor], step: int, alpha: float
+        self,
+        work: Tensor,
+        body: Tensor | None,
+        parts: Sequence[Tensor],
+        step: int,
+        alpha: float,
+        only: Sequence[bool] | None = None,
     ) -> None:
         """work -= alpha times what the others receive of an own section: the dequantised values, so
-        that rounding stays in `work`.
+        that rounding stays in `work`. only: of these tensors; None: of all.
         """
-        if body is not None:
+        if only is not None:
+            taken, factors = torch.zeros_like(work), [float(o) for o in only]
+            self.subtract(taken, body, parts, step, alpha)
+            for w in (part for whole in self.layout.windows(work.device) for part in whole.inner):
+                w.of(work).add_(w.scale(w.of(taken), factors))
+        elif body is not None:
             self._received([body], [1.0], step).add_to(work, -alpha)
         elif self.codec.seeded:
             arrived = [

@@ -156,9 +156,9 @@ class CheckpointReader:
             for name, out in f.parts.items() if flying(f) not in self.flights else ():
                 c, work = self.channels[name], state.channels[name].accumulator
                 if work is not None and c.taken and (out.body is not None or out.vectors):
-                    self.section(name, shard, active_copy).subtract(
-                        work, out.body, out.vectors, out.step, -c.taken
-                    )
+                    section = self.section(name, shard, active_copy)
+                    only = section.taken_at_once(out.present)
+                    section.subtract(work, out.body, out.vectors, out.step, -c.taken, only)
         return state
 
     def decode(

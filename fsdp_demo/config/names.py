@@ -41,6 +41,11 @@ class Format:
         """Under 8 bits: never summed in its own code."""
         return self.bits < 8
 
+    @property
+    def has_zero(self) -> bool:
+        """A zero is sent as a zero. Where it is not, it gets the level of its group."""
+        return self.bits > 2
+
     def num_scales(self, cols: int) -> int:
         """Scales of a row of `cols` values."""
         return -(-cols // self.group) * self.scales if self.group else 0

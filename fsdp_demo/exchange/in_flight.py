@@ -211,8 +211,7 @@ class InFlightQueue:
     ) -> Incoming:
         """What one channel is to apply, which leaves the flight."""
         name, sent = c.channel.name, flight.parts[c.channel.name]
-        # a copy of the model where all is sent; nobody undoes what has arrived
-        sent.body, sent.vectors = None, []
+        c.release(sent)
         if arrived is None:
             received, present = None, sent.present
         elif name in arrived.decoded:
