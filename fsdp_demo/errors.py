@@ -26,6 +26,7 @@ ANCHORS = (
     "replicas-differ",
     "same-rows",
     "island-lost",
+    "island-stands",
     "expelled",
     "not-finite",
     "changed-since-attach",
