@@ -30,6 +30,7 @@ ANCHORS = (
     "expelled",
     "not-finite",
     "changed-since-attach",
+    "one-rank-calls",
     "copies-differ",
     "attached-twice",
     "stepped-twice",

@@ -30,7 +30,6 @@ from .held import Early, Message
 from .hub import Hub
 from .membership import Rank
 from .moves import Event
-from .sibling_watch import SiblingWatch
 from .signs import BEAT, SOON, Signs
 from .standing import StandingWatch
 from .traffic import Traffic
@@ -102,7 +101,6 @@ class Driver:
             self.changed,
             lambda: self._closed,
         )
-        self._sibling_watch = SiblingWatch()
         self._standing = StandingWatch(signs, labels)
         self._failed = ""
         self._desk = desk(
@@ -305,7 +303,6 @@ class Driver:
             self._beat_at = now
             self._beat()
             self.signs.watch(now)
-            self._sibling_watch.look(self.machine, now)
             if self.machine.state == "running":
                 self._standing.look(self.machine, now)
 
