@@ -7,4 +7,5 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=recipes/setup.sh
 [ -n "${FSDP_DEMO_PYTHON:-}" ] || source "$root/recipes/setup.sh"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"  # that Python may not have this package installed
 exec "$FSDP_DEMO_PYTHON" "$root/recipes/check.py" "$@"

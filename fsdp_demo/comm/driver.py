@@ -30,8 +30,8 @@ from .held import Early, Message
 from .hub import Hub
 from .membership import Rank
 from .moves import Event
-from .sibling_watch import SiblingWatch
 from .signs import BEAT, SOON, Signs
+from .standing import StandingWatch
 from .traffic import Traffic
 from .wire import Wire
 
@@ -101,7 +101,7 @@ class Driver:
             self.changed,
             lambda: self._closed,
         )
-        self._sibling_watch = SiblingWatch()
+        self._standing = StandingWatch(signs, labels)
         self._failed = ""
         self._desk = desk(
             lambda event: self._post(lambda: self._take(event)),
@@ -306,7 +306,8 @@ class Driver:
             self._beat_at = now
             self._beat()
             self.signs.watch(now)
-            self._sibling_watch.look(self.machine, now)
+            if self.machine.state == "running":
+                self._standing.look(self.machine, now)
 
     def _step(self, event: Event) -> None:
         self.machine, actions = self.machine.step(event)
@@ -543,6 +544,10 @@ class Driver:
             self.signs.leaving.add(member)
         elif member is not None and what == "leave":
             self._lost(member, "has left")
+        elif member is not None and what == "stands":
+            others = self._standing.told(self.machine, int(word[1]), float(word[2]), member)
+            if others is not None:
+                self._gone(moves.Expelled(others))
         if member is not None and member in self.notes:
             self._step(
                 moves.LandedHeard(self.machine.record.view, member, self.notes[member].landed)

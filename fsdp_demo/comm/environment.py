@@ -42,8 +42,8 @@ VARIABLES = {
     "on "
     "when others are lost (zeromq)",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
-    "ISLAND_STALL": "seconds without progress, at least, after which an island that still sends "
-    "heartbeats is lost (zeromq)",
+    "ISLAND_STALL": "seconds that an island which still sends heartbeats may stand while the "
+    "others wait for it; default ISLAND_TIMEOUT (zeromq)",
     "ISLAND_STOP": "seconds that islands which stop wait for each other",
     "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
@@ -172,12 +172,12 @@ def dead(env: Mapping[str, str]) -> float:
 
 
 def stall(env: Mapping[str, str]) -> float:
-    """ISLAND_STALL in seconds, default 60.
+    """ISLAND_STALL in seconds; 0 where it is not set: ISLAND_TIMEOUT counts then.
 
     Raises:
         ValueError: it is no number, or out of range.
     """
-    return _seconds(env, "ISLAND_STALL", 60.0)
+    return _seconds(env, "ISLAND_STALL", 2.0) if env.get("ISLAND_STALL", "").strip() else 0.0
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

@@ -316,7 +316,8 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
     if (theirs.flags | mine.flags) & ENDING:
         return (
             f"{where}: give all islands the same number of steps (max_steps, or data with as many "
-            f"rows){see('step-count')}"
+            "rows). Call skip() for a step that a loop drops, and stop early on all islands by "
+            f"request_stop(together=True){see('step-count')}"
         )
     return (
         f"{where}: the islands do not take the same steps. Call skip() for a step that a loop "

@@ -31,13 +31,13 @@ class Limits:
     """When an island is lost, and when the others cannot go on.
 
     Attributes:
-        dead: seconds of silence. stall: seconds without progress of an island that still beats, at
-            least; else ten times the slowest of the last messages. least: islands that must be
-            left.
+        dead: seconds of silence. stall: seconds that an island which still beats may stand, at
+            least (0: as long as islands wait for each other at the start); else ten times the
+            slowest of the last messages. least: islands that must be left.
     """
 
     dead: float = 10.0
-    stall: float = 60.0
+    stall: float = 0.0
     least: int = 1
 
 
@@ -273,13 +273,15 @@ def _by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, 
 
 
 def patience(rounds: Sequence[float], meeting: float, stall: float) -> float:
-    """Seconds without progress after which an island is lost, from those that the last messages
-    took; `stall` at least.
+    """Seconds that an island may stand while the others wait for it, from those that the last
+    messages took; `stall` at least, and `meeting` where that is 0.
 
     >>> patience([1.0, 2.0, 30.0], 600.0, 60.0), patience([], 600.0, 60.0)
     (300.0, 600.0)
+    >>> patience([1.0, 2.0, 30.0], 600.0, 0.0)
+    600.0
     """
-    return max(stall, 10.0 * max(rounds) if len(rounds) >= 3 else meeting)
+    return max(stall or meeting, 10.0 * max(rounds) if len(rounds) >= 3 else meeting)
 
 
 def expelled(place: PeerPosition, record: Record) -> None:

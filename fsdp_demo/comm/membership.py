@@ -209,16 +209,6 @@ class Rank:
         """
         return all(Ballot(n, r, self.record.view) in self.ballots for r in range(self.ranks))
 
-    @property
-    def held_alone(self) -> dict[int, list[int]]:
-        """Messages that this rank holds and others of its island do not: number -> those ranks."""
-        view, here = self.record.view, range(self.ranks)
-        return {
-            entry.n: [r for r in here if Ballot(entry.n, r, view) not in self.ballots]
-            for entry in self.open
-            if not entry.delivered and self._made_of(entry) is not None
-        }
-
     def _delivered_if_agreed(self, n: int) -> tuple[Rank, Actions]:
         """A frozen rank may deliver, too, if all ranks held the message before they froze: their
         reports say so.

@@ -8,8 +8,8 @@ The driver keeps these promises:
 * A record is handed in before the first frame or vote of its epoch, and records come in order
   (`Record.epoch` without a gap).
 * A record is durable in the store before anybody is told of it (K18).
-* `ConnectionLost` says: the connection closed, or silence for `dead` seconds, or no progress for
-  `patience` (K19, K20). The store has no part in it (K17).
+* `ConnectionLost` says: the connection closed, or silence for `dead` seconds (K19). A peer that
+  stands for `patience` ends by itself when it is told (K20). The store has no part in it (K17).
 """
 
 from __future__ import annotations

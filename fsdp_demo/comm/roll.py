@@ -196,10 +196,10 @@ class _Roll:
         numbers: list[tuple[str, Any, Any]] = [
             ("ISLAND_COUNT", other["count"], p.count),
             ("ISLAND_SLOTS", other["slots"], p.islands),
-            ("ISLAND_STALL", f"{other['stall']:g}", f"{p.stall:g}"),
+            ("ISLAND_STALL", _or_unset(other["stall"]), _or_unset(p.stall)),
         ]
         if begins and i < p.count:
-            numbers.append(("ISLAND_MIN", other["least"] or "unset", p.suffice or "unset"))
+            numbers.append(("ISLAND_MIN", _or_unset(other["least"]), _or_unset(p.suffice)))
         for variable, theirs, mine in numbers:
             if theirs != mine:
                 both = f"{variable}={theirs}, {p.name} has {mine}"
@@ -287,3 +287,7 @@ class _Roll:
             "raise ISLAND_TIMEOUT"
             f"{see('missing-islands')}"
         )
+
+
+def _or_unset(number: float) -> str:
+    return f"{number:g}" if number else "unset"

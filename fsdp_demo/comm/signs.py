@@ -2,9 +2,9 @@
 why.
 
 Each rank says a short word twice a second to its peers, from a thread of the process that trains. A
-peer is lost when its connections are gone, when it was silent for too long, when one of its
-connections stands while others move, or when it speaks but makes no progress. The store has no part
-in it.
+peer is lost when its connections are gone, when it was silent for too long, or when one of its
+connections stands while others move. One that speaks but makes no progress is waited for
+(`standing.py`). The store has no part in it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Signs:
             messages. siblings: for each other rank of this island that has a peer group, by its
             number.
         dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
-        patience: seconds without progress, given how long the last messages took. Nothing is known
-            of a peer that has not moved since it came: its first step may compile.
+        patience: seconds that a peer may stand, given how long the last messages took. Nothing is
+            known of a peer that has not moved since it came: its first step may compile.
 
     Attributes:
         began: when this rank has launched each message that is not delivered here, by number.
@@ -147,12 +147,10 @@ class Signs:
 
     def lost(self, now: float) -> dict[Member, str]:
         """Who is lost, and why."""
-        oldest = min(self.began, default=-1)
-        waited = now - self.began[oldest] if oldest >= 0 else 0.0
         found: dict[Member, str] = {}
         silent = False
         for member in self.notes:
-            if why := self._gone(member, now, oldest >= 0):
+            if why := self._gone(member, now, bool(self.began)):
                 found[member] = why
             elif any(w.gone for w in self.of(member)):
                 continue
@@ -162,11 +160,17 @@ class Signs:
                 found[member] = (
                     f"one of its connections has stood for {self.dead:g} s while others move"
                 )
-            elif waited > self._slow(member) and self.next_of.get(member, 0) <= oldest:
-                found[member] = f"no progress for {waited:.0f} s"
         if silent:  # who has fallen silent with it would otherwise stand in the report as heard
             found = {**{m: "silent, too" for m in self.quiet(now)}, **found}
         return found
+
+    def behind(self, now: float) -> tuple[int, float, list[Member]]:
+        """The oldest message that is not delivered here, seconds since its launch, and the peers
+        that live and have not come so far; -1 and nobody where there is none.
+        """
+        n = min(self.began, default=-1)
+        late = [m for m in self.notes if m not in self.leaving and self.next_of.get(m, n + 1) <= n]
+        return n, now - self.began.get(n, now), late
 
     @property
     def soon(self) -> bool:
@@ -184,8 +188,8 @@ class Signs:
     def _heard_at(self, member: Member) -> float:
         return max(w.heard_at for w in self.of(member))
 
-    def _slow(self, member: Member) -> float:
-        """Seconds that a peer may take for a step."""
+    def patience_with(self, member: Member) -> float:
+        """Seconds that a peer may stand."""
         moved = self.next_of.get(member, 0) > self._came_with.get(member, 0)
         return self._patience(self.rounds if moved else ())
 

@@ -48,7 +48,8 @@ class Topology:
             peers at the start.
         stop_timeout: seconds that an island which stops waits for the others to tell when they do.
         dead, stall, least: where islands may come and go, seconds of silence after which one is
-            lost, seconds without progress, at least, and how many must be left to train on.
+            lost, seconds that it may stand while it still beats, at least (0: `timeout`), and how
+            many must be left to train on.
         count, suffice: islands that are expected at the start, default `islands`; where they may
             come and go, how many suffice to begin when `timeout` is over (0: all).
         transport: what carries the peer group between islands (`environment.TRANSPORTS`). token:
@@ -77,7 +78,7 @@ class Topology:
     peer_group: Any = None
     stop_timeout: float = 10.0
     dead: float = 10.0
-    stall: float = 60.0
+    stall: float = 0.0
     least: int = 1
     count: int = 0
     suffice: int = 0

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.sibling_watch import collective
 from ..comm.topology import Topology
 from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
@@ -114,6 +115,7 @@ class Exchange(Readings):
                 start.step,
             )
             self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
+            self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
             self._keep = partial(returning.keep, self._runtime, model, start.facts)
             self._first = FirstStep(self._runtime)
@@ -176,6 +178,7 @@ class Exchange(Readings):
         self._first.joined()
 
     @torch.no_grad()
+    @collective("rejoin()")
     def rejoin(
         self,
         state: dict[str, Any] | StateSource | None,
@@ -257,6 +260,7 @@ class Exchange(Readings):
         """
         self._runtime.status.request_stop(together)
 
+    @collective("leave()")
     def leave(self, stopped: bool) -> None:
         """Tell the other islands that this one goes on no more, before it saves (`guard` and the
         Trainer call it). Nothing is applied.
@@ -290,6 +294,7 @@ class Exchange(Readings):
         self._runtime.skip()
 
     @torch.no_grad()
+    @collective("flush()")
     def flush(self) -> None:
         """Wait for what is in flight and apply it, in order of its steps."""
         refuse_shown(self.shows_result, "flush()")
@@ -298,6 +303,7 @@ class Exchange(Readings):
         self.accept_parameters()
 
     @torch.no_grad()
+    @collective("finish()")
     def finish(self, close: bool = True) -> None:
         """End the exchange: apply what is in flight, exchange once more what changed since, leave
         all replicas with equal parameters.
@@ -340,6 +346,7 @@ class Exchange(Readings):
             lambda: 0 if self.step == self._first.joined_at else self.step,
         )
 
+    @collective("digests_equal()")
     def digests_equal(self) -> bool | None:
         """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a
         preset without consensus.
@@ -359,7 +366,11 @@ class Exchange(Readings):
         back at the end. A RuntimeError here: a step, `flush`, `finish`, and a save (`state_dict`).
         """
         kind = "parameters" if self.finished or self._queue.broken else self.result_kind
-        with self._hooks.paused(_SHOWN), result.shown(self._runtime, model, kind):
+        with (
+            self._calls.within("outer_parameters()"),
+            self._hooks.paused(_SHOWN),
+            result.shown(self._runtime, model, kind),
+        ):
             before, self.shows_result = self.shows_result, self.shows_result or kind != "parameters"
             try:
                 yield
@@ -405,6 +416,7 @@ class Exchange(Readings):
         """
         return self._keep(folder)
 
+    @collective("load_state_dict()")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank, bit for bit, and its step.
 
@@ -433,6 +445,8 @@ class Exchange(Readings):
 
     def _close(self) -> bool:
         atexit.unregister(self._at_exit)
+        if hasattr(self, "_runtime"):
+            self._calls.close()
         self._departures.close()
         return self._connections.close()
 

@@ -14,6 +14,7 @@ import torch
 from ..channels.channel import ChannelRunner
 from ..comm.meter import Meter
 from ..comm.peers import PeerGroup
+from ..comm.sibling_watch import SiblingWatch, collective
 from ..comm.topology import Topology
 from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
@@ -45,6 +46,7 @@ class Readings:
     topology: Topology
     host: TrainingHost
     auto_choice: AutoChoice | None
+    _calls: SiblingWatch
     _connections: Connections
     _meter: Meter
     _queue: InFlightQueue
@@ -210,6 +212,7 @@ class Readings:
         """
         return counters.of_rank(self._runtime)
 
+    @collective("totals()")
     def totals(self) -> dict[str, float]:
         """Numbers of the whole island for a log: bytes and tokens summed over its ranks, the
         longest wait, the mean loss over all ranks of all islands at the last exchange,
@@ -226,6 +229,7 @@ class Readings:
         for c in self.channels:
             c.watches_energy, c.energy = on, None
 
+    @collective("kept_energy()")
     def kept_energy(self) -> dict[str, float]:
         """The share of the squared norm of what each channel encoded in its last exchange that was
         sent, by channel: 1 - |m - q|^2 / |m|^2, see `energy.kept`.

@@ -38,6 +38,7 @@ from ..comm.header import LEAVING
 from ..comm.island import IslandGroup
 from ..comm.joining import Tick
 from ..comm.peers import PeerGroup
+from ..comm.sibling_watch import SiblingWatch, collective
 from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost, Stopped, see
@@ -100,6 +101,7 @@ class StepRuntime:
         self.topology = topology
         self.host = host
         self.step = step
+        self._calls = SiblingWatch(topology, lambda: self.step)
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
@@ -156,6 +158,11 @@ class StepRuntime:
         return self.connections.peers
 
     @property
+    def calls(self) -> SiblingWatch:
+        """What the ranks of this island call."""
+        return self._calls
+
+    @property
     def finished(self) -> bool:
         """See `Exchange`."""
         return self.ended or self.connections.closed
@@ -179,6 +186,7 @@ class StepRuntime:
 
     # ---- one tick ------------------------------------------------------------------------------
 
+    @collective("optimizer.step()")
     def before(self) -> bool:
         """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base
         step back where nothing is.
@@ -245,6 +253,7 @@ class StepRuntime:
         if applied:
             self.clip(mean=True)
 
+    @collective("optimizer.step()")
     def after(self) -> None:
         """After-step channels of this tick; then the step counts, and a wish to stop takes effect
         on the whole island.
@@ -269,6 +278,7 @@ class StepRuntime:
             raise Stopped(f"stopped after step {self.step} on request")
 
     @torch.no_grad()
+    @collective("skip()")
     def skip(self) -> None:
         """See `Exchange.skip`."""
         self.check_usable()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fsdp_demo import Link, PeerLost
-from fsdp_demo.comm import elastic_peers, held, sibling_watch, streams
+from fsdp_demo.comm import elastic_peers, held, streams
 from fsdp_demo.comm.epochs import Member
 from fsdp_demo.comm.header import PAYLOAD, QUESTION, SETUP
 from fsdp_demo.comm.peers import TCP_SHARE
@@ -320,27 +320,3 @@ def test_messages_of_the_start_say_nothing_of_how_long_an_island_may_take(run_ra
             assert found == [90.0] * 6 + [60.0]
 
     alone(run_ranks, run)
-
-
-def test_a_rank_that_sends_one_message_less_is_named(run_ranks, monkeypatch) -> None:
-    """Its siblings would wait in silence: all islands are well."""
-
-    def run() -> list[str]:
-        monkeypatch.setattr(sibling_watch, "PATIENCE", 1.0)
-        said = list[str]()
-        monkeypatch.setattr(sibling_watch.log, "warning", lambda text, *of: said.append(text % of))
-
-        def talk(line: Any) -> None:
-            byte = torch.zeros(1, dtype=torch.uint8)
-            line.all_gather(byte, SETUP)
-            if line._driver.machine.rank:
-                time.sleep(3)
-            line.all_gather(byte, SETUP)
-
-        Islands(2, ranks=2).run(talk)
-        return said
-
-    said = alone(run_ranks, run)
-    assert len(said) == 2, "once by rank 0 of each island"
-    for text in said:
-        assert "on rank 0 of this island for 1 s, and is not on rank 1:" in text

@@ -100,7 +100,7 @@ def test_the_times_after_which_an_island_is_lost_are_checked(name: str) -> None:
             Topology.from_env({name: text})
     field = name.removeprefix("ISLAND_").lower()
     assert getattr(Topology.from_env({name: "2"}), field) == 2.0
-    assert (Topology.from_env({}).dead, Topology.from_env({}).stall) == (10.0, 60.0)
+    assert (Topology.from_env({}).dead, Topology.from_env({}).stall) == (10.0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["-1", "inf", "soon"])

@@ -42,7 +42,7 @@ def called(at: Asker, p: Topology, late: bool = False) -> Any:
 
 def comes(at: Asker, i: int, **changes: Any) -> None:
     """Island i was here."""
-    said = {"name": f"isle{i}", "host": "there", "count": 3, "slots": 3, "least": 2, "stall": 60.0}
+    said = {"name": f"isle{i}", "host": "there", "count": 3, "slots": 3, "least": 2, "stall": 0.0}
     said |= changes
     at.set(f"came/{i}", json.dumps(said))
 
@@ -140,7 +140,7 @@ def test_without_the_variable_nobody_waits_here() -> None:
         ),
         (
             {"stall": 5.0},
-            "island 1 (isle1) has ISLAND_STALL=5, isle0 has 60: set one number everywhere",
+            "island 1 (isle1) has ISLAND_STALL=5, isle0 has unset: set one number everywhere",
         ),
         (
             {"least": 0},

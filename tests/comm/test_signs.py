@@ -50,16 +50,13 @@ def test_a_newcomer_may_compile_before_its_first_step() -> None:
     """It has the time of the start, ISLAND_TIMEOUT. After its first step it has what all have."""
     signs, now = signs_of(NEW), time.monotonic()
     signs.heard(NEW, 1003)  # its base
-    for waited, lost in ((61.0, False), (599.0, False), (601.0, True)):
-        signs.began = {1003: now - waited}
-        assert bool(signs.lost(now)) is lost, waited
+    assert signs.patience_with(NEW) == 600.0
     signs.heard(NEW, 1004)
-    for waited, lost in ((59.0, False), (61.0, True)):
-        signs.began = {1004: now - waited}
-        assert bool(signs.lost(now)) is lost, waited
-    assert signs.lost(now) == {NEW: "no progress for 61 s"}
+    assert signs.patience_with(NEW) == 60.0
+    signs.began = {1004: now - 61.0}
+    assert signs.behind(now) == (1004, 61.0, [NEW]) and signs.lost(now) == {}
     signs.drop(NEW)
-    assert signs.lost(now) == {}
+    assert signs.behind(now)[2] == []
 
 
 @pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])

@@ -68,7 +68,9 @@ def test_one_island_ends_early(run_ranks: Callable[..., Any], name: str) -> None
         now = 5 if CONFIGS[name].channels[0].before_step else 6
         assert f"island 1 (island1) is at step {now}, we finished at step 4" in ended, ended
         assert f"island 0 (island0) finished at step 4, we are at step {now}" in goes_on, goes_on
-        assert "same number of steps" in ended and "same number of steps" in goes_on
+        for text in (ended, goes_on):
+            assert "same number of steps" in text and "skip()" in text
+            assert "request_stop(together=True)" in text
         return True
 
     assert run_ranks(run, 1, 1) == [True]

@@ -99,7 +99,7 @@ class Islands:
             self.token,
         )
         place = PeerPosition(slot, rank, self.ranks, self.names)
-        limits = meet.Limits(self.dead)
+        limits = meet.Limits(self.dead, stall=60.0)
         line = meet.elastic_peers(meeting, place, lambda: self.store.under("line"), None, limits)
         line.begun = True
         self.lines[slot, rank], self._hubs[line._driver._hub] = line, (slot, rank)
