@@ -34,6 +34,7 @@ ANCHORS = (
     "stepped-twice",
     "late-gradients",
     "step-failed",
+    "base-optimizer",
     "wrong-optimizer",
     "grad-scaler",
     "unknown-key",
