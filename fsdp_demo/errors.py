@@ -36,6 +36,7 @@ ANCHORS = (
     "stepped-twice",
     "late-gradients",
     "step-failed",
+    "base-optimizer",
     "wrong-optimizer",
     "grad-scaler",
     "unknown-key",

@@ -323,7 +323,7 @@ class Exchange(Readings):
         if not self._runtime.ended:
             self._runtime.check_usable()
             self.catch_up()
-            self._first.check()
+            self._first.check(stepped=False)
             self._equal = finish.conclude(self._runtime)
             self._runtime.ended = True
             summary.ended(self._runtime, self.totals(), self._equal)

@@ -53,11 +53,14 @@ class FirstStep:
         if self._runtime.config.needs_gradients:
             refuse_sparse(self._runtime.host)
 
-    def check(self) -> None:
-        """Refuse parameters that were changed since attach, but by steps inside `paused()`."""
+    def check(self, stepped: bool = True) -> None:
+        """Refuse parameters that were changed since attach, but by steps inside `paused()`.
+
+        stepped: this is a step; else the end of an exchange in which there was none.
+        """
         if self._runtime.hooks.aside:
             self._untouched.forget()
-        self._untouched.check()
+        self._untouched.check(stepped)
 
     def accept_parameters(self) -> None:
         """See `Exchange.accept_parameters`."""
@@ -130,8 +133,8 @@ class Untouched:
         """Compare with nothing."""
         self._sums = None
 
-    def check(self) -> None:
-        """Compare once; all ranks of the island call it together.
+    def check(self, stepped: bool) -> None:
+        """Compare once; all ranks of the island call it together. stepped: as for `FirstStep`.
 
         Raises:
             ValueError: on all of them, if parameters are others than those noted.
@@ -149,6 +152,12 @@ class Untouched:
                 if other
                 else "those of another rank"
             )
+            if not stepped:
+                raise ValueError(
+                    f"parameters were changed since attach ({what}), and step() of the attached "
+                    "optimizer was not called once: attach the optimizer whose step() is called "
+                    f"(optimizer.base_optimizer of SAM and its kin){see('base-optimizer')}"
+                )
             raise ValueError(
                 f"parameters were changed since attach ({what}): the exchange would pull them "
                 "back. Load first, then attach, or "

@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from ..errors import see
 from ..hosts.base import TrainingHost
 
 log = logging.getLogger("fsdp_demo")
@@ -63,6 +64,7 @@ def refuse(host: TrainingHost, gradients: bool) -> None:
             "complex parameter train its view_as_real)"
         )
     for optimizer in host.optimizers:
+        refuse_inner(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "LBFGS calls its closure several times in a step, with gradients of one island "
@@ -75,6 +77,25 @@ def refuse(host: TrainingHost, gradients: bool) -> None:
                 "torch.optim.Adam and "
                 "nn.Embedding(sparse=False), or clip=None with a preset that exchanges no gradients"
             )
+
+
+def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that has another one take the step, on gradients that it
+    takes at other parameters: sharpness-aware ones. Its own `step` may never be called.
+    """
+    inner = getattr(optimizer, "base_optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} steps another optimizer, {type(inner).__name__}, on "
+            "gradients of its own making: attach optimizer.base_optimizer, which takes the step, "
+            f"and leave the loop as it is{see('base-optimizer')}"
+        )
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise ValueError(
+            f"{type(optimizer).__name__} takes a step in two halves, with gradients at two places, "
+            "and no optimizer under it (base_optimizer) takes it whole: take another one, or train "
+            f"without an exchange{see('base-optimizer')}"
+        )
 
 
 def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str) -> None:

@@ -28,7 +28,7 @@ class RoundGradients:
     def note(self) -> None:
         """The gradients as they are now are those of this round."""
         self._noted = {
-            i: [(p, p.grad, _version(p.grad)) for g in o.param_groups for p in g["params"]]
+            i: [(p, p.grad, version(p.grad)) for g in o.param_groups for p in g["params"]]
             for i, o in enumerate(self._optimizers)
         }
 
@@ -44,8 +44,8 @@ class RoundGradients:
         """Raise RuntimeError if an optimizer has gradients that `note` has not seen. One that went
         is no matter.
         """
-        for p, noted, version in self._noted.get(index, ()):
-            if p.grad is not None and (p.grad is not noted or _version(noted) != version):
+        for p, noted, then in self._noted.get(index, ()):
+            if p.grad is not None and (p.grad is not noted or version(noted) != then):
                 raise RuntimeError(
                     f"the gradients of optimizer {index} are new, or were changed, since another "
                     "optimizer of this round stepped. Gradients of all are clipped and exchanged "
@@ -60,7 +60,7 @@ class RoundGradients:
             RuntimeError: they were written to.
         """
         noted = self._noted.get(index, ())
-        if any(_version(gradient) != version for _, gradient, version in noted):
+        if any(version(gradient) != then for _, gradient, then in noted):
             raise RuntimeError(
                 f"optimizer {index} failed in its step, and its gradients of that step were "
                 "overwritten since. They hold what the islands have exchanged. Before another "
@@ -71,8 +71,8 @@ class RoundGradients:
             p.grad = gradient
 
 
-def _version(gradient: Tensor | None) -> int:
-    """How often the local part of a gradient was written to; asked without work for a DTensor,
-    of which FSDP2 writes to that part.
+def version(t: Tensor | None) -> int:
+    """How often the local part of a tensor was written to; asked without work for a DTensor, of
+    which FSDP2 writes to that part.
     """
-    return 0 if gradient is None else getattr(gradient, "_local_tensor", gradient)._version
+    return 0 if t is None else getattr(t, "_local_tensor", t)._version

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from ..errors import see
+from .closures import CalledOnce
+from .not_stepped import NotStepped
 from .round_gradients import RoundGradients
 
 
@@ -89,6 +91,7 @@ class OptimizerStepHooks(PausableStepHooks):
         self._looked: set[int] = set()
         self._forced = self._probing = False
         self._round = RoundGradients(self._optimizers)
+        self._not_stepped = NotStepped(self._optimizers)
         self._begun: set[int] = set()
         self._stepped: set[int] = set()
         self._made = False  # what `before` has said in this round
@@ -105,11 +108,13 @@ class OptimizerStepHooks(PausableStepHooks):
                 optimizer.register_step_pre_hook(partial(before, i)),
                 optimizer.register_step_post_hook(partial(after, i)),
             ]
+        self._not_stepped.start()
 
     def stop(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        self._not_stepped.stop()
         self.begin_anew()
 
     @property
@@ -154,6 +159,7 @@ class OptimizerStepHooks(PausableStepHooks):
             return None
         if self._probing:
             return None
+        self._not_stepped.stop()
         self._refuse()
         if index in self._stepped:
             if self._forced:
@@ -163,10 +169,16 @@ class OptimizerStepHooks(PausableStepHooks):
             refuse_scaler(optimizer)
             self._looked.add(index)
         self._check(index)
-        given = self._called(args, kwargs) if self._gradients() else None
+        closure = self._closure(args, kwargs) if self._gradients() else None
+        once = None if closure is None else CalledOnce(closure, optimizer)
         self._prepare(index)
         self._begun.add(index)
-        return given
+        if once is None:
+            return None
+        once.ready()
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": once}
+        return (args[0], once, *args[2:]), kwargs
 
     def _prepare(self, index: int) -> None:
         """Have the gradients of an optimizer ready for its step."""
@@ -199,28 +211,16 @@ class OptimizerStepHooks(PausableStepHooks):
             "exchanges" + see("stepped-twice")
         )
 
-    def _called(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the closure among the arguments of a step, if there is one; the arguments with its
-        loss in its place.
-        """
+    def _closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """The closure among the arguments of a step, if there is one."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            return None
-        if len(self._optimizers) > 1:
+        if closure is not None and len(self._optimizers) > 1:
             raise ValueError(
                 "step(closure) with several optimizers attached: the gradients of the later ones "
                 "are not there when the first one steps; "
                 "call backward first, or attach each optimizer alone"
             )
-        with torch.enable_grad():
-            once = _Once(closure())
-        return (
-            (args, {**kwargs, "closure": once})
-            if "closure" in kwargs
-            else ((args[0], once, *args[2:]), kwargs)
-        )
+        return closure
 
     def _after(
         self,
@@ -243,24 +243,6 @@ class OptimizerStepHooks(PausableStepHooks):
         self._stepped.clear()
         self._round.clear()
         self._made = False
-
-
-class _Once:
-    """In the place of a closure that was called: gives its loss, to an optimizer that asks once."""
-
-    def __init__(self, loss: Any):
-        self._loss, self._asked = loss, False
-
-    def __call__(self) -> Any:
-        if self._asked:
-            raise RuntimeError(
-                "this optimizer calls its closure more than once in a step, but gradients were "
-                "clipped or exchanged after the first call: "
-                "take one that calls it once, or clip=None with a preset that exchanges no "
-                "gradients"
-            )
-        self._asked = True
-        return self._loss
 
 
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,170 @@
+"""Optimizers under which another one takes the step, on gradients of another place: refused, or
+noticed where nobody calls the step of what is attached.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+
+from .test_tick import Net, equal
+
+FULL = preset("full")
+LOCAL = preset("diloco", period=2, clip=None, inner_optimizers="as_is")
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware, in both forms: `first_step` and `second_step`, or `step(closure)`."""
+
+    def __init__(self, params: Any, inner: str = "base_optimizer"):
+        super().__init__(params, {"lr": 0.01})
+        setattr(self, inner, torch.optim.SGD(self.param_groups, lr=0.01))
+        self.inner = getattr(self, inner)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def perturb(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["before"] = p.clone()
+            p.add_(p.grad, alpha=0.01)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["before"])
+        self.inner.step()
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        self.perturb()
+        with torch.enable_grad():
+            closure()
+        self.go_back()
+
+
+class TwoSteps(Sam):
+    def __init__(self, params: Any):
+        super().__init__(params, "hidden")
+
+    first_step, second_step = Sam.perturb, Sam.go_back
+
+
+def alone() -> Net:
+    return Net(fsdp_demo.Topology())
+
+
+def train(net: Net, optimizer: Any, steps: int = 4) -> list[torch.Tensor]:
+    """Both forms in turns."""
+    for t in range(steps):
+        net.loss(t).backward()
+        if t % 2:
+            optimizer.step(lambda t=t: net.loss(t).backward())
+        else:
+            optimizer.perturb()
+            net.loss(t).backward()
+            optimizer.go_back()
+        optimizer.zero_grad()
+    return net.copies()
+
+
+@pytest.mark.parametrize("config", [FULL, LOCAL], ids=["full", "diloco"])
+def test_sam_is_refused_with_its_cure(config: Any) -> None:
+    net = alone()
+    with pytest.raises(ValueError, match=r"Sam steps another optimizer, SGD.*\.base_optimizer"):
+        fsdp_demo.attach(Sam(net.parameters()), config, model=net)
+    with pytest.raises(ValueError, match="TwoSteps takes a step in two halves"):
+        fsdp_demo.attach(TwoSteps(net.parameters()), config, model=net)
+
+
+def test_its_base_optimizer_trains_as_without_an_exchange() -> None:
+    net, other = alone(), alone()
+    optimizer = Sam(net.parameters())
+    exchange = fsdp_demo.attach(optimizer.base_optimizer, FULL, model=net)
+    assert equal(train(net, optimizer), train(other, Sam(other.parameters())))
+    assert exchange.step == 4
+    exchange.finish()
+
+
+def test_a_closure_behind_a_move_is_refused() -> None:
+    """What no name tells: the closure was called ahead of the step, at other parameters."""
+    net = alone()
+    optimizer = Sam(net.parameters(), "hidden")
+    fsdp_demo.attach(optimizer, FULL, model=net)
+    net.loss(0).backward()
+    with pytest.raises(RuntimeError, match="Sam has moved parameters or dropped gradients"):
+        optimizer.step(lambda: net.loss(0).backward())
+
+
+class Drops(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.zero_grad()
+        return super().step(closure)
+
+
+def test_a_closure_behind_zero_grad_is_refused() -> None:
+    net = alone()
+    optimizer = Drops(net.parameters(), lr=0.01)
+    fsdp_demo.attach(optimizer, FULL, model=net)
+    with pytest.raises(RuntimeError, match="Drops has moved parameters or dropped gradients"):
+        optimizer.step(lambda: net.loss(0).backward())
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
+    caplog.set_level(logging.WARNING, logger="fsdp_demo")
+    return lambda: sum("was not called once" in r.getMessage() for r in caplog.records)
+
+
+def test_a_step_that_is_never_called_is_said_once(said: Callable[[], int]) -> None:
+    net = alone()
+    optimizer = Sam(net.parameters(), "hidden")
+    exchange = fsdp_demo.attach(optimizer, LOCAL, model=net)
+    for t in range(30):
+        net.loss(t).backward()
+        optimizer.inner.step()
+        optimizer.zero_grad()
+    assert (exchange.step, said()) == (0, 1)
+    with pytest.raises(ValueError, match="step.. of the attached optimizer was not called once"):
+        exchange.finish()
+
+
+def test_gradients_that_are_never_dropped_count_by_passes(said: Callable[[], int]) -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    exchange = fsdp_demo.attach(torch.optim.SGD([p], lr=0.1), FULL)
+    for t in range(1000):
+        assert (t, said()) == (t, 0)
+        p.sum().backward()
+    assert said() == 1
+    exchange.detach()
+
+
+def test_micro_batches_and_steps_are_not_named(said: Callable[[], int]) -> None:
+    net = alone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    exchange = fsdp_demo.attach(optimizer, FULL, model=net)
+    for _ in range(30):
+        for t in range(3):
+            net.loss(t).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for t in range(100):
+        net.loss(t).backward()
+    assert (exchange.step, said()) == (30, 0)
+    optimizer.zero_grad()
+    exchange.finish()
+
+
+def test_many_micro_batches_before_the_first_step(said: Callable[[], int]) -> None:
+    net = alone()
+    exchange = fsdp_demo.attach(torch.optim.SGD(net.parameters(), lr=0.01), FULL, model=net)
+    for t in range(100):
+        net.loss(t).backward()
+    assert said() == 0
+    exchange.detach()
