@@ -152,17 +152,17 @@ class Untouched:
                 if other
                 else "those of another rank"
             )
-            if not stepped:
-                raise ValueError(
-                    f"parameters were changed since attach ({what}), and step() of the attached "
-                    "optimizer was not called once: attach the optimizer whose step() is called "
-                    f"(optimizer.base_optimizer of SAM and its kin){see('base-optimizer')}"
-                )
+            other_steps = (
+                ""
+                if stepped
+                else ". step() of the attached optimizer was not called once: if the loop steps "
+                "another one, attach that (optimizer.base_optimizer of SAM and its kin)"
+            )
             raise ValueError(
                 f"parameters were changed since attach ({what}): the exchange would pull them "
                 "back. Load first, then attach, or "
                 "attach(state=...) to go on with a saved run; detach() and attach again helps "
-                f"now{see('changed-since-attach')}"
+                f"now{see('changed-since-attach')}{other_steps}"
             )
         self._sums = None
 

@@ -1,5 +1,5 @@
-"""Backward passes come and go, and nobody calls `step` of an attached optimizer: somebody else takes
-the steps, `Exchange.step` stays where it is, and a loop that waits for it never ends.
+"""Backward passes come and go, and nobody calls `step` of an attached optimizer: somebody else
+takes the steps, `Exchange.step` stays where it is, and a loop that waits for it never ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DROPPED = 20
 """Gradients that are made and dropped before it is said."""
 
 PASSES = 1000
-"""Backward passes before it is said where gradients are never dropped (`set_to_none=False`): so many
-micro-batches no step has.
+"""Backward passes before it is said where gradients are never dropped (`set_to_none=False`): no
+step has so many micro-batches.
 """
 
 
