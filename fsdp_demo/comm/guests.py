@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -104,6 +105,7 @@ class Guests:
         refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how
             this rank stands, for `look.py`.
         names: of the islands, by slot; a newcomer's is added.
+        dead: seconds of silence after which a newcomer is not waited for, so that another may come.
 
     Attributes:
         guest: who is there.
@@ -121,6 +123,7 @@ class Guests:
         refused: Callable[[Member], str],
         status: Callable[[], dict[str, Any]] = dict,
         names: dict[int, str] | None = None,
+        dead: float = math.inf,
     ):
         self._hub = hub
         self._prefix = prefix
@@ -131,6 +134,7 @@ class Guests:
         self._refused = refused
         self._status = status
         self._names = {} if names is None else names
+        self._dead, self._looked = dead, time.monotonic()
         self.guest: Guest | None = None
         self.endpoint = ("", 0)
         self._door: Any = None
@@ -213,14 +217,21 @@ class Guests:
 
     def look(self) -> list[list[Any]]:
         """What the guest says; it is dropped if its connection is gone, or it reads too slowly."""
-        guest, words = self.guest, []
+        guest, words, now = self.guest, [], time.monotonic()
+        stood, self._looked = now - self._looked, now
         if guest is None:
             return []
         if why := next((w.gone for w in guest.every if w.gone), ""):
             self.drop(why)
             return []
-        if time.monotonic() - guest.since > TO_CONNECT and not all(w.met for w in guest.every):
+        if now - guest.since > TO_CONNECT and not all(w.met for w in guest.every):
             self.drop(f"it was let in, and has not connected within {TO_CONNECT:g} s")
+            return []
+        if stood > 1.0:  # it was this process that did not listen
+            guest.wires["notes"].heard_at = now
+        silent = now - guest.wires["notes"].heard_at
+        if silent > self._dead and not guest.moved and all(w.met for w in guest.every):
+            self.drop(f"it has been silent for {silent:.0f} s (ISLAND_DEAD is {self._dead:g})")
             return []
         if guest.following and sum(w.waiting for w in guest.wires.values()) > guest.limit:
             self.drop("it reads more slowly than messages come: the link is too slow to join over")

@@ -147,8 +147,9 @@ def newcomer_peers(
     try:
         siblings = _siblings(hub, meeting, place, me)
         at = meeting.store.under(meeting.prefix)
+        signs = newcomer.SignsOfLife(hub)
         reached = newcomer.reach(
-            hub, at, meeting.prefix, me, place.rank, name, labels, meeting.timeout
+            hub, at, meeting.prefix, me, place.rank, name, labels, meeting.timeout, signs
         )
         peers = ElasticPeerGroup(
             me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share
@@ -161,6 +162,7 @@ def newcomer_peers(
                 {r.member: r.wires["notes"] for r in reached},
                 {r.member: r.connections for r in reached},
             )
+            signs.end()
             start.open_door()
 
         donor = reached[0]
@@ -231,6 +233,7 @@ class Starter:
             lambda who: driver[0].busy(who) if driver else "it starts",
             lambda: driver[0].status() if driver else {"silent": True},
             place.names,
+            limits.dead,
         )
         notes = {m: wire for m, wire in notes.items() if m in record.members}
         connections = {m: wires for m, wires in connections.items() if m in record.members}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from .hub import Hub
 from .joining import LONGEST as LONGEST_HEAD
 from .joining import Expected, Tick, unpacked
 from .record_json import read_record
+from .signs import BEAT
 from .store_client import Asker
 from .wire import Piece as Moving
 from .wire import Wire
@@ -72,6 +74,38 @@ class Reached:
             w.close(0)
 
 
+class SignsOfLife:
+    """Tells the members twice a second that this island lives, while it joins: it may load for
+    minutes without a word. A thread of the process, so a process that stands says nothing (K19).
+
+    Attributes:
+        to: whom it has reached so far.
+    """
+
+    def __init__(self, hub: Hub):
+        self._hub, self.to = hub, list[Reached]()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="newcomer", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT) and not self._hub.closed:
+            for wire in [r.wires["notes"] for r in self.to]:
+                if wire.met and not wire.gone:
+                    say(self._hub, wire, '["here"]')
+
+    def end(self) -> None:
+        """From here on the driver says so."""
+        self._ended.set()
+
+
+def say(hub: Hub, wire: Wire, text: str) -> None:
+    """Send a short word to a member."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    with hub.changed:
+        wire.post_note(Moving(hub, data))
+    hub.nudge(wire)
+
+
 def newest(at: Asker, known: Record | None = None) -> Record | None:
     """The newest record of a run; None where there is none.
 
@@ -101,6 +135,7 @@ def reach(
     name: str,
     labels: Callable[[int], str],
     seconds: float,
+    signs: SignsOfLife,
 ) -> list[Reached]:
     """Connections to this peer group of all members of the newest record, which is read anew as
     long as somebody is busy.
@@ -147,7 +182,7 @@ def reach(
                 why = f"{labels(m.slot)}: {answer['later']}"
                 break
             reached[m] = _dial(hub, prefix, me, m, peer_group, answer)
-        found = [reached[m] for m in members if m in reached]
+        signs.to = found = [reached[m] for m in members if m in reached]
         _drive(hub, found)
         if members and len(found) == len(members) and all(r.met for r in found) and not still:
             at.set(key, "1")
@@ -434,9 +469,4 @@ class Follow:
         self._hub.close(0)
 
     def _say(self, text: str) -> None:
-        wire = self._donor.wires["notes"]
-        with self._hub.changed:
-            wire.post_note(
-                Moving(self._hub, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
-            )
-        self._hub.nudge(wire)
+        say(self._hub, self._donor.wires["notes"], text)

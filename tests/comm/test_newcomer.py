@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 
-from fsdp_demo.comm import agreement, meet
+from fsdp_demo.comm import agreement, meet, newcomer
 from fsdp_demo.comm.collectives import ReceivedMessage, part_of_mean, shares, whole
 from fsdp_demo.comm.coming import Coming
 from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
@@ -221,6 +221,59 @@ def test_a_base_among_questions_between_steps(run_ranks: Callable[..., Any], cou
     assert run_ranks(fn, 1, 1) == [True]
 
 
+def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., Any]) -> None:
+    """Island 2 is let in and stands. Island 3 comes in after ISLAND_DEAD; it says nothing for
+    longer than that but that it lives, and it is not dropped."""
+
+    def fn() -> bool:
+        run, came, end = Islands(2, dead=1.5), list[ElasticPeerGroup](), threading.Event()
+
+        def comes(slot: int) -> ElasticPeerGroup:
+            names = {**run.names, slot: f"island{slot}"}
+            here = (len(names), tuple(names.values()), "127.0.0.1", WAIT, run.token)
+            return meet.newcomer_peers(
+                Meeting(run.store, "line", 2, *here),
+                PeerPosition(slot, 0, 1, names),
+                0,
+                lambda: run.store.under("line"),
+                None,
+                meet.Limits(run.dead),
+            )
+
+        def joins() -> None:
+            try:
+                alive, newcomer.SignsOfLife._run = newcomer.SignsOfLife._run, lambda self: None
+                came.append(comes(2))
+                newcomer.SignsOfLife._run = alive
+                came.append(comes(3))
+                time.sleep(2 * run.dead)
+            finally:
+                end.set()
+
+        def trains(line: ElasticPeerGroup) -> Any:
+            step = 0
+            while not end.is_set() or step < 3:
+                common(line, step)
+                time.sleep(0.02)
+                step += 1
+                if line.slot == 0 and step == 2:
+                    threading.Thread(target=joins).start()
+                stop = agreement.mean_of(line, step, float(end.is_set()))
+                if stop > 0 and step >= 3:
+                    break
+            guest = line._driver.guests.guest
+            return guest.name if guest is not None else None
+
+        run.run(trains, 2 * WAIT)
+        names = run.survivors()
+        for line in came:
+            line.following.close()
+        assert len(came) == 2 and names == ["island3", "island3"], (came, names)
+        return True
+
+    assert run_ranks(fn, 1, 1) == [True]
+
+
 def test_what_comes_in_another_form() -> None:
     good = {
         "n": 3,
@@ -305,19 +358,20 @@ def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> N
     "note", [b"{", b"[" * 100_000, b"[]", b"7", b'["follow"]', b'["follow", 1]', b"\xff"]
 )
 def test_a_guest_that_cannot_be_read_is_dropped_and_nobody_else(note: bytes) -> None:
-    wires = {"notes": SimpleNamespace(notes=deque([b'["ready"]', note]))}
+    now = time.monotonic()
+    wires = {"notes": SimpleNamespace(notes=deque([b'["ready"]', note]), heard_at=now)}
     guest = SimpleNamespace(
-        name="island2", every=[], since=time.monotonic(), following=False, moved=False, wires=wires
+        name="island2", every=[], since=now, following=False, moved=False, wires=wires
     )
     guests = Guests.__new__(Guests)
-    guests.guest = guest
+    guests.guest, guests._looked, guests._dead = guest, now, 10.0
     assert guests.look() == [] and guests.guest is None
 
 
 def test_what_a_guest_brings() -> None:
-    wires = {"notes": SimpleNamespace(notes=deque([b'["follow", {"weight": "ab"}]', b'["ready"]']))}
+    words, now = deque([b'["follow", {"weight": "ab"}]', b'["ready"]']), time.monotonic()
+    wires = {"notes": SimpleNamespace(notes=words, heard_at=now)}
     guests = Guests.__new__(Guests)
-    guests.guest = SimpleNamespace(
-        every=[], since=time.monotonic(), following=False, moved=False, wires=wires
-    )
+    guests.guest = SimpleNamespace(every=[], since=now, following=False, moved=False, wires=wires)
+    guests._looked, guests._dead = now, 10.0
     assert guests.look() == [["follow", {"weight": "ab"}], ["ready"]]
