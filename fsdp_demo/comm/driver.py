@@ -470,7 +470,14 @@ class Driver:
         self._desk.propose(action.record)
 
     def _too_few(self, action: moves.TooFew) -> None:
-        who = ", ".join(self._labels(m.slot) for m in action.members) or "nobody"
+        if not action.members:
+            if action.waited:
+                self._fail(
+                    "only islands that had not taken part yet are left: the others were silent for "
+                    f"{self.signs.dead:g} s (ISLAND_DEAD). The run goes on from a checkpoint"
+                )
+            return
+        who = ", ".join(self._labels(m.slot) for m in action.members)
         log.warning(
             "only %s could go on, which is less than ISLAND_MIN: waiting for the others", who
         )

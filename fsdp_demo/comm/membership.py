@@ -317,7 +317,7 @@ class Rank:
             return self, ()
         record = self._proposal(reports)
         if len(record.members) < self.min_continue:
-            return self, (moves.TooFew(record.members),)
+            return self, (moves.TooFew(record.members, event.waited),)
         return self, (moves.ProposeRecord(record),)
 
     def _proposal(self, reports: settlement.Reports) -> Record:

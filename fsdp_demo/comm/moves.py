@@ -201,9 +201,13 @@ class ProposeRecord:
 class TooFew:
     """These members could go on, but they are fewer than `min_continue`. Wait for more reports,
     then save what is stable and end.
+
+    Nobody, and `waited`: only newcomers that have not begun are left, and none of them has what
+    came before. Nobody else is to be expected: end.
     """
 
     members: tuple[Member, ...]
+    waited: bool = False
 
 
 @dataclass(frozen=True)

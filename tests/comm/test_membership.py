@@ -476,7 +476,7 @@ def test_too_few_to_go_on() -> None:
     bench = Bench(min_continue=2)
     bench.freeze(A)
     assert bench.tell((A, 0), moves.ReportsSeen(tuple(bench.reports), waited=True)) == [
-        moves.TooFew((A,))
+        moves.TooFew((A,), waited=True)
     ]
     bench.freeze(B)
     assert bench.propose((A, 0)) is not None
@@ -589,7 +589,7 @@ def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
     bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record), []
     bench.freeze(D)
     assert bench.tell((D, 0), moves.ReportsSeen(tuple(bench.reports), waited=True)) == [
-        moves.TooFew(())
+        moves.TooFew((), waited=True)
     ]
     bench.tell((A, 0), moves.RecordSeen(record))
     bench.freeze(A)
