@@ -57,6 +57,8 @@ class Form:
 class GivenShards:
     """Local parts of given tensors."""
 
+    optimizer_names = ["AdamW"]
+
     def __init__(self, place: ShardPosition, dtype: torch.dtype = torch.float32):
         self.device = torch.device("cpu")
         self._tensors = [
