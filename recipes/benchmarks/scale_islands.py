@@ -48,6 +48,7 @@ HEADS = {
     "connections": "connections to each peer",
     "descriptors": "descriptors",
     "start_cpu": "CPU s to start",
+    "store_cpu": "CPU s of the store",
     "back": "back after, s",
     "back_descriptors": "descriptors of who came back",
 }
@@ -187,6 +188,8 @@ class Experiment:
         """The row of this number of islands."""
         self.begin()
         seen = [self.wait(f"done-{slot}-0") for slot in range(self.count)]
+        assert self.store is not None
+        store_cpu = cpu_of(self.store.pid)
         mean = {k: sum(s[k] for s in seen) / self.count for k in ("cpu", "packets", "start_cpu")}
         row: dict[str, Any] = {
             "islands": self.count,
@@ -197,6 +200,7 @@ class Experiment:
             "connections": max(s["connections"] for s in seen),
             "descriptors": max(s["descriptors"] for s in seen),
             "start_cpu": mean["start_cpu"],
+            "store_cpu": store_cpu,
         }
         if self.args.back:
             row |= self._back()
@@ -222,6 +226,12 @@ class Experiment:
             self.store.wait()
         if self.lab is not None:
             self.lab.down()
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
