@@ -16,6 +16,7 @@ ANCHORS = (
     "token",
     "gloo-endpoint",
     "missing-islands",
+    "open-files",
     "rank-taken",
     "several-exchanges",
     "run-finished",

@@ -9,6 +9,7 @@ message by message. A loss raises nothing: the call takes longer.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from .joining import Expected
 from .link import Link
 from .newcomer import Follow
 from .peers import TCP_SHARE, PeerGroup, Vectors, Weigh, streams
+from .tcp import least_round_trip
 
 log = logging.getLogger("fsdp_demo")
 
@@ -318,13 +320,22 @@ class ElasticPeerGroup(PeerGroup):
         if self.size == 1:
             return
         rtt = self.round_trip()
-        count = streams(rtt)
+        count = streams(rtt, self.size - 1)
         for k in range(1, count):
             assert self._driver is not None
             self._driver.widen(connect(k))
         self._num_connections = count
         if count > 1:
             log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
+
+    def seen_round_trip(self) -> float:
+        """See `PeerGroup`."""
+        assert self._driver is not None
+        signs, farthest = self._driver.signs, 0.0
+        for member in list(signs.notes):
+            seen = [least_round_trip(wire.descriptor) for wire in signs.of(member)]
+            farthest = max(farthest, min((s for s in seen if s is not None), default=math.inf))
+        return farthest
 
     @property
     def alive(self) -> tuple[int, ...]:

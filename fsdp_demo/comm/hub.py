@@ -43,6 +43,8 @@ class Hub:
         self.wires: list[Wire] = []
         self.keys = keys
         self.context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
+        # it takes three for a connection, and allows 1,023 if nobody says more
+        self.context.max_sockets = self.context.get(zmq.SOCKET_LIMIT)
         self._poller, self._wanted = zmq.Poller(), dict[Any, int]()
         self._owners: dict[Any, Callable[[int], None]] = {}
         self._attended: set[Any] = set()

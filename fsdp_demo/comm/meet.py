@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import see
 from ..status import SAVED, leave, tell_launcher
-from . import newcomer
+from . import descriptors, newcomer
 from .change import ChangeDesk
 from .driver import Driver
 from .elastic_peers import ElasticPeerGroup
@@ -19,6 +19,7 @@ from .epochs import Member, Record, first_record
 from .guests import Guests
 from .link import Link
 from .membership import entered
+from .peers import most_streams
 from .signs import Signs
 from .store_client import Asker
 from .transport import Meeting
@@ -81,11 +82,9 @@ def elastic_peers(
     Raises:
         ValueError, PeerLost: see `transport.Opener.open`.
     """
-    from .curve import Keys
-    from .hub import Hub
     from .zeromq import ZeroMQ
 
-    hub = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
+    hub = _hub(meeting, place)
     try:
         members = {slot: Member(slot) for slot in meeting.ranks}
         at_peer_group = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
@@ -138,10 +137,7 @@ def newcomer_peers(
         PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a
             member refuses this island for good.
     """
-    from .curve import Keys
-    from .hub import Hub
-
-    hub = Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
+    hub = _hub(meeting, place)
     me = Member(place.slot, life)
     labels, name = place.label, place.names[place.slot]
     try:
@@ -173,6 +169,15 @@ def newcomer_peers(
         hub.close(0)
         raise
     return peers
+
+
+def _hub(meeting: Meeting, place: PeerPosition) -> Any:
+    """What moves all connections of this rank. Raises ValueError where it may not have so many."""
+    from .curve import Keys
+    from .hub import Hub
+
+    descriptors.allow(meeting.size, place.ranks)
+    return Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
 
 
 def _siblings(hub: Any, meeting: Meeting, place: PeerPosition, me: Member) -> dict[int, Any]:
@@ -227,9 +232,7 @@ class Starter:
             self._me,
             place.rank,
             meeting.address,
-            lambda: (
-                max((len(w) for w in driver[0].connections.values()), default=1) if driver else 1
-            ),
+            lambda: _connections_to_guest(driver[0].connections) if driver else 1,
             lambda who: driver[0].busy(who) if driver else "it starts",
             lambda: driver[0].status() if driver else {"silent": True},
             place.names,
@@ -269,6 +272,12 @@ class Starter:
                 f"door/{self._me.slot}.{self._me.incarnation}.{self._place.rank}",
                 "{}:{}".format(*self._guests.endpoint),
             )
+
+
+def _connections_to_guest(connections: Mapping[Member, Sequence[Any]]) -> int:
+    """For messages, to one peer more: as many as to the others, unless they are too many then."""
+    as_before = max((len(wires) for wires in connections.values()), default=1)
+    return min(as_before, most_streams(len(connections) + 1))
 
 
 def _by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, Any]:

@@ -4,8 +4,8 @@ A `PeerGroup` is that set of ranks. It knows one move, everybody sends to everyb
 round trip, where a ring takes R - 1), in pieces, so that the timeout measures silence and not size.
 A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not used: among 8
 islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On
-long links a peer group has several connections, to which pieces are dealt, since one TCP window (4
-MiB where nobody has raised it) does not fill them. Two transports are built on it:
+long links there are several connections to each peer, to which pieces are dealt, since one TCP
+window (4 MiB where nobody has raised it) does not fill them. Two transports are built on it:
 `PeerGroup.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank
 order by the channel), and `collectives.reduce`. Both run in the thread of `worker.py`.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -42,8 +43,12 @@ Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
 PIECE = 1 << 20  # bytes per send; the timeout counts from piece to piece, connections take turns
 STREAMS = 8  # connections to one peer at most
 STREAM_RTT = 0.0125
-"""Seconds of round trip for which one connection is enough. Measured at 1 Gbit/s: at 20 ms more of
-them gain nothing, at 100 ms eight take 32 MB over in 0.6 of the time of one."""
+"""Seconds of round trip for which one connection is enough: it has 1.6 MB in flight then, at 1
+Gbit/s. Measured at that rate: at 20 ms more of them gain nothing, at 100 ms eight take 32 MB over
+in 0.6 of the time of one."""
+BUDGET = 32
+"""Connections to all peers together. They share the island's line: 50 MB are in flight at 1.6 MB
+each, which is 10 Gbit/s at 40 ms. Each takes time in every step, and five descriptors."""
 TAGS = 1 << 24
 """Tags of one peer group, where several share a process group: one per message."""
 # payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate
@@ -294,23 +299,33 @@ class PeerGroup:
         return self.swap(header, outgoing, sizes, setup=True)[1][donor]
 
     def round_trip(self) -> float:
-        """Seconds of a round trip, the longest that a rank of the peer group has seen; five short
-        messages.
+        """Seconds of a round trip between the two islands that are farthest apart, the same on all
+        ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is
+        the shortest of four short messages, which busy cores make longer.
         """
+        known = self._longest(self.seen_round_trip())
+        if math.isfinite(known):
+            return known
         seen = []
         for _ in range(4):
             start = time.perf_counter()
             self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
             seen.append(time.perf_counter() - start)
-        mine = torch.tensor([min(seen)], dtype=torch.float64, device="cpu").view(torch.uint8)
+        return self._longest(min(seen))
+
+    def _longest(self, seconds: float) -> float:
+        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
         return max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+
+    def seen_round_trip(self) -> float:
+        """Seconds of the shortest round trip to the farthest peer, as the kernel has seen it; inf
+        where nobody knows, as with gloo.
+        """
+        return math.inf
 
     def widen(self, connect: Callable[[int], Any]) -> None:
         """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same
-        ranks.
-
-        The round trip is measured, and all ranks of the peer group take the longest that one of
-        them has seen.
+        ranks, as many on all of them (`streams`).
 
         Raises:
             PeerLost: see `swap`.
@@ -318,7 +333,7 @@ class PeerGroup:
         if self.size == 1:
             return
         rtt = self.round_trip()
-        count = streams(rtt)
+        count = streams(rtt, self.size - 1)
         self.more = [connect(k) for k in range(1, count)]
         if self.more:
             log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
@@ -416,10 +431,17 @@ def _take_tags(peers: PeerGroup) -> None:
         _live.add(peers)
 
 
-def streams(rtt: float) -> int:
-    """Connections to each peer for a round trip of `rtt` seconds.
+def streams(rtt: float, num_peers: int) -> int:
+    """Connections to each of so many peers for a round trip of `rtt` seconds.
 
-    >>> [streams(seconds) for seconds in (0.001, 0.02, 0.05, 0.1, 0.3)]
+    >>> [streams(seconds, 1) for seconds in (0.001, 0.02, 0.05, 0.1, 0.3)]
     [1, 1, 4, 8, 8]
+    >>> [streams(0.1, num_peers) for num_peers in (1, 4, 7, 15, 31)]
+    [8, 8, 4, 2, 1]
     """
-    return min(max(int(rtt / STREAM_RTT + 0.1), 1), STREAMS)
+    return min(max(int(rtt / STREAM_RTT + 0.1), 1), most_streams(num_peers))
+
+
+def most_streams(num_peers: int) -> int:
+    """Connections to each of so many peers at most, however long the link is."""
+    return min(max(BUDGET // max(num_peers, 1), 1), STREAMS)

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 _TCP_INFO: int = getattr(sockets, "TCP_INFO", -1)  # Linux has it
 _LAST_DATA = struct.Struct("=52xI")  # of struct tcp_info: tcpi_last_data_recv, milliseconds
 
+_LEAST_RTT = struct.Struct("=148xI")  # of the same: tcpi_min_rtt, microseconds
+_UNKNOWN = (0, 2**32 - 1)  # what stands there before the first answer, and where it is not counted
+
 _COUNTED = struct.Struct("=16xI40xI16xI16xI52xI8xQQQ")  # of the same, the fields of `Counted`
 
 NAT = 15
@@ -57,6 +60,17 @@ def stood(descriptor: int) -> float | None:
         fcntl.ioctl(descriptor, termios.FIONREAD, unread)
         info = made.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _LAST_DATA.size)
         return 0.0 if unread[0] else float(_LAST_DATA.unpack(info)[0]) / 1e3
+    return None
+
+
+def least_round_trip(descriptor: int) -> float | None:
+    """Seconds of the shortest round trip that the kernel has seen on a TCP connection in the last
+    minutes. The kernel of the other side answers by itself, so busy processes make it no longer.
+    None where the kernel does not tell: no Linux, one before 4.6, or the connection has closed."""
+    with suppress(OSError, struct.error), _connection(descriptor) as made:
+        info = made.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _LEAST_RTT.size)
+        (found,) = _LEAST_RTT.unpack(info)
+        return None if found in _UNKNOWN else float(found) / 1e6
     return None
 
 

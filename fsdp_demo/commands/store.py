@@ -13,6 +13,8 @@ from ..launch.command_line import Commands
 
 EXAMPLE = "fsdp-demo store --bind zmq://10.0.0.1:29400"
 
+OPEN_FILES = 1 << 16  # descriptors: one for each connection of each rank of all islands
+
 BIND_HELP = (
     "a private address of this machine; port 0 picks a free one; zmq:// keeps what it is told in a "
     "file, and knows ISLAND_TOKEN"
@@ -37,6 +39,7 @@ def add(commands: Commands) -> None:
 
 def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
+    from ..comm import descriptors
     from ..comm.address import join_address
     from ..launch.store import bound_memory
 
@@ -51,6 +54,7 @@ def store(args: argparse.Namespace) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         raise
     bound_memory()
+    descriptors.raise_to(OPEN_FILES)
     for warning in served.warnings:
         print(f"fsdp-demo store: WARNING: {warning}", file=sys.stderr, flush=True)
     if args.port_file:

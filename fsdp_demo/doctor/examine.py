@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 
+from ..comm import descriptors
 from ..comm.address import route_to
 from ..comm.topology import Topology
 from ..comm.transport import Meeting
@@ -94,6 +95,8 @@ def local(
         disk_mb_s=disk_mb_s,
         step_seconds=step_seconds,
         transport=topology.transport,
+        open_files=descriptors.allowed(),
+        open_files_needed=descriptors.num_open() + descriptors.needed(topology.islands),
         **settings,  # type: ignore[arg-type]
     )
 
@@ -165,7 +168,7 @@ def _measure(
     line = None
     try:
         line = Pair(topology.transport, meeting, time.monotonic() + 2 * seconds + SLACK)
-        return Probe(line, me, other, seconds).run()
+        return Probe(line, me, other, seconds, len(islands) - 1).run()
     except PeerLost as error:
         return Direction(me, other, error=str(error)[:300])
     finally:

@@ -19,6 +19,7 @@ RULES: dict[str, Callable[[Examination], Iterator[Finding]]] = {
     "mtu-black-hole": paths.mtu_black_hole,
     "stalled": paths.stalled,
     "not-measured": paths.not_measured,
+    "open-files": local.open_files,
     "unlike-versions": local.unlike_versions,
     "port-100-mbit": rates.port_100_mbit,
     "window-limited": rates.window_limited,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..comm.descriptors import cure
 from .finding import Finding
 from .measured import Examination
 
@@ -31,6 +32,20 @@ def unequal_islands(seen: Examination) -> Iterator[Finding]:
         f"look at what else runs on {seen.label(slow)} (nvidia-smi, top), at its clocks and "
         "threads; or give it a smaller batch",
     )
+
+
+def open_files(seen: Examination) -> Iterator[Finding]:
+    """A rank may not open as many connections as there may be: it does not start."""
+    for island in seen.islands:
+        has, needs = island.open_files, island.open_files_needed
+        if has is not None and needs is not None and has < needs:
+            yield Finding(
+                "open-files",
+                f"{island.label} allows {has:,} open files in a process, and a rank needs up to "
+                f"{needs:,}",
+                cure(needs),
+                stops=True,
+            )
 
 
 def slow_disk(seen: Examination) -> Iterator[Finding]:

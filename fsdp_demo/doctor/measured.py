@@ -38,6 +38,7 @@ class Island(Record):
         disk_mb_s: MB/s at which a checkpoint is written and on the disk. step_seconds: of a
             training step. None: not measured.
         transport: that carries the exchange.
+        open_files, open_files_needed: hard limit of descriptors, and how many a rank needs at most.
     """
 
     island: int
@@ -55,6 +56,8 @@ class Island(Record):
     disk_mb_s: float | None = None
     step_seconds: float | None = None
     transport: str = "zeromq"
+    open_files: int | None = None
+    open_files_needed: int | None = None
 
     @property
     def label(self) -> str:

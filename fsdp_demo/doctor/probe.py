@@ -41,16 +41,17 @@ class Probe:
     Args:
         me, other: the islands' numbers.
         seconds: that the whole measurement should take.
+        num_peers: that an island has in the run.
 
     Attributes:
         mine: what was measured of this island's messages to the other, so far.
     """
 
-    def __init__(self, pair: Pair, me: int, other: int, seconds: float):
+    def __init__(self, pair: Pair, me: int, other: int, seconds: float, num_peers: int = 1):
         self.pair, self.seconds = pair, seconds
         self.mine = Direction(me, other)
-        self._first = me < other
-        self._rtt = 0.0
+        self._first, self._num_peers = me < other, num_peers
+        self._rtt = self._least = 0.0
         self._rate = 0.0  # bytes per second, of the last message
 
     def run(self) -> Direction:
@@ -61,7 +62,7 @@ class Probe:
                 self._ping(leads)
             for leads in turns:
                 self._by_size(leads)
-            used = streams(self._agreed(self._rtt))
+            used = streams(self._agreed(self._least), self._num_peers)
             counts = sorted({*CONNECTIONS, used})
             self._note(connections=used)
             self.pair.widen(max(counts))
@@ -100,6 +101,7 @@ class Probe:
             ordered = sorted(seconds)
             steps = [abs(b - a) for a, b in zip(seconds, seconds[1:], strict=False)]
             self._rtt = statistics.median(seconds)
+            self._least = ordered[0]
             self._note(
                 rtt_ms=1e3 * self._rtt,
                 rtt_p95_ms=1e3 * ordered[min(int(0.95 * len(ordered)), len(ordered) - 1)],

@@ -61,6 +61,7 @@ def message_seconds(
     system: System,
     peers: int,
     idle: float = 0.0,
+    num_peers: int = 1,
 ) -> float:
     """Seconds from the hand-over of a message to its end.
 
@@ -68,6 +69,7 @@ def message_seconds(
         legs: bytes out of the island and into it, of each leg.
         peers: pairs of ranks that talk: shards x (islands - 1).
         idle: seconds for which the connections were idle before.
+        num_peers: that one rank has.
     """
     if not link:
         return 0.0
@@ -77,7 +79,8 @@ def message_seconds(
     total, open_window = 0.0, 0.0
     for i, leg in enumerate(legs):
         size = max(leg)
-        used = peers * min(streams(link.rtt), max(ceil(size / max(peers, 1) / PIECE), 1))
+        most = streams(link.rtt, num_peers)
+        used = peers * min(most, max(ceil(size / max(peers, 1) / PIECE), 1))
         pace = min(rate, used * system.window / link.rtt) if system.window else rate
         if system.slow_start and i == 0:
             open_window = _window(pace * link.rtt, used, idle, link.rtt, system.restarts)

@@ -198,7 +198,7 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
 
 def _timed(s: Situation, message: Message, pause: float) -> Timed:
     peers = s.shards * (s.islands - 1)
-    seconds = message_seconds(message.legs, s.line, s.system, peers, pause)
+    seconds = message_seconds(message.legs, s.line, s.system, peers, pause, s.islands - 1)
     before = after = 0.0
     if s.system.compression:
         p = s.processor

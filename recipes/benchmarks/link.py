@@ -105,7 +105,7 @@ def meet(topology: Topology, name: str, connections: int) -> Candidate:
         TOKEN if name.endswith(CURVE) else topology.token * (name != "gloo"),
     )
     as_many = (
-        mock.patch.object(peers, "streams", lambda rtt: connections)
+        mock.patch.object(peers, "streams", lambda rtt, num_peers: connections)
         if connections
         else nullcontext()
     )

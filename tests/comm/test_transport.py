@@ -135,7 +135,7 @@ def test_receives_are_posted_before_sends_and_pieces_take_turns(run_ranks, every
 
 
 def test_how_many_connections_follows_from_the_round_trip() -> None:
-    assert [streams(s) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [
+    assert [streams(s, 1) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [
         1,
         1,
         1,
@@ -144,6 +144,13 @@ def test_how_many_connections_follows_from_the_round_trip() -> None:
         8,
         peers.STREAMS,
     ]
+
+
+def test_all_peers_together_have_a_budget_of_connections() -> None:
+    for islands in (2, 3, 5, 8, 16, 24, 32, 48, 128):
+        count = streams(1.0, islands - 1)
+        assert count == 1 or count * (islands - 1) <= peers.BUDGET
+    assert streams(1.0, 4) == peers.STREAMS and streams(1.0, 31) == 1
 
 
 @pytest.mark.parametrize("late, expected", [(0.0, 1), (0.06, 4)])

@@ -299,3 +299,13 @@ def test_rules_name_what_they_are_called() -> None:
         if getattr(rule, "__module__", "") == module.__name__
         and rule.__annotations__.get("return") == "Iterator[Finding]"
     }
+
+
+@pytest.mark.parametrize("has, named", [(640, False), (639, True), (None, False)])
+def test_an_island_that_may_not_open_its_connections_does_not_start(has, named) -> None:
+    found = seen(open_files=[None, has], open_files_needed=[None, 640])
+    assert names(found) == ["open-files"] * named
+    if named:
+        finding = only(found)
+        assert finding.stops and "island 1 (i1) allows 639 open files" in finding.says
+        assert "ulimit -n 1024" in finding.cure
