@@ -17,7 +17,7 @@ from transformers import HfArgumentParser
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Mismatch, NeedsDecision, PeerLost
-from fsdp_demo.status import DECIDE, leave, tell_launcher
+from fsdp_demo.status import DECIDE, SAVED, leave, tell_launcher
 
 WRONG_USE = 2
 """The status of argparse."""
@@ -60,16 +60,15 @@ def parse(parser: HfArgumentParser) -> tuple[Any, ...]:
 @contextmanager
 def plainly() -> Iterator[None]:
     """Run a script so that an error that a person can mend ends it with the sentence alone: status
-    78 where islands do not do the same or somebody must choose, 1 where a peer did not come, 2 for
-    a wrong value. Any other error stays what it is.
+    78 where islands do not do the same or somebody must choose, 75 where a peer did not come or the
+    store does not answer, 2 for a wrong value. Any other error stays what it is.
     """
     try:
         yield
     except (NeedsDecision, Mismatch) as error:
-        tell_launcher(int(os.environ.get("RANK", "0")), DECIDE)
         _end(error, DECIDE)
     except PeerLost as error:
-        _end(error, 1)
+        _end(error, SAVED)
     except (ValueError, FileNotFoundError) as error:
         if not _own(error.__traceback__):
             raise
@@ -89,6 +88,8 @@ def _own(trace: TracebackType | None) -> bool:
 
 
 def _end(error: Exception, status: int) -> NoReturn:
+    if status in (SAVED, DECIDE):
+        tell_launcher(int(os.environ.get("RANK", "0")), status)
     if int(os.environ.get("RANK", "0")):
         time.sleep(AFTER)
     print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)

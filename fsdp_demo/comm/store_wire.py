@@ -40,6 +40,9 @@ VERSION = 2
 LARGEST_MESSAGE = 2 * LARGEST + 4096
 """Bytes of a question or an answer: two values and a key."""
 
+HIGHEST = 2**63 - 1
+"""Number that a question may have: the store's file keeps it in a signed integer of 64 bits."""
+
 NOBODY = bytes(16)
 """Identity that a client names which does not know the store yet."""
 
@@ -141,6 +144,8 @@ def read_question(data: bytes) -> Question:
     _check(magic == b"FDSQ" and version == VERSION and size == len(data), magic, version)
     if kind not in list(Kind) or FIELDS.get(Kind(kind), count) != count:
         raise WireError(f"a question of kind {kind} with {count} fields")
+    if number > HIGHEST:
+        raise WireError(f"a question has number {number}, allowed are 0 to {HIGHEST}")
     return Question(Kind(kind), store, client, number, _fields(data, _QUESTION.size, count))
 
 

@@ -623,6 +623,8 @@ def test_questions_and_answers_read_back_and_torn_ones_do_not() -> None:
         for size in range(len(data)):
             with pytest.raises(WireError):
                 read(data[:size])
+    with pytest.raises(WireError, match="number 9223372036854775808, allowed are"):
+        read_question(asked._replace(number=2**63).pack())
     long = struct.pack("<4sBBHQI", b"FDSA", VERSION, 0, 1, 1, 24) + struct.pack("<I", 2**32 - 1)
     with pytest.raises(WireError, match="torn"):
         read_answer(long)
