@@ -206,12 +206,17 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def in_one_piece(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a temporary file, sync it and give it its name: a reader sees the old file
-    or the whole new one.
+    or the whole new one. What has the temporary file's name is removed first: a link there would
+    let `write` into a file elsewhere.
     """
     part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
     write(part)
-    with open(part, "rb+") as file:
-        os.fsync(file.fileno())
+    handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
     os.replace(part, path)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from . import frames
-from .tcp import keep_alive
+from .tcp import HANDSHAKE_MS, keep_alive
 from .wire import WAITING, Piece, Wire
 
 LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
@@ -74,6 +74,8 @@ class Hub:
         """A connection to be."""
         with self.alone():
             wire = Wire(self, epoch)
+            if listens:
+                wire.socket.handshake_ivl = HANDSHAKE_MS
             if self.keys is not None:
                 (self.keys.listen if listens else self.keys.connect)(wire.socket)
             self.wires.append(wire)
@@ -100,6 +102,7 @@ class Hub:
         """A socket for what is not a connection of a peer group."""
         made = self.context.socket(kind)
         made.linger, made.maxmsgsize = 0, frames.LONGEST
+        made.handshake_ivl = HANDSHAKE_MS
         return made
 
     def forget(self, wire: Wire) -> None:

@@ -28,6 +28,12 @@ has a timeout of its own.
 """
 
 
+HANDSHAKE_MS = 2000
+"""Milliseconds after which a listener closes a connection that has not shaken hands, whether it has
+sent anything or not. libzmq's default is 30 s, in which strangers can use up all descriptors.
+"""
+
+
 def keep_alive(socket: Any) -> None:
     """Let the kernel send signs of life on the connections of a ZeroMQ socket. Before it is bound
     or connected.

@@ -21,7 +21,7 @@ from ..comm.address import split_address
 from ..comm.curve import Keys
 from ..comm.store_wire import LARGEST_MESSAGE, Answer, Question, Status, read_question
 from ..comm.stores import FILE, SALT, SCHEME
-from ..comm.tcp import keep_alive
+from ..comm.tcp import HANDSHAKE_MS, keep_alive
 from ..errors import WireError
 from .records import KEYS, MEMORY, ROOM, Records
 from .store import cure, reached_at, resolved
@@ -81,6 +81,7 @@ class DurableStore:
         made = self._context.socket(self._zmq.ROUTER)
         made.linger, made.ipv6, made.backlog = 0, ":" in host, 4096
         made.maxmsgsize, made.rcvhwm, made.sndhwm = LARGEST_MESSAGE, WAITING, WAITING
+        made.handshake_ivl = HANDSHAKE_MS
         keep_alive(made)
         if lock is not None:
             lock.listen(made)

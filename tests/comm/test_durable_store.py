@@ -596,6 +596,43 @@ def test_garbage_on_the_port_does_no_harm(run_ranks) -> None:
     assert alone(run_ranks, fn) == (b"v", b"v", b"v")
 
 
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_connection_that_does_not_shake_hands_is_closed(run_ranks, token: str) -> None:
+    """Whether it says nothing or stops in the middle of its greeting."""
+
+    def run(folder: Path) -> None:
+        store = Durable(token=token)
+        idle = [socket.create_connection(("127.0.0.1", store.port), timeout=15) for _ in range(20)]
+        for begun in idle[::2]:
+            begun.sendall(b"\xff" + bytes(8))
+        for one in idle:
+            while one.recv(64):  # its own greeting, then the end; a timeout where it keeps it
+                pass
+        store.client().set("key", "value")
+
+    alone(run_ranks, run)
+
+
+def test_a_question_numbered_beyond_the_file_is_refused_and_harms_nobody(run_ranks) -> None:
+    def run(folder: Path) -> None:
+        store = Durable()
+        client = zmq.Context().socket(zmq.DEALER)
+        client.linger = 0
+        client.connect(f"tcp://127.0.0.1:{store.port}")
+        client.send(Question(Kind.HELLO, NOBODY, b"a" * 16, 1).pack())
+        name = read_answer(client.recv()).fields[0]
+        client.send(Question(Kind.SET, name, b"b" * 16, 2**63, (b"k", b"v")).pack())
+        assert client.poll(10_000), "the store does not answer"
+        answer = read_answer(client.recv())
+        assert answer.status is Status.REFUSED and b"number" in answer.fields[0]
+        client.send(Question(Kind.SET, name, b"b" * 16, 2**63 - 1, (b"k", b"v")).pack())
+        assert read_answer(client.recv()).status is Status.DONE
+        client.close(0)
+        assert store.client().get("k") == b"v"
+
+    alone(run_ranks, run)
+
+
 def test_a_store_of_another_release_is_told_apart(run_ranks) -> None:
     """By the bytes of its answer; the five first are the same for ever."""
 
