@@ -140,10 +140,7 @@ def present(held: Sequence[Sequence[Held]], slots: Sequence[int]) -> list[bool]:
     """
     newest = max((h for each in held for h in each), key=_rank)
     then = json.loads(newest.participants or "null") or slots
-    return [
-        bool(each) and slot in then
-        for each, slot in zip(held, slots, strict=True)
-    ]
+    return [bool(each) and slot in then for each, slot in zip(held, slots, strict=True)]
 
 
 def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
