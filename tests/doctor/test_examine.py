@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import resource
 import math
+import resource
 
 import pytest
 
