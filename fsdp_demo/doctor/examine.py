@@ -47,9 +47,9 @@ def examine(
     Raises:
         PeerLost: no store, or an island did not come. ValueError: see `Council`.
     """
-    topology = guest(topology)
+    planned, topology = topology, guest(topology)
     own = address(topology)
-    mine = local(topology, own, disk_mb_s, step_seconds)
+    mine = local(planned, own, disk_mb_s, step_seconds)  # with room for those that come later
     if topology.kind != "islands":
         return Examination((mine,))
     council = Council(topology)

@@ -33,7 +33,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from report import table  # noqa: E402
-from slow_link_lab import PORT, Lab, LabError, missing  # noqa: E402
+from slow_link_lab import PORT, Lab, LabError, command, missing  # noqa: E402
 
 from fsdp_demo import attach, preset  # noqa: E402
 from fsdp_demo.comm import meet, newcomer, zeromq  # noqa: E402, F401  # loaded once for all
@@ -102,6 +102,22 @@ def _write(path: Path, what: dict[str, Any]) -> None:
     part.rename(path)
 
 
+def introduce(lab: Lab) -> None:
+    """Tell all nodes where the others are. What they would find out has room for 1,024 entries on a
+    whole machine (net.ipv4.neigh.default.gc_thresh3), which 33 islands fill."""
+    for i in range(lab.nodes):
+        hardware = ("address", f"02:00:00:00:00:{i:02x}")
+        command("ip", "-n", lab._space(i), "link", "set", "eth0", *hardware)
+    for i in range(lab.nodes):
+        lines = [
+            f"neigh replace {lab.address(j)} lladdr 02:00:00:00:00:{j:02x} dev eth0 nud permanent"
+            for j in range(lab.nodes)
+            if j != i
+        ]
+        words = ["ip", "-n", lab._space(i), "-batch", "-"]
+        subprocess.run(words, input="\n".join(lines), text=True, check=True)
+
+
 class Experiment:
     """So many islands and their store."""
 
@@ -117,6 +133,7 @@ class Experiment:
     def begin(self) -> None:
         if self.lab is not None:
             self.lab.up()
+            introduce(self.lab)
         self.endpoint = f"zmq://{self.address(0)}:{PORT}"
         words = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", self.endpoint]
         words += ["--file", str(self.folder / "store"), "--quiet"]

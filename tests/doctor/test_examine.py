@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import resource
 
 import pytest
 
@@ -64,6 +65,18 @@ def test_a_step_time_of_each_island(run_ranks) -> None:
 
     for found in run_ranks(run, islands=2, procs=1, timeout=120):
         assert "unequal-islands" in found
+
+
+def test_a_limit_of_open_files_that_all_slots_would_pass(run_ranks) -> None:
+    def run(rank) -> list[str]:
+        if rank.island:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+        seen, _ = examined()
+        return [f.says for f in findings(seen) if f.name == "open-files"]
+
+    env = {"ISLAND_SLOTS": "32"}
+    for (says,) in run_ranks(run, islands=2, procs=1, env=env, timeout=120):
+        assert says.startswith("island 1 (island1) allows 400 open files")
 
 
 def test_an_address_that_nobody_has_is_the_wrong_interface(run_ranks) -> None:
