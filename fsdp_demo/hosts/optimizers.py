@@ -212,7 +212,7 @@ def misfit(
                 return f"it holds {', '.join(sorted(there))} of {name}, which no optimizer has here"
             continue
         optimizer, group = by_id[id(p)]
-        known = fresh_state(optimizer, group, torch.empty(0, device=p.device))
+        known = fresh_state(optimizer, group, torch.empty(0, dtype=p.dtype, device=p.device))
         if known is None:
             if kinds is not None and sorted(kinds) != sorted(mine):
                 return who
