@@ -19,7 +19,6 @@ from ..comm.position import ShardPosition
 from ..errors import counted
 from .base import (
     LocalParam,
-    RefusesOldNames,
     is_dtensor,
     is_fsdp1_module,
     is_fsdp_module,
@@ -32,7 +31,7 @@ from .optimizers import materialise, optimizer_kind
 from .step_hooks import SCALED, OptimizerStepHooks, scales
 
 
-class TorchHost(RefusesOldNames):
+class TorchHost:
     """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
 
     def __init__(
