@@ -26,11 +26,11 @@ pytest.importorskip("transformers")  # shapes of the models
 import bytes as counting  # noqa: E402
 import figure_cells  # noqa: E402
 import memory as remembering  # noqa: E402
-import study_methods  # noqa: E402
 import tables  # noqa: E402
 import tables_costs  # noqa: E402
 import tables_links  # noqa: E402
 import tables_study  # noqa: E402
+from study.methods import sign_muloco  # noqa: E402
 
 from fsdp_demo import Link, load_config, preset, ring_all_reduce_bytes  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
@@ -197,7 +197,7 @@ def test_sign_muloco_has_what_the_study_chose() -> None:
     row = tables_study.tuned()["sign_muloco"]
     assert row["name"] == "sign_muloco tuned"
     rate, *chosen = figure_cells.load("study-main.json")["tuned"][row["name"]].split()
-    cell = study_methods.sign_muloco()
+    cell = sign_muloco()
     plain = preset("muloco", **{**cell.changes, "clip": 1.0, "lr": 0.8})
     assert {f"{key}={cell.changes[key]}" for key in ("momentum", "beta")} <= set(chosen)
     ours = preset("sign_muloco")

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "recipes" / "benchmarks" / "peers.py"
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent), str(ROOT / "docs" / "figures")]
 
@@ -32,6 +32,8 @@ import torch  # noqa: E402
 from peers_twins import PEERS  # noqa: E402
 
 from fsdp_demo import Link  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str, str]:

@@ -7,10 +7,12 @@ import torch
 
 from .test_study import SHORT, Cell, Run, as_threads  # sets the path, too
 
-import study_owners  # noqa: E402, I001 isort: skip
+from study import owners as study_owners  # noqa: E402, I001 isort: skip
 
 from fsdp_demo.channels import apply  # noqa: E402
 from fsdp_demo.config.channel import BLOCK  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +74,7 @@ def test_the_bytes_of_owners(replicas, back, share):
     assert study_owners.share_of_gather(cell.config(), shapes, replicas) == share
     result = {"bytes_sent": 1000, "curve": {"bytes": [500.0, 1000.0]}}
     model = torch.nn.Linear(256, 256, bias=False)
-    found = study_owners.recounted(result, cell, model)
+    found = study_owners.recounted(result, cell.config(), replicas, model)
     assert found["bytes_sent"] == 1000 * share and found["bytes_gathered"] == 1000
     assert found["curve"]["bytes"] == [500 * share, 1000 * share]
 

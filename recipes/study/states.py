@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from study_cells import Run
+
+from study.cells import Run
 
 LONG = 1e13
 """Parameters times tokens from which a run is saved: some ten minutes of a core."""

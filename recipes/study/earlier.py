@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from study_cells import Cell, Setting
-from study_methods import demo
-from study_tables import Table
-
 from fsdp_demo.config.patterns import EMBEDDINGS
+from study.cells import Cell, Setting
+from study.methods import demo
+from study.tables import Table
 
 EMBEDDING, ATTENTION, MLP = ["*embed*", "*lm_head*"], ["*self_attn*"], ["*mlp*"]
 """Shell patterns over parameter names of a Llama, by kind of matrix."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from study_cells import Cell, Setting
-from study_front import FRONT
-from study_methods import (
+from study.cells import Cell, Setting
+from study.front import FRONT
+from study.methods import (
     METHODS,
     MUON,
     Method,
@@ -25,8 +25,8 @@ from study_methods import (
     sign_muloco,
     with_feedback,
 )
-from study_questions import QUESTIONS
-from study_robust import ROBUST, winners
+from study.questions import QUESTIONS
+from study.robust import ROBUST, winners
 
 
 @dataclass(frozen=True)

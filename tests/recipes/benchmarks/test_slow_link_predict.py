@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
 
 import slow_link_predict as predict  # noqa: E402
 
 from fsdp_demo import Link  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 MEASURED = ROOT / "docs" / "figures" / "slow_link.json"
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from study_cells import Cell, Setting
-from study_methods import (
+from study.cells import Cell, Setting
+from study.methods import (
     MUON,
     STEPS,
     diloco,

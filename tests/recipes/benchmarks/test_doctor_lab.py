@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
 
 import doctor_lab as lab  # noqa: E402
 import doctor_machine as machine  # noqa: E402
 
 from fsdp_demo.doctor.findings import RULES  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

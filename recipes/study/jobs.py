@@ -16,9 +16,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from study_cells import Run
-
 from fsdp_demo.launch.processes import end_with_parent
+from study.cells import Run
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -77,14 +76,16 @@ def _work(pipe: Connection, compiled: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this one
     end_with_parent()
     logging.getLogger("fsdp_demo").setLevel(logging.WARNING)
-    from study_owners import recounted
-    from study_run import fresh_model, train_run
+    from study.owners import recounted
+    from study.run import fresh_model, train_run
 
     while order := pipe.recv():
         run, folder = order
         try:
-            result = train_run(run, compiled, folder)
-            pipe.send(recounted(result, run.cell, fresh_model(run)) if run.cell.owners else result)
+            result, cell = train_run(run, compiled, folder), run.cell
+            if cell.owners:
+                result = recounted(result, cell.config(), cell.replicas, fresh_model(run))
+            pipe.send(result)
         except Exception:
             pipe.send({"error": traceback.format_exc()})
 

@@ -10,7 +10,6 @@ pass to it, their parameters. Stacking them into batched products gained nothing
 from __future__ import annotations
 
 import copy
-import datetime
 import functools
 import gc
 import itertools
@@ -18,38 +17,31 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from pretrain import TrainArguments, load_model, schedule
-from study_cells import Cell, Run
-from study_precision import prepare, way
-from study_rounds import Rounds
-from study_states import States
-from study_texts import Texts, load_texts
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_demo import Exchange, ExchangeConfig, Topology, attach, base_optimizer, preset
-
-PATIENCE = 600.0
-"""Seconds that a replica waits for another."""
+from study.cells import Cell, Run
+from study.precision import prepare, way
+from study.rounds import Rounds
+from study.states import States
+from study.texts import load_texts
+from study.together import PATIENCE, Loss, Together
 
 COUNTS = ("bytes_sent", "bytes_received", "exchanges", "seconds_waiting")
 """Metrics that a run gives, counted on where it was interrupted."""
 
 POINTS = 48
 """Points of a loss curve: means of the training loss over as many parts of the run."""
-
-Loss = Callable[[Mapping[str, Tensor], Tensor], Tensor]
-"""(parameters by name, ids [rows, length] int64) -> mean loss per byte, nats."""
 
 
 class Failed(RuntimeError):
@@ -61,7 +53,7 @@ def loss_of(model: str, precision: str, compiled: bool) -> Loss:
     """The loss of a Llama of recipes/models as a function of its parameters.
 
     Args:
-        precision: "fp32", or "bf16" (study_precision.py).
+        precision: "fp32", or "bf16" (precision.py).
     """
     body = load_model(model, 258)
     if precision == "bf16":
@@ -77,49 +69,13 @@ def loss_of(model: str, precision: str, compiled: bool) -> Loss:
     return torch.compile(loss, dynamic=False, fullgraph=True) if compiled else loss
 
 
-@dataclass
-class Together:
-    """What the replicas of a run have in common.
-
-    Attributes:
-        vectors: [replicas, parameters] fp32.
-        start: the step they begin at, above 0 where the run goes on. spent: seconds until then.
-    """
-
-    run: Run
-    texts: Texts
-    loss: Loss
-    states: States
-    vectors: Tensor
-    barrier: threading.Barrier
-    store: dist.Store = field(default_factory=dist.HashStore)
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    errors: list[str] = field(default_factory=list)
-    shared: dict[str, Tensor] = field(default_factory=dict)
-    start: int = 0
-    spent: float = 0.0
-
-    def meet(self) -> None:
-        self.barrier.wait(PATIENCE)
-
-    def group(self, name: str, i: int) -> Any:
-        """The process group of replica i in a line of all replicas; each name is used once."""
-        patience = datetime.timedelta(seconds=PATIENCE)
-        prefix = dist.PrefixStore(name, self.store)
-        return dist.ProcessGroupGloo(prefix, i, self.run.cell.replicas, patience)
-
-    def rows(self, i: int) -> np.ndarray:
-        """The training rows of replica i; one replica alone takes those of the first of four."""
-        return self.texts.train[i :: max(self.run.cell.replicas, 4)]
-
-
 def train_run(run: Run, compiled: bool = True, folder: Path | None = None) -> dict[str, Any]:
     """Train the replicas of a run; returns losses (nats per byte), the loss curve, bytes, exchanges
     and seconds, as plain data.
 
     Args:
         compiled: forward and backward by torch.compile; False for short runs.
-        folder: of states to go on from, and of those that a long run saves (study_states.py).
+        folder: of states to go on from, and of those that a long run saves (states.py).
 
     Raises:
         Failed: a replica did.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from study_cells import Cell
-from study_methods import MUON, demo, diloco, full, muloco, sign_loco, sparse_loco, with_feedback
+from study.cells import Cell
+from study.methods import MUON, demo, diloco, full, muloco, sign_loco, sparse_loco, with_feedback
 
 LOCAL = [Cell(f"local_sgd H={p}", "local_sgd", {"period": p}, 1.4e-3) for p in (5, 20)]
 FRONT = [

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study_stats import Row, pareto
+from study.stats import Row, pareto
 
 DARK, ACCENT = "#1f2933", "#0b6e99"
 COLOURS = {

@@ -15,25 +15,26 @@ import torch
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "recipes" / "benchmarks" / "study.py"
-sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent)]
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "recipes" / "study" / "study.py"
+sys.path[:0] = [str(SCRIPT.parents[1])]
 
-import study  # noqa: E402
-import study_cells  # noqa: E402
-import study_gain  # noqa: E402
-import study_jobs  # noqa: E402
-import study_methods  # noqa: E402
-import study_precision  # noqa: E402
-import study_results  # noqa: E402
-import study_rounds  # noqa: E402
-import study_run  # noqa: E402
-import study_show  # noqa: E402
-import study_stats  # noqa: E402
-import study_texts  # noqa: E402
-import study_transforms  # noqa: E402
 from pretrain import TrainArguments, load_model, schedule  # noqa: E402
-from study_cells import Cell, Run, Setting  # noqa: E402
+from study import cells as study_cells  # noqa: E402
+from study import chosen  # noqa: E402
+from study import gain as study_gain  # noqa: E402
+from study import jobs as study_jobs  # noqa: E402
+from study import methods as study_methods  # noqa: E402
+from study import precision as study_precision  # noqa: E402
+from study import results as study_results  # noqa: E402
+from study import rounds as study_rounds  # noqa: E402
+from study import run as study_run  # noqa: E402
+from study import show as study_show  # noqa: E402
+from study import stats as study_stats  # noqa: E402
+from study import study as script  # noqa: E402
+from study import texts as study_texts  # noqa: E402
+from study import transforms as study_transforms  # noqa: E402
+from study.cells import Cell, Run, Setting  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 
 from fsdp_demo import attach, base_optimizer  # noqa: E402
@@ -41,7 +42,9 @@ from fsdp_demo.compression import transform as transforms  # noqa: E402
 from fsdp_demo.compression.blocks import EDGE, Layout  # noqa: E402
 from fsdp_demo.config import channel as checks  # noqa: E402
 
-from ..oracles.dct import basis  # noqa: E402
+from ...oracles.dct import basis  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 SHORT = Setting("tiny", steps=5, batch=2, length=32, warmup=2, held_out=4, precision="fp32")
 CELLS = [
@@ -281,9 +284,9 @@ def test_keys_follow_the_settings_and_not_the_name(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "counts"),
     [
-        *((name, True) for name in ("data.py", "study_run.py", "study_gain.py", "collectives.py")),
+        *((name, True) for name in ("data.py", "run.py", "gain.py", "collectives.py")),
         *((name, True) for name in ("topk.c", "fragments.py", "muon.py", "quantize.py")),
-        *((name, False) for name in ("study_show.py", "presets.py", "driver.py")),
+        *((name, False) for name in ("show.py", "presets.py", "driver.py")),
     ],
 )
 def test_what_calculates_is_part_of_the_version(monkeypatch, name, counts):
@@ -297,9 +300,9 @@ def test_what_calculates_is_part_of_the_version(monkeypatch, name, counts):
     assert (study_cells.code_version.__wrapped__() != version) == counts
 
 
-@pytest.mark.parametrize("name", study.TABLES)
+@pytest.mark.parametrize("name", chosen.TABLES)
 def test_every_cell_of_a_table_is_taken_by_the_library_under_one_name(name):
-    table, keys = study.TABLES[name], {}
+    table, keys = chosen.TABLES[name], {}
     cells = [cell for part in table.groups.values() for cell in part]
     cells += [cell for m in table.methods for cell in (m.published, *m.grid)]
     for cell in cells:
@@ -375,14 +378,14 @@ def played(monkeypatch):
             loss = 1.0 + abs(run.cell.lr - 4e-3) + run.seed / 1000
             done(run, {"error": "Traceback\nLost: peers"} if failed else result(loss))
 
-    monkeypatch.setattr(study, "train_all", train_all)
-    monkeypatch.setattr(study, "code_version", lambda: "played")
+    monkeypatch.setattr(script, "train_all", train_all)
+    monkeypatch.setattr(script, "code_version", lambda: "played")
     return trained
 
 
 def command(monkeypatch, output, *words):
     monkeypatch.setattr(sys, "argv", ["study.py", "--output", str(output), *words])
-    return study.main()
+    return script.main()
 
 
 def test_a_table_is_tuned_on_other_seeds_and_goes_on_where_it_stood(tmp_path, monkeypatch, played):
@@ -429,7 +432,7 @@ def test_without_the_grid_of_the_reference_nothing_stands_beside_it(tmp_path, mo
     one = Run(study_methods.METHODS[0].grid[0], Setting(), study_methods.TUNING_SEEDS[0])
     (tmp_path / "runs" / f"{one.key('played')}.json").unlink()
     kept = study_results.Results(tmp_path / "runs", "played", tmp_path / "none")
-    rows = study.Study("main", range(1), kept, {}, "local_sgd").rows()
+    rows = chosen.Study("main", range(1), kept, {}, "local_sgd").rows()
     assert [row.name for row in rows] == ["full", "local_sgd"]
     assert math.isnan(rows[0].difference) and rows[1].difference == 0.0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from study_cells import Cell, Setting
-from study_methods import (
+from fsdp_demo.config.patterns import EMBEDDINGS
+from study.cells import Cell, Setting
+from study.methods import (
     ADAMW,
     SHORT,
     STEPS,
@@ -19,8 +20,6 @@ from study_methods import (
     sparse_loco,
     with_feedback,
 )
-
-from fsdp_demo.config.patterns import EMBEDDINGS
 
 
 def decoupled(replicas: int) -> list[Cell]:
@@ -237,7 +236,7 @@ OTHERS = {
     ],
 }
 """Smaller tiles, one axis, a rotation without frequencies, square blocks without any transform
-(study_transforms.py).
+(transforms.py).
 """
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from fsdp_demo.compression.topk import top_k
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.config.channel import BLOCK
 from fsdp_demo.exchange.plan import plan_model
-
-if TYPE_CHECKING:
-    from study_cells import Cell
 
 
 @dataclass(frozen=True)
@@ -114,10 +111,12 @@ def _outer(
     return apply.outer(c, mean, arrival)
 
 
-def recounted(result: dict[str, Any], cell: Cell, model: torch.nn.Module) -> dict[str, Any]:
+def recounted(
+    result: dict[str, Any], config: ExchangeConfig, replicas: int, model: torch.nn.Module
+) -> dict[str, Any]:
     """The result of a cell with owners, with their bytes in place of those of the gather."""
     shapes = [(name, p.shape) for name, p in model.named_parameters()]
-    share = share_of_gather(cell.config(), shapes, cell.replicas)
+    share = share_of_gather(config, shapes, replicas)
     curve = {**result["curve"], "bytes": [v * share for v in result["curve"]["bytes"]]}
     sent = round(result["bytes_sent"] * share)
     return {**result, "bytes_gathered": result["bytes_sent"], "bytes_sent": sent, "curve": curve}

@@ -10,9 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from study_cells import Cell, Setting
-
 from fsdp_demo.config.patterns import EMBEDDINGS
+from study.cells import Cell, Setting
 
 TRIALS = 8
 TUNING_SEEDS = (100,)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from study_gain import capped
-from study_owners import owned
-from study_texts import digest
-from study_transforms import TRIALS, register
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset
+from study.gain import capped
+from study.owners import owned
+from study.texts import digest
+from study.transforms import TRIALS, register
 
 HERE = Path(__file__).parent
 MODEL = "study-small"
@@ -64,9 +64,9 @@ class Cell:
         attach_at: steps that are trained by `full` before this method is attached.
         slow: replica 0 takes half the rows of a step, as an island of half the speed would.
         inner: options of the inner optimizer, such as betas.
-        gain: 0, or a cap on the steady step of a round (study_gain.py) in place of a rise.
+        gain: 0, or a cap on the steady step of a round (gain.py) in place of a rise.
         owners: None, or what owners of blocks send back of each 4096 values, and the weight of what
-            they keep (study_owners.py).
+            they keep (owners.py).
     """
 
     name: str
@@ -156,8 +156,8 @@ them: a key has the whole configuration.
 """
 
 TRAINS = (
-    *("study_run.py", "study_precision.py", "study_texts.py"),
-    *("study_gain.py", "study_owners.py", "study_transforms.py"),
+    *("run.py", "together.py", "precision.py", "texts.py"),
+    *("gain.py", "owners.py", "transforms.py"),
 )
 """Files of this folder that do, too."""
 

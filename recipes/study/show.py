@@ -6,16 +6,15 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from report import table
-from study_cells import Run, parameters
-from study_methods import TUNING_SEEDS
-from study_results import FIGURES, write
-from study_stats import HEAD, Row, loss_of
 
-if TYPE_CHECKING:
-    from study import Study
+from study.cells import Run, parameters
+from study.chosen import Study
+from study.methods import TUNING_SEEDS
+from study.results import FIGURES, write
+from study.stats import HEAD, Row, loss_of
 
 FEW = 8
 """Rows of one group from which on a table has pictures in the documents."""
@@ -107,11 +106,11 @@ def keys(study: Study, runs: list[Run]) -> dict[str, float | None]:
 def draw(study: Study, rows: list[Row], output: Path, prefix: str = "") -> None:
     """Three pictures of a table; none without matplotlib."""
     try:
-        import study_plot
+        from study import plot
     except ImportError:
         return
-    study_plot.over_bytes(rows, output / f"{prefix}{study.name}-bytes.svg")
-    study_plot.intervals(rows, output / f"{prefix}{study.name}-intervals.svg")
+    plot.over_bytes(rows, output / f"{prefix}{study.name}-bytes.svg")
+    plot.intervals(rows, output / f"{prefix}{study.name}-intervals.svg")
     first = study.seeds[0]
     cells = [cell for part in study.cells().values() for cell in part]
     published = [] if not study.methods else [m.published for m in study.methods]
@@ -121,4 +120,4 @@ def draw(study: Study, rows: list[Row], output: Path, prefix: str = "") -> None:
         if cell not in published
         if (known := study.result(study.run(cell, first))) and "curve" in known
     }
-    study_plot.over_tokens(curves, output / f"{prefix}{study.name}-tokens.svg")
+    plot.over_tokens(curves, output / f"{prefix}{study.name}-tokens.svg")

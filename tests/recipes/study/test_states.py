@@ -11,9 +11,11 @@ pytest.importorskip("transformers")
 from . import test_study  # noqa: E402  (the folder of the benchmarks is on the path then)
 from .test_study import CELLS, SHORT  # noqa: E402
 
-import study_run  # noqa: E402  isort: skip
-import study_states  # noqa: E402  isort: skip
-from study_cells import Cell, Run  # noqa: E402  isort: skip
+from study import run as study_run  # noqa: E402  isort: skip
+from study import states as study_states  # noqa: E402  isort: skip
+from study.cells import Cell, Run  # noqa: E402  isort: skip
+
+pytestmark = pytest.mark.slow
 
 AFTER = 3
 """The step after which the runs here are interrupted; of five."""

@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 sys.path[:0] = [str(RECIPES / "benchmarks")]
 
 import trace_exchange as drawn  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def event(name: str, start: float, seconds: float, thread: int = 1) -> dict:

@@ -6,18 +6,16 @@ cosine rho, the steady gain of a round is rate (1 + mu / (1 - mu rho)).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from study_gain import Capped
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from torch.nn.utils import parameters_to_vector
 
 from fsdp_demo import ExchangeConfig
-
-if TYPE_CHECKING:
-    from study_run import Together
+from study.gain import Capped
+from study.together import Together
 
 STATE = ("count", "successive", "islands", "_anchor", "_last")
 

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
-SCRIPT = Path(__file__).parents[2] / "recipes" / "benchmarks" / "chaos.py"
+SCRIPT = Path(__file__).parents[3] / "recipes" / "benchmarks" / "chaos.py"
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent)]
 
 import chaos  # noqa: E402
@@ -29,9 +29,12 @@ from chaos_facts import Tape, at_tokens  # noqa: E402
 from chaos_picture import picture_of, svg  # noqa: E402
 from chaos_relay import Links, address  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="addresses in 127.0.0.0/8 and /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="addresses in 127.0.0.0/8 and /proc"
+    ),
+]
 KEYS = {
     "events",
     "by_kind",

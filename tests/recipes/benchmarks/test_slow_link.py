@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "recipes" / "benchmarks" / "slow_link.py"
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent)]
 
@@ -25,6 +25,8 @@ import slow_link  # noqa: E402
 import slow_link_lab as lab  # noqa: E402
 
 from fsdp_demo import Link, preset  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str, str]:

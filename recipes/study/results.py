@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from study_cells import Run, code_version
+from study.cells import Run, code_version
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 KEPT = FIGURES / "study-runs.jsonl"
@@ -71,7 +71,7 @@ class Results:
         write(self.folder / f"{facts['key']}.json", text)
 
     def states(self, run: Run) -> Path:
-        """The folder of a run that is under way (study_states.py), also where code that ends alike
+        """The folder of a run that is under way (states.py), also where code that ends alike
         has begun it.
         """
         at = [self.folder.parent / "states" / run.key(version) for version in self.versions]
