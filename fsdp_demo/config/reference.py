@@ -176,7 +176,7 @@ bf16. In a small model most values may go whole. The log says how many at the st
 """  # noqa: E501
 FORMAT_HEAD = """## Number formats
 
-Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](results-compression.md#number-formats) has errors and
+Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](measured/results-compression.md#number-formats) has errors and
 times.
 
 | format | bits of a value | values of a group | scales of a group |

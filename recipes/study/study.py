@@ -36,7 +36,7 @@ PACE = 60 / (parameters("study-small") * 4 * Setting().tokens)
 
 SAME = 1e-2
 """Nats that one run may end apart on another machine, where bf16 products are made another way:
-0.006 was seen (docs/study.md). On the same machine runs end equal.
+0.006 was seen (docs/measured/study.md). On the same machine runs end equal.
 """
 
 

@@ -44,23 +44,26 @@ PLACE = {
     table: page
     for page, names in {
         "README.md": "methods quickstart",
-        "docs/methods.md": "all-methods study-evidence",
+        "docs/methods.md": "all-methods",
         "docs/plan.md": "uplinks slow-predict",
         "docs/doctor.md": "doctor",
         "docs/architecture.md": "modules-comm modules-exchange",
-        "docs/results.md": "quickstart-settings slow-methods slow-delay",
-        "docs/results-compression.md": "published formats codec codec-stages positions scale",
-        "docs/results-step.md": "step idle zero-times zero-memory memory",
-        "docs/results-links.md": "slow-link peers",
-        "docs/results-faults.md": "storm storm-kinds",
-        "docs/study.md": "study-short study-main study-choice study-forms study-front study-claims",
-        "docs/study-momentum.md": "study-memory study-memory-larger study-transform"
+        "docs/measured/results.md": "quickstart-settings slow-methods slow-delay",
+        "docs/measured/results-compression.md": "published formats codec codec-stages"
+        " positions scale",
+        "docs/measured/results-step.md": "step idle zero-times zero-memory memory",
+        "docs/measured/results-links.md": "slow-link peers",
+        "docs/measured/results-faults.md": "storm storm-kinds",
+        "docs/measured/study.md": "study-short study-main study-choice study-forms study-front"
+        " study-claims study-evidence",
+        "docs/measured/study-momentum.md": "study-memory study-memory-larger study-transform"
         " study-transform-larger study-demo-adamw study-decoupled",
-        "docs/study-rounds.md": "study-divisor study-values study-owners study-feedback"
+        "docs/measured/study-rounds.md": "study-divisor study-values study-owners study-feedback"
         " study-one-bit study-states study-rise study-rounds",
-        "docs/study-robust.md": "study-replicas study-rates study-longer study-periods study-delay"
+        "docs/measured/study-robust.md": "study-replicas study-rates study-longer study-periods"
+        " study-delay"
         " study-slow-island study-attached study-precision study-text",
-        "docs/study-size.md": "study-size study-size-muloco study-size-ours",
+        "docs/measured/study-size.md": "study-size study-size-muloco study-size-ours",
     }.items()
     for table in names.split()
 }
