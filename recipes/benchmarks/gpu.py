@@ -14,6 +14,7 @@ memory of the exchange by torch's allocator beside `plan_memory`. Medians of --r
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -148,6 +149,7 @@ def row(name: str, repeat: int, trace: Path | None) -> dict[str, Any]:
             found |= {"kept": rank.kept, "peak": rank.peak}
             rank.exchange.detach()
         del rank
+        gc.collect()
         torch.cuda.empty_cache()
     plan = plan_memory(config, load("llama-3.2-1b"), islands=2, shards=SHARDS)
     found |= {"planned": plan.device_state, "planned_flight": plan.device_flight}
