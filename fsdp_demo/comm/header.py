@@ -332,6 +332,6 @@ def memory(t: Tensor) -> Any:
     """
     if not t.numel():
         return b""
-    buffer = (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr())
+    buffer: Any = (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr())
     buffer.tensor = t
     return buffer

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,9 @@ class StepRuntime:
         acted: the step whose gradients were exchanged, wholly; -1 for none.
         since: the step from which this replica has trained by itself; later than 0 where it has
             joined a run under way.
+        seconds: that the last step has taken.
+        stops_by: all islands are told to end, and this one sends nothing more: the time at which it
+            stops at the latest (`time.monotonic`). ends_at: the number of steps at which it does.
         unlike: another island's torch, device or processor is unlike this one's: replicas may
             differ in the last bit.
         ahead: called ahead of a step until it is None: what is to be done ahead of the first one
@@ -84,6 +88,8 @@ class StepRuntime:
         handing: called at the end of a step in which an island that joins asks for this one's state
             (`snapshot.py`).
         at_end: called at the end of a step, behind everything else.
+        goes_on: called at the end of a step after which this island is to stop alone: whether it
+            trains on for a moment (`farewell.py`).
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
         watches_gradients: see `Exchange.watch_gradients`.
@@ -120,6 +126,9 @@ class StepRuntime:
         self.drift: float | None = None
         self.begun = self.acted = -1
         self.since = self.rows = 0
+        self.seconds, self._ended_at = 0.0, time.monotonic()
+        self.stops_by: float | None = None
+        self.ends_at = -1
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.rows_differ = False
         self.raises_stopped = True
@@ -129,6 +138,7 @@ class StepRuntime:
         self.told: dict[str, Any] = {}
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
+        self.goes_on: Callable[[], bool] | None = None
         # of the step under way, where an island follows
         self._rates: list[list[dict[str, Any]]] | None = None
 
@@ -269,6 +279,8 @@ class StepRuntime:
                     self.exchange(mine, due, step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
+        now = time.monotonic()
+        self.seconds, self._ended_at = now - self._ended_at, now
         asked = self._settle_stop()
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
@@ -511,6 +523,7 @@ class StepRuntime:
         earlier all of them know."""
         if self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
+            known |= self.stops_by is not None
             if not self._pace.due(now=known):
                 return False
         self._exchanged = False
@@ -525,6 +538,8 @@ class StepRuntime:
             self.queue.watch.stop, alone, alone and self.status.told, unasked
         )
         together = bool(flags)
+        if told and not together and self.goes_on is not None and self.goes_on():
+            return not unwanted
         self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
         self.leaving = bool(int(flags) & LEAVING if together else told)
         return not unwanted
