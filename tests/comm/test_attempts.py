@@ -508,6 +508,29 @@ def test_who_cannot_meet_the_others_hears_who_is_missing(run_ranks, run) -> None
     run_ranks(alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"})
 
 
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+def test_a_store_from_an_older_copy_of_its_file_is_noticed(run_ranks, run, everywhere) -> None:
+    """It lacks the newest record of the members: who was lost would be a member still, there."""
+    everywhere.setattr(presence, "ASK", 0.1)
+
+    def fn(me: Any) -> int:
+        exchange = attach()
+        step(exchange)
+        if me.island == 1:
+            os._exit(9)
+        step(exchange)
+        topology = exchange.topology
+        topology.open_store().under(topology.meeting()).delete("record/1")
+        for _ in range(25):
+            step(exchange)
+            time.sleep(0.1)
+        return exchange.step
+
+    found = run_ranks(fn, 2, 1, env=run, check=False)[0]
+    said = f"the store at {run['ISLAND_ENDPOINT']} lacks record 1 of this run's members"
+    assert found.value == 27 and found.log.count(said) == 1, found.log
+
+
 def test_who_was_left_alone_hears_that_the_others_have_begun_anew(
     run_ranks, run, everywhere
 ) -> None:
