@@ -38,6 +38,8 @@ ANCHORS = (
     "late-gradients",
     "step-failed",
     "base-optimizer",
+    "second-copy",
+    "parameters-written",
     "wrong-optimizer",
     "grad-scaler",
     "unknown-key",

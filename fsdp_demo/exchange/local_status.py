@@ -33,6 +33,8 @@ class Said:
             were not.
         norm: of the contribution, of the whole island; 0 where it is not looked at.
         total: int64 scalar, the 64-bit sum of what must be equal; None where it is not compared.
+        rewritten: more than 0 where something else has written parameters since an exchange. It is
+            not sent: only the thread that sends can read it.
     """
 
     weight: float = 1.0
@@ -42,13 +44,16 @@ class Said:
     run: float | Tensor = 0.0
     total: Tensor | None = None
     norm: float | Tensor = 0.0
+    rewritten: float | Tensor = 0.0
 
     def numbers(self, device: torch.device) -> list[Tensor]:
-        """(loss, bad, run, norm) as fp32 [4] on `device`, and the total if there is one."""
+        """(loss, bad, run, norm, rewritten) as fp32 [5] on `device`, and the total if there is
+        one.
+        """
         loss = self.loss if self.loss is not None else float("nan")
         parts = [
             v if isinstance(v, Tensor) else torch.full((), v, device=device, dtype=torch.float32)
-            for v in (loss, self.bad, self.run, self.norm)
+            for v in (loss, self.bad, self.run, self.norm, self.rewritten)
         ]
         return [
             torch.stack([p.float() for p in parts]),

@@ -39,6 +39,7 @@ class Watch:
         self.left_out, self.far, self.unlike, self._speaks, self._run = 0, 0, False, speaks, 0.0
         self.compares = speaks and peers is not None and peers.size > 1
         self.loss, self.stop = math.nan, 0
+        self._warned = False
 
     def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
         """Refuse sums that must be equal and are not, and a mean of nobody. In the worker's thread,
@@ -137,6 +138,19 @@ class Watch:
         except NotFinite as error:
             return error
         return None
+
+    def warn_of_rewritten(self) -> None:
+        """Something else than the base optimizer has written parameters of this island (see
+        `Rewritten`): say so once."""
+        if self._speaks and not self._warned:
+            self._warned = True
+            log.warning(
+                "parameters were written between an exchange and the step after it, by something "
+                "other than the attached optimizer. A wrapper that writes them from its own copy "
+                "undoes exchanges: leave it out, or take a preset that exchanges gradients. Weight "
+                "clipping is allowed, and counts as a move of this island%s",
+                see("parameters-written"),
+            )
 
     def hear(self, headers: Sequence[Header], stop: int) -> None:
         """Note what the headers of a message say, once the island has voted that it is here.
