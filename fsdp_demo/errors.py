@@ -26,6 +26,7 @@ ANCHORS = (
     "step-count",
     "replicas-differ",
     "same-rows",
+    "rates-differ",
     "island-lost",
     "island-stands",
     "expelled",

@@ -46,8 +46,7 @@ from ..hosts.base import TrainingHost
 from . import rates
 from .copies import Copies
 from .in_flight import InFlightQueue
-from .local_status import LocalStatus
-from .rewritten import Rewritten
+from .local_status import LocalStatus, Rewritten, mean_rate
 from .vote_pace import VotePace
 
 log = logging.getLogger("fsdp_demo")
@@ -435,6 +434,7 @@ class StepRuntime:
                 bad=bad,
                 total=self._total(outgoing),
                 norm=self._norm(outgoing),
+                rate=mean_rate(self.host),
                 rewritten=self.rewritten.take(),
             ),
         )
