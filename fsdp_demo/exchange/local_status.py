@@ -1,6 +1,6 @@
 """What a replica says of itself in the header of its messages: tokens, loss, learning rate, a wish
-to stop, and whether its contribution is finite. And what it only finds out by the way: whether something else
-than the optimizer writes its parameters (`Rewritten`).
+to stop, and whether its contribution is finite. And what it finds out by the way: whether something
+else than the optimizer writes its parameters (`Rewritten`).
 """
 
 from __future__ import annotations
