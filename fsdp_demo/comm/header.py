@@ -349,7 +349,11 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
 
 
 def memory(t: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor as a buffer, without a copy and without numpy."""
-    return (
-        (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()) if t.numel() else b""
-    )
+    """The memory of a contiguous CPU tensor as a buffer, without a copy and without numpy. The
+    buffer keeps the tensor alive, also where nobody else holds it, such as a copy from a GPU.
+    """
+    if not t.numel():
+        return b""
+    buffer = (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr())
+    buffer.tensor = t
+    return buffer

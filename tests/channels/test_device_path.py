@@ -4,6 +4,7 @@ bits that the CPU comes to."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -375,6 +376,7 @@ def test_the_stand_in_refuses_what_waits() -> None:
             lambda: host.to(DEVICE, non_blocking=True),
             lambda: host.copy_(a, non_blocking=True),
             lambda: pin(host.clone()).copy_(a),
+            lambda: operator.setitem(a, 0, 1.0),
         ]
         for read in reads:
             with pytest.raises(Synchronised):
