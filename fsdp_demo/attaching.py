@@ -26,7 +26,7 @@ from .exchange.startup import OwnCheckpoint, Start
 from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
-from .hosts.torch_params import TorchHost, unwrap, unwrap_model
+from .hosts.torch_params import TorchHost, unwrap_model
 from .status import SAVED, leave, tell_launcher
 
 log = logging.getLogger("fsdp_demo")
@@ -104,9 +104,7 @@ def attach(
             optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
         )
         return attached
-    optimizers = [
-        unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
-    ]
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = unwrap_model(model)
     return join(TorchHost(optimizers, inner), settled(config, changes), **{**given, "model": inner})
 
