@@ -294,18 +294,13 @@ class InFlightQueue:
                 else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
             )
         self.watch.hear(headers, int(stop))
-<<<<<<< HEAD
+        if rewritten:
+            self.watch.warn_of_rewritten()
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
             told = zip(arrived.slots, headers, strict=False)
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)
-=======
-        if rewritten:
-            self.watch.warn_of_rewritten()
-        if headers and flight.step >= 0 and arrived.slots != self.history.slots:
-            self.history.hear(flight.step, arrived.slots)
->>>>>>> h-a3
         return arrived
 
     # ---- a run that goes on --------------------------------------------------------------------
