@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from .checkpoint.exchange_state import SavedExchange
-from .comm import attempts
-from .comm.environment import restarted
 from .comm.ranks import Ranks
 from .comm.topology import Topology
 from .config.auto import AutoChoice, undecided
 from .config.load import changed, load_config
 from .config.schema import ExchangeConfig
-from .errors import PeerLost, see
+from .errors import see
 from .exchange import log_setup
 from .exchange.exchange import Exchange
 from .exchange.startup import OwnCheckpoint, Start
@@ -27,9 +24,6 @@ from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
 from .hosts.torch_params import TorchHost, unwrap_model
-from .status import SAVED, leave, tell_launcher
-
-log = logging.getLogger("fsdp_demo")
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -150,13 +144,9 @@ def join(
         # in a mesh nobody looks into a store, else all ranks of torch's group are one island
         island = Ranks.everywhere(host.device)
         config, choice = automatic.remembered(topology, state, config, island)
-    try:
-        exchange = Exchange(
-            host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
-        )
-    except PeerLost as error:
-        _try_again(topology, error)
-        raise
+    exchange = Exchange(
+        host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
+    )
     if choice is not None:
         exchange.auto_choice = choice
         automatic.watch(exchange, choice)
@@ -201,20 +191,6 @@ def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:
         "(fully_shard, DistributedDataParallel); or start one process per island"
         f"{see('rank-taken')}"
     )
-
-
-def _try_again(topology: Topology, error: PeerLost) -> None:
-    """An island that could not join a run under way, or could not meet the others after its
-    supervisor had started it again, ends with status 75: its supervisor starts it once more."""
-    try:
-        late = topology.elastic and attempts.join(topology).taken.late
-        joins = topology.elastic and (restarted(os.environ) or late)
-    except PeerLost:  # not even the store answers
-        return
-    if joins:
-        log.error("%s could not join the run: %s", topology.name, error)
-        tell_launcher(topology.rank, SAVED)
-        leave(SAVED)
 
 
 def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:

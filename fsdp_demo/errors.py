@@ -103,13 +103,19 @@ def size(count: float) -> str:
 
 class PeerLost(RuntimeError):
     """A peer island died or was silent for longer than the timeout. What was in flight has not been
-    applied.
+    applied. Uncaught, it ends Python with status 75 (`status.end_by_lost_peers`).
+
+    Attributes:
+        unsaved: this island then failed to save what it has (a full disk): uncaught, the status is
+            1, since a start from its last checkpoint would lose steps.
 
     Example:
         >>> from fsdp_demo import PeerLost
         >>> issubclass(PeerLost, RuntimeError)
         True
     """
+
+    unsaved = False
 
 
 class StoreSilent(PeerLost):

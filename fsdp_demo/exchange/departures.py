@@ -41,6 +41,7 @@ class Departures:
         if topology.elastic and topology.rank == 0 and peers is not None:
             self._presence.fence(
                 lambda: len(peers.alive) < topology.count,
+                lambda: peers.epoch,
                 # told to end, too: this one saves what it has, and is no member any more
                 lambda why: None if peers.all_end else peers.expel(why),
             )
