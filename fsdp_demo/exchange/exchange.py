@@ -45,7 +45,7 @@ from .copies import Copies
 from .departures import Departures
 from .first_step import FirstStep
 from .readings import Readings
-from .refusals import refuse_dcp, refuse_shown, warn_of_outside
+from .refusals import refuse_dcp, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
 
@@ -92,6 +92,7 @@ class Exchange(Readings):
     ):
         self.topology, self.host, start = topology, host, start or Start()
         assembly.check(config, host)
+        refuse_meta(host, model)
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None

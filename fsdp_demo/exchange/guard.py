@@ -64,6 +64,9 @@ def guard(
     them; who is told to end sends the others what it has done since its last exchange first, for at
     most ISLAND_STOP seconds.
 
+    In a thread that is not the main one SIGTERM is left alone, since Python handles signals in the
+    main thread only; a warning says so.
+
     Args:
         save: saves what this rank has; must not use collectives.
         resume: the command that goes on from there, for the log.
@@ -75,11 +78,28 @@ def guard(
         >>> with fsdp_demo.guard(exchange, save=None, resume="python train.py --resume"):
         ...     pass  # the training loop
     """
+    with _sigterm(exchange):
+        try:
+            yield
+        except (PeerLost, WireError, Stopped) as error:
+            _leave(exchange, error, save, resume)
+
+
+@contextmanager
+def _sigterm(exchange: Exchange) -> Iterator[None]:
+    """SIGTERM is a wish to stop, where this thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        log.warning(
+            "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
+            "handles signals in the main thread only. Train there, or let a handler of the main "
+            "thread call exchange.request_stop()",
+            threading.current_thread().name,
+        )
+        yield
+        return
     old = signal.signal(signal.SIGTERM, lambda *_: _told(exchange))
     try:
         yield
-    except (PeerLost, WireError, Stopped) as error:
-        _leave(exchange, error, save, resume)
     finally:
         signal.signal(signal.SIGTERM, old)
 

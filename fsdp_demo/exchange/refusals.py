@@ -79,6 +79,19 @@ def refuse(host: TrainingHost, gradients: bool) -> None:
             )
 
 
+def refuse_meta(host: TrainingHost, model: torch.nn.Module | None) -> None:
+    """Raise ValueError for tensors on the meta device, which have no values yet."""
+    own = zip((s.name for s in host.params), host.tensors("parameter"), strict=True)
+    rest = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, t in (*own, *rest) if t is not None and t.is_meta]
+    if empty:
+        raise ValueError(
+            "tensors on the meta device, which have no values: "
+            f"{_first(list(dict.fromkeys(empty)))}; call model.to_empty(device=...), initialise or "
+            "load the weights, build the optimizer, then attach"
+        )
+
+
 def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer that has another one take the step, on gradients that it
     takes at other parameters: sharpness-aware ones. Its own `step` may never be called.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,36 @@ def test_weights_loaded_after_attach(kind: str) -> None:
     net.load_state_dict(saved)  # later it is the user's own
     step(net, optimizer)
     assert exchange.step == 2
+
+
+# ---- places where it cannot work ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["all of it", "a frozen part"])
+def test_tensors_without_values(what: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    if what == "a frozen part":
+        model[1].requires_grad_(False)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(ValueError, match=r"on the meta device.*1\.weight, 1\.bias; .*to_empty"):
+        fsdp_demo.attach(optimizer, KINDS["diloco"], model=model)
+
+
+def test_guard_in_a_thread_says_that_it_hears_no_signal(said: Any) -> None:
+    net, ended = alone(), []
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
+
+    def train() -> None:
+        with fsdp_demo.guard(exchange):
+            step(net, optimizer)
+        ended.append(exchange.step)
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
+    assert ended == [1]
+    assert "guard in the thread 'trainer' does not hear SIGTERM" in said()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
