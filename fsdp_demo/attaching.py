@@ -45,6 +45,7 @@ def attach(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
     **changes: Any,
 ) -> Exchange:
     """Join the replicas of a model: from now on every `optimizer.step()` takes part in the
@@ -75,6 +76,8 @@ def attach(
             that says the effective batch.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
             exchange that a loss had cut off.
+        fresh: at a step above 0 there is no state because none is wanted: no warning says what is
+            lost without it.
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
@@ -98,6 +101,7 @@ def attach(
         "state": state,
         "batch": batch,
         "catch_up": catch_up,
+        "fresh": fresh or None,
     }
     if (door := registry.find_host(optimizer)) is not None:
         attached: Exchange = door.attach(
@@ -108,7 +112,11 @@ def attach(
         unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     ]
     inner = unwrap_model(model)
-    return join(TorchHost(optimizers, inner), settled(config, changes), **{**given, "model": inner})
+    return join(
+        TorchHost(optimizers, inner),
+        settled(config, changes),
+        **{**given, "model": inner, "fresh": fresh},
+    )
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
@@ -133,6 +141,7 @@ def join(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
 ) -> Exchange:
     """`attach` for the parameters of any engine.
 
@@ -153,9 +162,8 @@ def join(
         island = Ranks.everywhere(host.device)
         config, choice = automatic.remembered(topology, state, config, island)
     try:
-        exchange = Exchange(
-            host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
-        )
+        start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
+        exchange = Exchange(host, config, model, topology, start)
     except PeerLost as error:
         _try_again(topology, error)
         raise

@@ -4,6 +4,7 @@ cure, or a line in the log.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -87,6 +88,51 @@ def test_weights_loaded_after_attach(kind: str) -> None:
     net.load_state_dict(saved)  # later it is the user's own
     step(net, optimizer)
     assert exchange.step == 2
+
+
+# ---- a run that goes on without the exchange's state -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("diloco", "(anchors, outer momenta)"),
+        ("demo", "(accumulators)"),
+        ("local_sgd", ""),
+        ("full", ""),
+    ],
+)
+def test_what_a_step_without_a_state_loses(kind: str, lost: str, said: Any) -> None:
+    net = alone()
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    step(net, optimizer)
+    state = copy.deepcopy(exchange.state_dict())
+    exchange.detach()
+    for more in ({"state": state}, {"step": 1, "state": state}, {"step": 1, "fresh": True}):
+        exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net, **more)
+        assert exchange.step == 1
+        exchange.detach()
+    assert "without a saved state" not in said()
+    fsdp_demo.attach(optimizer, KINDS[kind], model=net, step=1).detach()
+    assert said().count("attach at step 1 without a saved state of the exchange") == bool(lost)
+    assert lost in said() and ("load_exchange(FOLDER)" in said()) == bool(lost)
+
+
+def test_which_islands_lose_their_steps_without_a_state(islands: Any) -> None:
+    def run(topology: Any) -> str:
+        lines: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        net = Net(topology)
+        fsdp_demo.attach(
+            sgd(net.parameters()), KINDS["local_sgd"], model=net, topology=topology, step=3
+        ).detach()
+        return " | ".join(lines)
+
+    for text in islands(run):
+        assert "lost (parameters of all islands but " in text and "island 0" in text, text
 
 
 # ---- places where it cannot work ---------------------------------------------------------------
