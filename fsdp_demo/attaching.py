@@ -39,6 +39,7 @@ def attach(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
     **changes: Any,
 ) -> Exchange:
     """Join the replicas of a model: from now on every `optimizer.step()` takes part in the
@@ -69,6 +70,8 @@ def attach(
             that says the effective batch.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
             exchange that a loss had cut off.
+        fresh: at a step above 0 there is no state because none is wanted: no warning says what is
+            lost without it.
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
@@ -92,6 +95,7 @@ def attach(
         "state": state,
         "batch": batch,
         "catch_up": catch_up,
+        "fresh": fresh or None,
     }
     if (door := registry.find_host(optimizer)) is not None:
         attached: Exchange = door.attach(
@@ -100,7 +104,11 @@ def attach(
         return attached
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = unwrap_model(model)
-    return join(TorchHost(optimizers, inner), settled(config, changes), **{**given, "model": inner})
+    return join(
+        TorchHost(optimizers, inner),
+        settled(config, changes),
+        **{**given, "model": inner, "fresh": fresh},
+    )
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
@@ -125,6 +133,7 @@ def join(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
 ) -> Exchange:
     """`attach` for the parameters of any engine.
 
@@ -144,9 +153,8 @@ def join(
         # in a mesh nobody looks into a store, else all ranks of torch's group are one island
         island = Ranks.everywhere(host.device)
         config, choice = automatic.remembered(topology, state, config, island)
-    exchange = Exchange(
-        host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
-    )
+    start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
+    exchange = Exchange(host, config, model, topology, start)
     if choice is not None:
         exchange.auto_choice = choice
         automatic.watch(exchange, choice)

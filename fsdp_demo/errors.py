@@ -32,6 +32,7 @@ ANCHORS = (
     "expelled",
     "not-finite",
     "changed-since-attach",
+    "no-exchange-state",
     "one-rank-calls",
     "copies-differ",
     "attached-twice",

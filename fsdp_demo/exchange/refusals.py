@@ -42,18 +42,26 @@ def refuse_shown(shows_result: bool, what: str) -> None:
         )
 
 
-def refuse_dcp() -> None:
-    """Raise ValueError if torch.distributed.checkpoint itself asks for the state of an exchange. Of
-    a name that all ranks have it writes one tensor, so it would keep one rank's state for all.
+BESIDE = (
+    "each rank has a state of its own, and of those that checkpoint keeps one for all ranks. Save "
+    "it beside, by fsdp_demo.checkpoint.save_exchange(FOLDER, exchange) on every rank, and give "
+    "attach(state=load_exchange(FOLDER))"
+)
+"""Why others cannot save an exchange, and the cure."""
+
+REGISTERED = f"an exchange registered for checkpointing with Accelerate: {BESIDE}"
+
+
+def refuse_foreign_savers() -> None:
+    """Raise ValueError if torch.distributed.checkpoint or Accelerate asks for the state of an
+    exchange. Of a name that all ranks have the first writes one tensor, the second the file of its
+    main process: either would keep one rank's state for all.
     """
-    frame = sys._getframe(2)  # who has called what calls this
-    if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
-        raise ValueError(
-            "an exchange in a state dict of torch.distributed.checkpoint: each rank has a state of "
-            "its own, and of those that checkpoint keeps one for all ranks. Save it beside, by "
-            "fsdp_demo.checkpoint.save_exchange(FOLDER, exchange) on every rank, and give "
-            "attach(state=load_exchange(FOLDER))"
-        )
+    asks = str(sys._getframe(2).f_globals.get("__name__"))  # who has called what calls this
+    if asks.startswith("torch.distributed.checkpoint"):
+        raise ValueError(f"an exchange in a state dict of torch.distributed.checkpoint: {BESIDE}")
+    if asks == "accelerate.checkpointing":
+        raise ValueError(REGISTERED)
 
 
 def refuse(host: TrainingHost, config: ExchangeConfig) -> None:
@@ -88,6 +96,19 @@ def refuse(host: TrainingHost, config: ExchangeConfig) -> None:
                 "torch.optim.Adam and "
                 "nn.Embedding(sparse=False), or clip=None with a preset that exchanges no gradients"
             )
+
+
+def refuse_meta(host: TrainingHost, model: torch.nn.Module | None) -> None:
+    """Raise ValueError for tensors on the meta device, which have no values yet."""
+    own = zip((s.name for s in host.params), host.tensors("parameter"), strict=True)
+    rest = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, t in (*own, *rest) if t is not None and t.is_meta]
+    if empty:
+        raise ValueError(
+            "tensors on the meta device, which have no values: "
+            f"{_first(list(dict.fromkeys(empty)))}; call model.to_empty(device=...), initialise or "
+            "load the weights, build the optimizer, then attach"
+        )
 
 
 def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
