@@ -67,6 +67,7 @@ class ZeroHost(RefusesOldNames):
 
     def __init__(self, engine: Any):
         self.engine, self.partitions = engine, adapter(engine)
+        self.wrappers: list[Any] = []
         self.partitions.check()
         self.params: list[LocalParam] = []
         self._pieces: list[_Piece] = []

@@ -23,7 +23,7 @@ from .exchange.startup import OwnCheckpoint, Start
 from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
-from .hosts.torch_params import TorchHost, unwrap, unwrap_model
+from .hosts.torch_params import TorchHost, unwrap_model
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -39,6 +39,7 @@ def attach(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
     **changes: Any,
 ) -> Exchange:
     """Join the replicas of a model: from now on every `optimizer.step()` takes part in the
@@ -69,6 +70,8 @@ def attach(
             that says the effective batch.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
             exchange that a loss had cut off.
+        fresh: at a step above 0 there is no state because none is wanted: no warning says what is
+            lost without it.
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
@@ -92,17 +95,20 @@ def attach(
         "state": state,
         "batch": batch,
         "catch_up": catch_up,
+        "fresh": fresh or None,
     }
     if (door := registry.find_host(optimizer)) is not None:
         attached: Exchange = door.attach(
             optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
         )
         return attached
-    optimizers = [
-        unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
-    ]
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = unwrap_model(model)
-    return join(TorchHost(optimizers, inner), settled(config, changes), **{**given, "model": inner})
+    return join(
+        TorchHost(optimizers, inner),
+        settled(config, changes),
+        **{**given, "model": inner, "fresh": fresh},
+    )
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
@@ -127,6 +133,7 @@ def join(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
 ) -> Exchange:
     """`attach` for the parameters of any engine.
 
@@ -146,9 +153,8 @@ def join(
         # in a mesh nobody looks into a store, else all ranks of torch's group are one island
         island = Ranks.everywhere(host.device)
         config, choice = automatic.remembered(topology, state, config, island)
-    exchange = Exchange(
-        host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
-    )
+    start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
+    exchange = Exchange(host, config, model, topology, start)
     if choice is not None:
         exchange.auto_choice = choice
         automatic.watch(exchange, choice)

@@ -30,9 +30,8 @@ OPTIMIZER = (
     "RunState.restore(..., fresh=True) (recipes/pretrain.py: --fresh-exchange)"
 )
 FRESH = (
-    "or start the exchange anew: attach(..., step=STEP) without state= (recipes/pretrain.py: "
-    "--fresh-exchange; Trainer: "
-    "ExchangeCallback(..., fresh=True))"
+    "or start the exchange anew: attach(..., step=STEP, fresh=True) without state= "
+    "(recipes/pretrain.py: --fresh-exchange; Trainer: ExchangeCallback(..., fresh=True))"
 )
 
 

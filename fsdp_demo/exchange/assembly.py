@@ -25,7 +25,7 @@ from .runtime import StepRuntime
 
 def check(config: ExchangeConfig, host: TrainingHost) -> None:
     """Raise ValueError where the method is not defined for these optimizers or parameters."""
-    refuse(host, config.needs_gradients)
+    refuse(host, config)
     check_inner(config, host.optimizer_names, host.optimizers)
 
 

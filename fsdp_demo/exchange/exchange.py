@@ -46,7 +46,7 @@ from .copies import Copies
 from .departures import Departures
 from .first_step import FirstStep
 from .readings import Readings
-from .refusals import refuse_dcp, refuse_shown, warn_of_outside
+from .refusals import refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
 
@@ -93,6 +93,7 @@ class Exchange(Readings):
     ):
         self.topology, self.host, start = topology, host, start or Start()
         assembly.check(config, host)
+        refuse_meta(host, model)
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
@@ -206,7 +207,7 @@ class Exchange(Readings):
         resume.forget(self._runtime)
         self._runtime.step, self._equal = step, None
         with self.paused():
-            self._join(Start(step, state), model)
+            self._join(Start(step, state, fresh=True), model)
             self.catch_up()
 
     @torch.no_grad()
@@ -391,9 +392,10 @@ class Exchange(Readings):
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
             RuntimeError: inside `outer_parameters`, where the model's parameters are not those that
                 belong to this state.
-            ValueError: `torch.distributed.checkpoint` asks, which keeps one rank's state for all.
+            ValueError: `torch.distributed.checkpoint` or `Accelerator.save_state` asks, which keep
+                one rank's state for all.
         """
-        refuse_dcp()
+        refuse_foreign_savers()
         refuse_shown(self.shows_result, "state_dict()")
         state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
         if self.auto_choice is not None:

@@ -61,6 +61,9 @@ def guard(
     most ISLAND_STOP seconds. Where all are told to end, all stop after their current steps, and
     what not all of them have sent is saved to be sent at the resume.
 
+    In a thread that is not the main one SIGTERM is left alone, since Python handles signals in the
+    main thread only; a warning says so.
+
     Args:
         save: saves what this rank has; must not use collectives.
         resume: the command that goes on from there, for the log.
@@ -73,12 +76,30 @@ def guard(
         ...     pass  # the training loop
     """
     leaves = threading.Event()
+    with _sigterm(exchange, leaves):
+        try:
+            yield
+        except (PeerLost, WireError, Stopped) as error:
+            leaves.set()
+            _leave(exchange, error, save, resume)
+
+
+@contextmanager
+def _sigterm(exchange: Exchange, leaves: threading.Event) -> Iterator[None]:
+    """SIGTERM is a wish to stop, where this thread may say so. leaves: set when the loop has
+    ended."""
+    if threading.current_thread() is not threading.main_thread():
+        log.warning(
+            "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
+            "handles signals in the main thread only. Train there, or let a handler of the main "
+            "thread call exchange.request_stop()",
+            threading.current_thread().name,
+        )
+        yield
+        return
     old = signal.signal(signal.SIGTERM, lambda *_: _told(exchange, leaves))
     try:
         yield
-    except (PeerLost, WireError, Stopped) as error:
-        leaves.set()
-        _leave(exchange, error, save, resume)
     finally:
         signal.signal(signal.SIGTERM, old)
 

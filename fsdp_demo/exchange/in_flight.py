@@ -283,7 +283,9 @@ class InFlightQueue:
             error = self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
             flight.counted = True
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        failed, stop = self.connections.island.max(float(error is not None), float(asked))
+        failed, stop, rewritten = self.connections.island.max(
+            float(error is not None), float(asked), flight.rewritten
+        )
         if failed:
             self.broken = True
             raise (
@@ -292,6 +294,8 @@ class InFlightQueue:
                 else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
             )
         self.watch.hear(headers, int(stop))
+        if rewritten:
+            self.watch.warn_of_rewritten()
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)

@@ -47,7 +47,7 @@ from ..hosts.base import TrainingHost
 from . import rates
 from .copies import Copies
 from .in_flight import InFlightQueue
-from .local_status import LocalStatus
+from .local_status import LocalStatus, Rewritten, mean_rate
 from .vote_pace import VotePace
 
 log = logging.getLogger("fsdp_demo")
@@ -69,6 +69,7 @@ class StepRuntime:
         island: the other ranks of this replica.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         status: what this replica says of itself.
+        rewritten: looks for parameters that something else has written since an exchange.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle
@@ -121,6 +122,7 @@ class StepRuntime:
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
         self._copies = copies if copies.any else None
+        self.rewritten = Rewritten(host)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
@@ -217,6 +219,7 @@ class StepRuntime:
         if self.ahead is not None:
             with torch.no_grad():
                 self.ahead()
+        self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
         self.status.begin()
         peers = self.peers
@@ -281,6 +284,8 @@ class StepRuntime:
             self.step += 1
         now = time.monotonic()
         self.seconds, self._ended_at = now - self._ended_at, now
+        self.rewritten.note(step)
+        self.hooks.aside = False
         asked = self._settle_stop()
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
@@ -436,7 +441,14 @@ class StepRuntime:
         self.queue.launch(
             outgoing,
             self.step,
-            replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)),
+            replace(
+                said,
+                bad=bad,
+                total=self._total(outgoing),
+                norm=self._norm(outgoing),
+                rate=mean_rate(self.host),
+                rewritten=self.rewritten.take(),
+            ),
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
@@ -491,6 +503,7 @@ class StepRuntime:
         are its anchor from now on; their drift is what the mean has moved them."""
         if any(c.channel.writes_parameters for c in applied):
             self.host.commit()
+            self.rewritten.exchanged()
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
                 for d in self.channels:

@@ -142,4 +142,5 @@ class ExchangeState:
 
 def _fields(header: Header) -> dict[str, Any]:
     """A header as it is saved: without a norm where it has none, as by earlier releases."""
-    return {name: value for name, value in vars(header).items() if value or name != "norm"}
+    later = ("norm", "rate")
+    return {name: value for name, value in vars(header).items() if value or name not in later}

@@ -24,6 +24,7 @@ from ..comm.header import SETUP
 from ..comm.island import IslandGroup
 from ..comm.peers import PeerGroup
 from ..config.schema import ExchangeConfig
+from ..errors import see
 from ..hosts.base import TrainingHost
 from . import facts, resume
 from .runtime import StepRuntime
@@ -77,6 +78,7 @@ class Start:
         facts: of the run that all replicas must share, beside those that are found here.
         batch: rows of a micro-batch per rank and micro-batches per step, for the log.
         catch_up: make up for an exchange that a loss had cut off (`Exchange.catch_up`).
+        fresh: there is no state because the caller wants none.
     """
 
     step: int = 0
@@ -84,6 +86,7 @@ class Start:
     facts: Mapping[str, Any] = field(default_factory=dict)
     batch: Sequence[int] = ()
     catch_up: bool = True
+    fresh: bool = False
 
     @property
     def stands(self) -> tuple[int, dict[str, int] | None]:
@@ -147,7 +150,33 @@ def come_together(
     for c in runtime.channels:
         c.start()
     runtime.queue.begin(runtime.step)
+    if start.step and not (start.fresh or goes_on) and runtime.topology.rank == 0:
+        warn_of_no_state(runtime, donor)
     return donor, bool(furthest or goes_on)
+
+
+def warn_of_no_state(runtime: StepRuntime, donor: int) -> None:
+    """Log what begins anew, where a run goes on and no island has a saved state of the exchange."""
+    kept = {
+        "anchors": [c.anchor for c in runtime.channels],
+        "outer momenta": [c.momentum for c in runtime.channels],
+        "accumulators": [c.accumulator for c in runtime.channels],
+    }
+    lost = [name for name, works in kept.items() if any(w is not None for w in works)]
+    peers, moves = runtime.peers, not runtime.gradients_only
+    if peers is not None and peers.size > 1 and moves:
+        lost.append(f"parameters of all islands but {peers.label(donor)}")
+    if lost:
+        log.warning(
+            "%s: attach at step %d without a saved state of the exchange: what it held is lost "
+            "(%s). To go on exactly, call save_exchange(FOLDER, exchange) beside each checkpoint, "
+            "and attach(..., state=load_exchange(FOLDER)). Where that is meant, "
+            "attach(..., fresh=True)%s",
+            runtime.topology.name,
+            runtime.step,
+            ", ".join(lost),
+            see("no-exchange-state"),
+        )
 
 
 def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:

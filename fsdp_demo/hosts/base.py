@@ -105,10 +105,14 @@ class StepHooks(Protocol):
 class TrainingHost(Protocol):
     """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of
     `params`.
+
+    Attributes:
+        wrappers: what was given to `attach` around the base optimizers, and steps them.
     """
 
     params: list[LocalParam]
     device: torch.device
+    wrappers: list[Any]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

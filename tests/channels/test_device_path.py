@@ -7,7 +7,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
-from fsdp_demo.compression import blocks, machine, transform
+from fsdp_demo.compression import blocks, transform
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.hosts.torch_params import TorchHost
 
@@ -149,7 +148,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "CODED_GPU", 3200)
     # products in bf16 where they are asked for, also on a CPU that has no unit for them
     monkeypatch.setattr(transform, "fast_bf16", lambda: True)
-    monkeypatch.setattr(machine, "_current", [replace(machine.default(), products="bf16")])
+    monkeypatch.setattr(transform, "intel", lambda: False)
 
 
 def compare(

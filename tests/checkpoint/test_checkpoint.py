@@ -333,7 +333,7 @@ def test_the_first_form_is_refused_by_name(tmp_path, below):
     with pytest.raises(
         ValueError,
         match=r"rank0.pt has format 0 .*go on with the fsdp_demo that saved it; "
-        r".*attach\(\.\.\., step=STEP\)",
+        r".*attach\(\.\.\., step=STEP, fresh=True\)",
     ):
         load_exchange(tmp_path)
     _, _, exchange = attached(period=2)

@@ -66,6 +66,32 @@ def step(exchange: fsdp_demo.Exchange) -> None:
 # ---- attempts ----------------------------------------------------------------------------------
 
 
+def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
+    """A DataLoader worker by spawn or forkserver, of a script without a main guard."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        "if __name__ == '__main__':  # the others find the rest without a guard\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    sys.exit(worker.exitcode)\n"
+        "import fsdp_demo\n"
+        "fsdp_demo.Topology.from_env().prefix()\n"
+    )
+    place = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "zmq://127.0.0.1:9"}
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert "this process was started by multiprocessing" in ended.stderr
+    assert 'if __name__ == "__main__":' in ended.stderr
+
+
 def joins(me: Any) -> str:
     return Topology.from_env().prefix().partition("/")[2]
 
