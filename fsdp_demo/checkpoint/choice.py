@@ -90,19 +90,31 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> Pl
         heads = [read_head(path)[0] for path in paths]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
+    return place_of(heads, islands, exchange)
+
+
+def place_of(heads: Sequence[dict[str, Any]], islands: int, where: Path) -> Place:
+    """What the heads of an island's parts say, for `Held`; `NOWHERE` where there are none.
+
+    Args:
+        islands: of this run: a state of another number of islands says less. where: for the error.
+
+    Raises:
+        ValueError: ranks stand between unlike exchanges.
+    """
     places = {
         (_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1)
         for h in heads
     }
     if len({applied for applied, _ in places}) > 1:
         raise ValueError(
-            f"{exchange}: ranks stand between unlike exchanges: "
+            f"{where}: ranks stand between unlike exchanges: "
             f"{', '.join(sorted(a for a, _ in places))}"
         )
     # copies that are not active know none
     histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}
     if len(histories) > 1:
-        raise ValueError(f"{exchange}: ranks have unlike histories: {', '.join(sorted(histories))}")
+        raise ValueError(f"{where}: ranks have unlike histories: {', '.join(sorted(histories))}")
     if not places:
         return NOWHERE
     applied, owner = next(iter(places))[0], min(owner for _, owner in places)
