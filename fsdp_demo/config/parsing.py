@@ -69,7 +69,8 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
     )
     renamed.refuse(within, value)
     if head in top and not rest:
-        data[head] = [value] if head == "inner_optimizers" and isinstance(value, str) else value
+        names = head in ("inner_optimizers", "own_tensors")
+        data[head] = [value] if names and isinstance(value, str) else value
         return
     for target in targets:
         *parents, leaf = within.split(".")
