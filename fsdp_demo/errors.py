@@ -4,8 +4,6 @@ wrong value given by a user is a plain `ValueError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 PAGE = "docs/troubleshooting.md"
 
 ANCHORS = (
@@ -26,6 +24,7 @@ ANCHORS = (
     "step-count",
     "replicas-differ",
     "same-rows",
+    "rates-differ",
     "island-lost",
     "island-stands",
     "expelled",
@@ -40,6 +39,8 @@ ANCHORS = (
     "late-gradients",
     "step-failed",
     "base-optimizer",
+    "second-copy",
+    "parameters-written",
     "wrong-optimizer",
     "grad-scaler",
     "unknown-key",
@@ -102,13 +103,19 @@ def size(count: float) -> str:
 
 class PeerLost(RuntimeError):
     """A peer island died or was silent for longer than the timeout. What was in flight has not been
-    applied.
+    applied. Uncaught, it ends Python with status 75 (`status.end_by_lost_peers`).
+
+    Attributes:
+        unsaved: this island then failed to save what it has (a full disk): uncaught, the status is
+            1, since a start from its last checkpoint would lose steps.
 
     Example:
         >>> from fsdp_demo import PeerLost
         >>> issubclass(PeerLost, RuntimeError)
         True
     """
+
+    unsaved = False
 
 
 class StoreSilent(PeerLost):
@@ -204,12 +211,3 @@ def as_disk_error(error: Exception) -> Exception:
     return (
         OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
     )
-
-
-def renamed(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:
-    """The error for `owner.name`, which is not there. If it is one of the old `names`, the text
-    says the new one.
-    """
-    if name in names:
-        return AttributeError(f"{owner}.{name} is called {owner}.{names[name]} now")
-    return AttributeError(f"{owner} has no attribute {name!r}")

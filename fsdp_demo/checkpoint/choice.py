@@ -6,9 +6,8 @@ the same messages were applied last (`applied` in the heads of the exchange's pa
 share, anchors and outer momenta, is equal there, and between two exchanges each island's path is
 its own. Whose contributions those messages had must be equal, too (`history` in the heads): an
 island that is lost may have had them from other islands than those that went on without it. One
-that has lost the answer to a message holds that message, and sends it once more. States of earlier
-releases do not say what was applied: of these only equal steps count. What does not say its history
-fits any.
+that has lost the answer to a message holds that message, and sends it once more. Of states of
+another number of islands only equal steps count. What does not say its history fits any.
 
 Where islands may leave one by one, those that were away when the newest state was saved do not hold
 the others back: they take over from them (`present`).
@@ -39,8 +38,8 @@ class Held:
             another.
         history: digest of whose contributions it has; "" where that is not known, or the number of
             islands was another.
-        participants: numbers of the islands that took part in the last exchange before it, as JSON;
-            "" where that is not known.
+        participants: numbers of the islands that took part in the last exchange before it, and
+            applied it, as JSON; "" where that is not known.
     """
 
     step: int
@@ -90,19 +89,31 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> Pl
         heads = [read_head(path)[0] for path in paths]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
+    return place_of(heads, islands, exchange)
+
+
+def place_of(heads: Sequence[dict[str, Any]], islands: int, where: Path) -> Place:
+    """What the heads of an island's parts say, for `Held`; `NOWHERE` where there are none.
+
+    Args:
+        islands: of this run: a state of another number of islands says less. where: for the error.
+
+    Raises:
+        ValueError: ranks stand between unlike exchanges.
+    """
     places = {
         (_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1)
         for h in heads
     }
     if len({applied for applied, _ in places}) > 1:
         raise ValueError(
-            f"{exchange}: ranks stand between unlike exchanges: "
+            f"{where}: ranks stand between unlike exchanges: "
             f"{', '.join(sorted(a for a, _ in places))}"
         )
     # copies that are not active know none
     histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}
     if len(histories) > 1:
-        raise ValueError(f"{exchange}: ranks have unlike histories: {', '.join(sorted(histories))}")
+        raise ValueError(f"{where}: ranks have unlike histories: {', '.join(sorted(histories))}")
     if not places:
         return NOWHERE
     applied, owner = next(iter(places))[0], min(owner for _, owner in places)
@@ -110,9 +121,7 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> Pl
 
 
 def _applied(head: dict[str, Any]) -> str:
-    """Between which exchanges a part was saved; empty where the head is of a release that does not
-    say it.
-    """
+    """Between which exchanges a part was saved; empty where the head does not say it."""
     applied = head.get("applied")
     return json.dumps(applied, sort_keys=True) if isinstance(applied, dict) else ""
 

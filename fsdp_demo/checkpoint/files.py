@@ -19,9 +19,7 @@ from torch import Tensor
 
 from ..errors import UNREADABLE
 from ..version import __version__
-from .earlier import in_names_of_today, with_positions_of_today
 
-# 2: positions of messages under way had 12 bits each; 1: and the settings had other names
 FORMAT = 3
 PIECE = 8 << 20  # bytes per read of a checksum
 OTHER = "resume from another checkpoint"
@@ -81,11 +79,11 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         head, version = part["head"], part["head"].get("format")
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged ({error!r:.80}): {OTHER}, {FRESH}") from None
-    if version not in (1, 2, FORMAT):
+    if version != FORMAT:
         raise ValueError(
             f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is "
-            f"{__version__}, which reads "
-            f"formats 1 to {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
+            f"{__version__}, which reads format {FORMAT}: install fsdp_demo {head.get('package')} "
+            f"or newer, {FRESH}"
         )
     if crc != zlib.crc32(text.encode()):
         raise ValueError(f"{path} is damaged, its checksum does not fit: {OTHER}, {FRESH}")
@@ -97,17 +95,7 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
             f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, "
             f"{FRESH}"
         )
-    state = _attach(part["state"])
-    if version > 1:
-        return head, state
-    try:
-        return in_names_of_today(head, state)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{path} has format 1, and its settings cannot be read ({error!s:.200}): resume it "
-            f"with fsdp_demo {head.get('package')}, which "
-            f"wrote it, {FRESH}"
-        ) from None
+    return head, _attach(part["state"])
 
 
 def read_part(path: Path) -> tuple[dict[str, Any], Any]:
@@ -126,17 +114,7 @@ def read_part(path: Path) -> tuple[dict[str, Any], Any]:
             f"{beside} is damaged: checksum {found:08x}, {path.name} names {named:08x}; {OTHER}, "
             f"{FRESH}"
         )
-    state = _attach(state, load_file(beside))
-    if head["format"] == FORMAT:
-        return head, state
-    try:
-        return head, with_positions_of_today(head, state)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{path} has format {head['format']} and messages under way, which cannot be read "
-            f"({error!s:.200}): resume it with fsdp_demo {head.get('package')}, which wrote it, "
-            f"until none is, {FRESH}"
-        ) from None
+    return head, _attach(state, load_file(beside))
 
 
 def copied(node: Any) -> Any:

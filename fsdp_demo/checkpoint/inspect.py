@@ -15,7 +15,8 @@ from typing import Any
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
-from ..errors import UNREADABLE, counted, size
+from ..errors import UNREADABLE, NeedsDecision, counted, size
+from .choice import Held, choose, place_of
 from .exchange_state import SavedExchange, load_exchange
 from .files import crc32, read_head
 from .folders import MANIFEST
@@ -160,6 +161,7 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     )
     said = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
     out["participants"] = list(said.pop()) if len(said) == 1 else []
+    out["held"] = _held(saved, found.folder, problems)
     config = ExchangeConfig.from_dict(first["config"])
     out |= {
         "method": config.describe(),
@@ -192,6 +194,23 @@ def _holders(saved: SavedExchange) -> dict[str, Any]:
     return {
         str(head["island"]): head.get("name") or f"island{head['island']}" for head in saved.heads
     }
+
+
+def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, list[Any]]:
+    """By the number of an island, what the choice of a state to resume from knows of its part
+    (`Held.note`).
+    """
+    kind = "emergency" if folder.name.startswith("emergency") else "checkpoint"
+    found = {}
+    for island in sorted({int(head["island"]) for head in saved.heads}):
+        heads = [head for head in saved.heads if head["island"] == island]
+        try:
+            known = place_of(heads, int(heads[0]["islands"]), folder)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        found[str(island)] = Held(saved.step, kind, *known).note()
+    return found
 
 
 def _add_part(out: dict[str, Any], saved: SavedExchange, island: int, rank: int) -> None:
@@ -375,7 +394,7 @@ def shared(found: Sequence[dict[str, Any]]) -> str:
     here = {int(i) for info in readable if info["islands"] == count for i in info["holds"]}
     lines = [f"whole on all islands: {listed(common(found)) or 'no step'}"]
     if missing := set(range(count)) - here:
-        who = ("island " if len(here) == 1 else "islands ") + listed(here)
+        who = _named(here)
         them = f"{'that' if len(missing) == 1 else 'those'} of {listed(missing)}"
         lines = [
             f"whole on the islands whose folders are here ({who} of {count}): "
@@ -384,12 +403,44 @@ def shared(found: Sequence[dict[str, Any]]) -> str:
         ]
     took = newest["participants"]
     if took and took != list(range(count)):
-        lines.append(
-            f"in step {newest['step']}, the newest, took part: {listed(took)} of {count}. With "
-            "--resume auto the others take over from these; whole on these: "
-            f"{listed(common(found, took)) or 'no step'}"
-        )
-    return "\n".join(lines)
+        lines.append(f"in step {newest['step']}, the newest, took part: {listed(took)} of {count}")
+    return "\n".join([*lines, *_resumed(readable, sorted(here), count, common(found, here))])
+
+
+def _resumed(
+    found: Sequence[dict[str, Any]], islands: Sequence[int], count: int, whole: Sequence[int]
+) -> Iterator[str]:
+    """What `--resume auto` does where islands may come and go, by the rule of the resume itself;
+    nothing where all go on from the newest step that all hold.
+    """
+    held: dict[int, list[Held]] = {i: [] for i in islands}
+    for info in found:
+        for island, note in info["held"].items() if info["complete"] else ():
+            known = Held(*note)
+            if info["islands"] != count:  # it says less, see `choice.place_of`
+                known = Held(known.step, known.kind, participants=known.participants)
+            held.get(int(island), []).append(known)
+    try:
+        chosen = choose([f"island {i}" for i in islands], list(held.values()), "newest", islands)
+    except NeedsDecision as error:
+        yield f"with --resume auto over zeromq: {error}"
+        return
+    steps = {i: state and state.step for i, state in zip(islands, chosen or (), strict=False)}
+    if set(steps.values()) <= set(whole[-1:]):
+        return
+    parts = [
+        f"{_named(i for i in steps if steps[i] == step)} from step {step}"
+        for step in sorted({s for s in steps.values() if s is not None}, reverse=True)
+    ]
+    if others := [i for i, step in steps.items() if step is None]:
+        parts.append(f"{_named(others)} take{'s' * (len(others) == 1)} over from them")
+    yield f"with --resume auto over zeromq: {', '.join(parts)}"
+
+
+def _named(islands: Iterable[int]) -> str:
+    """`island 0`, `islands 0 and 1`."""
+    numbers = list(islands)
+    return ("island " if len(numbers) == 1 else "islands ") + listed(numbers)
 
 
 def inspect(root: str | Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import TrainingHost
-from ..status import leave
+from ..status import leave, status_of
 from . import (
     assembly,
     farewell,
@@ -461,4 +462,5 @@ class Exchange(Readings):
             log.error(
                 "%s: an exchange was still waiting for a silent peer at exit", self.topology.name
             )
-            leave(1)  # the interpreter would end threads that wait in gloo by aborting the process
+            # the interpreter would end threads that wait in gloo by aborting the process
+            leave(status_of(getattr(sys, "last_value", None)))

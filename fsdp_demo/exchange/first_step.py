@@ -44,6 +44,7 @@ class FirstStep:
         self.joined_at, self._behind = -1 if later else self._runtime.step, True
         self._untouched.note()
         self.frozen.note()
+        self._runtime.rewritten.forget()
         self._runtime.hooks.aside = False
         self._runtime.ahead = self._run if self._untouched.pending else None
 
@@ -75,6 +76,7 @@ class FirstStep:
 
     def accept_parameters(self) -> None:
         """See `Exchange.accept_parameters`."""
+        self._runtime.rewritten.forget()
         if self._untouched.pending:
             self._untouched.note()
             self.frozen.note()

@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.island import IslandGroup
 from ..comm.position import ShardPosition
-from ..errors import counted
+from ..errors import counted, see
 from .base import (
     LocalParam,
-    RefusesOldNames,
     foreign_tensors,
     is_dtensor,
     is_foreign,
@@ -35,13 +34,17 @@ from .optimizers import materialise, optimizer_kind
 from .step_hooks import SCALED, OptimizerStepHooks, scales
 
 
-class TorchHost(RefusesOldNames):
-    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
+class TorchHost:
+    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None
-    ):
-        self.optimizers, self._model = list(optimizers), model
+    Args:
+        optimizers: as given to `attach`; those inside wrappers are stepped.
+        model: gives parameters their names.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], model: torch.nn.Module | None = None):
+        self.optimizers, self._model = [unwrap(o) for o in optimizers], model
+        self.wrappers = [w for o in optimizers for w in layers(o)[:-1]]
         if model is not None and any(map(is_fsdp1_module, model.modules())):
             raise ValueError(
                 "the model is wrapped by FullyShardedDataParallel (FSDP1), which flattens "
@@ -325,25 +328,39 @@ def unwrap_model(model: torch.nn.Module | None) -> Any:
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
+def layers(optimizer: Any) -> list[Any]:
+    """An optimizer, and those that it wraps under `.optimizer`, as Accelerate does: the innermost
+    one last.
+    """
+    found = [optimizer]
+    while not type(found[-1]).__module__.startswith("torch.optim"):
+        inner = getattr(found[-1], "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is found[-1]:
+            break
+        found.append(inner)
+    return found
+
+
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see
     the shards.
 
     Raises:
-        ValueError: there is none; Accelerate steps it by a loss scaler.
+        ValueError: there is none, or it steps copies of the parameters; Accelerate steps it by a
+            loss scaler.
     """
-    seen = optimizer
-    if scales(getattr(seen, "scaler", None)):  # of Accelerate
+    if scales(getattr(optimizer, "scaler", None)):  # of Accelerate
         raise ValueError(SCALED)
-    while not type(seen).__module__.startswith("torch.optim") and isinstance(
-        getattr(seen, "optimizer", None), torch.optim.Optimizer
-    ):
-        if seen.optimizer is seen:
-            break
-        seen = seen.optimizer
+    seen = layers(optimizer)[-1]
     if not isinstance(seen, torch.optim.Optimizer):
         raise ValueError(
             "attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found "
             f"{type(optimizer).__name__}"
+        )
+    if type(seen).__name__ == "CPUOffloadOptimizer":  # of torchao
+        raise ValueError(
+            "CPUOffloadOptimizer steps copies of the parameters in host memory, on gradients that "
+            "it takes in the backward pass: no exchange reaches them. Take torch.optim.AdamW, an "
+            "8-bit AdamW, or DeepSpeed's offload_optimizer" + see("second-copy")
         )
     return seen

@@ -278,7 +278,11 @@ def status_of(error: BaseException) -> int:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    sys.last_value = error
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except SystemExit as end:  # as the interpreter takes it
+        return status_of(end)
     if isinstance(error, KeyboardInterrupt):
         return -signal.SIGINT
     return 1

@@ -135,6 +135,11 @@ SCRIPTS = {
     "status": ("import sys\nsys.exit(75)", 75),
     "text": ("raise SystemExit('what went wrong')", 1),
     "error": ("def f():\n    raise ValueError('no')\nf()", 1),
+    "hook": (
+        "import sys\ndef hook(*error):\n    sys.exit(75)\nsys.excepthook = hook\n"
+        "raise ValueError('no')",
+        75,
+    ),
     "cause": ("try:\n    1 / 0\nexcept Exception as e:\n    raise KeyError(1) from e", 1),
     "interrupt": ("raise KeyboardInterrupt", -2),
     "killed": ("import os\nos.kill(os.getpid(), 9)", -9),
