@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
-from fsdp_demo.hosts.base import LocalParam, RefusesOldNames, plain_name
+from fsdp_demo.hosts.base import LocalParam, RefusesOldNames, foreign_tensors, plain_name
 from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
 
 from .step_hooks import EngineStepHooks
@@ -180,8 +180,11 @@ class ZeroHost(RefusesOldNames):
         """
         stepped = {s.name for s in self.params}
         left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
-        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in left] + [
-            b.detach() for b in model.buffers()
+        foreign = {id(t) for t in foreign_tensors(model).values()}
+        return [
+            (t.ds_tensor if hasattr(t, "ds_tensor") else t).detach()
+            for t in (*left, *model.buffers())
+            if id(t) not in foreign
         ]
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:

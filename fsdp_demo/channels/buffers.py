@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config.channel import Applier, Channel, SyncSchedule
-from ..hosts.base import LocalParam, local_part, plain_name
+from ..hosts.base import LocalParam, is_foreign, local_part, plain_name
 from .channel import ChannelRunner
 from .placement import Placement
 
@@ -71,14 +71,20 @@ def masks(model: torch.nn.Module) -> set[str]:
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The floating-point buffers that are saved with a model, by name."""
+    """The floating-point buffers that are saved with a model, by name. Without foreign ones (see
+    `hosts.base.is_foreign`).
+    """
     saved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }
-    return {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
+    return {
+        n: b
+        for n, b in model.named_buffers()
+        if n in saved and b.is_floating_point() and not is_foreign(b)
+    }
 
 
 def channel(

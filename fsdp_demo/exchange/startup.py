@@ -24,8 +24,8 @@ from ..comm.header import SETUP
 from ..comm.island import IslandGroup
 from ..comm.peers import PeerGroup
 from ..config.schema import ExchangeConfig
-from ..errors import see
-from ..hosts.base import TrainingHost
+from ..errors import counted, see
+from ..hosts.base import TrainingHost, foreign_tensors
 from . import facts, resume
 from .runtime import StepRuntime
 
@@ -320,6 +320,7 @@ def sync_rest_from(
                 "weights"
             )
         return
+    _say_left_alone(foreign_tensors(model), island)
     local = [t for t in host.untrained_tensors(model) if t.numel()]
     if not island.any(bool(local)):  # a rank may have empty shards of all of them
         return
@@ -333,6 +334,18 @@ def sync_rest_from(
         island.broadcast(work)
     for t, part in zip(local, work.split([len(p) for p in parts]), strict=True):
         t.copy_(part.clone().view(t.dtype).view(t.shape))
+
+
+def _say_left_alone(foreign: Mapping[str, torch.Tensor], island: IslandGroup) -> None:
+    """Log the tensors that are neither sent nor compared, since their scales are not in them."""
+    named = [f"{name} ({type(t).__name__})" for name, t in foreign.items() if not t.requires_grad]
+    if named and island.rank == 0:
+        log.info(
+            "quantized weights are left alone, neither sent nor compared (%s): %s. Load the same "
+            "on all islands",
+            counted(len(named), "tensor"),
+            ", ".join(named[:3]) + " ..." * (len(named) > 3),
+        )
 
 
 def sync_state_from(peers: PeerGroup | None, channels: Sequence[ChannelRunner], donor: int) -> None:

@@ -20,7 +20,9 @@ from ..errors import counted, see
 from .base import (
     LocalParam,
     RefusesOldNames,
+    foreign_tensors,
     is_dtensor,
+    is_foreign,
     is_fsdp1_module,
     is_fsdp_module,
     local_part,
@@ -54,7 +56,10 @@ class TorchHost(RefusesOldNames):
         self._places: list[tuple[int, int, int]] = []
         self._shards = max((pieces(p) for _, _, _, p, _ in _walk(self.optimizers)), default=1)
         self.params: list[LocalParam] = []
+        foreign = {id(t) for t in foreign_tensors(model).values()} if model is not None else set()
         for o, g, i, p, name in named_parameters(self.optimizers, model):
+            if not p.requires_grad and (id(p) in foreign or is_foreign(p)):
+                continue  # see `untrained_tensors`
             local = local_part(p)
             self._places.append((o, g, i))
             self.params.append(
@@ -238,9 +243,9 @@ class TorchHost(RefusesOldNames):
         stepped = {s.name for s in self.params if not s.frozen}
         if not stepped & {n for n, _ in named}:  # attached without a model: names do not tell
             stepped = {n for n, p in named if p.requires_grad}
-        return [local_part(p) for n, p in named if n not in stepped] + [
-            local_part(b) for b in model.buffers()
-        ]
+        left = [p for n, p in named if n not in stepped] + list(model.buffers())
+        foreign = {id(t) for t in foreign_tensors(model).values()}
+        return [local_part(t) for t in left if id(t) not in foreign]
 
     def outside(self, model: torch.nn.Module) -> list[str]:
         """See `TrainingHost.outside`."""
