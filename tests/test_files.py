@@ -21,7 +21,9 @@ from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
 from fsdp_demo.commands import step_clock, store
 from fsdp_demo.config.yaml_text import read
+from fsdp_demo.doctor import reading
 from fsdp_demo.files import in_one_piece
+from fsdp_demo.planner import asking
 from fsdp_demo.report import files
 
 # ---- links -------------------------------------------------------------------------------------
@@ -194,6 +196,19 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     assert torch.equal(found, torch.ones(2))
     with pytest.raises(ValueError, match="more than 100 levels"):
         write_part(tmp_path, "deep", {}, [[[tree]]])
+
+
+@pytest.mark.parametrize(
+    "read_file",
+    [reading.load, asking.step_from, files.read_json],
+    ids=["doctor", "summary", "report"],
+)
+def test_other_files_that_are_nested_too_deeply_are_refused(
+    tmp_path: Path, read_file: Callable[..., Any]
+) -> None:
+    (tmp_path / "deep.json").write_text("[" * 50_000 + "]" * 50_000)
+    with pytest.raises(ValueError, match="more than 100 levels"):
+        read_file(tmp_path / "deep.json")
 
 
 # ---- yaml --------------------------------------------------------------------------------------
