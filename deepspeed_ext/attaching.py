@@ -27,6 +27,7 @@ def attach(
     state: dict[str, Any] | SavedExchange | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
     checkpoints: bool = True,
     **changes: Any,
 ) -> Exchange:
@@ -43,7 +44,7 @@ def attach(
         model: not needed, the engine has one; there so that `fsdp_demo.attach(engine, ...,
             model=...)` works.
         topology: default the node of `shard_within_node`, else `Topology.from_env()` (islands).
-        must_match, batch, catch_up: as for `fsdp_demo.attach`; `batch` is known from the engine,
+        must_match, batch, catch_up, fresh: as for `fsdp_demo.attach`; `batch` is known from the engine,
             and the norm that clips is agreed anyway.
         step: default `engine.global_steps`.
         state: the exchange's state to go on from, where the engine itself is loaded already. With
@@ -86,11 +87,12 @@ def attach(
             batch=batch
             or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
             catch_up=catch_up,
+            fresh=True,  # `warn` says it in the words of an engine
         )
     except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
         host.partitions.clip_again()
         raise
-    warn(engine, topology, anew=checkpoints and state is None)
+    warn(engine, topology, anew=checkpoints and state is None and not fresh)
     if exchange.newcomer:
         advance(engine, exchange.step)
     if checkpoints:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
-from fsdp_demo.hosts.base import LocalParam, plain_name
+from fsdp_demo.hosts.base import LocalParam, foreign_tensors, named_buffers, plain_name
 from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
 
 from .step_hooks import EngineStepHooks
@@ -67,6 +67,7 @@ class ZeroHost:
 
     def __init__(self, engine: Any):
         self.engine, self.partitions = engine, adapter(engine)
+        self.wrappers: list[Any] = []
         self.partitions.check()
         self.params: list[LocalParam] = []
         self._pieces: list[_Piece] = []
@@ -173,15 +174,19 @@ class ZeroHost:
             if "step" in counted:
                 counted["step"] = counted["step"] * 0
 
-    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
+    def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """See `fsdp_demo.hosts.base.TrainingHost.untrained_tensors`. Under ZeRO-3 parameters lie in
         parts (`ds_tensor`).
         """
         stepped = {s.name for s in self.params}
-        left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
-        return [(p.ds_tensor if hasattr(p, "ds_tensor") else p).detach() for p in left] + [
-            b.detach() for b in model.buffers()
-        ]
+        named = ((plain_name(n), p) for n, p in model.named_parameters())
+        left = {n: p for n, p in named if n not in stepped} | named_buffers(model)
+        foreign = foreign_tensors(model)
+        return {
+            n: (t.ds_tensor if hasattr(t, "ds_tensor") else t).detach()
+            for n, t in left.items()
+            if n not in foreign
+        }
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """See `fsdp_demo.hosts.base.TrainingHost.prepare_gradients`. A master has one gradient: it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,24 +11,19 @@ import torch
 import torch.distributed as dist
 
 from .checkpoint.exchange_state import SavedExchange
-from .comm import attempts
-from .comm.environment import restarted
 from .comm.ranks import Ranks
 from .comm.topology import Topology
 from .config.auto import AutoChoice, undecided
 from .config.load import changed, load_config
 from .config.schema import ExchangeConfig
-from .errors import PeerLost, see
+from .errors import see
 from .exchange import log_setup
 from .exchange.exchange import Exchange
 from .exchange.startup import OwnCheckpoint, Start
 from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
-from .hosts.torch_params import TorchHost, unwrap, unwrap_model
-from .status import SAVED, leave, tell_launcher
-
-log = logging.getLogger("fsdp_demo")
+from .hosts.torch_params import TorchHost, unwrap_model
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -45,6 +39,7 @@ def attach(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
     **changes: Any,
 ) -> Exchange:
     """Join the replicas of a model: from now on every `optimizer.step()` takes part in the
@@ -75,6 +70,8 @@ def attach(
             that says the effective batch.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
             exchange that a loss had cut off.
+        fresh: at a step above 0 there is no state because none is wanted: no warning says what is
+            lost without it.
         changes: changes of the preset, as in `preset(name, **changes)`.
 
     Raises:
@@ -98,17 +95,20 @@ def attach(
         "state": state,
         "batch": batch,
         "catch_up": catch_up,
+        "fresh": fresh or None,
     }
     if (door := registry.find_host(optimizer)) is not None:
         attached: Exchange = door.attach(
             optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
         )
         return attached
-    optimizers = [
-        unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
-    ]
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = unwrap_model(model)
-    return join(TorchHost(optimizers, inner), settled(config, changes), **{**given, "model": inner})
+    return join(
+        TorchHost(optimizers, inner),
+        settled(config, changes),
+        **{**given, "model": inner, "fresh": fresh},
+    )
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
@@ -129,6 +129,7 @@ def join(
     state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
+    fresh: bool = False,
 ) -> Exchange:
     """`attach` for the parameters of any engine.
 
@@ -148,13 +149,8 @@ def join(
         # in a mesh nobody looks into a store, else all ranks of torch's group are one island
         island = Ranks.everywhere(host.device)
         config, choice = automatic.remembered(topology, state, config, island)
-    try:
-        exchange = Exchange(
-            host, config, model, topology, Start(step or 0, state, facts, batch or (), catch_up)
-        )
-    except PeerLost as error:
-        _try_again(topology, error)
-        raise
+    start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
+    exchange = Exchange(host, config, model, topology, start)
     if choice is not None:
         exchange.auto_choice = choice
         automatic.watch(exchange, choice)
@@ -199,20 +195,6 @@ def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:
         "(fully_shard, DistributedDataParallel); or start one process per island"
         f"{see('rank-taken')}"
     )
-
-
-def _try_again(topology: Topology, error: PeerLost) -> None:
-    """An island that could not join a run under way, or could not meet the others after its
-    supervisor had started it again, ends with status 75: its supervisor starts it once more."""
-    try:
-        late = topology.elastic and attempts.join(topology).taken.late
-        joins = topology.elastic and (restarted(os.environ) or late)
-    except PeerLost:  # not even the store answers
-        return
-    if joins:
-        log.error("%s could not join the run: %s", topology.name, error)
-        tell_launcher(topology.rank, SAVED)
-        leave(SAVED)
 
 
 def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -24,11 +24,14 @@ ANCHORS = (
     "step-count",
     "replicas-differ",
     "same-rows",
+    "rates-differ",
     "island-lost",
     "island-stands",
     "expelled",
     "not-finite",
     "changed-since-attach",
+    "no-exchange-state",
+    "frozen-moved",
     "one-rank-calls",
     "copies-differ",
     "attached-twice",
@@ -36,6 +39,8 @@ ANCHORS = (
     "late-gradients",
     "step-failed",
     "base-optimizer",
+    "second-copy",
+    "parameters-written",
     "wrong-optimizer",
     "grad-scaler",
     "unknown-key",
@@ -98,13 +103,19 @@ def size(count: float) -> str:
 
 class PeerLost(RuntimeError):
     """A peer island died or was silent for longer than the timeout. What was in flight has not been
-    applied.
+    applied. Uncaught, it ends Python with status 75 (`status.end_by_lost_peers`).
+
+    Attributes:
+        unsaved: this island then failed to save what it has (a full disk): uncaught, the status is
+            1, since a start from its last checkpoint would lose steps.
 
     Example:
         >>> from fsdp_demo import PeerLost
         >>> issubclass(PeerLost, RuntimeError)
         True
     """
+
+    unsaved = False
 
 
 class StoreSilent(PeerLost):

@@ -6,7 +6,10 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
+
+from .errors import PeerLost
 
 SAVED = 75
 """The rank saved what it has and can be resumed (EX_TEMPFAIL: try again later)."""
@@ -28,6 +31,39 @@ def tell_launcher(rank: int, status: int) -> None:
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"rank{rank}").write_text(str(status))
+
+
+def status_of(error: BaseException | None) -> int:
+    """The status of a process that this error ends: 75 where others or the store caused it and no
+    save has failed, else 1.
+
+    Example:
+        >>> [status_of(error) for error in (PeerLost("island 1"), RuntimeError("a bug"))]
+        [75, 1]
+    """
+    return SAVED if isinstance(error, PeerLost) and not error.unsaved else 1
+
+
+_hooked = False
+
+
+def end_by_lost_peers() -> None:
+    """From now on a `PeerLost` that nobody catches ends this process with `status_of` it, at every
+    door, and its launcher hears that. An interactive interpreter goes on behind it instead.
+    """
+    global _hooked
+    if _hooked or hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+    _hooked, before = True, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if status_of(error) == SAVED:
+            tell_launcher(int(os.environ.get("RANK", "0")), SAVED)
+            # the interpreter ends with it, as regularly as after any other error
+            raise SystemExit(SAVED)
+
+    sys.excepthook = hook
 
 
 def leave(status: int) -> NoReturn:

@@ -103,6 +103,14 @@ def installed(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def version(name: str) -> str:
+    """Of an installed package, or of one that is only on the path, as this one may be."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(importlib.import_module(name), "__version__", "not installed"))
+
+
 def processes(gpus: int) -> int:
     """Processes of each of the two replicas."""
     return 2 if gpus == 0 else 1 if gpus == 1 else max(2, gpus // 2)
@@ -297,7 +305,7 @@ def judge(row: Row, status: int, folder: Path) -> tuple[str, list[str]]:
 def facts(args: argparse.Namespace, gpus: int) -> list[str]:
     """Lines about versions and devices, for the report."""
     names = ("fsdp_demo", "torch", "accelerate", "transformers", "deepspeed")
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in names if installed(name)]
+    versions = [f"{name} {version(name)}" for name in names if installed(name)]
     cuda = (
         [f"CUDA {torch.version.cuda}", "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))]
         if gpus

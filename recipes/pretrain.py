@@ -448,6 +448,7 @@ def main() -> None:
         must_match=agreed,
         step=state.step,
         state=state.saved,
+        fresh=train.fresh_exchange,
         batch=(data.batch_size, data.accumulation),
     )
     start.mark("islands meet")

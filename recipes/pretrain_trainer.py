@@ -25,7 +25,7 @@ from fsdp_demo import NeedsDecision, PeerLost, Topology, undecided
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.arguments import ExchangeArguments
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
-from fsdp_demo.status import SAVED, leave
+from fsdp_demo.status import leave, status_of
 
 
 @dataclass
@@ -125,9 +125,10 @@ def main() -> None:
         trainer.train(resume_from_checkpoint=True if str(resume).lower() in newest else resume)
     except NeedsDecision as error:
         undecided(error, args.process_index)  # (*) status 78: trying again changes nothing
-    except (SystemExit, PeerLost):
-        # (*) SIGTERM, here or elsewhere, or an island that is gone: all is saved
-        leave(SAVED)
+    except SystemExit as end:
+        leave(int(end.code or 0))  # (*) SIGTERM, here or elsewhere: 75, or 1 if nothing was saved
+    except PeerLost as lost:
+        leave(status_of(lost))  # (*) an island is gone: 75, or 1 if what there is was not saved
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()  # every island has the same model by now

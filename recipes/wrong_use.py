@@ -17,7 +17,7 @@ from transformers import HfArgumentParser
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Mismatch, NeedsDecision, PeerLost
-from fsdp_demo.status import DECIDE, SAVED, leave, tell_launcher
+from fsdp_demo.status import DECIDE, SAVED, leave, status_of, tell_launcher
 
 WRONG_USE = 2
 """The status of argparse."""
@@ -61,14 +61,15 @@ def parse(parser: HfArgumentParser) -> tuple[Any, ...]:
 def plainly() -> Iterator[None]:
     """Run a script so that an error that a person can mend ends it with the sentence alone: status
     78 where islands do not do the same or somebody must choose, 75 where a peer did not come or the
-    store does not answer, 2 for a wrong value. Any other error stays what it is.
+    store does not answer (1 where this island's save failed then), 2 for a wrong value. Any other
+    error stays what it is.
     """
     try:
         yield
     except (NeedsDecision, Mismatch) as error:
         _end(error, DECIDE)
     except PeerLost as error:
-        _end(error, SAVED)
+        _end(error, status_of(error))
     except (ValueError, FileNotFoundError) as error:
         if not _own(error.__traceback__):
             raise

@@ -18,7 +18,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # reverse look-ups of addresses warn on every connection
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("ISLAND_TUNING", "off")  # nothing is measured, nor written into a home
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -133,7 +133,6 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: tuple[Path, Path])
     assert {
         "fsdp_demo/py.typed",
         "deepspeed_ext/py.typed",
-        "fsdp_demo/compression/topk.c",
         f"fsdp_demo-{__version__}.dist-info/licenses/LICENSE",
     } <= set(names)
     modules = {
@@ -142,6 +141,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: tuple[Path, Path])
         for p in (ROOT / top).rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == modules
+    compiled = {f"fsdp_demo/compression/_topk.{ending}" for ending in ("c", "abi3.so")}
+    assert {name for name in names if name.endswith((".so", ".c"))} <= compiled
     assert "fsdp-demo = fsdp_demo.cli:main" in entries and "deepspeed = deepspeed_ext" in entries
     assert (
         meta["Version"] == __version__
@@ -162,7 +163,7 @@ def test_the_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> None:
         "CHANGELOG.md",
         "CITATION.cff",
         "fsdp_demo/py.typed",
-        "fsdp_demo/compression/topk.c",
+        "fsdp_demo/compression/_topk.c",
         "docs/storm.svg",
     ]
     wanted += [

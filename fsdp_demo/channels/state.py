@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compression import tuning
 from ..compression.blocks import Layout
 from ..compression.staging import synchronize
+from ..compression.topk import say_what_selects
 from ..compression.windows import Window
 from ..config.channel import Channel
 from ..config.patterns import covers, tensor_layout_kind
@@ -98,8 +98,8 @@ class LocalChannel:
         ]
         self.active_copy = placement.active_copy
         self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
-        if self.layout is not None and tuning.pays(self.layout, channel.codec, host.device):
-            tuning.tune(channel.codec.transform_precision)
+        if host.device.type == "cpu" and channel.codec.sparse:
+            say_what_selects()
         self.windows = self.layout.windows(host.device) if self.layout is not None else []
         self.accumulator: Tensor | None = None
         self.anchor: Tensor | None = None

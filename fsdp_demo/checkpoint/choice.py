@@ -38,8 +38,8 @@ class Held:
             another.
         history: digest of whose contributions it has; "" where that is not known, or the number of
             islands was another.
-        participants: numbers of the islands that took part in the last exchange before it, as JSON;
-            "" where that is not known.
+        participants: numbers of the islands that took part in the last exchange before it, and
+            applied it, as JSON; "" where that is not known.
     """
 
     step: int
@@ -89,19 +89,31 @@ def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> Pl
         heads = [read_head(path)[0] for path in paths]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
+    return place_of(heads, islands, exchange)
+
+
+def place_of(heads: Sequence[dict[str, Any]], islands: int, where: Path) -> Place:
+    """What the heads of an island's parts say, for `Held`; `NOWHERE` where there are none.
+
+    Args:
+        islands: of this run: a state of another number of islands says less. where: for the error.
+
+    Raises:
+        ValueError: ranks stand between unlike exchanges.
+    """
     places = {
         (_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1)
         for h in heads
     }
     if len({applied for applied, _ in places}) > 1:
         raise ValueError(
-            f"{exchange}: ranks stand between unlike exchanges: "
+            f"{where}: ranks stand between unlike exchanges: "
             f"{', '.join(sorted(a for a, _ in places))}"
         )
     # copies that are not active know none
     histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}
     if len(histories) > 1:
-        raise ValueError(f"{exchange}: ranks have unlike histories: {', '.join(sorted(histories))}")
+        raise ValueError(f"{where}: ranks have unlike histories: {', '.join(sorted(histories))}")
     if not places:
         return NOWHERE
     applied, owner = next(iter(places))[0], min(owner for _, owner in places)
@@ -116,7 +128,10 @@ def _applied(head: dict[str, Any]) -> str:
 
 def _participants(heads: Iterable[dict[str, Any]]) -> str:
     """Islands keep their numbers where their count changes: so these count in any case."""
-    found = {json.dumps(h["participants"]) for h in heads if h.get("participants")}
+    found = {
+        json.dumps(h["participants"]) for h in heads if isinstance(h.get("participants"), list)
+    }
+    found -= {"[]"}
     return found.pop() if len(found) == 1 else ""
 
 

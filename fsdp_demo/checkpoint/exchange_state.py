@@ -56,7 +56,7 @@ def describe_part(exchange: Exchange) -> dict[str, Any]:
         "torch": torch.__version__,
         "applied": exchange.applied,
         "history": exchange.history,
-        "participants": exchange.participants,
+        "participants": exchange.applied_by,
         "optimizers": exchange.host.optimizer_names,
         "parameters": [
             {

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
-from ..errors import UNREADABLE, counted, size
+from ..errors import UNREADABLE, NeedsDecision, counted, size
+from .choice import Held, choose, place_of
 from .exchange_state import SavedExchange, load_exchange
-from .files import crc32, read_head
-from .folders import MANIFEST
+from .files import OTHER, crc32, read_head
+from .folders import MANIFEST, sums
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
 DEPTH = 4
@@ -160,6 +163,7 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     )
     said = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
     out["participants"] = list(said.pop()) if len(said) == 1 else []
+    out["held"] = _held(saved, found.folder, problems)
     config = ExchangeConfig.from_dict(first["config"])
     out |= {
         "method": config.describe(),
@@ -175,7 +179,7 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
         out[name] = sum(map(math.prod, whole.values()))
     out |= {"tokens": 0, "states": {}, "in_flight": []}
     for island, rank in saved.paths:
-        _add_part(out, saved, island, rank)
+        _add_part(out, saved, island, rank, problems)
     # a mesh's replicas, see integrations/trainer/state.py
     beside = [path for folder in saved.folders for path in folder.glob("local*.json")]
     wanted = {
@@ -194,10 +198,32 @@ def _holders(saved: SavedExchange) -> dict[str, Any]:
     }
 
 
-def _add_part(out: dict[str, Any], saved: SavedExchange, island: int, rank: int) -> None:
+def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, list[Any]]:
+    """By the number of an island, what the choice of a state to resume from knows of its part
+    (`Held.note`).
+    """
+    kind = "emergency" if folder.name.startswith("emergency") else "checkpoint"
+    found = {}
+    for island in sorted({int(head["island"]) for head in saved.heads}):
+        heads = [head for head in saved.heads if head["island"] == island]
+        try:
+            known = place_of(heads, int(heads[0]["islands"]), folder)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        found[str(island)] = Held(saved.step, kind, *known).note()
+    return found
+
+
+def _add_part(
+    out: dict[str, Any], saved: SavedExchange, island: int, rank: int, problems: list[str]
+) -> None:
     """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
     state = saved.outline(rank, island)
-    tensors = _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors"))
+    beside = saved.paths[island, rank].with_suffix(".safetensors")
+    tensors = _tensor_sizes(beside, problems)
+    if tensors and (lacking := sorted(set(_keys(state.to_tree())) - set(tensors))):
+        problems.append(f"{beside} lacks {lacking[0]!r:.80}")
     out["tokens"] += state.tokens
     for channel, kept in state.channels.items():
         sums = out["states"].setdefault(channel, {})
@@ -213,16 +239,12 @@ def _manifest(folder: Path, problems: list[str]) -> dict[Path, dict[str, Any]]:
     """Size and checksum (None in the Trainer's) of each file that the manifest of a checkpoint
     names; nothing where there is none.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
+    if not (folder / MANIFEST).is_file():
         return {}
     try:
-        return {
-            folder / name: {"bytes": f["bytes"], "crc32": f["crc32"]}
-            for name, f in json.loads(path.read_text())["files"].items()
-        }
-    except UNREADABLE as error:
-        problems.append(f"{path} is damaged ({error!r:.80})")
+        return {folder / name: about for name, about in sums(folder).items()}
+    except ValueError as error:
+        problems.append(f"{folder / MANIFEST}: {error}")
         return {}
 
 
@@ -246,20 +268,23 @@ def _keys(tree: Any) -> Iterator[str]:
             yield from _keys(value)
 
 
-def _tensor_sizes(path: Path) -> dict[str, int]:
-    """Bytes of each tensor in a safetensors file: 8 bytes with the length of a JSON header, then
-    that header.
+def _tensor_sizes(path: Path, problems: list[str]) -> dict[str, int]:
+    """Bytes of each tensor in a safetensors file, by its header: 8 bytes with the length of a JSON
+    text, then that text.
     """
     try:
+        with safe_open(path, "pt"):  # refuses a header that does not fit the file
+            pass
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return {
-            key: value["data_offsets"][1] - value["data_offsets"][0]
-            for key, value in header.items()
-            if key != "__metadata__"
-        }
-    except (OSError, MemoryError, *UNREADABLE):
-        return {}  # `_damage` says it
+    except (OSError, SafetensorError) as error:
+        problems.append(f"{path} is no safetensors file ({error!s:.120})")
+        return {}
+    return {
+        key: value["data_offsets"][1] - value["data_offsets"][0]
+        for key, value in header.items()
+        if key != "__metadata__"
+    }
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -375,7 +400,7 @@ def shared(found: Sequence[dict[str, Any]]) -> str:
     here = {int(i) for info in readable if info["islands"] == count for i in info["holds"]}
     lines = [f"whole on all islands: {listed(common(found)) or 'no step'}"]
     if missing := set(range(count)) - here:
-        who = ("island " if len(here) == 1 else "islands ") + listed(here)
+        who = _named(here)
         them = f"{'that' if len(missing) == 1 else 'those'} of {listed(missing)}"
         lines = [
             f"whole on the islands whose folders are here ({who} of {count}): "
@@ -384,12 +409,44 @@ def shared(found: Sequence[dict[str, Any]]) -> str:
         ]
     took = newest["participants"]
     if took and took != list(range(count)):
-        lines.append(
-            f"in step {newest['step']}, the newest, took part: {listed(took)} of {count}. With "
-            "--resume auto the others take over from these; whole on these: "
-            f"{listed(common(found, took)) or 'no step'}"
-        )
-    return "\n".join(lines)
+        lines.append(f"in step {newest['step']}, the newest, took part: {listed(took)} of {count}")
+    return "\n".join([*lines, *_resumed(readable, sorted(here), count, common(found, here))])
+
+
+def _resumed(
+    found: Sequence[dict[str, Any]], islands: Sequence[int], count: int, whole: Sequence[int]
+) -> Iterator[str]:
+    """What `--resume auto` does where islands may come and go, by the rule of the resume itself;
+    nothing where all go on from the newest step that all hold.
+    """
+    held: dict[int, list[Held]] = {i: [] for i in islands}
+    for info in found:
+        for island, note in info["held"].items() if info["complete"] else ():
+            known = Held(*note)
+            if info["islands"] != count:  # it says less, see `choice.place_of`
+                known = Held(known.step, known.kind, participants=known.participants)
+            held.get(int(island), []).append(known)
+    try:
+        chosen = choose([f"island {i}" for i in islands], list(held.values()), "newest", islands)
+    except NeedsDecision as error:
+        yield f"with --resume auto over zeromq: {error}"
+        return
+    steps = {i: state and state.step for i, state in zip(islands, chosen or (), strict=False)}
+    if set(steps.values()) <= set(whole[-1:]):
+        return
+    parts = [
+        f"{_named(i for i in steps if steps[i] == step)} from step {step}"
+        for step in sorted({s for s in steps.values() if s is not None}, reverse=True)
+    ]
+    if others := [i for i, step in steps.items() if step is None]:
+        parts.append(f"{_named(others)} take{'s' * (len(others) == 1)} over from them")
+    yield f"with --resume auto over zeromq: {', '.join(parts)}"
+
+
+def _named(islands: Iterable[int]) -> str:
+    """`island 0`, `islands 0 and 1`."""
+    numbers = list(islands)
+    return ("island " if len(numbers) == 1 else "islands ") + listed(numbers)
 
 
 def inspect(root: str | Path) -> list[dict[str, Any]]:
@@ -403,8 +460,13 @@ def inspect(root: str | Path) -> list[dict[str, Any]]:
     for one in found:
         try:
             out.append(describe_checkpoint(one))
-        except ValueError as error:
+        except UNREADABLE as error:
+            why = str(error) if isinstance(error, ValueError) else _odd(one, error)
             if len(found) == 1:
-                raise
-            out.append({"folder": str(one.folder), "complete": False, "problems": [str(error)]})
+                raise ValueError(why) from None
+            out.append({"folder": str(one.folder), "complete": False, "problems": [why]})
     return out
+
+
+def _odd(found: Found, error: Exception) -> str:
+    return f"{found.exchange} holds a head of another form ({error!r:.80}): {OTHER}"

@@ -110,11 +110,11 @@ class CheckpointRegistry:
         t = self.topology
         if t.islands == 1:
             return [note]
-        with self._asking(t.timeout, opening=t.question) as store:
-            return self._meet(store, note)
+        with self._asking(t.timeout, opening=t.question) as attempt:
+            return self._meet(attempt, note)
 
-    def _meet(self, store: Asker, note: dict[str, Any]) -> list[dict[str, Any]]:
-        t = self.topology
+    def _meet(self, attempt: Asker, note: dict[str, Any]) -> list[dict[str, Any]]:
+        t, store = self.topology, self._below(attempt)
         if store.add(f"start/{t.island}", 1) > 1:
             raise ValueError(
                 f"ISLAND_RUN={t.run!r} was already started by an island with "
@@ -124,6 +124,12 @@ class CheckpointRegistry:
         store.set(f"note/{t.island}", json.dumps(note))
         deadline, keys = time.monotonic() + t.timeout, {i: f"note/{i}" for i in t.starters}
         while missing := [i for i, key in keys.items() if not store.check([key])]:
+            if by := attempt.peek("ended"):
+                raise PeerLost(
+                    f"{t.name} waited for islands {missing} to say which checkpoints they hold, "
+                    f"when the attempt ended: the process of island {by} was lost, or left. Start "
+                    "this island again to join the next"
+                )
             if time.monotonic() > deadline:
                 raise PeerLost(
                     f"waited {t.timeout:g} s for islands {missing} to say which checkpoints they "
@@ -152,7 +158,8 @@ class CheckpointRegistry:
         t = self.topology
         if t.islands == 1:
             return [held]
-        with self._asking(PATIENCE, absent=ABSENT) as store:
+        with self._asking(PATIENCE, absent=ABSENT) as attempt:
+            store = self._below(attempt)
             store.set(f"held/{t.island}", json.dumps(held))
             said = {
                 i: store.note(key, f"island {i}")
@@ -173,8 +180,10 @@ class CheckpointRegistry:
     def _asking(
         self, deadline: float, opening: float = 0.0, absent: float = math.inf
     ) -> Iterator[Asker]:
-        """The store, whose questions may take `deadline` seconds; given up when it is silent. A
-        connection may take `opening` seconds more: at the start its own error says what to do."""
+        """The store, below the keys of the attempt, whose questions may take `deadline` seconds;
+        given up when it is silent. A connection may take `opening` seconds more: at the start its
+        own error says what to do.
+        """
         if self._asker is None:
             self._asker = self._connect(deadline + opening)
         self._asker.deadline, self._asker.absent = deadline, absent
@@ -201,9 +210,10 @@ class CheckpointRegistry:
         return store
 
     def _open(self) -> Asker:
-        return self.topology.open_store().under(
-            f"{self.topology.prefix()}/checkpoints{self._number}"
-        )
+        return self.topology.open_store().under(self.topology.prefix())
+
+    def _below(self, attempt: Asker) -> Asker:
+        return attempt.under(f"checkpoints{self._number}")
 
 
 def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:

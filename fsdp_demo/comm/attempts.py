@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import multiprocessing
 import os
 import queue
 import secrets
@@ -109,6 +110,7 @@ def join(topology: TopologyLike, store: Asker | None = None) -> Pulse:
         if known in _in_vain:
             raise _in_vain[known]
         if known not in _pulses:
+            _refuse_second_main()
             try:
                 place = _from_first(
                     topology, lambda: _begin(topology, store or topology.open_store())
@@ -133,6 +135,19 @@ def join(topology: TopologyLike, store: Asker | None = None) -> Pulse:
             # who joins later than rank 0 reads it there
             _from_first(topology, lambda: _pulses[known].taken)
         return _pulses[known]
+
+
+def _refuse_second_main() -> None:
+    """Raise ValueError where multiprocessing is importing the script into a process that is to do
+    something else. A rank that `mp.spawn` starts has done that when it comes here.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(
+            "this process was started by multiprocessing (a DataLoader worker, say), which runs "
+            "the script again by the start method spawn or forkserver, and would train as a second "
+            "island. Put what the script does into a function that is called under "
+            f'if __name__ == "__main__":{see("rank-taken")}'
+        )
 
 
 class Taken(NamedTuple):

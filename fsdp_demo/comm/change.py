@@ -124,7 +124,7 @@ class ChangeDesk:
 
     def fetch(self, epoch: int) -> None:
         """Read a record that somebody has announced."""
-        self._jobs.put(lambda at: self._seen(at, at.get(_record_key(epoch)).decode()))
+        self._jobs.put(lambda at: self._seen(at, at.get(record_key(epoch)).decode()))
 
     def close(self) -> None:
         """End the thread, unless a silent store holds it."""
@@ -167,10 +167,10 @@ class ChangeDesk:
     def _opened(self) -> Asker:
         """A connection to a store that knows what this rank knows."""
         at = self._open()
-        if self._met and not at.peek(_record_key(self.epoch)):
+        if self._met and not at.peek(record_key(self.epoch)):
             raise StoreSilent(
                 f"the store does not know record {self.epoch} of this run: it was started anew "
-                "without its file"
+                "without its file, or from an older copy of it"
             )
         return at
 
@@ -179,7 +179,7 @@ class ChangeDesk:
         self._met = True
 
     def _hand_in(self, at: Asker, record: Record) -> None:
-        key, text = _record_key(record.epoch), record_text(record)
+        key, text = record_key(record.epoch), record_text(record)
         if stands := self._write(lambda: at.compare_set(key, "", text)):
             self._seen(at, stands)
 
@@ -206,7 +206,7 @@ class ChangeDesk:
         watched = self._watched
         if watched is None:
             return
-        if text := at.peek(_record_key(watched.epoch)):
+        if text := at.peek(record_key(watched.epoch)):
             watched.epoch += 1
             self._seen(at, text)
             return
@@ -262,5 +262,6 @@ def _report_key(view: int, member: Member, rank: int) -> str:
     return f"report/{view}/{member.slot}.{member.incarnation}.{rank}"
 
 
-def _record_key(epoch: int) -> str:
+def record_key(epoch: int) -> str:
+    """The key of the record of an epoch."""
     return f"record/{epoch}"

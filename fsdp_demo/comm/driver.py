@@ -32,6 +32,7 @@ from .membership import Rank
 from .moves import Event
 from .signs import BEAT, SOON, Signs
 from .standing import StandingWatch
+from .stopping import Stopping
 from .traffic import Traffic
 from .wire import Wire
 
@@ -39,6 +40,9 @@ log = logging.getLogger("fsdp_demo")
 
 CLOSED = "the connections were closed"
 """The regular end: what this rank has is what all have. After a failure nobody knows that (K9)."""
+
+ABANDONED = "all islands are told to end, and not all send this message: it is saved as unsent"
+"""Of a message whose answer does not come."""
 
 LAST_WORD = 1.0
 """Seconds that the last message of this rank has to arrive, and its last word to be handed over."""
@@ -65,6 +69,8 @@ class Driver:
         machine: as it is now; read by others, changed in this thread only.
         stable: all members have delivered every message below it (K9). changes: how many views this
             rank has adopted.
+        stopping: who is told to end. abandoned: a message of this rank comes to nothing, since all
+            islands are.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Driver:
             lambda: self._closed,
         )
         self._standing = StandingWatch(signs, labels)
+        self.stopping, self.abandoned = Stopping(signs, lambda: self.machine, self.changed), False
         self._failed = ""
         self._desk = desk(
             lambda event: self._post(lambda: self._take(event)),
@@ -159,6 +166,20 @@ class Driver:
         (K21). Whether others have it within so many seconds."""
         self._post(lambda: self._early_pieces.begin(early))
         return self._early_pieces.wait(seconds)
+
+    def stop_with_all(self, acted: int, seconds: float) -> int | None:
+        """All islands are told to end, and this rank launches nothing more: wait until all have
+        what all have sent.
+
+        Args:
+            acted: steps after which this rank had applied what it has applied.
+            seconds: to wait at most.
+
+        Returns:
+            The most that any of them says for `acted`; None where not all have come so far.
+        """
+        self._post(lambda: self.stopping.end(acted))
+        return self.stopping.acted if self._wait(self.stopping.settled, seconds) else None
 
     def leave(self) -> None:
         """Tell the others that this island goes on no more; they settle what is open without
@@ -294,6 +315,8 @@ class Driver:
         self._traffic.look()
         if self.guests is not None:
             self._serve_guest(self.guests)
+        self.stopping.look()
+        self._abandon()
         if stopped:
             self.signs.forgive(now)
         self._lose(self.signs.lost(now))
@@ -376,9 +399,24 @@ class Driver:
         if self._failed:
             message.tasks.put(PeerLost(self._failed))
             return
+        if self.abandoned or self.stopping.abandoned(message.n):
+            self.abandoned = True
+            self.stopping.end()
+            message.tasks.put(PeerLost(ABANDONED))
+            return
         self._traffic.open(message)
         self._step(moves.Launched(message.n, message.kind))
         self._traffic.expect(message)
+
+    def _abandon(self) -> None:
+        """What some island never sends is waited for no longer: all are told to end."""
+        message = self._last
+        if message is None or self.abandoned or not self.stopping.abandoned(message.n):
+            return
+        if any(e.n == message.n and not e.delivered for e in self.machine.open):
+            self.abandoned = True
+            self.stopping.end()
+            message.tasks.put(PeerLost(ABANDONED))
 
     def _send(self, action: moves.Send) -> None:
         self._traffic.send(action)
@@ -510,6 +548,7 @@ class Driver:
 
     def _beat(self) -> None:
         self.signs.say(["beat", self.machine.next], self.notes.values())
+        self.stopping.look(again=True)
         for member, wire in self.notes.items():
             self._step(moves.LandedHeard(self.machine.record.view, member, wire.landed))
 
@@ -534,6 +573,8 @@ class Driver:
         if what == "vote" and member is None:
             n, rank, view, epoch = word[1:]
             self._take_later(epoch, moves.Voted(Ballot(n, rank, view), epoch))
+        elif what == "stops":
+            self.stopping.hear(word, member)
         elif what == "frozen":
             view, lost = int(word[1]), set(word[2])
             self._soon.append((time.monotonic() + SOON, lambda: self._freeze_too(view, lost)))
@@ -573,7 +614,13 @@ class Driver:
 
     def _lose(self, found: Mapping[Member, str]) -> None:
         """These peers are lost. One report names them all: it is written once in a view."""
-        lost = [m for m in found if m not in self.machine.lost and m in self.machine.record.members]
+        lost = [
+            m
+            for m in found
+            if m not in self.machine.lost
+            and m in self.machine.record.members
+            and not self.stopping.departed(m)
+        ]
         for member in lost:
             log.warning("%s is lost: %s", self._labels(member.slot), found[member])
         if lost:

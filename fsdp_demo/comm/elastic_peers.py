@@ -67,12 +67,14 @@ class ElasticPeerGroup(PeerGroup):
         self._follow: Follow | None = None
         self._num_connections, self._since, self._longest_early = 1, 0.0, 0
         self._message: Message | None = None  # under way
+        self._wish: Callable[[], bool] = lambda: False
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """This rank is a member from now on."""
         self._driver, self._num_connections = driver, num_connections
         driver.allow_early(self._longest_early)
+        driver.stopping.wish = self._wish
         if driver.guests is not None:
             self._counter = Counter(driver.guests, driver.do, lambda: self._next)
             if self._submit is not None:
@@ -382,6 +384,26 @@ class ElasticPeerGroup(PeerGroup):
             return False
         return self._driver.send_early(Early.of(self._next, header, body, vectors), seconds)
 
+    def ends_when(self, wish: Callable[[], bool]) -> None:
+        """See `PeerGroup`."""
+        self._wish = wish
+        if self._driver is not None:
+            self._driver.stopping.wish = wish
+
+    @property
+    def all_end(self) -> bool:
+        """See `PeerGroup`."""
+        return self._driver is not None and self._driver.stopping.together
+
+    @property
+    def abandoned(self) -> bool:
+        """See `PeerGroup`."""
+        return self._driver is not None and self._driver.abandoned
+
+    def stop_with_all(self, acted: int, seconds: float) -> int | None:
+        """See `PeerGroup`."""
+        return acted if self._driver is None else self._driver.stop_with_all(acted, seconds)
+
     def leave(self) -> None:
         """See `PeerGroup`."""
         if self._driver is not None:
@@ -396,6 +418,8 @@ class ElasticPeerGroup(PeerGroup):
         """Wait until all members have delivered what this rank has; only then may it be sealed in a
         checkpoint.
         """
+        if self.unsettled:
+            return False
         return (
             self._driver is None
             or self._follow is not None

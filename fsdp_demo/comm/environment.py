@@ -49,7 +49,6 @@ VARIABLES = {
     "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
     "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store, for those that "
     "authenticate",
-    "ISLAND_TUNING": "form of compression on a CPU: auto, off, or what machine.Form names",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",

@@ -11,7 +11,8 @@ questions, and set-up.
     u64  digest of the configuration; 0 before it is agreed
     u32  step
     u32  number of the message on its peer group
-    u64  bytes of the body
+    u48  bytes of the body
+    u16  learning rate, see `rate_code`
     u64  64-bit sum of what must be equal
     f32  weight
     f32  loss; NaN if none
@@ -40,10 +41,11 @@ from ..errors import Mismatch, WireError, see
 
 assert sys.byteorder == "little", "the wire format is little-endian and written without swapping"
 
-# 3: positions of 12 bits, the checksum of a long body was its CRC-32; 2: the configuration, and so
-# its digest, had other names
-MAGIC, VERSION = b"FDX2", 4
+# 4: no learning rate; 3: positions of 12 bits, the checksum of a long body was its CRC-32; 2: the
+# configuration, and so its digest, had other names
+MAGIC, VERSION = b"FDX2", 5
 HEADER = struct.Struct("<4sBBHQIIQQffII")
+LENGTH_BITS = 48  # of the number that is the length of the body; the rest is the learning rate
 
 STOP = 1  # flag: this island asks all to stop after this step
 # flag: this replica took no step; its plain gradient has no weight. Of a question between steps:
@@ -103,6 +105,26 @@ def norm_of(code: int) -> float:
     return 2.0 ** ((code - ONE) / PER_OCTAVE) if code else 0.0
 
 
+RATE_PER_OCTAVE, RATE_ONE, RATE_BEYOND = 1024, 40960, 65535
+
+
+def rate_code(rate: float) -> int:
+    """A learning rate in 16 bits: 0 where there is none, else 1 to 65535 in steps of 1/1024 of an
+    octave, 40960 for 1. So it is known to 0.034 %, between 9e-13 and 2e7; beyond that the nearest.
+
+    >>> [rate_code(rate) for rate in (0.0, 1.0, 2.0, 3e-4, float("nan"))]
+    [0, 40960, 41984, 28976, 0]
+    """
+    if not 0 < rate < math.inf:
+        return 0
+    return min(max(round(RATE_PER_OCTAVE * math.log2(rate)) + RATE_ONE, 1), RATE_BEYOND)
+
+
+def rate_of(code: int) -> float:
+    """The inverse of `rate_code`."""
+    return 2.0 ** ((code - RATE_ONE) / RATE_PER_OCTAVE) if code else 0.0
+
+
 @dataclass(frozen=True)
 class Header:
     """What every message says about itself.
@@ -116,6 +138,8 @@ class Header:
         number: of the message on its peer group, the same on all its ranks.
         norm: `norm_code` of what the sender contributes, of its whole island: the same on all its
             ranks. 0 where unknown.
+        rate: `rate_code` of the sender's learning rate, the mean over its parameter groups. 0 where
+            it is not said.
     """
 
     digest: int
@@ -127,6 +151,7 @@ class Header:
     total: int = 0
     number: int = 0
     norm: int = 0
+    rate: int = 0
 
     @property
     def when(self) -> str:
@@ -155,7 +180,7 @@ def fill(message: Tensor, header: Header) -> Tensor:
         h.digest,
         h.step,
         h.number,
-        body.numel(),
+        body.numel() | h.rate << LENGTH_BITS,
         h.total,
         h.weight,
         h.loss,
@@ -180,7 +205,7 @@ def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tens
     `open_head` and `check_body`.
     """
     size = message.numel() - HEADER.size
-    if size < 0 or (length := HEADER.unpack(bytes(message[: HEADER.size].tolist()))[7]) > size:
+    if size < 0 or (length := claimed_length(message)) > size:
         raise WireError(
             f"message from {sender} is truncated: {message.numel()} bytes, of a header of "
             f"{HEADER.size} and what it names"
@@ -191,10 +216,19 @@ def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tens
 
 def claimed(data: Tensor) -> Header:
     """The header that the first bytes of a message (uint8 [>= 56]) claim to be, not checked."""
-    _, _, kind, flags, digest, step, number, _, total, weight, loss, _, _ = HEADER.unpack(
-        bytes(data[: HEADER.size].tolist())
-    )
-    return Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, flags >> 8)
+    return _read(HEADER.unpack(bytes(data[: HEADER.size].tolist())))
+
+
+def claimed_length(data: Tensor) -> int:
+    """Bytes of the body as the first bytes of a message (uint8 [>= 56]) claim them, not checked."""
+    return int(HEADER.unpack(bytes(data[: HEADER.size].tolist()))[7] % (1 << LENGTH_BITS))
+
+
+def _read(fields: tuple[Any, ...]) -> Header:
+    """The fields of a message's first bytes as a header."""
+    _, _, kind, flags, digest, step, number, length, total, weight, loss, _, _ = fields
+    norm, rate = flags >> 8, length >> LENGTH_BITS
+    return Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, norm, rate)
 
 
 def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[Header, int]:
@@ -209,21 +243,8 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
             what both do.
     """
     head = bytes(data[: HEADER.size].tolist())
-    (
-        magic,
-        version,
-        kind,
-        flags,
-        digest,
-        step,
-        number,
-        length,
-        total,
-        weight,
-        loss,
-        body_crc,
-        crc,
-    ) = HEADER.unpack(head)
+    fields = HEADER.unpack(head)
+    magic, version, *_, body_crc, crc = fields
     if magic != MAGIC or version != VERSION:
         wanted = f"expected {MAGIC!r} version {VERSION}"
         raise WireError(
@@ -234,19 +255,20 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
         raise WireError(
             f"message from {sender} is damaged: the checksum of its header does not fit"
         )
-    theirs = Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, flags >> 8)
-    if (kind, step, theirs.flags & ENDING) != (
+    theirs = _read(fields)
+    if (theirs.kind, theirs.step, theirs.flags & ENDING) != (
         expected.kind,
         expected.step,
         expected.flags & ENDING,
     ):
         raise Mismatch(_apart(theirs, expected, sender))
-    if digest != expected.digest:
+    if theirs.digest != expected.digest:
         both = (
-            f"{digest:016x}, ours is {expected.digest:016x}: start all islands with one "
+            f"{theirs.digest:016x}, ours is {expected.digest:016x}: start all islands with one "
             "configuration"
         )
         raise Mismatch(f"message from {sender} has configuration digest {both}{see('unlike-runs')}")
+    length, number = claimed_length(data), theirs.number
     if length != size or number != expected.number:
         raise Mismatch(
             f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected "
@@ -327,7 +349,11 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
 
 
 def memory(t: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor as a buffer, without a copy and without numpy."""
-    return (
-        (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()) if t.numel() else b""
-    )
+    """The memory of a contiguous CPU tensor as a buffer, without a copy and without numpy. The
+    buffer keeps the tensor alive, also where nobody else holds it, such as a copy from a GPU.
+    """
+    if not t.numel():
+        return b""
+    buffer: Any = (c_char * (t.numel() * t.element_size())).from_address(t.data_ptr())
+    buffer.tensor = t
+    return buffer

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PeerLost, WireError
+from ..errors import PeerLost, WireError, see
 from . import spool
 from .collectives import ReceivedMessage
 from .coming import Coming
@@ -164,7 +164,10 @@ def reach(
         missing = [m for m in members if m not in reached]
         still = record is None or any(m.slot == me.slot for m in record.members)
         if still:
-            why = f"{name} is a member still: the others have not noticed that it was lost"
+            why = (
+                f"{name} is a member still: the others have not noticed that it was lost, or the "
+                f"store was started from an older copy of its file{see('store-made-anew')}"
+            )
         # in the order of slots, and no further than one lets in: nobody waits for the other in a
         # circle
         for m in missing:

@@ -71,11 +71,13 @@ class PeerGroup:
         elastic: islands may come and go (`elastic_peers.py`). begun: islands have come together.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
             `finish()`.
+        unsettled: not all islands have what this one has, and will not: nothing may be saved.
         desk, following: where islands may join a run under way, this one as a donor or as a
             newcomer (`joining.py`).
     """
 
     elastic = False
+    unsettled = False
 
     def __init__(
         self,
@@ -374,6 +376,37 @@ class PeerGroup:
         message ahead of its time. Whether the others have it within so many seconds. Arguments
         as for `exchange`; `header.weight` is its share in every mean."""
         return False
+
+    def ends_when(self, wish: Callable[[], bool]) -> None:
+        """Where islands come and go: tell the others when `wish()`, that this rank was told to end.
+        Asked in another thread.
+        """
+
+    @property
+    def all_end(self) -> bool:
+        """Where islands come and go: all of them are told to end."""
+        return False
+
+    @property
+    def abandoned(self) -> bool:
+        """A message of this rank comes to nothing, since all islands are told to end and not all
+        send it: it is to be saved as unsent.
+        """
+        return False
+
+    def stop_with_all(self, acted: int, seconds: float) -> int | None:
+        """All islands are told to end, and this rank sends nothing more: wait until all have what
+        all have sent. In the worker's thread, after what is under way.
+
+        Args:
+            acted: steps after which this rank had applied what it has applied.
+            seconds: to wait at most.
+
+        Returns:
+            The most that any island says for `acted`; None where not all have come so far: then
+            nothing may be saved.
+        """
+        return acted
 
     def leave(self) -> None:
         """Tell the others that this island goes on no more."""

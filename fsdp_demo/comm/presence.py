@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from ..errors import see
 from . import attempts
+from .change import record_key
 from .store_client import Asker
 from .topology import Topology
 
@@ -53,7 +55,7 @@ class Presence:
         self._topology, self.on_stop = topology, on_stop
         self.stopping: dict[int, int] = {}
         self._pulse: attempts.Pulse | None = None
-        self._keys, self._seen, self._ended = "", 0, False
+        self._keys, self._seen, self._ended, self._warned = "", 0, False, False
         self._turn = self._asked = time.monotonic()
 
     def start(self) -> None:
@@ -71,21 +73,26 @@ class Presence:
         if not self._topology.elastic:
             self._pulse.every(self._look)
 
-    def fence(self, missing: Callable[[], bool], begun_anew: Callable[[str], None]) -> None:
+    def fence(
+        self,
+        missing: Callable[[], bool],
+        epoch: Callable[[], int],
+        begun_anew: Callable[[str], None],
+    ) -> None:
         """Where islands come and go: look whether islands that could not reach this one have ended
-        the attempt, and so begin another.
+        the attempt, and so begin another; and whether the store still knows who the members are.
 
         Asked while some are missing, and after this process was stopped: who is cut off from all
         others hears of it nowhere else. With all islands there nothing is asked, since nobody is
         left who could begin anew.
 
         Args:
-            missing: whether not all islands take part. begun_anew: called in the thread, with what
-                to say.
+            missing: whether not all islands take part. epoch: of the newest record that this rank
+                knows. begun_anew: called in the thread, with what to say.
         """
 
         def look(at: Asker) -> None:
-            now = time.monotonic()
+            now, known = time.monotonic(), epoch()
             slept, self._turn = now - self._turn > SLEPT, now
             if self._ended or not (slept or (now - self._asked >= ASK and missing())):
                 return
@@ -93,6 +100,17 @@ class Presence:
             if by := at.peek("ended"):
                 begun_anew(
                     f"island {by} found none of this attempt's islands, and has begun another one"
+                )
+            elif not self._warned and not at.under(self._keys).peek(record_key(known)):
+                self._warned = True
+                log.warning(
+                    "the store at %s lacks record %d of this run's members: it was started from an "
+                    "older copy of its file, and an island that is lost cannot come back. Start it "
+                    "with the newest file, or stop all islands and start them from their "
+                    "checkpoints under a new ISLAND_RUN%s",
+                    self._topology.endpoint,
+                    known,
+                    see("store-made-anew"),
                 )
 
         self.start()

@@ -228,7 +228,18 @@ class Rendezvous:
             f"waited {topology.timeout:g} s for {counted(len(topology.starters), 'island')} at "
             f"{topology.endpoint}, run {topology.run!r}: came {', '.join(came) or 'nobody'}; "
             f"missing {_listed(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
-            f"there, or raise ISLAND_TIMEOUT{see('missing-islands')}"
+            f"there, or raise ISLAND_TIMEOUT{self._again()}{see('missing-islands')}"
+        )
+
+    def _again(self) -> str:
+        """What is said where this process has attached before: each meeting has keys of its own."""
+        number = attached(self._topology)
+        if number < 2:
+            return ""
+        return (
+            f". This is attach number {number} of this process in this run, and the others meet it "
+            "by theirs. If it alone tried again (find_executable_batch_size, a caught error), find "
+            "what fits before attach, and start this island again"
         )
 
     def _refuse_in_vain(self, store: Asker, missing: Sequence[int]) -> None:

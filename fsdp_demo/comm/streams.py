@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import Mismatch, WireError
 from .epochs import Member, Piece
 from .frames import LARGEST
-from .header import HEADER, Header, check_body, claimed, open_head
+from .header import HEADER, Header, check_body, claimed, claimed_length, open_head
 from .held import Early, Message
 from .hub import Hub
 from .wire import Piece as Moving
@@ -48,7 +48,7 @@ class Stream:
 
     def open(self, label: str) -> int:
         """Read the header in the first megabyte; bytes in all. Raises as `open_head`."""
-        length = int(HEADER.unpack(bytes(self.data[: HEADER.size].tolist()))[7])
+        length = claimed_length(self.data)
         limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
         loose = self.message.longest is not None and self.piece.what in ("body", "early")
         if loose and not 0 < length <= limit:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..status import end_by_lost_peers
 from . import attempts, environment
 from .link import Link
 from .peers import PeerGroup
@@ -90,6 +91,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         self.count = self.count or self.islands
+        if self.islands > 1:
+            end_by_lost_peers()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:

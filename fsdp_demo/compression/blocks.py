@@ -29,17 +29,13 @@ import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK
-from .machine import form
-from .windows import EDGE, Box, ContiguousViews, Group, Window
+from .windows import CACHED, EDGE, Box, ContiguousViews, Group, Window
 
 MAX_PADDING = 1.1
 # blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 8
 WINDOW, WINDOW_GPU = 512, 2048
 # coefficients coded at once: 2 MiB of places, and 8 MiB where every kernel has to be launched
 CODED, CODED_GPU = 1 << 18, 1 << 20
-# blocks, 1 MiB: the most that a CPU transforms at once (`machine.Form.part` may be less), so that
-# what is written in between stays in the cache of a core
-CACHED = 64
 
 T = TypeVar("T")
 
@@ -226,9 +222,7 @@ class Layout:
         cpu = torch.device(device).type == "cpu"
         if cpu not in self._windows:
             self._windows[cpu] = (
-                self._cut(WINDOW, min(form().part, CACHED))
-                if cpu
-                else self._cut(WINDOW_GPU, WINDOW_GPU)
+                self._cut(WINDOW, CACHED) if cpu else self._cut(WINDOW_GPU, WINDOW_GPU)
             )
         return self._windows[cpu]
 

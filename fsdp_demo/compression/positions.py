@@ -160,7 +160,9 @@ def _set(data: Tensor, count: int) -> Tensor:
     begins.scatter_add_(
         0, (before + 1).clamp_(max=count + 1).long(), begins.new_ones(1).expand(len(byte))
     )
-    begins[0], begins[1] = 1, begins[1] - 1
+    # not by assignment: a number that is assigned to an element makes the host wait for a GPU
+    begins[0].fill_(1)
+    begins[1].sub_(1)
     which = begins[:-1].cumsum(0, dtype=torch.int32).sub_(1)
     entry = (byte << 3).sub_(before).index_select(0, which)
     entry.add_(torch.arange(-1, count, dtype=torch.int32, device=data.device))

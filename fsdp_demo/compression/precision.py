@@ -14,7 +14,7 @@ import torch
 
 from ..config.channel import BLOCK
 from .dct import dct_matrix
-from .machine import form
+from .processor import intel
 from .windows import EDGE
 
 _LOCK = threading.Lock()
@@ -76,5 +76,4 @@ def products_on(device: torch.device, tf32: bool) -> AbstractContextManager[None
     """
     if device.type == "cuda":
         return set_precision(torch.backends.cuda.matmul, "tf32" if tf32 else "ieee")
-    onednn_made = form().library == "onednn" and onednn()
-    return set_precision(_MKLDNN.matmul, "bf16") if onednn_made else nullcontext()
+    return set_precision(_MKLDNN.matmul, "bf16") if not intel() and onednn() else nullcontext()

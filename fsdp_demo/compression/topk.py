@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK
-from . import native
-from .machine import form
+from .windows import CACHED
+
+try:
+    from . import _topk  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # built without a C compiler
+    _topk = None  # type: ignore[assignment, unused-ignore]
 
 log = logging.getLogger("fsdp_demo")
 
 # up to this many of a block: rows of a column whose maxima are looked at, coarse and fine
 LEVELS = ((16, (64, 8)), (128, (16, 4)))
-SOURCE, MOST = Path(__file__).with_name("topk.c"), 256
-"""What selects as many of a block at most, in C."""
+MOST = 256
+"""As many of a block `_topk.c` selects at most."""
+_SAID: list[bool] = []
 # all bits but the sign: a tensor, or each call would make one
 MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device="cpu")
 
@@ -44,48 +45,29 @@ def top_k(a: Tensor, k: int) -> Tensor:
         return _grouped(a, k) if m == BLOCK and k <= 64 else _exact(a, k)
     if m < BLOCK or not a.is_contiguous():
         return _exact(a, k)
-    if form().selection == "c" and k <= MOST and (in_c := kernel()):
-        return in_c(a, k)
+    if _topk is not None and k <= MOST:
+        return _in_c(a, k)
     for most, rows in LEVELS:
         if k <= most:
             return _descend(a, k, *rows)
     return _exact(a, k)
 
 
-@cache
-def kernel() -> Callable[[Tensor, int], Tensor] | None:
-    """`top_k` of contiguous blocks fp32 [n, 4096] on a CPU and 1 <= k <= MOST in C; None where it
-    could not be compiled, or does not select what torch does.
-    """
-    library = native.library(SOURCE)
-    if library is None:
-        return None
-    function = library.fsdp_demo_top_k
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-
-    def in_c(a: Tensor, k: int) -> Tensor:
-        out = torch.empty(len(a), k, dtype=torch.int64, device="cpu")
-        function(a.data_ptr(), len(a), k, out.data_ptr())
-        return out
-
-    blocks = _trial()
-    if any(not torch.equal(in_c(blocks, k), _exact(blocks, k)) for k in (1, 8, 90, MOST)):
-        log.warning("%s selects other elements than torch, which does its work", SOURCE.name)
-        return None
-    return in_c
+def _in_c(a: Tensor, k: int) -> Tensor:
+    """`top_k` of contiguous blocks fp32 [n, 4096] on a CPU and 1 <= k <= MOST."""
+    out = torch.empty(len(a), k, dtype=torch.int64, device="cpu")
+    _topk.top_k(a.data_ptr(), len(a), k, out.data_ptr())
+    return out
 
 
-def _trial() -> Tensor:
-    """Blocks of all sorts [5, 4096]: random, with ties, of zeros, with NaN and infinity."""
-    blocks = torch.randn(
-        5, BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-    )
-    blocks[1].mul_(4).round_()
-    blocks[2] = 0.0
-    blocks[3, 100:] = 0.0
-    blocks[4, 7], blocks[4, 9], blocks[4, 4095] = float("nan"), -float("inf"), float("inf")
-    return blocks
+def say_what_selects() -> None:
+    """Log, once in a process, where the extension module is missing."""
+    if _topk is None and not _SAID:
+        _SAID.append(True)
+        log.info(
+            "compression on this CPU selects by torch, with the same result and more slowly: the "
+            "package was built without a C compiler or Python's headers"
+        )
 
 
 def _bits(a: Tensor) -> Tensor:
@@ -129,7 +111,7 @@ def _descend(a: Tensor, k: int, coarse: int, fine: int) -> Tensor:
     the k-th largest, all that is as large as any of the top k lies in their groups; in rows with
     ties there (rare, but for blocks of zeros) all elements are sorted.
     """
-    n, step = len(a), min(len(a), form().part)  # so few that their magnitudes stay in the cache
+    n, step = len(a), min(len(a), CACHED)  # so few that their magnitudes stay in the cache
     small = a.new_empty(n, 64 // fine, 64, dtype=torch.int32)
     memory = a.new_empty(step, BLOCK, dtype=torch.int32)
     for some, out in zip(a.view(torch.int32).split(step), small.split(step), strict=True):

@@ -8,9 +8,9 @@ function that gives its matrices, in a file of its own, a line in `config/names.
 
 Two products per block, of each block and then of all rows of all blocks at once; the second adds to
 the accumulator as it goes. With `transform_precision="bf16"` (of the codec) their factors are
-rounded to bf16 and added in fp32 where a CPU has instructions that make this faster (`machine.py`);
-on CUDA they are TF32. What is sent is then selected among coefficients that are off by about 0.3 %
-of their root mean square; it is still subtracted exactly.
+rounded to bf16 and added in fp32 where a CPU has instructions that make this faster
+(`processor.py`); on CUDA they are TF32. What is sent is then selected among coefficients that are
+off by about 0.3 % of their root mean square; it is still subtracted exactly.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from ..config.channel import BLOCK, Codec
 from .blocks import Layout
 from .dct import dct_matrix
-from .machine import fast_bf16, form
 from .precision import products_on
+from .processor import fast_bf16, intel
 from .windows import EDGE, ContiguousViews, Group, Window
 
 # coefficients of a block for which outer products are less work than two products of matrices
@@ -73,8 +73,9 @@ class Transform:
         self._tf32 = low and self.device.type == "cuda"
         dtype = torch.bfloat16 if low and not self._tf32 else torch.float32
         # what this rank selects is its own affair, but all that decode make the same bits of it
-        self._forward = torch.float32 if self._cpu and form().products == "fp32" else dtype
         self._inverse = torch.float32 if self._cpu and not fast_bf16() else dtype
+        # on Intel's the conversion of gradients costs more than products with AMX save
+        self._forward = torch.float32 if self._cpu and intel() else self._inverse
         self._short = low and self._cpu
         self._memory: dict[int, Tensor] = {}
         self._views: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
@@ -98,7 +99,7 @@ class Transform:
         """Whether `add_from` takes a window from where it lies: blocks in fp32, on a CPU, not in
         many small tensors."""
         group = window.group
-        if group is None or not self._cpu or not form().strided:
+        if group is None or not self._cpu:
             return False
         if group.transform:
             rows = sum(box.shape[0] for box in window.boxes)

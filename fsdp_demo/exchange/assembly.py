@@ -6,6 +6,7 @@ exchanged (`auto`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ from .runtime import StepRuntime
 
 def check(config: ExchangeConfig, host: TrainingHost) -> None:
     """Raise ValueError where the method is not defined for these optimizers or parameters."""
-    refuse(host, config.needs_gradients)
+    refuse(host, config)
     check_inner(config, host.optimizer_names, host.optimizers)
 
 
@@ -55,6 +56,11 @@ def assemble(
     )
     runtime = StepRuntime(config, topology, host, bound, queue, step)
     farewell.allow(runtime)
+    if topology.elastic:
+        runtime.goes_on = partial(farewell.goes_on, runtime)
+    if connections.peers is not None:
+        status = runtime.status  # not the runtime: whoever beats must not keep the model
+        connections.peers.ends_when(lambda: status.told)
     return runtime
 
 

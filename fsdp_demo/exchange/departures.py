@@ -2,8 +2,8 @@
 what it hears of them.
 
 Where members are fixed the store carries it (`comm/presence.py`): an island tells after which step
-it stops, and all others stop, too. Where islands come and go the peer group knows who is there, and
-the others train on.
+it stops, and all others stop, too. Where islands come and go the peer group knows who is there and
+who is told to end; the others train on, unless all are told.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ class Departures:
         topology, peers = self._topology, self._connections.peers
         self._presence.start()
         if topology.elastic and topology.rank == 0 and peers is not None:
-            self._presence.fence(lambda: len(peers.alive) < topology.count, peers.expel)
+            self._presence.fence(
+                lambda: len(peers.alive) < topology.count,
+                lambda: peers.epoch,
+                # told to end, too: this one saves what it has, and is no member any more
+                lambda why: None if peers.all_end else peers.expel(why),
+            )
 
     def gone(self, step: float) -> str:
         """Why the messages of a step will not come, as far as other islands have told; empty if
@@ -53,10 +58,16 @@ class Departures:
     def leave(self, runtime: StepRuntime, stopped: bool) -> None:
         """See `Exchange.leave`."""
         topology, peers = self._topology, self._connections.peers
-        if stopped and topology.elastic and runtime.stopped_alone:
+        together = runtime.stops_by is not None
+        if not stopped and peers is not None and peers.abandoned:
+            together = True
+            farewell.stop_with_all(runtime)
+        elif stopped and topology.elastic and runtime.stopped_alone and not together:
             farewell.say(runtime, topology.stop_timeout)
+        if together:
+            runtime.queue.forsake()
         if peers is not None and peers.elastic:
-            alone = len(peers.alive) == 1
+            alone = together or len(peers.alive) == 1
             peers.leave()
             if alone and topology.rank == 0:
                 self._presence.end("left")

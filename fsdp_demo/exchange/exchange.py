@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import TrainingHost
-from ..status import leave
+from ..status import leave, status_of
 from . import (
     assembly,
     farewell,
@@ -44,8 +45,9 @@ from .consensus import IslandConsensus
 from .copies import Copies
 from .departures import Departures
 from .first_step import FirstStep
+from .frozen import refuse_unknown
 from .readings import Readings
-from .refusals import refuse_dcp, refuse_shown, warn_of_outside
+from .refusals import refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
 from .startup import OwnCheckpoint, Start, StateSource
 
@@ -92,6 +94,8 @@ class Exchange(Readings):
     ):
         self.topology, self.host, start = topology, host, start or Start()
         assembly.check(config, host)
+        refuse_meta(host, model)
+        refuse_unknown(host, model, config.own_tensors)
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
@@ -118,7 +122,7 @@ class Exchange(Readings):
             self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
             self._keep = partial(returning.keep, self._runtime, model, start.facts)
-            self._first = FirstStep(self._runtime)
+            self._first = FirstStep(self._runtime, model)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -205,7 +209,7 @@ class Exchange(Readings):
         resume.forget(self._runtime)
         self._runtime.step, self._equal = step, None
         with self.paused():
-            self._join(Start(step, state), model)
+            self._join(Start(step, state, fresh=True), model)
             self.catch_up()
 
     @torch.no_grad()
@@ -325,6 +329,7 @@ class Exchange(Readings):
             self.catch_up()
             self._first.check(stepped=False)
             self._equal = finish.conclude(self._runtime)
+            self._first.frozen.look()
             self._runtime.ended = True
             summary.ended(self._runtime, self.totals(), self._equal)
         if close:
@@ -348,8 +353,8 @@ class Exchange(Readings):
 
     @collective("digests_equal()")
     def digests_equal(self) -> bool | None:
-        """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a
-        preset without consensus.
+        """Whether the trained parameters of all replicas are bit-equal now; None after `finish()`
+        of a preset without consensus.
 
         All ranks of all islands call it at the same step."""
         if self.finished and self._equal is not None or self.closed:
@@ -390,9 +395,10 @@ class Exchange(Readings):
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
             RuntimeError: inside `outer_parameters`, where the model's parameters are not those that
                 belong to this state.
-            ValueError: `torch.distributed.checkpoint` asks, which keeps one rank's state for all.
+            ValueError: `torch.distributed.checkpoint` or `Accelerator.save_state` asks, which keep
+                one rank's state for all.
         """
-        refuse_dcp()
+        refuse_foreign_savers()
         refuse_shown(self.shows_result, "state_dict()")
         state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
         if self.auto_choice is not None:
@@ -456,4 +462,5 @@ class Exchange(Readings):
             log.error(
                 "%s: an exchange was still waiting for a silent peer at exit", self.topology.name
             )
-            leave(1)  # the interpreter would end threads that wait in gloo by aborting the process
+            # the interpreter would end threads that wait in gloo by aborting the process
+            leave(status_of(getattr(sys, "last_value", None)))

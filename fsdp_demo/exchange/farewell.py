@@ -9,6 +9,9 @@ never used it.
 
 Payloads of gradients are not sent early: the gradients of the coming step are not there, and those
 before have left in their own step.
+
+Where all islands are told to end nobody goes on to count what comes early. So nobody sends it: all
+stop between the same messages (`comm/stopping.py`), and each saves what it has done by itself.
 """
 
 from __future__ import annotations
@@ -31,12 +34,86 @@ from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
 
+GRACE = 2.0
+"""Seconds in which an island that is told to end waits to hear whether all others are told, too. A
+signal reaches islands at unlike moments, and Python between two calls: two steps if that is longer.
+"""
+
 
 def allow(runtime: StepRuntime) -> None:
     """Say how long what another island sends early can be: nobody makes room for more."""
     if runtime.peers is not None:
         layout = runtime.queue.layout([c.channel.name for c in runtime.after_step])
         runtime.peers.allow_early(layout.num_bytes + total_bytes(layout.vectors))
+
+
+def goes_on(runtime: StepRuntime) -> bool:
+    """Whether an island that is told to end trains on nevertheless, since all are told to, and
+    another one has applied a message that this one has not come to. All ranks of the island call it
+    together, at the end of a step.
+
+    Such a message is here already, so nobody is waited for. At most `delay` steps are taken.
+    """
+    seconds = runtime.topology.stop_timeout
+    if runtime.stops_by is None:
+        if not _all_stop(runtime, seconds):
+            return False
+        runtime.stops_by = time.monotonic() + seconds
+        stop_with_all(runtime)
+    late = time.monotonic() >= runtime.stops_by
+    return not runtime.island.any(late or runtime.step >= runtime.ends_at)
+
+
+def _all_stop(runtime: StepRuntime, seconds: float) -> bool:
+    """Whether all islands are told to end: waits for that a moment, and for at most half of so many
+    seconds. A collective of the island.
+    """
+    peers, island = runtime.peers, runtime.island
+    end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), seconds / 2)
+    while True:
+        told, over = island.max(
+            float(peers is not None and peers.all_end), float(time.monotonic() >= end)
+        )
+        if told or over:
+            return bool(told)
+        time.sleep(0.02)
+
+
+def stop_with_all(runtime: StepRuntime) -> None:
+    """All islands are told to end, and this rank sends nothing more: wait for at most ISLAND_STOP
+    seconds until all have what all have sent. A collective of the island.
+    """
+    peers, worker, seconds = (
+        runtime.peers,
+        runtime.connections.worker,
+        runtime.topology.stop_timeout,
+    )
+    ends_at: int | None = -1
+    if peers is not None and worker is not None:
+        end, acted = time.monotonic() + seconds, _acted(runtime)
+        job = worker.submit(lambda: peers.stop_with_all(acted, max(end - time.monotonic(), 0.0)))
+        try:
+            ends_at = job.result(seconds + 1.0)
+        except Late:
+            ends_at = None
+        peers.unsettled = ends_at is None
+    (most,) = runtime.island.max(float(-1 if ends_at is None else ends_at))
+    runtime.ends_at = int(most)
+
+
+def _acted(runtime: StepRuntime) -> int:
+    """Steps after which this island had applied the last message that it has applied; 0 where there
+    was none.
+    """
+    steps = runtime.queue.applied
+    return max(
+        (
+            steps[c.channel.name] + c.channel.schedule.delay + 1
+            for c in [*runtime.channels, *runtime.buffers]
+            if c.channel.name in steps
+        ),
+        default=0,
+    )
 
 
 def say(runtime: StepRuntime, seconds: float) -> bool:

@@ -19,10 +19,6 @@ from .exchange import Exchange
 log = logging.getLogger("fsdp_demo")
 
 
-STUCK = 5.0
-"""Seconds that a rank which is told to end may stand in one exchange."""
-
-
 def undecided(error: NeedsDecision, rank: int) -> NoReturn:
     """End the process with status 78 and the sentence, without a traceback: another start would
     change nothing.
@@ -62,7 +58,11 @@ def guard(
     at most ISLAND_STOP seconds before it saves. Where islands come and go (ISLAND_TRANSPORT=zeromq)
     the others train on, no loss of another island ends this one, and who is started again joins
     them; who is told to end sends the others what it has done since its last exchange first, for at
-    most ISLAND_STOP seconds.
+    most ISLAND_STOP seconds. Where all are told to end, all stop after their current steps, and
+    what not all of them have sent is saved to be sent at the resume.
+
+    In a thread that is not the main one SIGTERM is left alone, since Python handles signals in the
+    main thread only; a warning says so.
 
     Args:
         save: saves what this rank has; must not use collectives.
@@ -75,34 +75,60 @@ def guard(
         >>> with fsdp_demo.guard(exchange, save=None, resume="python train.py --resume"):
         ...     pass  # the training loop
     """
-    old = signal.signal(signal.SIGTERM, lambda *_: _told(exchange))
+    leaves = threading.Event()
+    with _sigterm(exchange, leaves):
+        try:
+            yield
+        except (PeerLost, WireError, Stopped) as error:
+            leaves.set()
+            _leave(exchange, error, save, resume)
+
+
+@contextmanager
+def _sigterm(exchange: Exchange, leaves: threading.Event) -> Iterator[None]:
+    """SIGTERM is a wish to stop, where this thread may say so. leaves: set when the loop has
+    ended."""
+    if threading.current_thread() is not threading.main_thread():
+        log.warning(
+            "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
+            "handles signals in the main thread only. Train there, or let a handler of the main "
+            "thread call exchange.request_stop()",
+            threading.current_thread().name,
+        )
+        yield
+        return
+    old = signal.signal(signal.SIGTERM, lambda *_: _told(exchange, leaves))
     try:
         yield
-    except (PeerLost, WireError, Stopped) as error:
-        _leave(exchange, error, save, resume)
     finally:
         signal.signal(signal.SIGTERM, old)
 
 
-def _told(exchange: Exchange) -> None:
-    """SIGTERM. Where islands come and go, a rank that stands in an exchange does not come to the
-    end of its step: it ends without saving, before its launcher kills it, and may join again."""
+def _told(exchange: Exchange, leaves: threading.Event) -> None:
+    """SIGTERM. Where islands come and go, a rank may stand in an exchange for longer than its
+    launcher waits: it ends without saving before that, and may join again.
+    """
     exchange.request_stop()
     if exchange.topology.elastic:
-        threading.Thread(target=_end_if_stuck, args=(exchange,), name="stop", daemon=True).start()
+        threading.Thread(
+            target=_end_if_stuck, args=(exchange, leaves), name="stop", daemon=True
+        ).start()
 
 
-def _end_if_stuck(exchange: Exchange) -> None:
+def _end_if_stuck(exchange: Exchange, leaves: threading.Event) -> None:
+    """End without saving where one step has stood in an exchange for all of ISLAND_STOP."""
+    limit = exchange.topology.stop_timeout
     step, since = exchange.step, time.monotonic()
-    while not exchange.closed:
-        time.sleep(0.5)
+    while not leaves.wait(0.2) and not exchange.closed:
         now = time.monotonic()
-        if exchange.step != step or exchange.waiting < STUCK:
+        if exchange.step != step or not exchange.waiting:
             step, since = exchange.step, now
-        elif now - since > STUCK:
+        elif now - since > limit:
             log.error(
-                "%s: told to end, but step %d waits for the others: ends, and nothing is saved",
+                "%s: told to end %g s ago, but step %d still waits for the others: ends, and "
+                "nothing is saved. ISLAND_STOP says how many seconds the launcher leaves",
                 exchange.topology.name,
+                limit,
                 step,
             )
             tell_launcher(exchange.topology.rank, SAVED)

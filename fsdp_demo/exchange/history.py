@@ -26,6 +26,8 @@ class History:
         islands: of the run.
         digest: 16 hexadecimal digits; empty where it is not known: the state was converted.
         slots: the islands that take part now. at: the step of the exchange from which on they do.
+        early: of them those whose part in the last exchange came ahead of its time: they had left,
+            and have not applied it.
 
     Example:
         >>> one, two = History(3), History(3)
@@ -38,6 +40,7 @@ class History:
     digest: str = BEGUN
     slots: tuple[int, ...] = ()
     at: int = -1
+    early: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.slots = self.slots or tuple(range(self.islands))
@@ -52,7 +55,12 @@ class History:
 
     def note(self) -> dict[str, Any]:
         """As plain values, for `load`."""
-        return {"digest": self.digest, "slots": list(self.slots), "at": self.at}
+        return {
+            "digest": self.digest,
+            "slots": list(self.slots),
+            "at": self.at,
+            "early": list(self.early),
+        }
 
     def load(self, note: Mapping[str, Any]) -> None:
         """Go on from what `note` gave, here or on another island; from nothing known where it is
@@ -60,3 +68,4 @@ class History:
         """
         self.digest, self.at = str(note.get("digest", "")), int(note.get("at", -1))
         self.slots = tuple(int(s) for s in note.get("slots", ())) or tuple(range(self.islands))
+        self.early = tuple(int(s) for s in note.get("early", ()))

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
 from ..comm.collectives import ReceivedMessage
-from ..comm.header import FAR, LEAVING, NOT_FINITE, STOP
+from ..comm.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP
 from ..comm.peers import PeerGroup
 from ..errors import PeerLost
 from .connections import Connections
@@ -283,7 +283,9 @@ class InFlightQueue:
             error = self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
             flight.counted = True
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        failed, stop = self.connections.island.max(float(error is not None), float(asked))
+        failed, stop, rewritten = self.connections.island.max(
+            float(error is not None), float(asked), flight.rewritten
+        )
         if failed:
             self.broken = True
             raise (
@@ -292,8 +294,13 @@ class InFlightQueue:
                 else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
             )
         self.watch.hear(headers, int(stop))
-        if headers and flight.step >= 0 and arrived.slots != self.history.slots:
-            self.history.hear(flight.step, arrived.slots)
+        if rewritten:
+            self.watch.warn_of_rewritten()
+        if headers and flight.step >= 0:
+            if arrived.slots != self.history.slots:
+                self.history.hear(flight.step, arrived.slots)
+            told = zip(arrived.slots, headers, strict=False)
+            self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)
         return arrived
 
     # ---- a run that goes on --------------------------------------------------------------------
@@ -308,6 +315,13 @@ class InFlightQueue:
         self.flights.clear()
         self.applied.clear()
         self.norms.load({})
+
+    def forsake(self) -> None:
+        """All islands have stopped together: what has not come by now does not come, and is saved
+        as unsent.
+        """
+        futures = [f.future for f in self.flights if f.future is not None]
+        self.broken |= any(not f.done() or f.exception() is not None for f in futures)
 
     def send_again(self) -> None:
         """Send what is `unsent`. The peer group is the worker's from here on."""

@@ -1,5 +1,6 @@
-"""What a replica says of itself in the header of its messages: tokens, loss, a wish to stop, and
-whether its contribution is finite.
+"""What a replica says of itself in the header of its messages: tokens, loss, learning rate, a wish
+to stop, and whether its contribution is finite. And what it finds out by the way: whether something
+else than the optimizer writes its parameters (`Rewritten`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm.digests import EVERY, total
 from ..comm.header import COUNTED, LEAVING, SKIPPED, STOP
 from ..comm.island import IslandGroup
 from ..comm.peers import PeerGroup
 from ..errors import NotFinite, see
+from ..hosts.base import TrainingHost
 
 LIMIT = 10
 """Steps or contributions in a row that may be left out because they are not finite, or far from the
@@ -33,6 +36,9 @@ class Said:
             were not.
         norm: of the contribution, of the whole island; 0 where it is not looked at.
         total: int64 scalar, the 64-bit sum of what must be equal; None where it is not compared.
+        rate: the learning rate, the mean over the parameter groups; 0 where it is not said.
+        rewritten: more than 0 where something else has written parameters since an exchange. It is
+            not sent: only the thread that sends can read it.
     """
 
     weight: float = 1.0
@@ -42,13 +48,17 @@ class Said:
     run: float | Tensor = 0.0
     total: Tensor | None = None
     norm: float | Tensor = 0.0
+    rate: float | Tensor = 0.0
+    rewritten: float | Tensor = 0.0
 
     def numbers(self, device: torch.device) -> list[Tensor]:
-        """(loss, bad, run, norm) as fp32 [4] on `device`, and the total if there is one."""
+        """(loss, bad, run, norm, rate, rewritten) as fp32 [6] on `device`, and the total if there
+        is one.
+        """
         loss = self.loss if self.loss is not None else float("nan")
         parts = [
             v if isinstance(v, Tensor) else torch.full((), v, device=device, dtype=torch.float32)
-            for v in (loss, self.bad, self.run, self.norm)
+            for v in (loss, self.bad, self.run, self.norm, self.rate, self.rewritten)
         ]
         return [
             torch.stack([p.float() for p in parts]),
@@ -181,6 +191,68 @@ class LocalStatus:
         """Restore `state()`."""
         self.tokens, self._weighed = tokens, dict(weighed)
         self._losses = [torch.tensor(v, device=device, dtype=torch.float32) for v in losses]
+
+
+class Rewritten:
+    """Parameters that are written between an exchange and the step after it, by something else than
+    the base optimizer: a wrapper around it with its own copy, weight clipping, code of the loop.
+
+    The sum of their bits at the end of a step that exchanged is compared with that ahead of the
+    next one, every `EVERY` steps. Nothing is read on a device.
+
+    Args:
+        host: of the parameters.
+    """
+
+    def __init__(self, host: TrainingHost):
+        self._host = host
+        self._exchanged, self._next = False, 0
+        self._left: Tensor | None = None
+        self._found: float | Tensor = 0.0
+
+    def exchanged(self) -> None:
+        """An exchange writes parameters: those noted before are no longer right."""
+        self._exchanged, self._left = True, None
+
+    def note(self, step: int) -> None:
+        """Step `step` has ended. Parameters are right now, if it exchanged any."""
+        if self._exchanged and step >= self._next:
+            self._left, self._next = self._sum(), step + EVERY
+        self._exchanged = False
+
+    def compare(self, aside: bool) -> None:
+        """Ahead of a step. aside: steps that do not count were taken meanwhile."""
+        if self._left is not None and not aside:
+            self._found = self._found + (self._sum() != self._left).float()
+        self._left = None
+
+    def forget(self) -> None:
+        """Whoever has written parameters had the right to, or the run begins anew."""
+        self._exchanged, self._left, self._next = False, None, 0
+
+    def take(self) -> float | Tensor:
+        """How many comparisons have found other parameters since the last call."""
+        found, self._found = self._found, 0.0
+        return found
+
+    @torch.no_grad()
+    def _sum(self) -> Tensor:
+        tensors = zip(self._host.tensors("parameter"), self._host.params, strict=True)
+        return total([t for t, p in tensors if t is not None and not p.frozen], self._host.device)
+
+
+def mean_rate(host: TrainingHost) -> float | Tensor:
+    """The mean learning rate of the parameter groups. A tensor where one lies on a device: nobody
+    waits for it here.
+    """
+    found = [g["lr"] for o in host.optimizers for g in o.param_groups if "lr" in g]
+    read = [
+        r.detach().float().reshape(())
+        if isinstance(r, Tensor) and r.device.type != "cpu"
+        else float(r)
+        for r in found
+    ]
+    return sum(read) / max(len(read), 1)
 
 
 def give_up(

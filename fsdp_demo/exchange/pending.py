@@ -39,7 +39,7 @@ class PendingExchange:
     and the future of what comes back (None on a copy without peers).
 
     `layout` says what lies where in it; `header` is what was said with it, once that is known on
-    the host: a message whose answer was lost is sent again as it was."""
+    the host: a message whose answer was lost is sent again as it was. `rewritten`: see `Said`."""
 
     step: int
     members: list[str]
@@ -51,6 +51,7 @@ class PendingExchange:
     layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
     moved: Moved = field(default_factory=Moved)  # bytes of its last exchange
     waited: float = 0.0  # seconds for which training stood still for it and the link
+    rewritten: float = 0.0
 
     @property
     def arrived(self) -> ReceivedMessage | None:

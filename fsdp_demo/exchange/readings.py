@@ -118,6 +118,13 @@ class Readings:
         return [] if self._peers is None else list(self._queue.history.slots)
 
     @property
+    def applied_by(self) -> list[int]:
+        """Of the `participants` those that have applied that exchange, too; the others had left,
+        and their part had come ahead of its time."""
+        early = self._queue.history.early
+        return [slot for slot in self.participants if slot not in early]
+
+    @property
     def drift(self) -> float | None:
         """|theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or
         by the full average of the released rule); None where replicas are equal by construction.

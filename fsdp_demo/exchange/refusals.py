@@ -5,16 +5,29 @@ exchange could not serve.
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from typing import Any
 
 import torch
 
+from ..config.schema import ExchangeConfig
 from ..errors import see
 from ..hosts.base import TrainingHost
 
 log = logging.getLogger("fsdp_demo")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+SECOND_COPIES = {
+    r"lookahead|ranger\w*": "slow weights",
+    r"\w*schedulefree\w*|ftrl": "z",
+    r"\w*madgrad|dadaptsgd|dadaptadagrad": "x0",
+    r"trac": "theta_ref",
+}
+"""Optimizers that write parameters from a copy of them: names of classes -> that of the copy."""
+
+MASTERS = "fp32 masters"
 
 
 def refuse_shown(shows_result: bool, what: str) -> None:
@@ -29,26 +42,31 @@ def refuse_shown(shows_result: bool, what: str) -> None:
         )
 
 
-def refuse_dcp() -> None:
-    """Raise ValueError if torch.distributed.checkpoint itself asks for the state of an exchange. Of
-    a name that all ranks have it writes one tensor, so it would keep one rank's state for all.
+BESIDE = (
+    "each rank has a state of its own, and of those that checkpoint keeps one for all ranks. Save "
+    "it beside, by fsdp_demo.checkpoint.save_exchange(FOLDER, exchange) on every rank, and give "
+    "attach(state=load_exchange(FOLDER))"
+)
+"""Why others cannot save an exchange, and the cure."""
+
+REGISTERED = f"an exchange registered for checkpointing with Accelerate: {BESIDE}"
+
+
+def refuse_foreign_savers() -> None:
+    """Raise ValueError if torch.distributed.checkpoint or Accelerate asks for the state of an
+    exchange. Of a name that all ranks have the first writes one tensor, the second the file of its
+    main process: either would keep one rank's state for all.
     """
-    frame = sys._getframe(2)  # who has called what calls this
-    if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
-        raise ValueError(
-            "an exchange in a state dict of torch.distributed.checkpoint: each rank has a state of "
-            "its own, and of those that checkpoint keeps one for all ranks. Save it beside, by "
-            "fsdp_demo.checkpoint.save_exchange(FOLDER, exchange) on every rank, and give "
-            "attach(state=load_exchange(FOLDER))"
-        )
+    asks = str(sys._getframe(2).f_globals.get("__name__"))  # who has called what calls this
+    if asks.startswith("torch.distributed.checkpoint"):
+        raise ValueError(f"an exchange in a state dict of torch.distributed.checkpoint: {BESIDE}")
+    if asks == "accelerate.checkpointing":
+        raise ValueError(REGISTERED)
 
 
-def refuse(host: TrainingHost, gradients: bool) -> None:
-    """Raise ValueError for parameters and optimizers that cannot be exchanged.
-
-    Args:
-        gradients: the exchange needs or changes gradients.
-    """
+def refuse(host: TrainingHost, config: ExchangeConfig) -> None:
+    """Raise ValueError for parameters and optimizers that cannot be exchanged by this method."""
+    gradients = config.needs_gradients
     trained = [s for s in host.params if not s.frozen]
     if not trained:
         raise ValueError(
@@ -63,6 +81,7 @@ def refuse(host: TrainingHost, gradients: bool) -> None:
             f"{', '.join(map(_name, DTYPES))}: load the model with dtype=torch.float32 (of a "
             "complex parameter train its view_as_real)"
         )
+    refuse_second_copies(host, config)
     for optimizer in host.optimizers:
         refuse_inner(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -77,6 +96,19 @@ def refuse(host: TrainingHost, gradients: bool) -> None:
                 "torch.optim.Adam and "
                 "nn.Embedding(sparse=False), or clip=None with a preset that exchanges no gradients"
             )
+
+
+def refuse_meta(host: TrainingHost, model: torch.nn.Module | None) -> None:
+    """Raise ValueError for tensors on the meta device, which have no values yet."""
+    own = zip((s.name for s in host.params), host.tensors("parameter"), strict=True)
+    rest = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, t in (*own, *rest) if t is not None and t.is_meta]
+    if empty:
+        raise ValueError(
+            "tensors on the meta device, which have no values: "
+            f"{_first(list(dict.fromkeys(empty)))}; call model.to_empty(device=...), initialise or "
+            "load the weights, build the optimizer, then attach"
+        )
 
 
 def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
@@ -96,6 +128,43 @@ def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
             "and no optimizer under it (base_optimizer) takes it whole: take another one, or train "
             f"without an exchange{see('base-optimizer')}"
         )
+
+
+def refuse_second_copies(host: TrainingHost, config: ExchangeConfig) -> None:
+    """Raise ValueError for an optimizer that keeps a copy of the parameters and writes them from
+    it, where the exchange writes parameters, too.
+    """
+    if not any(c.writes_parameters for c in config.channels):
+        return
+    for optimizer in (*host.optimizers, *reversed(host.wrappers)):
+        copy = second_copy(optimizer)
+        if not copy:
+            continue
+        cure = "take one that keeps none (torch.optim.AdamW)"
+        if copy == MASTERS:
+            cure = "build it with master_weights=False, on parameters in fp32 (with autocast)"
+        elif optimizer in host.wrappers:
+            inner = getattr(optimizer, "optimizer", None)
+            cure = f"leave it out, and step the {type(inner).__name__} in it"
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps its own copy of the parameters ({copy}) and writes "
+            "them from it, so its next steps undo what an exchange has written, and preset "
+            f"{config.preset!r} writes parameters: {cure}, or take a preset that exchanges "
+            f"gradients, such as full{see('second-copy')}"
+        )
+
+
+def second_copy(optimizer: Any) -> str:
+    """What an optimizer calls the copy of the parameters that it keeps and writes them from; empty
+    where none is known.
+    """
+    places = (optimizer.__dict__, *getattr(optimizer, "param_groups", []))
+    masters = [place.get("master_weights") for place in places]  # of apex, of TransformerEngine
+    if any(m is not None and m is not False for m in masters):
+        return MASTERS
+    names = [c.__name__.lower() for c in type(optimizer).__mro__]
+    known = (copy for p, copy in SECOND_COPIES.items() if any(re.fullmatch(p, n) for n in names))
+    return next(known, "")
 
 
 def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str) -> None:

@@ -75,6 +75,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     for c in runtime.channels:
         c.load(saved.channels[c.channel.name])
     runtime.step, runtime.begun, runtime.acted = saved.step, saved.begun, -1
+    runtime.rewritten.forget()
     runtime.hooks.begin_anew()
     runtime.queue.load(saved.in_flight, saved.last, saved.applied)
     runtime.queue.watch.loss = saved.loss

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,7 @@ from ..hosts.base import TrainingHost
 from . import rates
 from .copies import Copies
 from .in_flight import InFlightQueue
-from .local_status import LocalStatus
+from .local_status import LocalStatus, Rewritten, mean_rate
 from .vote_pace import VotePace
 
 log = logging.getLogger("fsdp_demo")
@@ -68,6 +69,7 @@ class StepRuntime:
         island: the other ranks of this replica.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         status: what this replica says of itself.
+        rewritten: looks for parameters that something else has written since an exchange.
         step: optimizer steps of the job done so far (ticks).
         drift: see `Exchange`.
         begun: the step whose gradients are in the accumulators: one that was cut off in the middle
@@ -75,6 +77,9 @@ class StepRuntime:
         acted: the step whose gradients were exchanged, wholly; -1 for none.
         since: the step from which this replica has trained by itself; later than 0 where it has
             joined a run under way.
+        seconds: that the last step has taken.
+        stops_by: all islands are told to end, and this one sends nothing more: the time at which it
+            stops at the latest (`time.monotonic`). ends_at: the number of steps at which it does.
         unlike: another island's torch, device or processor is unlike this one's: replicas may
             differ in the last bit.
         ahead: called ahead of a step until it is None: what is to be done ahead of the first one
@@ -84,6 +89,8 @@ class StepRuntime:
         handing: called at the end of a step in which an island that joins asks for this one's state
             (`snapshot.py`).
         at_end: called at the end of a step, behind everything else.
+        goes_on: called at the end of a step after which this island is to stop alone: whether it
+            trains on for a moment (`farewell.py`).
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
         watches_gradients: see `Exchange.watch_gradients`.
@@ -115,11 +122,15 @@ class StepRuntime:
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
         self._copies = copies if copies.any else None
+        self.rewritten = Rewritten(host)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
         self.begun = self.acted = -1
         self.since = self.rows = 0
+        self.seconds, self._ended_at = 0.0, time.monotonic()
+        self.stops_by: float | None = None
+        self.ends_at = -1
         self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.rows_differ = False
         self.raises_stopped = True
@@ -129,6 +140,7 @@ class StepRuntime:
         self.told: dict[str, Any] = {}
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
+        self.goes_on: Callable[[], bool] | None = None
         # of the step under way, where an island follows
         self._rates: list[list[dict[str, Any]]] | None = None
 
@@ -207,6 +219,7 @@ class StepRuntime:
         if self.ahead is not None:
             with torch.no_grad():
                 self.ahead()
+        self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
         self.status.begin()
         peers = self.peers
@@ -269,6 +282,10 @@ class StepRuntime:
                     self.exchange(mine, due, step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
+        now = time.monotonic()
+        self.seconds, self._ended_at = now - self._ended_at, now
+        self.rewritten.note(step)
+        self.hooks.aside = False
         asked = self._settle_stop()
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
@@ -424,7 +441,14 @@ class StepRuntime:
         self.queue.launch(
             outgoing,
             self.step,
-            replace(said, bad=bad, total=self._total(outgoing), norm=self._norm(outgoing)),
+            replace(
+                said,
+                bad=bad,
+                total=self._total(outgoing),
+                norm=self._norm(outgoing),
+                rate=mean_rate(self.host),
+                rewritten=self.rewritten.take(),
+            ),
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
@@ -479,6 +503,7 @@ class StepRuntime:
         are its anchor from now on; their drift is what the mean has moved them."""
         if any(c.channel.writes_parameters for c in applied):
             self.host.commit()
+            self.rewritten.exchanged()
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
                 for d in self.channels:
@@ -511,6 +536,7 @@ class StepRuntime:
         earlier all of them know."""
         if self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
+            known |= self.stops_by is not None
             if not self._pace.due(now=known):
                 return False
         self._exchanged = False
@@ -525,6 +551,8 @@ class StepRuntime:
             self.queue.watch.stop, alone, alone and self.status.told, unasked
         )
         together = bool(flags)
+        if told and not together and self.goes_on is not None and self.goes_on():
+            return not unwanted
         self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
         self.leaving = bool(int(flags) & LEAVING if together else told)
         return not unwanted

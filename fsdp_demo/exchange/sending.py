@@ -21,7 +21,17 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload
 from ..comm.collectives import ReceivedMessage
-from ..comm.header import LEAVING, NOT_FINITE, PAYLOAD, STOP, SUMMED, Header, norm_code, norm_of
+from ..comm.header import (
+    LEAVING,
+    NOT_FINITE,
+    PAYLOAD,
+    STOP,
+    SUMMED,
+    Header,
+    norm_code,
+    norm_of,
+    rate_code,
+)
 from ..comm.peers import PeerGroup, Vectors
 from ..compression.staging import Staging
 from .connections import Connections
@@ -119,6 +129,7 @@ class MessageSender:
             sections = found[at[0] : at[1]]
             sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
+            flight.rewritten = float(found[0][5])
             give_up(float(found[0][2]), peers)
             before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
             with record_function("fsdp_demo::send"):
@@ -144,8 +155,9 @@ class MessageSender:
 
 
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
-    """A header with what has come from the device: (loss, bad, run, norm), and the total."""
-    loss, bad, _, norm = numbers[0].tolist()
+    """A header with what has come from the device: `Said.numbers`."""
+    loss, bad, _, norm, rate, _ = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
     flags = header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1)
-    return replace(header, loss=loss, total=total, flags=flags, norm=norm_code(norm))
+    codes = {"norm": norm_code(norm), "rate": rate_code(rate)}
+    return replace(header, loss=loss, total=total, flags=flags, **codes)

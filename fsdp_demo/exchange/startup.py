@@ -24,8 +24,10 @@ from ..comm.header import SETUP
 from ..comm.island import IslandGroup
 from ..comm.peers import PeerGroup
 from ..config.schema import ExchangeConfig
-from ..hosts.base import TrainingHost
+from ..errors import counted, see
+from ..hosts.base import TrainingHost, foreign_tensors
 from . import facts, resume
+from .frozen import shared_tensors
 from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
@@ -77,6 +79,7 @@ class Start:
         facts: of the run that all replicas must share, beside those that are found here.
         batch: rows of a micro-batch per rank and micro-batches per step, for the log.
         catch_up: make up for an exchange that a loss had cut off (`Exchange.catch_up`).
+        fresh: there is no state because the caller wants none.
     """
 
     step: int = 0
@@ -84,6 +87,7 @@ class Start:
     facts: Mapping[str, Any] = field(default_factory=dict)
     batch: Sequence[int] = ()
     catch_up: bool = True
+    fresh: bool = False
 
     @property
     def stands(self) -> tuple[int, dict[str, int] | None]:
@@ -142,12 +146,39 @@ def come_together(
         donor,
         keep=resumes and own == runtime.step and not runtime.gradients_only,
     )
-    sync_rest_from(peers, island, runtime.host, model, donor, keep=resumes and own == runtime.step)
+    keep = resumes and own == runtime.step
+    sync_rest_from(peers, island, runtime.host, model, donor, keep, runtime.config.own_tensors)
     runtime.host.commit(model)
     for c in runtime.channels:
         c.start()
     runtime.queue.begin(runtime.step)
+    if start.step and not (start.fresh or goes_on) and runtime.topology.rank == 0:
+        warn_of_no_state(runtime, donor)
     return donor, bool(furthest or goes_on)
+
+
+def warn_of_no_state(runtime: StepRuntime, donor: int) -> None:
+    """Log what begins anew, where a run goes on and no island has a saved state of the exchange."""
+    kept = {
+        "anchors": [c.anchor for c in runtime.channels],
+        "outer momenta": [c.momentum for c in runtime.channels],
+        "accumulators": [c.accumulator for c in runtime.channels],
+    }
+    lost = [name for name, works in kept.items() if any(w is not None for w in works)]
+    peers, moves = runtime.peers, not runtime.gradients_only
+    if peers is not None and peers.size > 1 and moves:
+        lost.append(f"parameters of all islands but {peers.label(donor)}")
+    if lost:
+        log.warning(
+            "%s: attach at step %d without a saved state of the exchange: what it held is lost "
+            "(%s). To go on exactly, call save_exchange(FOLDER, exchange) beside each checkpoint, "
+            "and attach(..., state=load_exchange(FOLDER)). Where that is meant, "
+            "attach(..., fresh=True)%s",
+            runtime.topology.name,
+            runtime.step,
+            ", ".join(lost),
+            see("no-exchange-state"),
+        )
 
 
 def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
@@ -268,18 +299,21 @@ def sync_rest_from(
     model: torch.nn.Module | None,
     donor: int,
     keep: bool = False,
+    own: Sequence[str] = (),
 ) -> None:
     """Frozen parameters and buffers: broadcast with a model, else compared by digest.
 
     Args:
         keep: this replica resumes from its own state and keeps its own: running statistics differ
             between two averages.
+        own: `ExchangeConfig.own_tensors`, which are left as they are.
 
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
     """
-    frozen = [t for t, s in zip(host.tensors("parameter"), host.params, strict=True) if s.frozen]
     if model is None:
+        both = zip(host.tensors("parameter"), host.params, strict=True)
+        frozen = [t for t, s in both if s.frozen]
         differ = (
             peers is not None
             and peers.size > 1
@@ -291,7 +325,8 @@ def sync_rest_from(
                 "weights"
             )
         return
-    local = [t for t in host.untrained_tensors(model) if t.numel()]
+    _say_left_alone(foreign_tensors(model), island)
+    local = list(shared_tensors(host, model, own).values())
     if not island.any(bool(local)):  # a rank may have empty shards of all of them
         return
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
@@ -304,6 +339,18 @@ def sync_rest_from(
         island.broadcast(work)
     for t, part in zip(local, work.split([len(p) for p in parts]), strict=True):
         t.copy_(part.clone().view(t.dtype).view(t.shape))
+
+
+def _say_left_alone(foreign: Mapping[str, torch.Tensor], island: IslandGroup) -> None:
+    """Log the tensors that are neither sent nor compared, since their scales are not in them."""
+    named = [f"{name} ({type(t).__name__})" for name, t in foreign.items() if not t.requires_grad]
+    if named and island.rank == 0:
+        log.info(
+            "quantized weights are left alone, neither sent nor compared (%s): %s. Load the same "
+            "on all islands",
+            counted(len(named), "tensor"),
+            ", ".join(named[:3]) + " ..." * (len(named) > 3),
+        )
 
 
 def sync_state_from(peers: PeerGroup | None, channels: Sequence[ChannelRunner], donor: int) -> None:

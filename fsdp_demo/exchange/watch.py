@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.digests import odd_ones
-from ..comm.header import FAR, NOT_FINITE, SUMMED, Header, norm_of
+from ..comm.header import FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
 from ..comm.peers import PeerGroup
 from ..errors import Mismatch, NotFinite, see
 from .local_status import give_up
@@ -39,15 +39,17 @@ class Watch:
         self.left_out, self.far, self.unlike, self._speaks, self._run = 0, 0, False, speaks, 0.0
         self.compares = speaks and peers is not None and peers.size > 1
         self.loss, self.stop = math.nan, 0
+        self._warned = self._rates_warned = False
 
     def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
-        """Refuse sums that must be equal and are not, and a mean of nobody. In the worker's thread,
-        before the island votes.
+        """Warn of unlike learning rates; refuse sums that must be equal and are not, and a mean of
+        nobody. In the worker's thread, before the island votes.
 
         Raises:
             Mismatch: replicas have parted. NotFinite: parameters are to be averaged, and no replica
                 has finite ones.
         """
+        self._compare_rates(peers, headers)  # they may be why sums differ
         odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
         if odd:
             what = "parameters" if gradients else "outer parameters (anchors)"
@@ -75,6 +77,25 @@ class Watch:
             raise NotFinite(
                 f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume "
                 "from a checkpoint"
+            )
+
+    def _compare_rates(self, peers: PeerGroup, headers: Sequence[Header]) -> None:
+        """Warn once if islands have other learning rates: more than 0.3 % apart."""
+        said = [j for j, h in enumerate(headers) if h.rate]
+        low, high = (f(said, key=lambda j: headers[j].rate, default=0) for f in (min, max))
+        apart = headers[high].rate - headers[low].rate > 4  # in 1/1024 of an octave
+        if apart and self._speaks and not self._rates_warned:
+            self._rates_warned = True
+            log.warning(
+                "learning rates differ at step %d: %.3g on %s, %.3g on %s (the mean over the "
+                "parameter groups). Step a scheduler on what all islands share: the same steps, "
+                "or a loss from exchange.across_islands.mean%s",
+                headers[0].step + 1,
+                rate_of(headers[low].rate),
+                peers.label(low),
+                rate_of(headers[high].rate),
+                peers.label(high),
+                see("rates-differ"),
             )
 
     def compare(
@@ -137,6 +158,19 @@ class Watch:
         except NotFinite as error:
             return error
         return None
+
+    def warn_of_rewritten(self) -> None:
+        """Something else than the base optimizer has written parameters of this island (see
+        `Rewritten`): say so once."""
+        if self._speaks and not self._warned:
+            self._warned = True
+            log.warning(
+                "parameters were written between an exchange and the step after it, by something "
+                "other than the attached optimizer. A wrapper that writes them from its own copy "
+                "undoes exchanges: leave it out, or take a preset that exchanges gradients. Weight "
+                "clipping is allowed, and counts as a move of this island%s",
+                see("parameters-written"),
+            )
 
     def hear(self, headers: Sequence[Header], stop: int) -> None:
         """Note what the headers of a message say, once the island has voted that it is here.

@@ -92,10 +92,14 @@ class StepHooks(Protocol):
 class TrainingHost(Protocol):
     """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of
     `params`.
+
+    Attributes:
+        wrappers: what was given to `attach` around the base optimizers, and steps them.
     """
 
     params: list[LocalParam]
     device: torch.device
+    wrappers: list[Any]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -136,8 +140,10 @@ class TrainingHost(Protocol):
         """Make the optimizers' state now, as their first step would."""
         ...
 
-    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
-        """Local tensors of the model that no optimizer steps: frozen parameters and buffers."""
+    def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Local tensors of the model that no optimizer steps, by name: frozen parameters and
+        buffers. Without the `foreign_tensors`, whose bytes mean nothing alone.
+        """
         ...
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
@@ -199,6 +205,34 @@ def plain_name(name: str) -> str:
 def local_part(t: Tensor) -> Tensor:
     """This rank's part of a DTensor, a view; a plain tensor as it is."""
     return t.to_local().detach() if is_dtensor(t) else t.detach()
+
+
+def is_foreign(t: Tensor) -> bool:
+    """Whether a tensor means more than its bytes: it has codes whose scales lie in tensors of its
+    own (torchao) or in attributes (bitsandbytes).
+    """
+    if any(getattr(t, name, None) is not None for name in ("quant_state", "SCB")):
+        return True
+    local = t._local_tensor if is_dtensor(t) else t
+    return type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def named_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """All buffers of a model, by their plain names."""
+    return {plain_name(n): b for n, b in model.named_buffers()}
+
+
+def foreign_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Those of a model, by name. `fully_shard` leaves plain codes of a bitsandbytes weight, whose
+    scales its module holds.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        coded = getattr(module, "quant_state", None) is not None
+        for name, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None and (is_foreign(t) or (coded and name == "weight")):
+                found[plain_name(f"{prefix}.{name}".lstrip("."))] = t
+    return found
 
 
 def plain_parts(t: Tensor) -> dict[str, Tensor]:

@@ -16,13 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.island import IslandGroup
 from ..comm.position import ShardPosition
-from ..errors import counted
+from ..errors import counted, see
 from .base import (
     LocalParam,
+    foreign_tensors,
     is_dtensor,
+    is_foreign,
     is_fsdp1_module,
     is_fsdp_module,
     local_part,
+    named_buffers,
     pieces,
     plain_name,
     strided_offset,
@@ -32,12 +35,16 @@ from .step_hooks import SCALED, OptimizerStepHooks, scales
 
 
 class TorchHost:
-    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors."""
+    """Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None = None
-    ):
-        self.optimizers, self._model = list(optimizers), model
+    Args:
+        optimizers: as given to `attach`; those inside wrappers are stepped.
+        model: gives parameters their names.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], model: torch.nn.Module | None = None):
+        self.optimizers, self._model = [unwrap(o) for o in optimizers], model
+        self.wrappers = [w for o in optimizers for w in layers(o)[:-1]]
         if model is not None and any(map(is_fsdp1_module, model.modules())):
             raise ValueError(
                 "the model is wrapped by FullyShardedDataParallel (FSDP1), which flattens "
@@ -49,7 +56,10 @@ class TorchHost:
         self._places: list[tuple[int, int, int]] = []
         self._shards = max((pieces(p) for _, _, _, p, _ in _walk(self.optimizers)), default=1)
         self.params: list[LocalParam] = []
+        foreign = {id(t) for t in foreign_tensors(model).values()} if model is not None else set()
         for o, g, i, p, name in named_parameters(self.optimizers, model):
+            if not p.requires_grad and (id(p) in foreign or is_foreign(p)):
+                continue  # see `untrained_tensors`
             local = local_part(p)
             self._places.append((o, g, i))
             self.params.append(
@@ -227,15 +237,16 @@ class TorchHost:
         for optimizer in self.optimizers:
             materialise(optimizer)
 
-    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
+    def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """See `TrainingHost.untrained_tensors`."""
+        reshard(model)  # as at first
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
         stepped = {s.name for s in self.params if not s.frozen}
         if not stepped & {n for n, _ in named}:  # attached without a model: names do not tell
             stepped = {n for n, p in named if p.requires_grad}
-        return [local_part(p) for n, p in named if n not in stepped] + [
-            local_part(b) for b in model.buffers()
-        ]
+        left = {n: p for n, p in named if n not in stepped} | named_buffers(model)
+        foreign = foreign_tensors(model)
+        return {n: local_part(t) for n, t in left.items() if n not in foreign}
 
     def outside(self, model: torch.nn.Module) -> list[str]:
         """See `TrainingHost.outside`."""
@@ -317,25 +328,39 @@ def unwrap_model(model: torch.nn.Module | None) -> Any:
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
+def layers(optimizer: Any) -> list[Any]:
+    """An optimizer, and those that it wraps under `.optimizer`, as Accelerate does: the innermost
+    one last.
+    """
+    found = [optimizer]
+    while not type(found[-1]).__module__.startswith("torch.optim"):
+        inner = getattr(found[-1], "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is found[-1]:
+            break
+        found.append(inner)
+    return found
+
+
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """The innermost torch optimizer under Accelerate-like wrappers (`.optimizer`), where hooks see
     the shards.
 
     Raises:
-        ValueError: there is none; Accelerate steps it by a loss scaler.
+        ValueError: there is none, or it steps copies of the parameters; Accelerate steps it by a
+            loss scaler.
     """
-    seen = optimizer
-    if scales(getattr(seen, "scaler", None)):  # of Accelerate
+    if scales(getattr(optimizer, "scaler", None)):  # of Accelerate
         raise ValueError(SCALED)
-    while not type(seen).__module__.startswith("torch.optim") and isinstance(
-        getattr(seen, "optimizer", None), torch.optim.Optimizer
-    ):
-        if seen.optimizer is seen:
-            break
-        seen = seen.optimizer
+    seen = layers(optimizer)[-1]
     if not isinstance(seen, torch.optim.Optimizer):
         raise ValueError(
             "attach needs a torch.optim.Optimizer (or a wrapper with one under .optimizer), found "
             f"{type(optimizer).__name__}"
+        )
+    if type(seen).__name__ == "CPUOffloadOptimizer":  # of torchao
+        raise ValueError(
+            "CPUOffloadOptimizer steps copies of the parameters in host memory, on gradients that "
+            "it takes in the backward pass: no exchange reaches them. Take torch.optim.AdamW, an "
+            "8-bit AdamW, or DeepSpeed's offload_optimizer" + see("second-copy")
         )
     return seen

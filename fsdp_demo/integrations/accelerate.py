@@ -34,6 +34,8 @@ from accelerate.utils import (
 )
 
 from ..errors import counted
+from ..exchange.exchange import Exchange
+from ..exchange.refusals import REGISTERED
 from .mesh import ExchangeParallelismConfig, check_axes, refuse_hsdp
 
 logger = logging.getLogger(__name__)
@@ -209,9 +211,14 @@ def allow_fsdp_on_cpu() -> None:
 
 
 class _IslandAccelerator(Accelerator):
-    """`Accelerator` that looks at what `prepare` returned: FSDP2 that silently is not there would
-    look like training.
+    """`Accelerator` that looks at what `prepare` returned (FSDP2 that silently is not there would
+    look like training), and refuses to save an exchange.
     """
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        if any(isinstance(thing, Exchange) for thing in objects):
+            raise ValueError(REGISTERED)
+        super().register_for_checkpointing(*objects)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)

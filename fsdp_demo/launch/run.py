@@ -38,6 +38,7 @@ from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .command_line import CommandParser
 from .launchers import LAUNCHED, LAUNCHERS, saved_before, shell_status
+from .processes import reserve_port
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -84,9 +85,9 @@ def failed_status(error: ChildFailedError, folder: str | None, stopped_at: float
     return shell_status(killed[0].exitcode if first.exitcode == 1 and killed else first.exitcode)
 
 
-def _note_starts(folder: str | None, stop: _FirstStop) -> None:
+def _at_starts(folder: str | None, stop: _FirstStop) -> None:
     """With `--max-restarts` a launcher starts its ranks several times: what those of an earlier
-    start have left counts no more.
+    start have left counts no more. A single rank gets no store from its launcher.
     """
     agent: Any = importlib.import_module(
         "torch.distributed.elastic.agent.server.local_elastic_agent"
@@ -97,9 +98,21 @@ def _note_starts(folder: str | None, stop: _FirstStop) -> None:
         stop.at = float("inf")
         for file in Path(folder).glob("rank*") if folder else ():
             file.unlink(missing_ok=True)
+        if [worker.world_size for worker in group.workers] == [1]:
+            _serve_itself(group)
         return start(self, group)
 
     agent._start_workers = anew
+
+
+def _serve_itself(group: Any) -> None:
+    """The rank of a world of one serves its store itself, where it needs one, at a port of its own.
+
+    What its script starts by itself (`mp.spawn`, `debug_launcher`) has its variables. Those ranks
+    would take the launcher's store for granted, and wait for it at an address that nobody serves.
+    """
+    type(group.spec.rdzv_handler).use_agent_store = False
+    group.master_port = reserve_port()
 
 
 def _told_once() -> None:
@@ -175,7 +188,7 @@ def _run(argv: list[str]) -> int:
 
     folder, stop = os.environ.get(STATUS_FOLDER), _FirstStop()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(stop)
-    _note_starts(folder, stop)
+    _at_starts(folder, stop)
     _told_once()
     if any(word.replace("_", "-").startswith("--max-restarts") for word in argv):
         # torch 2.13: ranks that are started again find the addresses of those before them in the

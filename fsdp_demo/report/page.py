@@ -1,21 +1,19 @@
-"""A report as one html file that needs no other: text, tables and SVG, light and dark."""
+"""A report as one html file that needs no other: text, tables and pictures, light and dark."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
-from . import timeline
-from .chart import Line, chart, empty
+from . import picture, timeline
 from .figures import (
     byte_rows,
     comparison,
     curve,
-    far_apart,
     figures,
-    still,
     still_everywhere,
 )
 from .load import Run
@@ -44,16 +42,9 @@ figcaption { font-size: 13px }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr));
   gap: 14px } figure { margin: 0 }
 .scroll { overflow-x: auto } svg { display: block; width: 100%; height: auto }
-svg.chart { max-width: 640px } svg.key { width: 12px; height: 18px } svg.wide { min-width: 760px }
-svg text { fill: var(--soft); font-size: 12px } svg text.label { fill: var(--text) }
-.grid { stroke: var(--grid); stroke-width: 1 } .axis { stroke: var(--soft); stroke-width: 1 }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round }
-.line.faint { stroke-width: 1.2; opacity: .5 } .dashed { stroke-dasharray: 6 4 }
-.hover { fill: transparent; stroke: none } .still { fill: var(--still); opacity: .75 }
-.wire { opacity: .55 } .at { stroke-width: 1; stroke-dasharray: 3 3 }
-.mark { fill: var(--soft) } .mark.lost { fill: var(--bad) } .mark.joined { fill: var(--good) }
-.mark.skipped-round { fill: var(--odd) } .at.lost { stroke: var(--bad) }
-.at.joined { stroke: var(--good) } .at.skipped-round { stroke: var(--odd) }
+svg.chart { max-width: 640px } svg.wide { min-width: 760px } .key { width: 1em; text-align: center }
+.key.lost { color: var(--bad) } .key.joined { color: var(--good) }
+.key.skipped-round { color: var(--odd) }
 table { border-collapse: collapse; font-size: 14px; white-space: nowrap }
 th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--grid) }
 th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom }
@@ -71,11 +62,8 @@ table.facts { width: 100% } table.facts :is(th, td) { text-align: left; white-sp
 .empty { color: var(--soft); border: 1px dashed var(--grid); border-radius: 6px; padding: 30px 12px;
   text-align: center; max-width: none }
 """
-STYLE += "".join(
-    f".line.c{n} {{ stroke: var(--c{n}) }} .dot.c{n}, .wire.c{n} {{ fill: var(--c{n}) }}\n"
-    for n in range(8)
-)
 MOST_EVENTS = 100
+SIGNS = {"lost": "▼", "joined": "▲", "skipped round": "◆"}
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -95,8 +83,7 @@ def page(runs: Sequence[Run]) -> str:
         _standing_still(runs),
         "<h2>Exchanges and events</h2>",
         "<p>Each row is a channel of an island. Pale bars are messages under way, the strong bars "
-        "at their foot the time for which training stood still for them. Where exchanges are many, "
-        "the height of a bar is a share of the time instead.</p>",
+        "at their foot the time for which training stood still for them.</p>",
         *(_exchanges(run, len(runs) > 1) for run in runs),
         *_bytes(runs),
         "<h2>Configuration</h2>",
@@ -163,55 +150,63 @@ def _legend(names: Sequence[tuple[str, int]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
+def _drawn(draw: Callable[[], str]) -> str:
+    """A picture, or how to have it."""
+    if picture.available():
+        return draw()
+    return _empty("pictures need matplotlib: pip install 'fsdp_demo[report]', then run it again")
+
+
+def _empty(text: str) -> str:
+    """In the place of a picture that has nothing to show."""
+    return f'<p class="empty">{escape(text)}</p>'
+
+
 def _losses(runs: Sequence[Run]) -> str:
-    figures_ = []
-    for against in ("tokens", "seconds", "bytes_sent"):
-        lines = []
-        for number, run in enumerate(runs):
-            found = curve(run, against)
-            held = bool(found.validation)
-            lines.append(Line(f"{run.name}, training", found.training, number, faint=held))
-            lines.append(Line(f"{run.name}, validation", found.validation, number, dots=True))
-        drawn = chart(lines, against, "loss", log=against == "bytes_sent" and far_apart(runs))
+    drawn = []
+    for against in picture.PLAIN:
+        curves = [curve(run, against) for run in runs]
         if against == "bytes_sent" and not any(figures(run).sent for run in runs):
-            drawn = empty("nothing was sent")
-        figures_.append(f"<figure>{drawn}</figure>")
+            drawn.append(_empty("nothing was sent"))
+        elif not any(c.training or c.validation for c in curves):
+            drawn.append(_empty("nothing was written yet"))
+        else:
+            drawn.append(_drawn(partial(picture.losses, runs, against)))
     caption = (
         "Loss in nats per token. Lines with dots are evaluations, thin lines the mean training "
         "loss of the islands."
     )
-    return f'<div class="charts">{"".join(figures_)}</div><figcaption>{caption}</figcaption>'
+    figures_ = "".join(f"<figure>{one}</figure>" for one in drawn)
+    return f'<div class="charts">{figures_}</div><figcaption>{caption}</figcaption>'
 
 
 def _standing_still(runs: Sequence[Run]) -> str:
+    names = [run.name for run in runs]
     if len(runs) == 1:
-        islands = runs[0].islands
-        lines = [Line(island.name, still(island), n) for n, island in enumerate(islands)]
-    else:
-        lines = [Line(run.name, still_everywhere(run), n) for n, run in enumerate(runs)]
-    if not any(line.points for line in lines):
-        return empty("no line of metrics was written yet")
-    legend = _legend([(line.name, line.colour) for line in lines if line.points])
-    drawn = chart(lines, "seconds", "share", zero=True, width=1000, height=240)
-    return f'{legend}<div class="scroll">{drawn}</div>'
+        names = [island.name for island in runs[0].islands]
+    if not any(still_everywhere(run) for run in runs):
+        return _empty("no line of metrics was written yet")
+    legend = _legend([(name, n) for n, name in enumerate(names)])
+    return f'{legend}<div class="scroll">{_drawn(partial(picture.standing_still, runs))}</div>'
 
 
 def _exchanges(run: Run, named: bool) -> str:
     head = f"<h3>{escape(run.name)}</h3>" if named else ""
-    drawn = timeline.timeline(run)
-    if drawn is None:
-        return head + empty("no exchange has ended and nothing happened")
+    lanes, events = timeline.rows(run), timeline.marks(run)
+    if not lanes and not events:
+        return head + _empty("no exchange has ended and nothing happened")
     channels: dict[str, int] = {}
-    for name, colour, _ in timeline.rows(run):
+    for name, colour, _ in lanes:
         channels.setdefault(name.partition(", ")[2], colour)
-    kinds = {str(event["kind"]) for event in timeline.marks(run)}
+    kinds = {str(event["kind"]) for event in events}
     marks = "".join(
-        f'<li><svg class="key" viewBox="0 0 16 24">{timeline.mark(kind, 8.0, 0.0)}</svg>'
+        f'<li><span class="key {kind.replace(" ", "-")}">{SIGNS.get(kind, "■")}</span>'
         f"{escape(text)}</li>"
         for kind, text in timeline.MARKS.items()
         if kind in kinds
     )
     legend = _legend([*channels.items()]).replace("</ul>", f"{marks}</ul>")
+    drawn = _drawn(partial(picture.exchanges, run))
     return f'{head}{legend}<div class="scroll">{drawn}</div>{_events(run)}'
 
 

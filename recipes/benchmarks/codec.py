@@ -4,7 +4,7 @@ every code of values.
     python recipes/benchmarks/codec.py [--json FILE] [--device cuda]
     python recipes/benchmarks/codec.py --codes [--json FILE]
 
-The first line names the processor and the form that was chosen for it (`compression/tuning.py`).
+The first line names the processor, and what selects on it (`compression/_topk.c` or torch).
 The first table: nanoseconds per element of momentum, DCT, top-k, encode, decode and apply on one
 replica (`hotpath.py`), one thread pinned to one core, in the thread's own CPU time (what else runs
 on the machine is left out, but for the caches it shares), medians of `--repeat` rounds in which all

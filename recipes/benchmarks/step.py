@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"period": 4 * PERIOD, "layers": 2, "delay": 2},
     "decoupled_momentum": {"period": PERIOD},
     "desloc": {"period": PERIOD},
+    "sign_loco": {"period": PERIOD},
 }
 SETTINGS = {"whole": 1, "FSDP2, 2 ranks": 2}
 VOCABULARY = 258

@@ -4,9 +4,9 @@ bits that the CPU comes to."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
-from fsdp_demo.compression import blocks, machine, transform
+from fsdp_demo.compression import blocks, transform
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.hosts.torch_params import TorchHost
 
@@ -148,7 +148,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "CODED_GPU", 3200)
     # products in bf16 where they are asked for, also on a CPU that has no unit for them
     monkeypatch.setattr(transform, "fast_bf16", lambda: True)
-    monkeypatch.setattr(machine, "_current", [replace(machine.default(), products="bf16")])
+    monkeypatch.setattr(transform, "intel", lambda: False)
 
 
 def compare(
@@ -375,6 +375,7 @@ def test_the_stand_in_refuses_what_waits() -> None:
             lambda: host.to(DEVICE, non_blocking=True),
             lambda: host.copy_(a, non_blocking=True),
             lambda: pin(host.clone()).copy_(a),
+            lambda: operator.setitem(a, 0, 1.0),
         ]
         for read in reads:
             with pytest.raises(Synchronised):

@@ -1,5 +1,5 @@
 """A save while the durable store is being started again: training does not wait for it, and a later
-save asks it.
+save asks it. A start while another island ends the attempt: nobody is waited for then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ pytest.importorskip("zmq")
 
 import fsdp_demo
 from fsdp_demo.checkpoint import registry
-from fsdp_demo.errors import StoreSilent
+from fsdp_demo.errors import PeerLost, StoreSilent
 
 from ..support.durable import Durable
 
@@ -42,3 +42,17 @@ def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path:
     before, text, after = run_ranks(fn, 1, 1)[0]
     assert before == [[1], None] and after == [[1, 2, 3], None]
     assert "is not there (nobody listens" in text
+
+
+def test_who_asks_for_checkpoints_does_not_wait_once_the_attempt_has_ended(run_ranks) -> None:
+    """Another island's process was lost and started again: it opened the next attempt."""
+
+    def fn(me: Any) -> None:
+        topology = fsdp_demo.Topology(
+            "islands", 0, 2, endpoint=Durable().endpoint, timeout=3600.0, run="r"
+        )
+        topology.open_store().under(topology.prefix()).set("ended", "1")
+        with pytest.raises(PeerLost, match=r"islands \[1\] to say .* when the attempt ended"):
+            registry.CheckpointRegistry(topology).meet({})
+
+    run_ranks(fn, 1, 1)

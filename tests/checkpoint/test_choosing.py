@@ -288,10 +288,11 @@ def test_islands_that_have_not_begun_are_not_asked():
         for i in (0, 1, 2, 3)
     }
     for registry in boards.values():
-        registry._asker = store
+        registry._asker, registry._number = store, 1
     for i in (2, 3):
         store.set(
-            f"note/{i}", json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]})
+            f"checkpoints1/note/{i}",
+            json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]}),
         )
     assert boards[0].choose([Held(10, owner=0)], "common") == [Held(10, owner=i) for i in (0, 2, 3)]
     boards[2].exchange([[10, ""]])

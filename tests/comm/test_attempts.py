@@ -66,6 +66,32 @@ def step(exchange: fsdp_demo.Exchange) -> None:
 # ---- attempts ----------------------------------------------------------------------------------
 
 
+def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
+    """A DataLoader worker by spawn or forkserver, of a script without a main guard."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        "if __name__ == '__main__':  # the others find the rest without a guard\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    sys.exit(worker.exitcode)\n"
+        "import fsdp_demo\n"
+        "fsdp_demo.Topology.from_env().prefix()\n"
+    )
+    place = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "zmq://127.0.0.1:9"}
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert "this process was started by multiprocessing" in ended.stderr
+    assert 'if __name__ == "__main__":' in ended.stderr
+
+
 def joins(me: Any) -> str:
     return Topology.from_env().prefix().partition("/")[2]
 
@@ -497,16 +523,38 @@ def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
     ]
 
 
-def test_who_cannot_meet_the_others_is_started_once_more(run_ranks, run) -> None:
+def test_who_cannot_meet_the_others_hears_who_is_missing(run_ranks, run) -> None:
+    """Uncaught it ends the process with 75: tests/launch/test_statuses.py."""
+
     def alone(me: Any) -> None:
         if me.island == 1:
-            attach()
+            with pytest.raises(PeerLost, match="missing 0"):
+                attach()
 
-    found = run_ranks(
-        alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"}, check=False
-    )
-    assert found[1].status == (75 if "ISLAND_ENDPOINT" in run else 1), found[1].log
-    assert "missing 0" in found[1].log + (found[1].error or "")
+    run_ranks(alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"})
+
+
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+def test_a_store_from_an_older_copy_of_its_file_is_noticed(run_ranks, run, everywhere) -> None:
+    """It lacks the newest record of the members: who was lost would be a member still, there."""
+    everywhere.setattr(presence, "ASK", 0.1)
+
+    def fn(me: Any) -> int:
+        exchange = attach()
+        step(exchange)
+        if me.island == 1:
+            os._exit(9)
+        step(exchange)
+        topology = exchange.topology
+        topology.open_store().under(topology.meeting()).delete("record/1")
+        for _ in range(25):
+            step(exchange)
+            time.sleep(0.1)
+        return exchange.step
+
+    found = run_ranks(fn, 2, 1, env=run, check=False)[0]
+    said = f"the store at {run['ISLAND_ENDPOINT']} lacks record 1 of this run's members"
+    assert found.value == 27 and found.log.count(said) == 1, found.log
 
 
 def test_who_was_left_alone_hears_that_the_others_have_begun_anew(

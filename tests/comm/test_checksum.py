@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 import zlib
 
 import pytest
 import torch
 
-from fsdp_demo.comm.header import AT_ONCE, ROW, checksum
+from fsdp_demo.comm.header import AT_ONCE, ROW, checksum, memory
 
 SIZES = [0, 1, 8 * ROW - 1, 8 * ROW, 8 * ROW + 3, 5 * 8 * ROW + 8 * 7 + 1, 8 * AT_ONCE + 16391]
 
@@ -84,3 +86,15 @@ def test_two_words_that_have_changed_places_are_seen_wherever_they_lie() -> None
         assert checksum(data) != right
         words[a], words[b] = words[b].clone(), words[a].clone()
     assert checksum(data) == right
+
+
+def test_a_buffer_keeps_its_tensor_alive() -> None:
+    """A copy from a GPU belongs to nobody else: its memory would be another's before it is read."""
+    held = weakref.ref(data := body(100))
+    buffer, expected = memory(data), bytes(data.tolist())
+    del data
+    gc.collect()
+    assert held() is not None and bytes(memoryview(buffer)) == expected
+    del buffer
+    gc.collect()
+    assert held() is None

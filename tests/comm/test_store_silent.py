@@ -222,7 +222,7 @@ def test_no_store_is_said_in_one_line(tmp_path: Path) -> None:
             ISLAND_ENDPOINT=endpoint,
         )
     assert (
-        done.returncode == 1
+        done.returncode == 75
         and f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
     )
     assert (

@@ -226,6 +226,25 @@ def test_one_process_may_attach_twice_under_one_run(run_ranks) -> None:
     assert run_ranks(fn, 2, 1) == [[1, 1]] * 2
 
 
+def test_who_attaches_again_alone_is_told_so(run_ranks) -> None:
+    """As by `find_executable_batch_size` on one island: the others train on in the first one."""
+
+    def fn(me: Any) -> str:
+        optimizer = sgd([torch.nn.Parameter(torch.zeros(3))])
+        first = fsdp_demo.attach(optimizer, "full")
+        if me.island == 0:
+            other = sgd([torch.nn.Parameter(torch.zeros(3))])
+            return refusal(lambda: fsdp_demo.attach(other, "full"), PeerLost)
+        time.sleep(2)
+        first.detach()
+        return ""
+
+    env = {"ISLAND_TIMEOUT": "1.5", "ISLAND_TRANSPORT": "gloo"}
+    text, _ = run_ranks(fn, 2, 1, env=env)
+    assert "missing 1." in text and "This is attach number 2 of this process" in text, text
+    assert "find_executable_batch_size" in text
+
+
 def has_ipv6() -> bool:
     try:
         with socket.socket(socket.AF_INET6) as s:

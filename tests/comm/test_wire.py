@@ -39,10 +39,10 @@ def uint8(data: bytes) -> torch.Tensor:
 # ---- golden vectors: a change here is a new wire version ---------------------------------------
 
 HEADER = (
-    "4644583204010100efcdab896745230170110100090000000400000000000000feffffffffffffff0000c03f0000104059d0539ce40f6919"
+    "4644583205010100efcdab896745230170110100090000000400000000003071feffffffffffffff0000c03f0000104059d0539ce1c2a7b2"
     "010203ff"
 )
-EMPTY = "46445832040100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f0000000014569d0d"  # noqa: E501
+EMPTY = "46445832050100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000c8ba2c30"  # noqa: E501
 SECTIONS = {
     "fp32": "3040ffc33040ffc33040ff43009c5630093040ffc33040ff433040ff4345754a83093040ffc33040ff433040ff4396503d930a3040ffc3c080fec33040ff"  # noqa: E501
     "433fd06f73080000000000000000000020c00001640000caa846422f55cf436c33b7c2",
@@ -73,15 +73,16 @@ def fixed() -> torch.Tensor:
 
 def test_golden_header() -> None:
     message = frame.seal(
-        frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9),
+        frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976),
         uint8(b"\x01\x02\x03\xff"),
     )
     assert bytes(message.tolist()).hex() == HEADER
     header, body = frame.unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
-    assert (header.flags, header.weight, header.loss, body.tolist()) == (
+    assert (header.flags, header.weight, header.loss, header.rate, body.tolist()) == (
         1,
         1.5,
         2.25,
+        28976,
         [1, 2, 3, 255],
     )
     assert (
@@ -93,7 +94,9 @@ def test_golden_header_by_hand() -> None:
     """The documented layout, read without the library."""
     raw = bytes.fromhex(HEADER)
     fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
-    assert fields[:11] == (b"FDX2", 4, frame.PAYLOAD, 1, DIGEST, STEP, 9, 4, 2**64 - 2, 1.5, 2.25)
+    length = 4 | 28976 << 48  # 3e-4: 1/1024 of an octave a step, 40960 for 1
+    assert fields[:7] == (b"FDX2", 5, frame.PAYLOAD, 1, DIGEST, STEP, 9)
+    assert fields[7:11] == (length, 2**64 - 2, 1.5, 2.25)
     assert fields[11:] == (zlib.crc32(raw[56:]), zlib.crc32(raw[:52]))
 
 
@@ -221,9 +224,9 @@ def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
         frame.unseal(sealed(step=STEP + 1), HERE, "a")
     with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
         frame.unseal(sealed(digest=DIGEST - 1), HERE, "a")
-    with pytest.raises(WireError, match="version 3.*version 4"):
-        frame.unseal(other_version(sealed(), 3), HERE, "a")
-    assert frame.unseal(other_version(sealed(), 4), HERE, "a")[0].step == STEP
+    with pytest.raises(WireError, match="version 4.*version 5"):
+        frame.unseal(other_version(sealed(), 4), HERE, "a")
+    assert frame.unseal(other_version(sealed(), 5), HERE, "a")[0].step == STEP
 
 
 # ---- the same through a real exchange of two islands -------------------------------------------

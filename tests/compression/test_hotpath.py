@@ -20,7 +20,7 @@ from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.placement import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
-from fsdp_demo.compression import machine, topk
+from fsdp_demo.compression import processor, topk
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.precision import onednn
 from fsdp_demo.compression.sparse import decode_sparse
@@ -376,7 +376,9 @@ def test_codec_benchmark(
             and rows[name]["energy_recorded"] > 0.999
         )
     assert rows["plain_k64"]["ours_ns"] > 0
-    assert rows["cpu"] == f"{machine.cpu_name()} ({machine.kernels()})" and rows["cpu"] in printed
+    assert (
+        rows["cpu"] == f"{processor.cpu_name()} ({processor.kernels()})" and rows["cpu"] in printed
+    )
     assert 0 < rows["memory"]["pass_ns"] and "\nmemory time: one pass" in printed
     assert "\nk8, published " in printed and "\nplain_k64, ours " in printed
     for form in ("stages_ns", "published_stages_ns"):

@@ -8,12 +8,13 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_demo.comm import frames, header, store_wire
 from fsdp_demo.config.names import FORMATS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
-TYPES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "f32": "f"}
+TYPES = {"u8": "B", "u16": "H", "u32": "I", "u48": "6s", "u64": "Q", "f32": "f"}
 
 
 def tables(first: str) -> list[list[list[str]]]:
@@ -41,17 +42,19 @@ def test_offsets_and_types_are_those_of_the_struct(name: str) -> None:
     sizes = [struct.calcsize("<" + TYPES.get(row[2], row[2])) for row in rows]
     assert [int(row[1]) for row in rows] == sizes
     assert [int(row[0]) for row in rows] == [0, *accumulate(sizes)][:-1]
-    # flags and norm are one 16-bit number in the struct: the low byte comes first
+    # in the struct flags and norm are one number, and so are length and rate: low bytes come first
     assert (
-        form.replace("BBBBQ", "BBHQ", 1) == wanted.format
+        form.replace("BBBBQ", "BBHQ", 1).replace("6sH", "Q", 1) == wanted.format
         if name == "header"
         else form == wanted.format
     )
     assert struct.calcsize(form) == wanted.size
 
 
-def test_flags_and_norm_lie_as_they_are_said_to() -> None:
-    message = header.seal(header.Header(7, 3, flags=header.STOP, norm=200), header.room(0)[:0])
+def test_parts_of_one_number_lie_as_they_are_said_to() -> None:
+    body = torch.zeros(259, dtype=torch.uint8)
+    message = header.seal(header.Header(7, 3, flags=header.STOP, norm=200, rate=513), body)
+    assert message[24:32].tolist() == [3, 1, 0, 0, 0, 0, 1, 2]
     assert (
         message[5].item() == header.PAYLOAD
         and message[6].item() == header.STOP

@@ -14,10 +14,14 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
+from fsdp_demo.errors import Mismatch
 from fsdp_demo.exchange import facts
+from fsdp_demo.exchange.local_status import mean_rate
+from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..hosts.test_tick import Net
 from ..support import threaded
+from ..support.accelerator import DEVICE, Accelerator, plug_in
 from ..support.threaded import values
 
 Make = Callable[[Net], torch.optim.Optimizer]
@@ -271,3 +275,65 @@ def test_machines_that_differ_are_said_in_one_line(islands: Any, everywhere: Any
         exchange.detach()
 
     islands(run)
+
+
+RATES: dict[str, Callable[[int, int], Any]] = {
+    "apart": lambda island, step: 1e-4 * 0.5**island,
+    "apart later": lambda island, step: 1e-4 * 0.5 ** (island * (step > 20)),
+    "tensors": lambda island, step: torch.tensor(1e-4 * 0.5**island),
+    "equal": lambda island, step: 1e-4 * 0.9**step,
+    "last bits": lambda island, step: 1e-4 * (1 + 1e-4 * island),
+    "zero": lambda island, step: 0.0,
+    "one at zero": lambda island, step: 1e-4 * island,
+}
+
+
+def steps_at(rate: Callable[[int, int], Any], config: Any, topology: Any) -> list[str]:
+    """60 steps at these rates; the warnings of all islands about them, on the first."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    if topology.island == 0:
+        logging.getLogger("fsdp_demo").addHandler(handler)
+    net = Net(topology)
+    optimizer = adamw()(net)
+    exchange = fsdp_demo.attach(optimizer, config, model=net, topology=topology)
+    try:
+        for step in range(60):
+            optimizer.param_groups[0]["lr"] = rate(topology.island, step)
+            for p in net.parameters():
+                p.grad = torch.full_like(p, 1e-3 * (topology.island + 1))
+            optimizer.step()
+        exchange.finish()
+    except Mismatch as error:
+        assert "replicas are no longer equal" in str(error)
+        exchange.detach()
+    logging.getLogger("fsdp_demo").removeHandler(handler)
+    return [line for line in lines if "learning rates differ" in line]
+
+
+def test_learning_rates_that_drift_apart_are_said_once(islands: Any) -> None:
+    def run(topology: Any) -> list[list[str]]:
+        config = preset("diloco", period=5, clip=None)
+        out = [steps_at(rate, config, topology) for rate in RATES.values()]
+        return [*out, steps_at(RATES["apart"], CONFIG, topology)]
+
+    said = dict(zip([*RATES, "full"], islands(run)[0], strict=True))
+    for case, step in {"apart": 5, "apart later": 25, "tensors": 5, "full": 1}.items():
+        both = said.pop(case)
+        assert len(both) == 2, (case, both)  # one of each island
+        assert all(f"differ at step {step}: 5e-05 on island 1" in line for line in both)
+        assert all("0.0001 on island 0" in line for line in both)
+    assert not any(said.values())
+
+
+def test_rates_on_a_device_are_not_waited_for() -> None:
+    with plug_in(), Accelerator() as mode:
+        with mode.waiting():
+            there = torch.tensor(0.25).to(DEVICE)
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.AdamW([{"params": [p], "lr": 0.0}], foreach=False)
+        optimizer.param_groups += [{"params": [], "lr": r} for r in (there, torch.tensor(0.5))]
+        mean = mean_rate(TorchHost([optimizer]))
+        with mode.waiting():
+            assert float(mean) == 0.25

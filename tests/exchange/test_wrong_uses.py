@@ -4,8 +4,10 @@ cure, or a line in the log.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,81 @@ def test_weights_loaded_after_attach(kind: str) -> None:
     net.load_state_dict(saved)  # later it is the user's own
     step(net, optimizer)
     assert exchange.step == 2
+
+
+# ---- a run that goes on without the exchange's state -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("diloco", "(anchors, outer momenta)"),
+        ("demo", "(accumulators)"),
+        ("local_sgd", ""),
+        ("full", ""),
+    ],
+)
+def test_what_a_step_without_a_state_loses(kind: str, lost: str, said: Any) -> None:
+    net = alone()
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    step(net, optimizer)
+    state = copy.deepcopy(exchange.state_dict())
+    exchange.detach()
+    for more in ({"state": state}, {"step": 1, "state": state}, {"step": 1, "fresh": True}):
+        exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net, **more)
+        assert exchange.step == 1
+        exchange.detach()
+    assert "without a saved state" not in said()
+    fsdp_demo.attach(optimizer, KINDS[kind], model=net, step=1).detach()
+    assert said().count("attach at step 1 without a saved state of the exchange") == bool(lost)
+    assert lost in said() and ("load_exchange(FOLDER)" in said()) == bool(lost)
+
+
+def test_which_islands_lose_their_steps_without_a_state(islands: Any) -> None:
+    def run(topology: Any) -> str:
+        lines: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        net = Net(topology)
+        fsdp_demo.attach(
+            sgd(net.parameters()), KINDS["local_sgd"], model=net, topology=topology, step=3
+        ).detach()
+        return " | ".join(lines)
+
+    for text in islands(run):
+        assert "lost (parameters of all islands but " in text and "island 0" in text, text
+
+
+# ---- places where it cannot work ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["all of it", "a frozen part"])
+def test_tensors_without_values(what: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    if what == "a frozen part":
+        model[1].requires_grad_(False)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(ValueError, match=r"on the meta device.*1\.weight, 1\.bias; .*to_empty"):
+        fsdp_demo.attach(optimizer, KINDS["diloco"], model=model)
+
+
+def test_guard_in_a_thread_says_that_it_hears_no_signal(said: Any) -> None:
+    net, ended = alone(), []
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
+
+    def train() -> None:
+        with fsdp_demo.guard(exchange):
+            step(net, optimizer)
+        ended.append(exchange.step)
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
+    assert ended == [1]
+    assert "guard in the thread 'trainer' does not hear SIGTERM" in said()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

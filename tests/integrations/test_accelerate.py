@@ -1,6 +1,7 @@
 """`fsdp_demo.integrations.accelerate`: Accelerate's own FSDP2 path inside an island, on CPU."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 import fsdp_demo  # noqa: E402
+from fsdp_demo.checkpoint import load_exchange, save_exchange  # noqa: E402
 from fsdp_demo.integrations import accelerate as integration  # noqa: E402
 
 from ..support.llama import llama  # noqa: E402
@@ -188,3 +191,85 @@ def test_moved_internals_are_named(run_ranks):
         return os.environ["ACCELERATE_USE_FSDP"]
 
     assert run_ranks(moved, islands=1, procs=2, env={"ISLAND_COUNT": "1"}) == ["false", "false"]
+
+
+# ---- save and resume ---------------------------------------------------------------------------
+
+
+class Life:
+    """One start of a script that saves by Accelerate, as docs/accelerate.md has it."""
+
+    def __init__(self, rank, folder=None):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # a single process
+            os.environ.pop(name, None)
+        self.rank, self.accelerator = rank, integration.accelerator(shard=False)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        state = None
+        if folder is not None:
+            self.accelerator.load_state(folder / "state")
+            state = load_exchange(folder / "exchange")
+        self.exchange = fsdp_demo.attach(
+            self.optimizer, "diloco", model=self.model, period=4, state=state
+        )
+
+    def train(self, steps):
+        while self.exchange.step < steps:
+            seed = 100 * self.exchange.step + self.rank.island
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            self.accelerator.backward((self.model(rows) - rows.flip(1)).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def resumed_by_accelerate(rank, folder):
+    """Weights after 6 steps, after 12 in one go, and after 6 more in a second life."""
+    straight = Life(rank)
+    straight.train(12)
+    straight.exchange.finish()
+    first, mine = Life(rank), Path(folder) / f"island{rank.island}"
+    first.train(6)
+    first.accelerator.save_state(mine / "state")
+    save_exchange(mine / "exchange", first.exchange)
+    first.exchange.detach()
+    second = Life(rank, mine)
+    assert second.exchange.step == 6
+    own = second.weights()
+    assert all(map(torch.equal, own, first.weights()))
+    second.train(12)
+    second.exchange.finish()
+    assert all(map(torch.equal, second.weights(), straight.weights()))
+    return [p.numpy() for p in own]
+
+
+def test_a_run_saved_by_accelerate_goes_on_bit_for_bit(run_ranks, tmp_path):
+    """Anchors, outer momenta and the islands' own steps between two exchanges included."""
+    one, two = run_ranks(resumed_by_accelerate, 2, 1, args=(tmp_path,))
+    assert any((a != b).any() for a, b in zip(one, two, strict=True))  # own steps
+
+
+def test_accelerate_does_not_save_an_exchange(run_ranks, tmp_path):
+    """It keeps the file of one rank for all: refused at the registration, or at the save of an
+    Accelerator of the user's own, on every rank.
+    """
+
+    def run(rank):
+        made = integration.accelerator(shard=False)
+        model = made.prepare(torch.nn.Linear(2, 2))
+        exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
+        with pytest.raises(ValueError, match="registered for checkpointing with Accelerate: each"):
+            made.register_for_checkpointing(exchange)
+        Accelerator.register_for_checkpointing(made, exchange)
+        with pytest.raises(ValueError, match=r"save_exchange\(FOLDER, exchange\) on every rank"):
+            made.save_state(tmp_path / "state")
+        exchange.detach()
+        return True
+
+    assert run_ranks(run, 1, 2, env={"ISLAND_COUNT": "1"}) == [True, True]

@@ -22,6 +22,7 @@ from fsdp_demo.integrations.trainer import (  # noqa: E402
     ExchangeCallback,
     beginning,
     exchange_optimizer,
+    saves,
     session,
 )
 
@@ -59,6 +60,32 @@ def test_sigterm_before_the_first_step_saves(run_ranks):
         work, islands=1, procs=1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")}
     )
     assert out == (75, ["checkpoint-1"], {"rank0": "75"})
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_lost_peer_beside_a_full_disk_must_not_start_again(run_ranks, full):
+    """It would go on from an older checkpoint: uncaught, the error ends Python with 1, not 75."""
+
+    def work(rank):
+        class Lost(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 1:
+                    raise fsdp_demo.PeerLost("island 1")
+
+        def no_room(*args):
+            raise OSError(28, "No space left on device")
+
+        if full:
+            saves.save_state = no_room
+        trained = alone(rank, [ExchangeCallback("demo"), Lost()])
+        with pytest.raises(fsdp_demo.PeerLost) as ended:
+            trained.train()
+        return ended.value.unsaved, told(os.environ["ISLAND_STATUS"])
+
+    (out,) = run_ranks(
+        work, islands=1, procs=1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")}
+    )
+    assert out == (full, {} if full else {"rank0": "75"})
 
 
 @pytest.mark.gloo

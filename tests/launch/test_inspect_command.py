@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fsdp_demo import cli
+from fsdp_demo.checkpoint.choice import Held, choose
 
 
 def saved_run(rank) -> str:
@@ -111,7 +112,9 @@ def test_inspect_says_what_is_in_a_run(
 def described(step: int, island: int, islands: int, took: list[int] | None = None) -> Any:
     """What `inspect` says of one checkpoint, as far as `shared` reads it."""
     holds = {str(island): f"island{island}"}
+    known = Held(step, owner=island, participants=json.dumps(took) if took else "")
     return {
+        "held": {str(island): known.note()},
         "step": step,
         "islands": islands,
         "holds": holds,
@@ -135,8 +138,23 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
         ),
         (
             [*(described(s, i, 3, [0, 1]) for i in (0, 1) for s in (95, 100)), described(50, 2, 3)],
-            "whole on all islands: no step\nin step 100, the newest, took part: 0 and 1 of 3. With "
-            "--resume auto the others take over from these; whole on these: 95 and 100",
+            "whole on all islands: no step\nin step 100, the newest, took part: 0 and 1 of 3\n"
+            "with --resume auto over zeromq: islands 0 and 1 from step 100, island 2 takes over "
+            "from them",
+        ),
+        (  # the newest save is that of a newcomer which had not taken part yet
+            [
+                *(described(s, 0, 3, [1, 2]) for s in (100, 440)),
+                *(described(s, i, 3, [1, 2]) for i in (1, 2) for s in (100, 400, 420)),
+            ],
+            "whole on all islands: 100\nin step 440, the newest, took part: 1 and 2 of 3\n"
+            "with --resume auto over zeromq: islands 1 and 2 from step 420, island 0 takes over "
+            "from them",
+        ),
+        (  # who took part last holds nothing that fits another's
+            [described(10, 0, 2), described(20, 1, 2)],
+            "whole on all islands: no step\n"
+            "with --resume auto over zeromq: island 1 from step 20, island 0 takes over from them",
         ),
     ],
 )
@@ -144,6 +162,18 @@ def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: s
     from fsdp_demo.checkpoint.inspect import shared
 
     assert shared(found).endswith(says), shared(found)
+
+
+def test_what_inspect_says_is_what_a_resume_does() -> None:
+    """The numbers of a run that was rolled back by 320 steps against what `inspect` had said."""
+    from fsdp_demo.checkpoint.inspect import shared
+
+    steps = [(100,), (100, 400, 420), (100, 400, 420)]
+    found = [described(s, i, 3, [1, 2]) for i in range(3) for s in steps[i]]
+    held = [[Held(*f["held"][str(i)]) for f in found if str(i) in f["held"]] for i in range(3)]
+    chosen = choose("abc", held, "newest") or []
+    assert [state and state.step for state in chosen] == [None, 420, 420]
+    assert shared(found).endswith("islands 1 and 2 from step 420, island 0 takes over from them")
 
 
 def test_inspect_tells_a_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fsdp_demo import cli
 from fsdp_demo.launch import rehearse, restarts
 from fsdp_demo.launch import run as launch
+from fsdp_demo.launch.processes import reserve_port
 from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Supervisor
@@ -335,3 +336,22 @@ def test_a_launcher_that_is_told_twice_waits_for_ranks_that_save(tmp_path: Path)
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_single_rank_is_promised_no_store(tmp_path: Path) -> None:
+    """Ranks that its script starts by itself (`mp.spawn`) have its variables: with the launcher's
+    store they would wait for ever for one that nobody serves.
+    """
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import os, socket\n"
+        "with socket.socket() as own:\n"
+        "    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "    own.bind(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n"
+        "    own.listen()\n"
+        "print('found', os.environ['TORCHELASTIC_USE_AGENT_STORE'])\n"
+    )
+    words = [sys.executable, "-m", "fsdp_demo.launch", "torchrun", "--nproc-per-node", "1"]
+    words += ["--master-port", str(reserve_port()), str(script)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "found False" in ended.stdout, ended.stderr

@@ -43,6 +43,11 @@ def refuse(error):
     raise error
 
 
+def unsaved(error):
+    error.unsaved = True
+    return error
+
+
 @pytest.mark.parametrize(
     ("call", "status", "text"),
     [
@@ -52,6 +57,7 @@ def refuse(error):
         (lambda: refuse(NeedsDecision("choose")), 78, "choose"),
         (lambda: refuse(Mismatch("other steps")), 78, "other steps"),
         (lambda: refuse(PeerLost("island 1 did not come")), 75, "island 1 did not come"),
+        (lambda: refuse(unsaved(PeerLost("island 1"))), 1, "island 1"),
     ],
 )
 def test_the_sentence_alone(ends, capsys, tmp_path, call, status, text):

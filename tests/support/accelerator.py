@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from fsdp_demo.compression import small_floats, transform
 
@@ -85,6 +85,16 @@ class There(Tensor):
 
     def record_stream(self, stream: Stream) -> None:
         stream.held.append(self)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """torch copies a number from the host where one element is assigned, and fills a part that
+        has a shape (torch 2.11 on an H100, `set_sync_debug_mode`).
+        """
+        mode = _get_current_dispatch_mode()
+        strict = isinstance(mode, Accelerator) and not mode.lenient
+        if strict and not isinstance(value, Tensor) and self[key].dim() == 0:
+            raise Synchronised(f"the assignment of {value} to one element waits")
+        super().__setitem__(key, value)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

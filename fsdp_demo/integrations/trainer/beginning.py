@@ -108,6 +108,7 @@ class Beginning:
             # questions to the islands come first: one that has to catch up waits for those that it
             # asks
             catch_up=False,
+            fresh=self.fresh,
             **options,
         )
         # after an error the others see at once that this island is gone; else the Trainer may train

@@ -235,6 +235,8 @@ class ExchangeCallback(TrainerCallback):
             f"the last checkpoint here is {last}; start all islands again with "
             "resume_from_checkpoint=True (auto)"
         )
+        if isinstance(error, PeerLost):
+            error.unsaved = self._stops.unsaved
         if not isinstance(error, Mismatch) and not self._stops.unsaved:
             tell_launcher(trainer.args.process_index, SAVED)
 

@@ -1,5 +1,6 @@
 /* The k largest magnitudes of blocks of 4096 floats, as `topk.py` defines them: positions ascending,
- * ties to the lower position, NaN the largest. C99 without a library; `native.py` compiles it.
+ * ties to the lower position, NaN the largest. An extension module that the build may leave out:
+ * without it torch selects the same.
  *
  * Magnitudes are compared as integers: of floats without their sign bit that is the same order.
  *
@@ -7,20 +8,37 @@
  * 2. At least k elements reach the k-th largest maximum. It is found bit by bit, by counting, and
  *    rounded down: all that matters is that few elements reach it.
  * 3. Those are gathered. The k-th largest of them is found in the same way, to the last bit.
+ *
+ * The code is made for several instruction sets, of which the loader takes what the processor knows:
+ * an environment may be shared by unlike machines.
  */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
 #include <stdint.h>
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 11 && !defined(__clang__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+#if defined(__GNUC__)
+#define INSIDE static inline __attribute__((always_inline))  /* else it is made for one set only */
+#else
+#define INSIDE static inline
+#endif
 
 enum { BLOCK = 4096, COLUMNS = 64, ROWS = 16, GROUPS = BLOCK / ROWS, LANES = 16 };
 enum { MAGNITUDE = 0x7fffffff, SIGN_BIT = 31, COARSE = 12 };
 
-static int reaching(const int32_t *value, int count, int32_t least) {
+INSIDE int reaching(const int32_t *value, int count, int32_t least) {
     int found = 0;
     for (int i = 0; i < count; i++) found += value[i] >= least;
     return found;
 }
 
 /* The k-th largest of values from 0 on, with the bits below `lowest` cut off. */
-static int32_t kth_largest(const int32_t *value, int count, int k, int lowest) {
+INSIDE int32_t kth_largest(const int32_t *value, int count, int k, int lowest) {
     int32_t found = 0;
     for (int bit = SIGN_BIT - 1; bit >= lowest; bit--) {
         int32_t more = found | (int32_t)1 << bit;
@@ -29,7 +47,7 @@ static int32_t kth_largest(const int32_t *value, int count, int k, int lowest) {
     return found;
 }
 
-static void maxima(const int32_t *block, int32_t *out) {
+INSIDE void maxima(const int32_t *block, int32_t *out) {
     for (int g = 0; g < GROUPS; g += LANES) {
         const int32_t *from = block + g / COLUMNS * ROWS * COLUMNS + g % COLUMNS;
         int32_t most[LANES] = {0};
@@ -43,7 +61,7 @@ static void maxima(const int32_t *block, int32_t *out) {
 }
 
 /* What reaches `least`: magnitudes and positions, ascending. */
-static int gather(const int32_t *block, int32_t least, int32_t *value, int16_t *place) {
+INSIDE int gather(const int32_t *block, int32_t least, int32_t *value, int16_t *place) {
     int count = 0;
     for (int at = 0; at < BLOCK; at += LANES) {
         uint32_t hits = 0;
@@ -58,7 +76,7 @@ static int gather(const int32_t *block, int32_t least, int32_t *value, int16_t *
     return count;
 }
 
-static void one_block(const int32_t *block, int k, int64_t *out) {
+INSIDE void one_block(const int32_t *block, int k, int64_t *out) {
     int32_t groups[GROUPS], value[BLOCK];
     int16_t place[BLOCK];
     maxima(block, groups);
@@ -69,7 +87,31 @@ static void one_block(const int32_t *block, int k, int64_t *out) {
         if (value[i] > last || (value[i] == last && tied-- > 0)) out[n++] = place[i];
 }
 
-/* Of `blocks` blocks, which lie one after the other, k positions each (1 <= k <= 256). */
-void fsdp_demo_top_k(const int32_t *block, int64_t blocks, int64_t k, int64_t *out) {
-    for (int64_t b = 0; b < blocks; b++) one_block(block + b * BLOCK, (int)k, out + b * k);
+FOR_EACH_PROCESSOR
+static void all_blocks(const int32_t *block, long long blocks, int k, int64_t *out) {
+    for (long long b = 0; b < blocks; b++) one_block(block + b * BLOCK, k, out + b * k);
 }
+
+static PyObject *top_k(PyObject *module, PyObject *args) {
+    unsigned long long block, out;
+    long long blocks;
+    int k;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KLiK", &block, &blocks, &k, &out)) return NULL;
+    if (k < 1 || k > GROUPS) return PyErr_Format(PyExc_ValueError, "k=%d: allowed are 1 to 256", k);
+    Py_BEGIN_ALLOW_THREADS
+    all_blocks((const int32_t *)(uintptr_t)block, blocks, k, (int64_t *)(uintptr_t)out);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef METHODS[] = {
+    {"top_k", top_k, METH_VARARGS,
+     "top_k(block, blocks, k, out): positions of the k largest (1 to 256) of each of `blocks` blocks\n"
+     "of 4096 floats that lie one after the other at the address `block`, int64 [blocks, k] at `out`."},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef MODULE = {.m_base = PyModuleDef_HEAD_INIT, .m_name = "_topk", .m_size = -1,
+                                    .m_methods = METHODS};
+
+PyMODINIT_FUNC PyInit__topk(void) { return PyModule_Create(&MODULE); }

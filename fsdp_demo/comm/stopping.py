@@ -1,0 +1,110 @@
+"""What ranks that are told to end tell each other: when all islands are, they stop between the same
+messages, and none of them sends anything ahead of its time.
+
+An island that is told alone leaves the others, who train on (`early.py`). Islands of which all are
+told *stop together*. Each of their ranks says which is the first message that it never sends. A
+message that some member never sends is *abandoned*: nobody gets its answer, and who has sent it
+saves it as unsent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .epochs import Member
+from .membership import Rank
+from .signs import Signs
+
+
+class Stopping:
+    """Of one rank. All of it runs in the driver's thread, but for what is read.
+
+    Args:
+        signs: the connections. rank: the membership machine as it is now. changed: told when
+            something has moved.
+
+    Attributes:
+        wish: whether this rank was told to end.
+        together: all members are told to end.
+    """
+
+    def __init__(self, signs: Signs, rank: Callable[[], Rank], changed: threading.Condition):
+        self._signs, self._rank, self._changed = signs, rank, changed
+        self.wish: Callable[[], bool] = lambda: False
+        self.together = False
+        self._told: set[Member] = set()
+        self._ends: dict[Member, int] = {}
+        self._acted: dict[Member, int] = {}
+        self._said: list[Any] = []
+
+    def look(self, again: bool = False) -> None:
+        """Tell the others, where it is new, or once more."""
+        rank = self._rank()
+        if self.wish():
+            self._told.add(rank.me)
+        if rank.me not in self._told or rank.state in ("left", "expelled"):
+            return
+        self.together |= self._told >= set(rank.record.members) - rank.lost
+        word = ["stops", self._ends.get(rank.me, -1), self.together, self._acted.get(rank.me, -1)]
+        if word != self._said or again:
+            self._said = word
+            self._signs.say(word, [*self._signs.notes.values(), *self._signs.siblings.values()])
+            self._tell()
+
+    def hear(self, word: list[Any], member: Member | None) -> None:
+        """A peer is told to end; or, where `member` is None, another rank of this island. Who says
+        that all are has heard so of each."""
+        ends, together, acted = int(word[1]), bool(word[2]), int(word[3])
+        if member is None:
+            self._told.add(self._rank().me)
+        else:
+            self._told.add(member)
+            self.together |= together and self._rank().me in self._told
+            if ends >= 0:
+                self._ends.setdefault(member, ends)
+            if acted >= 0:
+                self._acted[member] = acted
+        self._tell()
+
+    def end(self, acted: int = -1) -> None:
+        """This rank sends no message more. All are told: another rank of this island may know it
+        first. acted: as for `Driver.stop_with_all`; -1 while that is open.
+        """
+        rank = self._rank()
+        self._told.add(rank.me)
+        self.together = True
+        self._ends.setdefault(rank.me, rank.next)
+        if acted >= 0:
+            self._acted[rank.me] = acted
+        self.look()
+
+    def abandoned(self, n: int) -> bool:
+        """Whether some member never sends message n, or this rank has said so."""
+        return self.together and any(n >= end for end in self._ends.values())
+
+    def departed(self, member: Member) -> bool:
+        """Whether a peer may go without a change of members: it sends nothing more, and this rank
+        has what all have sent.
+        """
+        return self.together and member in self._ends and self._rank().landed >= self._below
+
+    def settled(self) -> bool:
+        """Whether all members have said where they end, and have what all have sent."""
+        rank = self._rank()
+        known = set(rank.record.members) - rank.lost <= self._acted.keys()
+        return known and rank.landed >= self._below and not rank.unread(self._below)
+
+    @property
+    def acted(self) -> int:
+        """The most that members have said, for `Driver.stop_with_all`."""
+        return max(self._acted.values(), default=-1)
+
+    @property
+    def _below(self) -> int:
+        return min(self._ends.values(), default=-1)
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,190 @@
+"""All islands are told to end, as by a scheduler's time limit: they stop between the same messages,
+and a resume comes to the bits of a run that was never interrupted.
+
+Real processes over ZeroMQ, with `guard` around the loop and `RunState` as the saver.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+from fsdp_demo.checkpoint import CheckpointManager, RunState
+from fsdp_demo.exchange import vote_pace
+
+from .test_survivors import Small, backward
+
+try:
+    import zmq
+except ModuleNotFoundError:
+    zmq = None  # type: ignore[assignment]
+
+pytestmark = pytest.mark.skipif(
+    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
+)
+ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "8", "ISLAND_STOP": "20"}
+STEPS = 24
+CASES = {
+    "full": preset("full"),
+    "demo": preset("demo"),
+    "demo, late": preset("demo", **{"schedule.delay": 2}),
+    "diloco": preset("diloco", period=6, momentum_warmup=0),
+    "diloco, int4": preset("diloco", period=7, momentum_warmup=0, value_dtype="int4"),
+    "sparse_loco": preset("sparse_loco", period=6),
+    "sign_loco": preset("sign_loco", period=7, momentum_warmup=1),
+    "muloco": preset("muloco", period=6),
+    "decoupled_momentum": preset("decoupled_momentum", period=6),
+    "decoupled_momentum, late": preset("decoupled_momentum", period=6, **{"schedule.delay": 3}),
+    "streaming_diloco": preset("streaming_diloco", period=8, delay=3, layers=1),
+    "local_sgd, late": preset("local_sgd", period=6, **{"schedule.delay": 2, "applier.mix": 0.5}),
+    "desloc": preset("desloc", period=7),
+}
+BY_SGD = ("demo", "full")
+QUICK = ("demo", "sparse_loco", "streaming_diloco")
+
+
+def run(me: Any, folder: Path, case: str, at: dict[int, int] | None, late: float = 0.0) -> Any:
+    """Train to STEPS, or until this island is told to end ahead of its step `at[island]`. The
+    island with the highest number is told while it trains on, as far as it comes, so it may stand
+    in an exchange; the others are told `late` seconds later. late below 0: it is told at once, and
+    alone.
+    """
+    config, model = CASES[case], Small()
+    if case.startswith("muloco"):
+        optimizer: Any = fsdp_demo.MuonAdamW(list(model.named_parameters()), lr=1e-3)
+    else:
+        kind = torch.optim.SGD if case.startswith(BY_SGD) else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=1e-3)
+    topology = fsdp_demo.Topology.from_env()
+    state = RunState(
+        CheckpointManager(folder / topology.name, topology), model, optimizer, facts={}
+    )
+    state.restore("auto")
+    exchange = fsdp_demo.attach(
+        optimizer, config, model=model, topology=topology, step=state.step, state=state.saved
+    )
+    began, last = exchange.step, me.island == topology.islands - 1
+    go = folder / "told"
+
+    def tell() -> None:
+        while not go.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange)):
+        while exchange.step < STEPS:
+            if exchange.step == 6:
+                state.save(exchange)  # what a resume would go back to
+            if at is not None and exchange.step == at[me.island]:
+                (folder / f"at{me.island}").touch()
+                if last and late < 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                elif last:
+                    threading.Thread(target=tell, daemon=True).start()
+                else:
+                    while not all((folder / f"at{i}").exists() for i in at):
+                        time.sleep(0.01)
+                    time.sleep(0.3)  # the last one has come as far as it can
+                    go.touch()
+                    time.sleep(max(late, 0.0))
+                    os.kill(os.getpid(), signal.SIGTERM)
+            elif at is not None and last and exchange.step > at[me.island]:
+                time.sleep(0.02)  # so that it is told before it comes to the end
+            backward(model, me.island, exchange.step)
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+    return began, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def interrupted(
+    run_ranks: Any, folder: Path, case: str, at: dict[int, int], ranks: int = 1, late: float = 0.0
+) -> list[Any]:
+    args = (folder, case, at, late)
+    found = run_ranks(run, len(at), ranks, env=ENV, args=args, check=False)
+    assert [f.status for f in found] == [75] * len(at) * ranks, [f.log for f in found]
+    return found
+
+
+def saved(folder: Path) -> list[int]:
+    """The steps that the islands have saved."""
+    return [
+        int(max(island.glob("emergency-*")).name.split("-")[1])
+        for island in sorted(folder.glob("island*"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
+@pytest.mark.parametrize(
+    "at",
+    [{0: 9, 1: 11}, {0: 8, 1: 8}, pytest.param({0: 11, 1: 10}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_resume_comes_to_the_bits_of_a_run_without_interruption(
+    run_ranks: Any, tmp_path: Path, case: str, at: dict[int, int]
+) -> None:
+    if case.startswith(BY_SGD):  # nobody comes further than the other: they exchange in each step
+        at = {i: min(at.values()) for i in at}
+    check(run_ranks, tmp_path, case, at)
+
+
+def check(
+    run_ranks: Any, folder: Path, case: str, at: dict[int, int], ranks: int = 1, late: float = 0.0
+) -> None:
+    """Nobody loses a step of its own, and the end is that of a run without interruption."""
+    whole = run_ranks(run, len(at), ranks, env=ENV, args=(folder / "whole", case, None))
+    (cut := folder / "cut").mkdir()
+    interrupted(run_ranks, cut, case, at, ranks, late)
+    stopped = saved(cut)
+    found = run_ranks(run, len(at), ranks, env=ENV, args=(cut, case, None))
+    assert [began for began, _ in found[::ranks]] == stopped
+    assert all(step >= at[i] for i, step in enumerate(stopped))
+    for (_, one), (_, two) in zip(whole, found, strict=True):
+        assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["demo, late", "diloco", "streaming_diloco"])
+def test_three_islands_at_unlike_steps(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    at = {0: 10, 1: 9, 2: 10}
+    check(run_ranks, tmp_path, case, at if case != "demo, late" else dict.fromkeys(at, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sparse_loco", "decoupled_momentum, late"])
+def test_islands_of_two_ranks(run_ranks: Any, tmp_path: Path, everywhere: Any, case: str) -> None:
+    everywhere.setattr(vote_pace, "EVERY", 0.0)
+    check(run_ranks, tmp_path, case, {0: 9, 1: 10}, ranks=2)
+
+
+@pytest.mark.slow
+def test_an_island_that_stands_in_an_exchange_for_seven_seconds(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    """The time to save is what the launcher leaves (ISLAND_STOP), not less."""
+    check(run_ranks, tmp_path, "diloco", {0: 9, 1: 11}, late=7.0)
+
+
+@pytest.mark.slow
+def test_one_is_told_long_before_the_other(run_ranks: Any, tmp_path: Path) -> None:
+    """Its part counts in an exchange that it has not applied. So it takes over from the other,
+    and nobody goes back."""
+    at = {0: 14, 1: 8}  # the one with the highest number is told first, and leaves
+    interrupted(run_ranks, tmp_path, "diloco", at, late=-1.0)
+    stopped = saved(tmp_path)
+    assert stopped[0] in (14, 15) and 8 <= stopped[1] < 12
+    found = run_ranks(run, 2, 1, env=ENV, args=(tmp_path, "diloco", None))
+    assert [began for began, _ in found] == [stopped[0]] * 2
+    (_, one), (_, two) = found
+    assert all(torch.equal(one[n], two[n]) for n in one)

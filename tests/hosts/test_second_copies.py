@@ -1,0 +1,256 @@
+"""Optimizers that write parameters from a copy of their own are refused where the exchange writes
+parameters, too; whatever else writes them behind an exchange is noticed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+from fsdp_demo.hosts.torch_params import TorchHost
+
+from ..support import threaded
+from ..support.threaded import values
+from .test_tick import Net, sgd
+
+AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
+FULL = preset("full")
+WRITES = {
+    "diloco": preset("diloco", period=2, **AS_IS),
+    "local_sgd": preset("local_sgd", period=2, **AS_IS),
+    "decoupled_momentum": preset("decoupled_momentum", period=2, rule="released", **AS_IS),
+}
+
+
+class FusedAdam(torch.optim.SGD):
+    """Its settings are those of apex (an attribute) or of TransformerEngine's later ones."""
+
+    def __init__(self, params: Any, master_weights: bool = True, in_group: bool = False):
+        super().__init__(params, lr=0.01)
+        if in_group:
+            self.param_groups[0]["master_weights"] = master_weights
+        else:
+            self.master_weights = master_weights
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps an optimizer, and writes the parameters from slow weights now and then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, every: int = 2):
+        self.optimizer, self.every, self.taken = optimizer, every, 0
+        self.slow = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        self.taken += 1
+        if self.taken % self.every == 0:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad()
+
+
+class Lookahead(Wrapper):
+    pass
+
+
+class Accelerated(Wrapper):
+    """As Accelerate's: nothing but steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer, every=1 << 30)
+
+
+def named(name: str, base: type = torch.optim.SGD) -> Callable[[Any], torch.optim.Optimizer]:
+    made: Any = type(name, (base,), {})
+    return lambda params: made(params, lr=0.01)
+
+
+COPIES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "apex": (FusedAdam, "FusedAdam keeps .*fp32 masters.*master_weights=False"),
+    "a group": (
+        lambda p: FusedAdam(p, in_group=True),
+        "FusedAdam keeps .*fp32 masters.*master_weights=False",
+    ),
+    "slow weights": (
+        lambda p: Lookahead(sgd(p)),
+        "Lookahead keeps .*slow weights.*leave it out, and step the SGD in it",
+    ),
+    "wrapped": (
+        lambda p: Accelerated(Lookahead(Accelerated(sgd(p)))),
+        "Lookahead keeps .*leave it out, and step the Accelerated in it",
+    ),
+    **{
+        name: (named(name), rf"{name} keeps .*\({copy}\).*torch.optim.AdamW")
+        for name, copy in {
+            "AdamWScheduleFree": "z",
+            "ScheduleFreeRAdam": "z",
+            "Ranger": "slow weights",
+            "Ranger21": "slow weights",
+            "MADGRAD": "x0",
+            "DAdaptSGD": "x0",
+        }.items()
+    },
+    "derived": (
+        named("Mine", type("SGDScheduleFree", (torch.optim.SGD,), {})),
+        r"Mine keeps .*\(z\)",
+    ),
+}
+
+
+def alone() -> Net:
+    return Net(fsdp_demo.Topology())
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_refused_where_the_exchange_writes_parameters(name: str) -> None:
+    make, words = COPIES[name]
+    for config in WRITES.values():
+        net = alone()
+        with pytest.raises(ValueError, match=f"(?s){words}.*exchanges gradients, such as full"):
+            fsdp_demo.attach(make(net.parameters()), config, model=net)
+    net = alone()
+    optimizer = make(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, FULL, model=net)
+    for t in range(4):
+        net.loss(t).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert exchange.step == 4
+    exchange.finish()
+
+
+def test_others_are_taken() -> None:
+    for make in (
+        lambda p: FusedAdam(p, master_weights=False),
+        lambda p: Accelerated(sgd(p)),
+        named("Prodigy"),
+        named("DAdaptAdam"),
+    ):
+        net = alone()
+        fsdp_demo.attach(make(net.parameters()), WRITES["diloco"], model=net).detach()
+
+
+def test_an_optimizer_that_steps_copies_on_the_host() -> None:
+    net = alone()
+    for config in (FULL, WRITES["diloco"]):
+        with pytest.raises(ValueError, match="CPUOffloadOptimizer steps copies .* in host memory"):
+            fsdp_demo.attach(named("CPUOffloadOptimizer")(net.parameters()), config, model=net)
+
+
+# ---- what no name tells ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
+    caplog.set_level(logging.WARNING, logger="fsdp_demo")
+    return lambda: sum("parameters were written between" in r.getMessage() for r in caplog.records)
+
+
+def train(
+    optimizer: Any, net: Net, steps: int, behind: Callable[[int], None] = lambda t: None
+) -> None:
+    for t in range(steps):
+        net.loss(t).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        behind(t)
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_wrapper_of_another_name_is_noticed_once(kind: str, said: Callable[[], int]) -> None:
+    net = alone()
+    optimizer = Wrapper(sgd(net.parameters()))
+    exchange = fsdp_demo.attach(optimizer, WRITES[kind], model=net)
+    with exchange.paused():
+        train(optimizer.optimizer, net, 1)
+    train(optimizer, net, 2)
+    assert said() == 0  # it is read with the next message
+    train(optimizer, net, 120)
+    exchange.finish()
+    assert said() == 1
+
+
+def test_one_of_the_islands_writes(run_ranks: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> list[str]:
+        found: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda r: found.append(r.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+
+        def island(i: int, topology: Any) -> None:
+            net = Net(topology)
+            optimizer = sgd(net.parameters())
+            exchange = fsdp_demo.attach(optimizer, WRITES["diloco"], model=net, topology=topology)
+
+            @torch.no_grad()
+            def clip(t: int) -> None:
+                for p in net.parameters():
+                    p.clamp_(-0.01, 0.01) if i else None
+
+            train(optimizer, net, 6, clip)
+            exchange.finish()
+
+        values(threaded.islands(island))
+        return [m for m in found if "parameters were written between" in m]
+
+    assert len(run_ranks(run, 1, 1)[0]) == 1
+
+
+ACTIONS = ("nothing", "flush", "evaluate", "steps aside", "accept", "load", "frozen")
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_may_write_is_not_named(kind: str, action: str, said: Callable[[], int]) -> None:
+    """Behind the first exchange, after which parameters are compared."""
+    net = alone()
+    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    optimizer = sgd([*net.parameters(), frozen])
+    exchange = fsdp_demo.attach(optimizer, WRITES[kind], model=net)
+
+    @torch.no_grad()
+    def behind(t: int) -> None:
+        if t != 1:
+            return
+        if action == "flush":
+            exchange.flush()
+        elif action == "evaluate":
+            with exchange.outer_parameters(net):
+                net.loss(t)
+        elif action == "steps aside":
+            with exchange.paused():
+                for p in net.parameters():
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+                optimizer.zero_grad()
+        elif action == "frozen":
+            frozen.add_(1.0)
+        elif action != "nothing":
+            for p in net.parameters():
+                p.add_(1.0)
+            if action == "accept":
+                exchange.accept_parameters()
+            else:
+                exchange.load_state_dict(exchange.state_dict())
+
+    train(optimizer, net, 6, behind)
+    exchange.finish()
+    assert said() == 0
+
+
+def test_a_host_says_what_stands_around_the_optimizers() -> None:
+    inner = sgd(alone().parameters())
+    outer = Accelerated(Lookahead(inner))
+    host = TorchHost([outer])
+    assert host.optimizers == [inner] and host.wrappers == [outer, outer.optimizer]
