@@ -13,7 +13,6 @@ format.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import textwrap
@@ -21,10 +20,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.common import Parser, at_least_one  # noqa: E402
 from report import size, table  # noqa: E402
 
 from fsdp_demo import (  # noqa: E402
@@ -470,19 +470,6 @@ def _wrapped(text: str) -> str:
     )
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number, 1 or more")
-    return int(text)
-
-
 def _parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -508,10 +495,10 @@ def _parser() -> Parser:
         metavar="PATH=VALUE",
         help="changes to it, as in --set topk=16 schedule.sync_every=50",
     )
-    parser.add_argument("--islands", type=_at_least_one, default=3, metavar="R", help="default: 3")
+    parser.add_argument("--islands", type=at_least_one, default=3, metavar="R", help="default: 3")
     parser.add_argument(
         "--shards",
-        type=_at_least_one,
+        type=at_least_one,
         default=1,
         metavar="S",
         help="FSDP2 shards of each island (default: 1)",

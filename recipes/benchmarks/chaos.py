@@ -36,10 +36,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from benchmarks.common import Parser  # noqa: E402
 from chaos_events import KINDS, Event, Storm, plan  # noqa: E402
 from chaos_facts import Tape, at_tokens, returned, stalls, survived, unexpected  # noqa: E402
 from chaos_lab import FRESH, Lab  # noqa: E402
@@ -348,13 +349,6 @@ def _lines(path: str) -> list[str]:
 
 
 # ---- the command -------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def _parser() -> Parser:

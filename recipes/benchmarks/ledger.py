@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from benchmarks.common import run_id  # noqa: E402
 from report import table  # noqa: E402
-from slow_link import run_id  # noqa: E402
 from slow_link_lab import Islands, Lab, missing  # noqa: E402
 
 SIZE = 20_000_000  # bytes of the plain transfer

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bytes import Parser, _at_least_one  # noqa: E402
+from benchmarks.common import Parser, at_least_one  # noqa: E402
 from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
@@ -429,10 +429,10 @@ def main() -> None:
         metavar="NAME",
         help="a known model, or the path of a config.json",
     )
-    parser.add_argument("--islands", type=_at_least_one, default=4, metavar="R", help="default: 4")
+    parser.add_argument("--islands", type=at_least_one, default=4, metavar="R", help="default: 4")
     parser.add_argument(
         "--shards",
-        type=_at_least_one,
+        type=at_least_one,
         default=8,
         metavar="S",
         help="FSDP2 shards of each island (default: 8)",

@@ -32,9 +32,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from benchmarks.common import Parser, facts, run_id  # noqa: E402
 from peers_twins import FOLDER, PEERS, Peer  # noqa: E402
 from report import table  # noqa: E402
-from slow_link import Parser, facts, run_id  # noqa: E402
 from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import Link  # noqa: E402

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.codec import recorded  # noqa: E402
+from benchmarks.common import processor  # noqa: E402
 from benchmarks.hotpath import Ours, pin, silent  # noqa: E402
 from report import table  # noqa: E402
 
@@ -42,12 +43,6 @@ from tests.oracles import twelve_bits  # noqa: E402
 TOPK = (8, 16, 32, 64, 90)
 GOALS = {("int8", 32): 2.2, ("int8", 64): 2.0, ("1bit", 32): 1.3, ("1bit", 90): 1.1}
 CODES = ("int8", "2bit", "1bit")
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
 
 
 def uniform(k: int, rows: int) -> Tensor:

@@ -27,17 +27,17 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from benchmarks.common import Parser, facts, run_id  # noqa: E402
 from report import table  # noqa: E402
 from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
@@ -215,10 +215,6 @@ def _connect(islands: Islands, link: Link) -> None:
     islands.lab.shape(link.bits_per_second, link.rtt / 2)
 
 
-def run_id() -> str:
-    return f"{os.getpid()}-{time.monotonic_ns()}"
-
-
 def _headers(case: Case, islands: Islands, settle: int, long: bool) -> float:
     """Bytes that the interface sends per byte of the meter, where every packet has a header of its
     own.
@@ -334,38 +330,6 @@ NAMES = (
 )
 
 
-def facts(args: argparse.Namespace, names: Sequence[str] = NAMES) -> dict[str, Any]:
-    """What the rows of a file have in common; another setting is another file."""
-    import torch
-
-    machine = {
-        "machine": processor(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-    }
-    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    machine |= {
-        "kernel": platform.release(),
-        "congestion_control": congestion.read_text().strip() if congestion.is_file() else "",
-    }
-    return {**{name: getattr(args, name) for name in names}, **machine}
-
-
-def processor() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[2:]))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -442,7 +406,7 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     chosen, links = _checked(parser, args)
-    shared, rows = facts(args), []
+    shared, rows = facts(args, NAMES), []
     if args.json is not None and args.json.is_file():
         saved = json.loads(args.json.read_text(encoding="utf-8"))
         rows = saved["rows"]

@@ -30,8 +30,9 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import slow_link  # noqa: E402
+from benchmarks import common  # noqa: E402
 from report import table  # noqa: E402
-from slow_link import Case, Cell, Parser  # noqa: E402
+from slow_link import Case, Cell  # noqa: E402
 from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link  # noqa: E402
@@ -184,7 +185,7 @@ class Bench:
         lead, settle = slow_link.quiet_phase(case.config)
         self.islands.lab.shape(None, 0.0)
         self.islands.ask(
-            do="attach", run=slow_link.run_id(), method=case.preset, settings=case.settings
+            do="attach", run=common.run_id(), method=case.preset, settings=case.settings
         )
         cycle = slow_link._cycle(case.config)
         self.islands.ask(do="train", settle=0, steps=max(cycle + lead, 2))
@@ -242,7 +243,7 @@ def measure(args: argparse.Namespace, cases: Sequence[Case], links: Sequence[Lin
         steps = {case.name: bench.step(case) for case in cases}
         shared = args.islands_per_uplink
         rows = predicted(cases, steps, links, args.islands, args.layers, shared)
-        facts = slow_link.facts(args, NAMES)
+        facts = common.facts(args, NAMES)
         text = json.dumps({"settings": facts, "rows": rows}, indent=1) + "\n"
         args.predict.write_text(text, encoding="utf-8")
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -292,8 +293,10 @@ def offline(path: Path) -> str:
     return show(compared(rows, measured), "")
 
 
-def _parser() -> Parser:
-    parser = Parser(description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[3:]))
+def _parser() -> common.Parser:
+    parser = common.Parser(
+        description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[3:])
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--predict", type=Path, metavar="FILE", help="predictions go there, before the run"

@@ -94,7 +94,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     model.
     """
     for name in ("WINDOW", "CACHED", "CODED"):
-        monkeypatch.setattr(blocks, name, getattr(blocks, name) // SCALE)
+        monkeypatch.setattr(blocks, name, max(getattr(blocks, name) // SCALE, 1))
     monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
     monkeypatch.setattr(quantize, "CHUNK", quantize.CHUNK // SCALE)
     piece = peers.PIECE // SCALE

@@ -25,6 +25,7 @@ HEADER = {
     "total": 0,
     "number": 0,
     "norm": 0,
+    "rate": 0,
 }
 
 

@@ -219,7 +219,7 @@ def test_a_finished_file_is_shown_and_another_setting_refused(
     args, path = slow_link._parser().parse_args([]), tmp_path / "rows.json"
     case = slow_link.cases(args.period, args.delay)[0]
     row = slow_link._row(case, cell(Link(), 1000.0, 6), cell(Link(), 1000.0, 6), 1.05, 7, args)
-    path.write_text(json.dumps({"settings": slow_link.facts(args), "rows": [row]}))
+    path.write_text(json.dumps({"settings": slow_link.facts(args, slow_link.NAMES), "rows": [row]}))
     status, out, err = call(monkeypatch, capsys, "--only", "full", "--json", str(path))
     assert not err and status == 0 and "full" in out and "1000" in out
     status, _, err = call(
