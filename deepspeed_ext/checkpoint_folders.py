@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp_demo.checkpoint.files import in_one_piece, sync_folder
+from fsdp_demo.checkpoint.files import sync_folder
 from fsdp_demo.checkpoint.folders import MANIFEST, seal, sum_up
+from fsdp_demo.files import in_one_piece
 
 from .all_ranks import replica, world
 from .checkpoint_choice import PARTS, latest

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("fsdp_demo.errors", "fsdp_demo.version"),
+    ("fsdp_demo.errors", "fsdp_demo.files", "fsdp_demo.version"),
     ("fsdp_demo.status",),
     ("fsdp_demo.config",),
     ("fsdp_demo.compression",),

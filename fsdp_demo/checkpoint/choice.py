@@ -128,7 +128,10 @@ def _applied(head: dict[str, Any]) -> str:
 
 def _participants(heads: Iterable[dict[str, Any]]) -> str:
     """Islands keep their numbers where their count changes: so these count in any case."""
-    found = {json.dumps(h["participants"]) for h in heads if h.get("participants")}
+    found = {
+        json.dumps(h["participants"]) for h in heads if isinstance(h.get("participants"), list)
+    }
+    found -= {"[]"}
     return found.pop() if len(found) == 1 else ""
 
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..comm.ranks import Ranks
-from ..errors import Superseded, see
-from .files import in_one_piece
+from ..errors import UNREADABLE, Superseded, see
+from ..files import in_one_piece, read_json
 
 log = logging.getLogger("fsdp_demo")
 
@@ -74,9 +74,9 @@ class Fence:
         """
         for root in self.roots if self.token else ():
             try:
-                lock = json.loads((root / LOCK).read_text(encoding="utf-8"))
+                lock = read_json(root / LOCK)
                 token, run, name = lock["token"], lock["run"], lock.get("name", "")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (OSError, *UNREADABLE):
                 continue
             if token != self.token:
                 raise self._superseded(root, run, name)

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import UNREADABLE
+from ..files import DEEPEST, in_one_piece, is_deep, parse_json, read_json
 from ..version import __version__
 
 FORMAT = 3
@@ -45,11 +46,16 @@ def write_part(
     Args:
         before_last: called before the json, with which the part counts; what it raises leaves the
             part unfinished.
+
+    Raises:
+        ValueError: the tree holds something else, or is nested too deeply to be read again.
     """
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     state = _detach(tree, "", tensors)
+    if is_deep([state]):
+        raise ValueError(f"{name}: more than {DEEPEST} levels of lists and dicts in each other")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"
     in_one_piece(path, lambda part: save_file(_unshared(tensors), part))
@@ -73,12 +79,12 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         ValueError: torn, of another format, or without its tensors.
     """
     try:
-        sealed = json.loads(path.read_text(encoding="utf-8"))
+        sealed = read_json(path)
         text, crc = sealed["part"], sealed["crc32"]
-        part = json.loads(text)
+        part = parse_json(text)
         head, version = part["head"], part["head"].get("format")
     except UNREADABLE as error:
-        raise ValueError(f"{path} is damaged ({error!r:.80}): {OTHER}, {FRESH}") from None
+        raise _damaged(path, error) from None
     if version != FORMAT:
         raise ValueError(
             f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is "
@@ -87,23 +93,31 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         )
     if crc != zlib.crc32(text.encode()):
         raise ValueError(f"{path} is damaged, its checksum does not fit: {OTHER}, {FRESH}")
-    beside, file = path.with_suffix(".safetensors"), head["file"]
+    try:
+        wanted, state = int(head["file"]["bytes"]), _attach(part["state"])
+    except UNREADABLE as error:
+        raise _damaged(path, error) from None
+    beside = path.with_suffix(".safetensors")
     found = beside.stat().st_size if beside.exists() else None
-    if found != file["bytes"]:
+    if found != wanted:
         what = "is missing" if found is None else f"has {found} bytes"
         raise ValueError(
-            f"{beside} {what}, {path.name} names {file['bytes']}: half-written or cut; {OTHER}, "
-            f"{FRESH}"
+            f"{beside} {what}, {path.name} names {wanted}: half-written or cut; {OTHER}, {FRESH}"
         )
-    return head, _attach(part["state"])
+    return head, state
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged ({error!r:.120}): {OTHER}, {FRESH}")
 
 
 def read_part(path: Path) -> tuple[dict[str, Any], Any]:
     """Head and tree of a part, with its tensors (CPU); `path` is that of the json.
 
     Raises:
-        ValueError: see `read_head`; or the tensors do not fit their checksum.
+        ValueError: see `read_head`; or the tensors do not fit their checksum, or the json.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     head, state = read_head(path)
@@ -114,7 +128,10 @@ def read_part(path: Path) -> tuple[dict[str, Any], Any]:
             f"{beside} is damaged: checksum {found:08x}, {path.name} names {named:08x}; {OTHER}, "
             f"{FRESH}"
         )
-    return head, _attach(state, load_file(beside))
+    try:
+        return head, _attach(state, load_file(beside))
+    except (SafetensorError, *UNREADABLE) as error:
+        raise _damaged(beside, error) from None
 
 
 def copied(node: Any) -> Any:
@@ -179,22 +196,6 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(t.untyped_storage().data_ptr())
         out[key] = t
     return out
-
-
-def in_one_piece(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file, sync it and give it its name: a reader sees the old file
-    or the whole new one. What has the temporary file's name is removed first: a link there would
-    let `write` into a file elsewhere.
-    """
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    write(part)
-    handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    os.replace(part, path)
 
 
 def sync_folder(folder: Path) -> None:

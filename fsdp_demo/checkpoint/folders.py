@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UNREADABLE
+from ..files import in_one_piece, read_json
 from ..version import __version__
-from .files import crc32, in_one_piece, sync_folder
+from .files import crc32, sync_folder
 
 log = logging.getLogger("fsdp_demo")
 
@@ -32,6 +33,7 @@ MANIFEST = "manifest.json"
 NEWER = "its manifest has version"
 ASIDE = ".aside"
 KEPT = ".given-up"  # in a folder below .aside: nobody takes it back
+LONGEST_NAME = 255  # bytes of a part of a path, by file systems
 _NAME = re.compile(r"(checkpoint|emergency)-(\d+)")
 
 
@@ -102,7 +104,7 @@ def sums(folder: Path) -> dict[str, dict[str, Any]]:
         ValueError: it cannot be read, or is of another version (the text begins with `NEWER`).
     """
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = read_json(folder / MANIFEST)
         if content["version"] != VERSION:
             whose = (
                 f"written by fsdp_demo {content.get('package')}; this is {__version__}, which "
@@ -110,15 +112,25 @@ def sums(folder: Path) -> dict[str, dict[str, Any]]:
             )
             raise ValueError(f"{NEWER} {content['version']}, {whose}")
         return {
-            str(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]}
+            _in_folder(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]}
             for name, f in content["files"].items()
         }
     except ValueError as error:
         if str(error).startswith(NEWER):
             raise
-        raise ValueError(f"no manifest that can be read ({error!r:.80})") from None
+        raise ValueError(f"no manifest that can be read ({error!s:.160})") from None
     except (OSError, *UNREADABLE) as error:
         raise ValueError(f"no manifest that can be read ({error!r:.80})") from None
+
+
+def _in_folder(name: str) -> str:
+    """A name in a manifest. Raises ValueError for one that no file below the folder can have."""
+    parts = Path(name).parts
+    if Path(name).is_absolute() or {"..", "\0"} & {*parts, *name}:
+        raise ValueError(f"it names {name[:30]!r}, which cannot lie in it")
+    if max((len(os.fsencode(part)) for part in parts), default=LONGEST_NAME + 1) > LONGEST_NAME:
+        raise ValueError(f"it names {name[:30]!r}..., longer than {LONGEST_NAME} bytes")
+    return name
 
 
 def misfits(folder: Path, sealed: bool = True) -> str:

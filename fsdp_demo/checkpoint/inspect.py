@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
 from ..errors import UNREADABLE, NeedsDecision, counted, size
 from .choice import Held, choose, place_of
 from .exchange_state import SavedExchange, load_exchange
-from .files import crc32, read_head
-from .folders import MANIFEST
+from .files import OTHER, crc32, read_head
+from .folders import MANIFEST, sums
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
 DEPTH = 4
@@ -177,7 +179,7 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
         out[name] = sum(map(math.prod, whole.values()))
     out |= {"tokens": 0, "states": {}, "in_flight": []}
     for island, rank in saved.paths:
-        _add_part(out, saved, island, rank)
+        _add_part(out, saved, island, rank, problems)
     # a mesh's replicas, see integrations/trainer/state.py
     beside = [path for folder in saved.folders for path in folder.glob("local*.json")]
     wanted = {
@@ -213,10 +215,15 @@ def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, 
     return found
 
 
-def _add_part(out: dict[str, Any], saved: SavedExchange, island: int, rank: int) -> None:
+def _add_part(
+    out: dict[str, Any], saved: SavedExchange, island: int, rank: int, problems: list[str]
+) -> None:
     """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
     state = saved.outline(rank, island)
-    tensors = _tensor_sizes(saved.paths[island, rank].with_suffix(".safetensors"))
+    beside = saved.paths[island, rank].with_suffix(".safetensors")
+    tensors = _tensor_sizes(beside, problems)
+    if tensors and (lacking := sorted(set(_keys(state.to_tree())) - set(tensors))):
+        problems.append(f"{beside} lacks {lacking[0]!r:.80}")
     out["tokens"] += state.tokens
     for channel, kept in state.channels.items():
         sums = out["states"].setdefault(channel, {})
@@ -232,16 +239,12 @@ def _manifest(folder: Path, problems: list[str]) -> dict[Path, dict[str, Any]]:
     """Size and checksum (None in the Trainer's) of each file that the manifest of a checkpoint
     names; nothing where there is none.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
+    if not (folder / MANIFEST).is_file():
         return {}
     try:
-        return {
-            folder / name: {"bytes": f["bytes"], "crc32": f["crc32"]}
-            for name, f in json.loads(path.read_text())["files"].items()
-        }
-    except UNREADABLE as error:
-        problems.append(f"{path} is damaged ({error!r:.80})")
+        return {folder / name: about for name, about in sums(folder).items()}
+    except ValueError as error:
+        problems.append(f"{folder / MANIFEST}: {error}")
         return {}
 
 
@@ -265,20 +268,23 @@ def _keys(tree: Any) -> Iterator[str]:
             yield from _keys(value)
 
 
-def _tensor_sizes(path: Path) -> dict[str, int]:
-    """Bytes of each tensor in a safetensors file: 8 bytes with the length of a JSON header, then
-    that header.
+def _tensor_sizes(path: Path, problems: list[str]) -> dict[str, int]:
+    """Bytes of each tensor in a safetensors file, by its header: 8 bytes with the length of a JSON
+    text, then that text.
     """
     try:
+        with safe_open(path, "pt"):  # refuses a header that does not fit the file
+            pass
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return {
-            key: value["data_offsets"][1] - value["data_offsets"][0]
-            for key, value in header.items()
-            if key != "__metadata__"
-        }
-    except (OSError, MemoryError, *UNREADABLE):
-        return {}  # `_damage` says it
+    except (OSError, SafetensorError) as error:
+        problems.append(f"{path} is no safetensors file ({error!s:.120})")
+        return {}
+    return {
+        key: value["data_offsets"][1] - value["data_offsets"][0]
+        for key, value in header.items()
+        if key != "__metadata__"
+    }
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -454,8 +460,13 @@ def inspect(root: str | Path) -> list[dict[str, Any]]:
     for one in found:
         try:
             out.append(describe_checkpoint(one))
-        except ValueError as error:
+        except UNREADABLE as error:
+            why = str(error) if isinstance(error, ValueError) else _odd(one, error)
             if len(found) == 1:
-                raise
-            out.append({"folder": str(one.folder), "complete": False, "problems": [str(error)]})
+                raise ValueError(why) from None
+            out.append({"folder": str(one.folder), "complete": False, "problems": [why]})
     return out
+
+
+def _odd(found: Found, error: Exception) -> str:
+    return f"{found.exchange} holds a head of another form ({error!r:.80}): {OTHER}"

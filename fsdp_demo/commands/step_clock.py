@@ -2,7 +2,7 @@
 
 The command puts a folder with a `sitecustomize.py` in front of PYTHONPATH, which calls `install`
 when an interpreter starts. That waits for the script to import torch's optimizers, and hooks their
-steps. Nothing but the standard library is imported here.
+steps. Nothing but the standard library is imported by this module.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from ..files import in_one_piece
 
 FOLDER, STEPS = "FSDP_DEMO_CLOCK", "FSDP_DEMO_CLOCK_STEPS"
 SETTLE = 3
@@ -74,9 +76,8 @@ class Clock:
             return
         self._done = True
         seconds = [b - a for a, b in zip(times, times[1:], strict=False)][SETTLE:]
-        part = self._folder / f"{os.getpid()}.part"
-        part.write_text(json.dumps({"seconds": seconds, "rank": os.environ.get("RANK", "0")}))
-        part.replace(part.with_suffix(".json"))
+        text = json.dumps({"seconds": seconds, "rank": os.environ.get("RANK", "0")})
+        in_one_piece(self._folder / f"{os.getpid()}.json", lambda part: part.write_text(text))
 
 
 def _synchronize(optimizer: Any) -> None:

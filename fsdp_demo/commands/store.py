@@ -41,6 +41,7 @@ def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
     from ..comm import descriptors
     from ..comm.address import join_address
+    from ..files import in_one_piece
     from ..launch.store import bound_memory
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait`
@@ -59,9 +60,7 @@ def store(args: argparse.Namespace) -> int:
         print(f"fsdp-demo store: WARNING: {warning}", file=sys.stderr, flush=True)
     if args.port_file:
         # In one piece, so that who waits for the file never reads half a number.
-        part = Path(f"{args.port_file}.part")
-        part.write_text(f"{served.port}\n")
-        part.replace(args.port_file)
+        in_one_piece(Path(args.port_file), lambda part: part.write_text(f"{served.port}\n"))
     listening = join_address(served.host, served.port)
     if not args.quiet:
         kept = f", keys in {served.file}" if served.file else ""

@@ -157,6 +157,7 @@ These are errors:
 * Settings that have no meaning together.
 * A path of yours that has no effect, such as `codec.topk` in `diloco`, which sends every value. The message says why.
 * A key that stands twice in a yaml file. The message names both lines.
+* A yaml text of more than 50,000 characters or 10,000 values. An alias counts as what it stands for.
 """  # noqa: E501
 
 CHANNEL = (

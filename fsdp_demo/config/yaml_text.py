@@ -9,6 +9,14 @@ from typing import Any
 
 import yaml
 
+LONGEST = 50_000
+"""Characters of a text: configurations have a few thousand."""
+
+MOST = 10_000
+"""Values in it, each alias counted as what it stands for: a few lines of them can stand for
+billions.
+"""
+
 
 def read(text: str, where: str) -> Any:
     """Plain data of a yaml text.
@@ -17,7 +25,8 @@ def read(text: str, where: str) -> Any:
         where: the text's file, or other words for it, with which errors begin.
 
     Raises:
-        ValueError: no yaml; or a key that stands twice, be it once dotted (`codec.topk`) and once
+        ValueError: no yaml, or one of more than `LONGEST` characters or `MOST` values, or nested
+            too deeply; or a key that stands twice, be it once dotted (`codec.topk`) and once
             nested.
 
     Example:
@@ -25,11 +34,19 @@ def read(text: str, where: str) -> Any:
         >>> read("preset: demo", "a.yaml")
         {'preset': 'demo'}
     """
+    if len(text) > LONGEST:
+        raise ValueError(f"{where} has {len(text):,} characters, allowed are {LONGEST:,}")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if _values(root, {}) > MOST:
+            raise ValueError(
+                f"{where} has more than {MOST:,} values, each alias counted as what it stands for"
+            )
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is no yaml: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply, or in itself") from None
     lines: dict[str, int] = {}
     for path, line in _keys(root, ""):
         if path in lines:
@@ -39,6 +56,17 @@ def read(text: str, where: str) -> Any:
             )
         lines[path] = line
     return data
+
+
+def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """How many values a node stands for. Raises RecursionError for one that stands in itself."""
+    if id(node) not in known:
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.CollectionNode):
+            pairs = isinstance(node, yaml.MappingNode)
+            inner = [n for pair in node.value for n in pair] if pairs else node.value
+        known[id(node)] = 1 + sum(_values(n, known) for n in inner)
+    return known[id(node)]
 
 
 def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:

@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..comm.link import Link
+from ..files import read_json
 
 FORMAT = 1
 """Of `doctor.json`."""
@@ -55,7 +55,7 @@ def load(path: str | Path) -> Reading:
         ValueError: no such file, no json, another format, or no link was measured.
     """
     try:
-        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        found: Any = read_json(Path(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read as what `fsdp-demo doctor --json` writes: {error}"

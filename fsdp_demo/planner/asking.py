@@ -4,7 +4,6 @@ guessed where nothing is said.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from ..config.load import load_config
 from ..config.schema import ExchangeConfig
 from ..doctor import reading
 from ..errors import see
+from ..files import read_json
 from .devices import device, guessed_step
 from .line import SIMULATED, System
 from .rows import HSDP
@@ -254,7 +254,7 @@ def step_from(path: str) -> tuple[Step, dict[str, Any]]:
         ValueError: the file is no such summary.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = read_json(Path(path))
         steps = found["steps"] - found.get("since", 0)
         whole = found["tokens"] / found["tokens_per_second"]
         step = (whole - found["wait_share"] * found["seconds"]) / steps

@@ -15,6 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .. import files
+
 FORMAT = 1
 """Of all files of a run. Another number is refused; a key that is not known is ignored."""
 
@@ -69,9 +71,8 @@ EVENT = {
 
 def write_json(path: Path, value: Any) -> None:
     """In one piece: who reads sees the whole file or none."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    text = json.dumps(value, indent=2) + "\n"
+    files.in_one_piece(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -81,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         ValueError: the file holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = files.read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -100,7 +101,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     found, out = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            value = json.loads(line)
+            value = files.parse_json(line)
         except ValueError:
             value = None
         if isinstance(value, dict):

@@ -129,7 +129,14 @@ def _lab(args: argparse.Namespace, folder: Path, pad: float, steps: int) -> Lab:
     ]
     words += ["--steps", str(steps), "--save-every", str(args.save_every), "--lr", str(args.lr)]
     return Lab(
-        folder, args.islands, args.ranks, words, args.dead, not args.no_restart, not args.no_relays
+        folder,
+        args.islands,
+        args.ranks,
+        words,
+        args.dead,
+        not args.no_restart,
+        not args.no_relays,
+        args.store_delay / 1000,
     )
 
 
@@ -291,7 +298,7 @@ def show(found: Report, args: argparse.Namespace) -> str:
     lines = [
         f"{args.islands} islands x {args.ranks} ranks, {args.preset}, seed {args.seed}, dead "
         f"{args.dead:g} s, mean gap {args.gap:g} s, "
-        f"steps of {args.pad:g} s and more; {_cpu()}",
+        f"steps of {args.pad:g} s and more, store {args.store_delay:g} ms away; {_cpu()}",
         table(rows),
         f"rounds {found['rounds']}, made again {found['rounds_repeated']}; steps {found['steps']}, "
         "tokens of completed rounds "
@@ -387,6 +394,13 @@ def _parser() -> Parser:
         help="connect directly: no kinds that need a link to be hurt",
     )
     parser.add_argument(
+        "--store-delay",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="milliseconds of a round trip to the store: it is far away",
+    )
+    parser.add_argument(
         "--start", type=float, default=120.0, help="seconds for the start of all islands"
     )
     parser.add_argument(
@@ -425,9 +439,11 @@ def _checked(parser: Parser) -> argparse.Namespace:
         or args.dead < 2
         or args.gap < 0
         or args.pad < 0
+        or args.store_delay < 0
     ):
         parser.error(
-            "--islands from 2, --ranks from 1, --dead from 2; --events, --gap and --pad from 0"
+            "--islands from 2, --ranks from 1, --dead from 2; --events, --gap, --pad and "
+            "--store-delay from 0"
         )
     if not sys.platform.startswith("linux"):
         parser.error(

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from chaos_lab import Lab
@@ -23,12 +24,16 @@ KINDS = {
     "gone on",
     "one_way": "an island hears the others and is not heard",
     "store": "SIGKILL of the store, and its start some seconds later",
+    "slow_store": "SIGSTOP of the store for 0.5 to 5 s, three times, with SIGCONT between",
     "damage": "a bit of what one island sends another is flipped",
     "poison": "an island's gradients are NaN, Inf or huge at one step",
     "disk_full": "an island's next checkpoint finds no room",
 }
 TAKES = ("kill_rank", "kill_island", "stop", "cut_off", "one_way", "damage")
 """Kinds after which an island is out, until it is started again."""
+
+STORES = ("store", "slow_store")
+"""Kinds that hit the store, and no island."""
 
 HOLDS = ("cut",)  # kinds in which an island and the others hear nothing of each other for a while
 MOMENTS = ("any", "any", "any", "any", "any", "change", "join", "save")
@@ -133,7 +138,7 @@ class Storm:
         """The victim, when the event may come; one that takes an island out leaves another that
         trains.
         """
-        start, fewest = time.monotonic(), 1 if event.kind in ("store", "disk_full") else 2
+        start, fewest = time.monotonic(), 1 if event.kind in (*STORES, "disk_full") else 2
         while (waited := time.monotonic() - start) < patience:
             training = [slot for slot in range(self.lab.islands) if self.lab.training(slot)]
             joining = [slot for slot in range(self.lab.islands) if self.lab.joining(slot)]
@@ -158,7 +163,7 @@ class Storm:
 
     def _strike(self, event: Event, victims: list[int]) -> None:
         victim = victims[0]
-        event.victims = [] if event.kind == "store" else victims
+        event.victims = [] if event.kind in STORES else victims
         event.others = [slot for slot in event.others if slot not in event.victims]
         event.lives = {slot: life.number for slot, life in self.lab.now.items()}
         event.struck = event.over = time.monotonic()
@@ -240,6 +245,23 @@ class Storm:
 
         self._after(seconds, start)
         return f"is away for {seconds:.1f} s"
+
+    def _slow_store(self, event: Event, _: int) -> str:
+        """It answers late: questions of a join, say, come between two of its messages."""
+        store, seconds, event.over = self.lab.store, 0.5 + 4.5 * event.how, float("inf")
+        pause = 0.3  # in which some questions are answered, and others not
+
+        def go_on(last: bool) -> None:
+            self.lab.signal_store(store, signal.SIGCONT)
+            if last:
+                event.over = time.monotonic()
+                self.lab.note("the store is no longer stopped")
+
+        for turn in range(3):
+            begin = turn * (seconds + pause)
+            self._after(begin, lambda: self.lab.signal_store(store, signal.SIGSTOP))
+            self._after(begin + seconds, partial(go_on, turn == 2))
+        return f"stands for {seconds:.1f} s, three times"
 
     def _damage(self, event: Event, victim: int) -> str:
         far = event.others or [s for s in range(self.lab.islands) if s != victim]

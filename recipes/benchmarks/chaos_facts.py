@@ -208,7 +208,7 @@ STOOD = ("stop", "kill_rank", "kill_island")
 """Kinds whose victim cannot step by our doing: its own time does not count."""
 
 # kinds for which nobody waits, where another event still lasts
-QUIET = ("poison", "disk_full", "store")
+QUIET = ("poison", "disk_full", "store", "slow_store")
 
 AFTER = 15.0  # seconds for which a link that was hurt may be why an island that was not named ends
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_relay import Links, address
+from chaos_relay import Delay, Links, address
 
 from fsdp_demo.launch.launchers import shell_status
 from fsdp_demo.launch.processes import adopt_orphans, descendants, reap, reserve_port, send
@@ -82,6 +82,7 @@ class Lab:
         lives: all that were started, in order. seen: by slot. facts: every line that was told, in
             order of reading.
         stopped: slots that stand still, or whose links do, by our doing.
+        store_round_trip: seconds between the islands and the store; 0: as fast as it goes.
     """
 
     folder: Path
@@ -91,6 +92,7 @@ class Lab:
     dead: float
     restarts: bool = True
     relays: bool = True
+    store_round_trip: float = 0.0
     lives: list[Life] = field(default_factory=list)
     facts: list[dict[str, Any]] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
@@ -107,6 +109,11 @@ class Lab:
             dict[Path, int](),
             dict[Path, bytes](),
         )
+        self._way = (
+            Delay(("127.0.0.1", self._port), self.store_round_trip / 2)
+            if self.store_round_trip
+            else None
+        )
         self._durable = importlib.util.find_spec("fsdp_demo.comm.stores") is not None
         self._log = (self.folder / "lab.log").open("a", buffering=1)
 
@@ -114,7 +121,11 @@ class Lab:
 
     @property
     def endpoint(self) -> str:
-        return f"{'zmq://' if self._durable else ''}127.0.0.1:{self._port}"
+        """Where the islands find the store."""
+        return self._at(self._way.port if self._way is not None else self._port)
+
+    def _at(self, port: int) -> str:
+        return f"{'zmq://' if self._durable else ''}127.0.0.1:{port}"
 
     def start(self) -> None:
         self.start_store()
@@ -123,7 +134,8 @@ class Lab:
 
     def start_store(self) -> None:
         """On the same port and file as before."""
-        words = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", self.endpoint, "--quiet"]
+        where = self._at(self._port)
+        words = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", where, "--quiet"]
         words += ["--file", str(self.folder / "store.sqlite")] if self._durable else []
         self.store = self._start(words, dict(os.environ), self.folder / "store.log")
 
@@ -207,6 +219,8 @@ class Lab:
             self.store.wait(5)
         reap(())
         self.links.close()
+        if self._way is not None:
+            self._way.close()
         self._log.close()
 
     def note(self, text: str) -> None:
@@ -311,6 +325,11 @@ class Lab:
         if self.store is not None:
             self.store.kill()
             self.store.wait()
+
+    def signal_store(self, store: subprocess.Popen[bytes] | None, number: int) -> None:
+        """To this start of the store, if it still runs."""
+        if store is not None:
+            store.send_signal(number)
 
     def order(self, name: str, text: str = "") -> None:
         """A file that the islands look for, in one piece."""

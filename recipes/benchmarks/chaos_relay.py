@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -190,6 +192,60 @@ class Links:
         changed = bytearray(data)
         changed[len(data) * 2 // 3] ^= 1 << 3
         return bytes(changed)
+
+
+class Delay:
+    """A relay in front of a far store: what comes to it goes on `seconds` later, each way.
+
+    Attributes:
+        port: where it listens, at 127.0.0.1.
+    """
+
+    def __init__(self, target: tuple[str, int], seconds: float) -> None:
+        self._target, self._seconds = target, seconds
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        _shut(self._listener)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(self._target, timeout=10.0)
+                except OSError:
+                    _shut(near)
+                    continue
+                far.settimeout(None)
+                for side in (near, far):
+                    side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for source, sink in ((near, far), (far, near)):
+                    due = queue.SimpleQueue[tuple[float, bytes]]()
+                    for job, end in ((self._take, source), (self._give, sink)):
+                        threading.Thread(target=job, args=(end, due), daemon=True).start()
+
+    def _take(self, source: socket.socket, due: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""
+            due.put((time.monotonic() + self._seconds, data))
+
+    def _give(self, sink: socket.socket, due: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                when, data = due.get()
+                time.sleep(max(when - time.monotonic(), 0.0))
+                if not data:
+                    break
+                sink.sendall(data)
+        _shut(sink)
 
 
 def _set_event() -> threading.Event:

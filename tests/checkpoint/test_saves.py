@@ -24,7 +24,7 @@ import fsdp_demo
 from fsdp_demo import NotFinite, PeerLost
 from fsdp_demo.checkpoint import CheckpointManager, folders
 from fsdp_demo.checkpoint.fence import LOCK, Fence
-from fsdp_demo.checkpoint.files import in_one_piece, read_head, write_part
+from fsdp_demo.checkpoint.files import read_head, write_part
 from fsdp_demo.checkpoint.finite import first_not_finite, refuse_not_finite
 from fsdp_demo.checkpoint.folders import ASIDE, put_aside, take_back
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
@@ -528,13 +528,3 @@ def test_what_json_does_not_hold_is_refused_in_a_sentence(tmp_path, loop, found)
     with pytest.raises(ValueError, match=found):
         write_part(tmp_path, "rank0", {}, loop)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_text("of somebody else")
-    for name in ("note.json", "other.json"):
-        (tmp_path / f"{name}.part").symlink_to(elsewhere)
-        in_one_piece(tmp_path / name, lambda part: part.write_text("ours"))
-        assert (tmp_path / name).read_text() == "ours" and not (tmp_path / name).is_symlink()
-    assert elsewhere.read_text() == "of somebody else"

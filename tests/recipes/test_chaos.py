@@ -5,6 +5,7 @@ victim comes back.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +25,10 @@ SCRIPT = Path(__file__).parents[2] / "recipes" / "benchmarks" / "chaos.py"
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent)]
 
 import chaos  # noqa: E402
-from chaos_events import KINDS, plan  # noqa: E402
+from chaos_events import KINDS, Storm, plan  # noqa: E402
 from chaos_facts import Tape, at_tokens  # noqa: E402
 from chaos_picture import picture_of, svg  # noqa: E402
-from chaos_relay import Links, address  # noqa: E402
+from chaos_relay import Delay, Links, address  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="addresses in 127.0.0.0/8 and /proc"
@@ -74,6 +75,35 @@ def test_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
         chaos.main()
     err = capsys.readouterr().err
     assert end.value.code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_a_slow_store_is_stopped_three_times_and_goes_on_each_time() -> None:
+    sent: list[int] = []
+    lab = SimpleNamespace(
+        store="this start",
+        signal_store=lambda store, number: sent.append(number),
+        note=lambda text: None,
+    )
+    (event,) = plan(1, ["slow_store"], 6.0, 1)
+    storm = Storm(lab, [event], print)
+    assert "three times" in storm._slow_store(event, 0) and event.over == float("inf")
+    for _, job in sorted(storm.later, key=lambda entry: entry[0]):
+        job()
+    assert sent == [signal.SIGSTOP, signal.SIGCONT] * 3 and event.over < float("inf")
+
+
+def test_a_far_store_answers_a_round_trip_later() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as echo:
+        way = Delay(echo.getsockname(), 0.05)
+        with socket.create_connection(("127.0.0.1", way.port)) as near:
+            far, _ = echo.accept()
+            begin = time.monotonic()
+            near.sendall(b"question")
+            far.sendall(far.recv(64))
+            assert near.recv(64) == b"question" and time.monotonic() - begin >= 0.1
+            far.close()
+            assert near.recv(64) == b""
+        way.close()
 
 
 def test_periods_are_short_enough_for_a_storm() -> None:

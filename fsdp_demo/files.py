@@ -1,0 +1,80 @@
+"""Files that a reader sees whole or not at all, and JSON of unknown origin, which is read within
+bounds: a file that somebody has made up ends in one sentence, not in a traceback or in minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LARGEST = 128 << 20
+"""Bytes of a JSON text: those of a rank of a model with 100,000 parameters have a fifth of that."""
+
+DEEPEST = 100
+"""Levels of lists and objects in each other."""
+
+
+def in_one_piece(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a temporary file, sync it and give it its name: a reader sees the old file
+    or the whole new one. What has the temporary file's name is removed first: a link there would
+    let `write` into a file elsewhere.
+    """
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    write(part)
+    handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(part, path)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: no JSON, or one with more than `LARGEST` bytes or `DEEPEST` levels.
+
+    Example:
+        >>> parse_json('{"step": 3}')
+        {'step': 3}
+    """
+    if len(text) > LARGEST:
+        raise ValueError(f"JSON of {len(text):,} bytes, allowed are {LARGEST:,}")
+    try:
+        value = json.loads(text)
+        if not is_deep(value):
+            return value
+    except RecursionError:
+        pass
+    raise ValueError(f"JSON of more than {DEEPEST} levels of lists and objects in each other")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, which is not read where it is larger than `LARGEST`.
+
+    Raises:
+        OSError: it cannot be read. ValueError: see `parse_json`.
+    """
+    if (found := path.stat().st_size) > LARGEST:
+        raise ValueError(f"JSON of {found:,} bytes, allowed are {LARGEST:,}")
+    return parse_json(path.read_text(encoding="utf-8"))
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects lie in each other in more than `DEEPEST` levels."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for node in level
+            if isinstance(node, (dict, list))
+            for inner in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True

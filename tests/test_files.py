@@ -1,0 +1,240 @@
+"""Files that somebody has made up end in one sentence; a link in the place of a temporary file is
+not followed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
+from fsdp_demo.checkpoint.files import read_part, write_part
+from fsdp_demo.checkpoint.folders import misfits, seal
+from fsdp_demo.commands import step_clock, store
+from fsdp_demo.config.yaml_text import read
+from fsdp_demo.doctor import reading
+from fsdp_demo.files import in_one_piece
+from fsdp_demo.planner import asking
+from fsdp_demo.report import files
+
+# ---- links -------------------------------------------------------------------------------------
+
+
+def port_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = SimpleNamespace(
+        warnings=[], port=7, host="h", file="", endpoint="e", serve_until=lambda signals: None
+    )
+    monkeypatch.setattr(store, "_store", lambda args: served)
+    store.store(argparse.Namespace(port_file=str(path), quiet=True))
+
+
+def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_clock.os, "getpid", lambda: int(path.stem))
+    ticks = step_clock.Clock(path.parent, 1)
+    for _ in range(step_clock.SETTLE + 3):
+        ticks(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("note", lambda path, monkeypatch: in_one_piece(path, lambda part: part.write_text("1"))),
+        ("run.json", lambda path, monkeypatch: files.write_json(path, {"step": 1})),
+        ("port", port_file),
+        ("123.json", clock),
+    ],
+)
+def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[..., None]
+) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "folder"
+    elsewhere.write_text("kept")
+    folder.mkdir()
+    for part in (f"{name}.part", Path(name).with_suffix(".part").name):
+        if not (folder / part).is_symlink():
+            (folder / part).symlink_to(elsewhere)
+    write(folder / name, monkeypatch)
+    assert elsewhere.read_text() == "kept"
+    assert (folder / name).read_text() and not (folder / name).is_symlink()
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a checkpoint of one replica, by their names."""
+    folder = tmp_path_factory.mktemp("whole") / "checkpoint-1"
+    model = torch.nn.Linear(2, 2)
+    exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
+    model(torch.ones(1, 2)).sum().backward()
+    exchange.optimizers[0].step()
+    save_exchange(folder / "exchange", exchange)
+    exchange.finish()
+    seal(folder, 1, 1, alone=True)
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+Files = dict[str, bytes]
+
+
+def sealed(content: Any) -> bytes:
+    """A json of a part, its checksum right."""
+    text = json.dumps(content)
+    return json.dumps({"crc32": zlib.crc32(text.encode()), "part": text}).encode()
+
+
+def part(found: Files) -> Any:
+    return json.loads(json.loads(found["exchange/rank0.json"])["part"])
+
+
+def nested(found: Files) -> None:
+    content = part(found)
+    for _ in range(900):
+        content["state"] = [content["state"]]
+    found["exchange/rank0.json"] = sealed(content)
+
+
+def without(*keys: str) -> Callable[[Files], None]:
+    def cut(found: Files) -> None:
+        content = part(found)
+        for key in keys:
+            content["head"].pop(key)
+        found["exchange/rank0.json"] = sealed(content)
+
+    return cut
+
+
+def header(text: bytes, length: int | None = None) -> Callable[[Files], None]:
+    """Another header of the tensors; size and checksum are those that the json names."""
+
+    def change(found: Files) -> None:
+        content = part(found)
+        size = len(text) if length is None else length
+        data = size.to_bytes(8, "little") + text
+        content["head"]["file"] |= {"bytes": len(data), "crc32": zlib.crc32(data)}
+        found["exchange/rank0.safetensors"] = data
+        found["exchange/rank0.json"] = sealed(content)
+
+    return change
+
+
+def named(name: str) -> Callable[[Files], None]:
+    def add(found: Files) -> None:
+        content = json.loads(found["manifest.json"])
+        content["files"][name] = {"bytes": 1, "crc32": 1}
+        found["manifest.json"] = json.dumps(content).encode()
+
+    return add
+
+
+def deep_manifest(found: Files) -> None:
+    found["manifest.json"] = b"[" * 50_000 + b"]" * 50_000
+
+
+CASES: dict[str, tuple[Callable[[Files], None], str]] = {
+    "nested": (nested, "more than 100 levels"),
+    "no shards": (without("shards"), "'shards'"),
+    "no file": (without("file"), "'file'"),
+    "no header": (header(b"{", 2**62), "no safetensors file"),
+    "odd header": (header(b'{"a": {"dtype": "F32", "data_offsets": [7]}}'), "no safetensors file"),
+    "other tensors": (
+        header(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+        "lacks 'channels.",
+    ),
+    "long name": (named("x" * 5000), "longer than 255 bytes"),
+    "name elsewhere": (named("../../elsewhere"), "which cannot lie in it"),
+    "deep manifest": (deep_manifest, "more than 100 levels"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inspect_says_in_one_sentence_what_is_odd(tmp_path: Path, whole: Files, case: str) -> None:
+    change, text = CASES[case]
+    found = dict(whole)
+    change(found)
+    for folder, contents in (("checkpoint-1", found), ("checkpoint-2", dict(whole))):
+        for name, data in contents.items():
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    odd, fine = inspect.inspect(tmp_path)
+    assert fine["complete"] and not odd["complete"]
+    problems = "; ".join(odd["problems"])
+    assert text in problems and "\n" not in problems, problems
+    misfits(tmp_path / "checkpoint-1")  # a sentence, or nothing
+
+
+@pytest.mark.parametrize("case", ["nested", "no file", "no header", "odd header", "other tensors"])
+def test_a_resume_from_an_odd_part_is_refused(tmp_path: Path, whole: Files, case: str) -> None:
+    found = dict(whole)
+    CASES[case][0](found)
+    (tmp_path / "exchange").mkdir()
+    for name in ("exchange/rank0.json", "exchange/rank0.safetensors"):
+        (tmp_path / name).write_bytes(found[name])
+    with pytest.raises(ValueError, match="is damaged"):
+        load_exchange(tmp_path / "exchange").state(0)
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    tree: Any = torch.ones(2)
+    for _ in range(98):
+        tree = [tree]
+    write_part(tmp_path, "kept", {}, tree)
+    found = read_part(tmp_path / "kept.json")[1]
+    for _ in range(98):
+        (found,) = found
+    assert torch.equal(found, torch.ones(2))
+    with pytest.raises(ValueError, match="more than 100 levels"):
+        write_part(tmp_path, "deep", {}, [[[tree]]])
+
+
+@pytest.mark.parametrize(
+    "read_file",
+    [reading.load, asking.step_from, files.read_json],
+    ids=["doctor", "summary", "report"],
+)
+def test_other_files_that_are_nested_too_deeply_are_refused(
+    tmp_path: Path, read_file: Callable[..., Any]
+) -> None:
+    (tmp_path / "deep.json").write_text("[" * 50_000 + "]" * 50_000)
+    with pytest.raises(ValueError, match="more than 100 levels"):
+        read_file(tmp_path / "deep.json")
+
+
+# ---- yaml --------------------------------------------------------------------------------------
+
+
+def bomb(value: str) -> str:
+    """Nine lines that stand for 9**9 values."""
+    lines = [f"a: &a {value}"]
+    for one, next_one in zip("abcdefgh", "bcdefghi", strict=True):
+        lines.append(f"{next_one}: &{next_one} [{', '.join([f'*{one}'] * 9)}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (bomb("x"), "has more than 10,000 values"),
+        ("[" * 900 + "]" * 900, "is nested too deeply"),
+        ("a: &a [*a]", "is nested too deeply, or in itself"),
+        ("a: " + "x" * 60_000, "has 60,003 characters, allowed are 50,000"),
+    ],
+)
+def test_yaml_that_stands_for_too_much_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read(text, "a.yaml")
+
+
+def test_aliases_that_stand_for_little_are_read() -> None:
+    assert read("a: &a [1]\nb: *a", "a.yaml") == {"a": [1], "b": [1]}
