@@ -3,7 +3,7 @@ heads of the exchange's parts.
 
     DIR/<name>/TAG/...            DeepSpeed's files of one replica (a replica alone: DIR/TAG)
     DIR/<name>/TAG/exchange/      the exchange's parts, written after them: where they are whole, the checkpoint is
-    DIR/<name>/TAG/manifest.json  every file with its size and checksum, written last (not by earlier releases)
+    DIR/<name>/TAG/manifest.json  every file with its size and checksum, written last
     DIR/<name>/latest             the newest TAG
 
 Replicas whose newest states lie between the same exchanges go on from these, each from its own tag

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
-from fsdp_demo.hosts.base import LocalParam, RefusesOldNames, foreign_tensors, plain_name
+from fsdp_demo.hosts.base import LocalParam, foreign_tensors, plain_name
 from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
 
 from .step_hooks import EngineStepHooks
@@ -47,7 +47,7 @@ class _Piece:
         return flat.detach().narrow(0, self.offset, prod(self.shape)).view(self.shape)
 
 
-class ZeroHost(RefusesOldNames):
+class ZeroHost:
     """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements
     `fsdp_demo.hosts.base.TrainingHost`.
 

@@ -100,9 +100,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             value = globals()[name] = getattr(import_module(f".{home}", __name__), name)
             return value
-    from .errors import renamed
-
-    raise renamed("fsdp_demo", name, {"Clock": "SyncSchedule"})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -112,11 +112,7 @@ def attach(
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:
-    """A preset's name or yaml file as a configuration, with the changes made. Raises TypeError for
-    `agree`, an old keyword of `attach`.
-    """
-    if "agree" in changes:
-        raise TypeError("attach(agree=...) is called attach(must_match=...) now")
+    """A preset's name or yaml file as a configuration, with the changes made."""
     if isinstance(config, str):
         return load_config(config, changes)
     return changed(config, changes)

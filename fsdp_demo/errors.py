@@ -4,8 +4,6 @@ wrong value given by a user is a plain `ValueError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 PAGE = "docs/troubleshooting.md"
 
 ANCHORS = (
@@ -212,12 +210,3 @@ def as_disk_error(error: Exception) -> Exception:
     return (
         OSError(f"cannot be written: {text.splitlines()[0][:200]}") if theirs or torchs else error
     )
-
-
-def renamed(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:
-    """The error for `owner.name`, which is not there. If it is one of the old `names`, the text
-    says the new one.
-    """
-    if name in names:
-        return AttributeError(f"{owner}.{name} is called {owner}.{names[name]} now")
-    return AttributeError(f"{owner} has no attribute {name!r}")

@@ -62,8 +62,8 @@ def known_choice(
     if isinstance(state, Mapping):
         if "config" not in state:
             raise ValueError(
-                "attach(state=...) with auto: this state does not say its method, so an earlier "
-                "release has saved it: name the method it was saved under"
+                "attach(state=...) with auto: this state does not say its method: give what "
+                "Exchange.state_dict gave, or name the method it was saved under"
             )
         told = state
     elif heads := getattr(state, "heads", None):

@@ -5,9 +5,6 @@ May import `exchange` and all below it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ..errors import renamed
 from .exchange_state import (
     SavedExchange,
     Snapshot,
@@ -31,14 +28,3 @@ __all__ = [
     "save_exchange",
     "snapshot",
 ]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str):
-        old = {
-            "Checkpoints": "CheckpointManager",
-            "Saved": "SavedExchange",
-            "open_exchange": "load_exchange",
-            "describe": "describe_part",
-        }
-        raise renamed("fsdp_demo.checkpoint", name, old)

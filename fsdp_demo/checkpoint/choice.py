@@ -6,9 +6,8 @@ the same messages were applied last (`applied` in the heads of the exchange's pa
 share, anchors and outer momenta, is equal there, and between two exchanges each island's path is
 its own. Whose contributions those messages had must be equal, too (`history` in the heads): an
 island that is lost may have had them from other islands than those that went on without it. One
-that has lost the answer to a message holds that message, and sends it once more. States of earlier
-releases do not say what was applied: of these only equal steps count. What does not say its history
-fits any.
+that has lost the answer to a message holds that message, and sends it once more. Of states of
+another number of islands only equal steps count. What does not say its history fits any.
 
 Where islands may leave one by one, those that were away when the newest state was saved do not hold
 the others back: they take over from them (`present`).
@@ -122,9 +121,7 @@ def place_of(heads: Sequence[dict[str, Any]], islands: int, where: Path) -> Plac
 
 
 def _applied(head: dict[str, Any]) -> str:
-    """Between which exchanges a part was saved; empty where the head is of a release that does not
-    say it.
-    """
+    """Between which exchanges a part was saved; empty where the head does not say it."""
     applied = head.get("applied")
     return json.dumps(applied, sort_keys=True) if isinstance(applied, dict) else ""
 

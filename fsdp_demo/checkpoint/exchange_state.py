@@ -3,10 +3,6 @@
 
 The tree is that of `Exchange.state_dict()`; the head says who saved it, under which settings, and
 how the model lay.
-
-Format 3. Format 2 has positions of 12 bits in messages under way, format 1 also has the settings
-under earlier names: both are read (`earlier.py`). Format 0 was `FOLDER/rank<r>.pt`, of the first
-Trainer callback: it is refused by name.
 """
 
 from __future__ import annotations
@@ -226,12 +222,6 @@ def load_exchange(*folders: Path | str) -> SavedExchange:
     paths = [p for place in places for p in sorted(place.iterdir()) if _NAME.fullmatch(p.name)]
     if not paths:
         where = ", ".join(map(str, folders))
-        if old := sorted(str(p) for place in places for p in place.glob("rank*.pt")):
-            raise ValueError(
-                f"{old[0]} has format 0 (rank<r>.pt, of the first Trainer callback), which is not "
-                "read any more: go on with the fsdp_demo "
-                f"that saved it; {OTHER}, {FRESH}"
-            )
         half = sorted(p.name for f in map(Path, folders) if f.is_dir() for p in f.glob("rank*"))
         what = (
             f"only unfinished files ({', '.join(half[:4])})"

@@ -20,9 +20,7 @@ from torch import Tensor
 from ..errors import UNREADABLE
 from ..files import DEEPEST, in_one_piece, is_deep, parse_json, read_json
 from ..version import __version__
-from .earlier import in_names_of_today, with_positions_of_today
 
-# 2: positions of messages under way had 12 bits each; 1: and the settings had other names
 FORMAT = 3
 PIECE = 8 << 20  # bytes per read of a checksum
 OTHER = "resume from another checkpoint"
@@ -87,11 +85,11 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         head, version = part["head"], part["head"].get("format")
     except UNREADABLE as error:
         raise _damaged(path, error) from None
-    if version not in (1, 2, FORMAT):
+    if version != FORMAT:
         raise ValueError(
             f"{path} has format {version!r}, written by fsdp_demo {head.get('package')}; this is "
-            f"{__version__}, which reads "
-            f"formats 1 to {FORMAT}: install fsdp_demo {head.get('package')} or newer, {FRESH}"
+            f"{__version__}, which reads format {FORMAT}: install fsdp_demo {head.get('package')} "
+            f"or newer, {FRESH}"
         )
     if crc != zlib.crc32(text.encode()):
         raise ValueError(f"{path} is damaged, its checksum does not fit: {OTHER}, {FRESH}")
@@ -106,16 +104,7 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
         raise ValueError(
             f"{beside} {what}, {path.name} names {wanted}: half-written or cut; {OTHER}, {FRESH}"
         )
-    if version > 1:
-        return head, state
-    try:
-        return in_names_of_today(head, state)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{path} has format 1, and its settings cannot be read ({error!s:.200}): resume it "
-            f"with fsdp_demo {head.get('package')}, which "
-            f"wrote it, {FRESH}"
-        ) from None
+    return head, state
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:
@@ -140,19 +129,9 @@ def read_part(path: Path) -> tuple[dict[str, Any], Any]:
             f"{FRESH}"
         )
     try:
-        state = _attach(state, load_file(beside))
+        return head, _attach(state, load_file(beside))
     except (SafetensorError, *UNREADABLE) as error:
         raise _damaged(beside, error) from None
-    if head["format"] == FORMAT:
-        return head, state
-    try:
-        return head, with_positions_of_today(head, state)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{path} has format {head['format']} and messages under way, which cannot be read "
-            f"({error!s:.200}): resume it with fsdp_demo {head.get('package')}, which wrote it, "
-            f"until none is, {FRESH}"
-        ) from None
 
 
 def copied(node: Any) -> Any:

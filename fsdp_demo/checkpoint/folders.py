@@ -137,8 +137,7 @@ def misfits(folder: Path, sealed: bool = True) -> str:
     """Why a checkpoint is not complete; empty if it is. Sizes only: `damaged` reads the files.
 
     Args:
-        sealed: False: one without a manifest may be complete (of earlier releases, or of other
-            tools).
+        sealed: False: one without a manifest may be complete (of other tools).
     """
     if not sealed and not (folder / MANIFEST).exists():
         return ""

@@ -93,7 +93,7 @@ def load_local(
         )
         kept = [{**tree, "optimizer": [{} for _ in names]} for tree in kept]
     fill_replica(optimizers, average_states(kept, weights), where)
-    _fill_rest(_rest(model, optimizers), [c.get("rest") for c in contents], weights, where)
+    _fill_rest(_rest(model, optimizers), [c["rest"] for c in contents], weights, where)
     return [content["loop"] for content in contents], not why
 
 
@@ -123,13 +123,9 @@ def _rest(
 
 
 def _in_order(content: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
-    """A saved `replica_tree` in the order of the optimizers here. One of an earlier release has no
-    names: it is taken as it lies.
-    """
+    """A saved `replica_tree` in the order of the optimizers here."""
     tree = {key: content[key] for key in ("parameters", "optimizer")}
-    saved = content.get("names")
-    if saved is None:
-        return tree
+    saved = content["names"]
     if sorted(saved) != sorted(names):
         there, here = sorted({*saved} - {*names}), sorted({*names} - {*saved})
         raise ValueError(
@@ -148,28 +144,18 @@ def _some(names: Sequence[str]) -> str:
 @torch.no_grad()
 def _fill_rest(
     live: Mapping[str, torch.Tensor],
-    saved: Sequence[Mapping[str, torch.Tensor] | None],
+    saved: Sequence[Mapping[str, torch.Tensor]],
     weights: Sequence[float],
     where: str,
 ) -> None:
     """Put the rest of the model back."""
-    found = [rest for rest in saved if rest is not None]
-    if len(found) < len(saved):
-        if live:
-            log.warning(
-                "%s is of a release that saved no buffers and untrained parameters on the way "
-                "out: %s stay as they are here",
-                where,
-                _some(list(live)),
-            )
-        return
     for name, tensor in live.items():
-        if any(name not in rest or rest[name].shape != tensor.shape for rest in found):
+        if any(name not in rest or rest[name].shape != tensor.shape for rest in saved):
             raise ValueError(
                 f"{where} was saved by another model: {name} of shape {tuple(tensor.shape)} here "
                 f"is not in it. Give the model it was saved with, or {OTHER}"
             )
-        values = [rest[name] for rest in found]
+        values = [rest[name] for rest in saved]
         tensor.copy_(average_states(values, weights) if tensor.is_floating_point() else values[0])
 
 

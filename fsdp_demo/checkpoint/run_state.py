@@ -176,7 +176,7 @@ class RunState:
                 self.model,
                 self.optimizers,
                 self.checkpoints.group,
-                saved.heads[0].get("optimizers"),
+                saved.heads[0]["optimizers"],
             )
             loop = read_part(folder / "loop" / f"rank{self.checkpoints.topology.rank}.json")[1]
             self._count_on(loop.get(COUNTERS, {}))
@@ -210,7 +210,7 @@ class RunState:
             self.model,
             self.optimizers,
             self.checkpoints.group,
-            self._kinds(),
+            self._optimizers(),
             fresh,
         )
         loop = read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1]
@@ -226,15 +226,15 @@ class RunState:
             self.checkpoints.topology.rank,
             self.model,
             self.optimizers,
-            self._kinds(),
+            self._optimizers(),
             fresh,
         )
         self._take(loops[list(folders).index(mine) if mine in folders else 0], all_of_it)
 
-    def _kinds(self) -> list[str] | None:
-        """Of the optimizers that saved what is resumed; None where an earlier release did."""
+    def _optimizers(self) -> list[str]:
+        """Kinds of the optimizers that saved what is resumed."""
         assert isinstance(self.saved, SavedExchange)
-        kinds: list[str] | None = self.saved.heads[0].get("optimizers")
+        kinds: list[str] = self.saved.heads[0]["optimizers"]
         return kinds
 
     def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:

@@ -198,9 +198,6 @@ def load_tensors(
     beside = outside(held, optimizers)
     first = next(iter(shares))
     saved = _saved(first)
-    if beside and not any(n.endswith(f".{OUTSIDE}") for n in saved):
-        _warn_of_earlier(first, beside)
-        beside = {}
     named = held | beside
     states = [k for name, size in saved.items() if (k := _kept(name, size, named)) is not None]
     why = _misfit(optimizers, kinds, named, states)
@@ -231,15 +228,6 @@ def _saved(folder: Path) -> Mapping[str, Any]:
     except Exception as error:  # of safetensors: no class of its own for what is damaged
         raise ValueError(f"{folder} cannot be read ({error!r:.200}): {OTHER}") from error
     return found
-
-
-def _warn_of_earlier(folder: Path, beside: Iterable[str]) -> None:
-    log.warning(
-        "%s is of a release that did not save what only the optimizer holds (%s): it stays as it "
-        "is here, with a fresh state",
-        folder,
-        ", ".join(beside),
-    )
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,16 @@ import os
 import shutil
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ..comm.ranks import Ranks
 from ..comm.topology import Topology
-from ..errors import renamed, see
+from ..errors import see
 from . import folders
 from .choice import NOWHERE, Held, Place, look
 from .files import read_head
 from .folders import NEWER, misfits
 
 log = logging.getLogger("fsdp_demo")
-
-OLD_NAMES = {
-    "agreed": "resolve_resume_step",
-    "left": "crash_saves",
-    "holds": "has",
-    "forget_emergencies": "clear_crash_saves",
-}
 
 
 class Shelf:
@@ -42,11 +34,6 @@ class Shelf:
         self.root, self.topology, self.ranks = root, topology, ranks
         self.roots = [root, *([self._beside(second)] if second is not None else [])]
         self.chosen: Held | None = None
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise renamed("CheckpointManager", name, OLD_NAMES)
 
     def _beside(self, second: Path) -> Path:
         """This replica's own place in a folder that runs share: what another run left there must

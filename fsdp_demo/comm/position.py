@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from ..errors import counted, renamed
-
-OLD_NAMES = {"shards": "num_shards", "copies": "num_copies"}
+from ..errors import counted
 
 
 @dataclass(frozen=True)
@@ -21,11 +18,6 @@ class ShardPosition:
     shard: int = 0
     num_copies: int = 1
     copy: int = 0
-
-    if not TYPE_CHECKING:  # to a type checker such a method would say that every name is there
-
-        def __getattr__(self, name: str) -> Any:
-            raise renamed("ShardPosition", name, OLD_NAMES)
 
     @property
     def form(self) -> str:

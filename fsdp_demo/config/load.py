@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
 from ..errors import see
-from . import effects, renamed, yaml_text
+from . import effects, yaml_text
 from .auto import AUTO, auto
 from .parsing import MEANT, nearest, one_of, paths_of, typed
 from .presets import presets
@@ -40,8 +40,7 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Raises:
         ValueError: for an unknown name, key, or value; it says what is allowed and the nearest
-            right name. For one that was renamed it says the new name (`renamed.py`). For a path
-            that has no effect in this method (`effects.py`) it says why.
+            right name. For a path that has no effect in this method (`effects.py`) it says why.
 
     Example:
         >>> from fsdp_demo import preset
@@ -62,8 +61,6 @@ def _made(name: str, changes: dict[str, Any]) -> ExchangeConfig:
     one_of("preset", name, (*known, AUTO))
     takes = inspect.signature(known[name]).parameters
     hints = get_type_hints(known[name])
-    for key, value in changes.items():
-        renamed.refuse_keyword(key, value, takes)
     if "sync_every" in changes and "period" in takes:
         if "period" in changes:
             raise ValueError("period and sync_every are the same: give one of them")

@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import see
-from . import renamed
 
 MEANT = {"period": "schedule.sync_every", "h": "schedule.sync_every", "k": "codec.topk"}
 """What papers and other packages call a key, in lower case -> its path."""
@@ -67,7 +66,6 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
     targets, within = (
         ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
     )
-    renamed.refuse(within, value)
     if head in top and not rest:
         data[head] = [value] if head == "inner_optimizers" and isinstance(value, str) else value
         return
@@ -128,8 +126,7 @@ def build(cls: Any, data: Any, where: str) -> Any:
             f"{', '.join(f.name for f in fields(cls))}"
         )
     known, hints = [f.name for f in fields(cls)], _hints(cls)
-    for key, value in data.items():
-        renamed.refuse(f"{where}.{key}" if where else str(key), value)
+    for key in data:
         if key not in known:
             found = f"unknown key {where + '.' if where else ''}{key}{proposal(key, known)}"
             raise ValueError(f"{found} (allowed: {', '.join(known)}){see('unknown-key')}")

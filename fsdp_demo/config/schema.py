@@ -194,11 +194,7 @@ class ExchangeConfig:
         """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on
         another configuration are refused.
         """
-        data = self.to_dict()
-        # runs of earlier releases, which knew no limit, keep their digest
-        if self.norm_limit == NORM_LIMIT:
-            del data["norm_limit"]
-        text = json.dumps(data, sort_keys=True)
+        text = json.dumps(self.to_dict(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def parts(self) -> list[str]:

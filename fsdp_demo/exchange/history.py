@@ -24,8 +24,7 @@ class History:
 
     Attributes:
         islands: of the run.
-        digest: 16 hexadecimal digits; empty where it is not known: the state is of a release that
-            did not keep it, or was converted.
+        digest: 16 hexadecimal digits; empty where it is not known: the state was converted.
         slots: the islands that take part now. at: the step of the exchange from which on they do.
         early: of them those whose part in the last exchange came ahead of its time: they had left,
             and have not applied it.

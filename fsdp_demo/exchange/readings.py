@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from ..comm.sibling_watch import SiblingWatch, collective
 from ..comm.topology import Topology
 from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
-from ..errors import renamed
 from ..hosts.base import TrainingHost
 from . import counters, energy, summary
 from .activity import Activity, activity
@@ -27,15 +26,6 @@ from .in_flight import InFlightQueue
 from .ledger import LedgerPage
 from .pending import ExchangeRecord
 from .runtime import StepRuntime
-
-OLD_NAMES = {
-    "note": "report",
-    "council": "across_islands",
-    "consensus": "equal_after_exchange",
-    "shards": "host",
-    "shows": "result_kind",
-    "showing": "shows_result",
-}
 
 
 class Readings:
@@ -51,11 +41,6 @@ class Readings:
     _meter: Meter
     _queue: InFlightQueue
     _runtime: StepRuntime
-
-    if not TYPE_CHECKING:  # to a type checker such a method would say that every name is there
-
-        def __getattr__(self, name: str) -> Any:
-            raise renamed("Exchange", name, OLD_NAMES)
 
     def __repr__(self) -> str:
         t = self.topology

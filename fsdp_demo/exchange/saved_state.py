@@ -36,10 +36,10 @@ class InFlightState:
         """Dicts, lists, numbers and tensors (references)."""
         got, arrived = self.arrived, None
         if got is not None:
-            arrived = {**vars(got), "headers": [_fields(h) for h in got.headers]}
+            arrived = {**vars(got), "headers": [dict(vars(h)) for h in got.headers]}
             del arrived["slots"]  # they are of this run
         parts = {name: vars(out) for name, out in self.parts.items()}
-        said = None if self.said is None else _fields(self.said)
+        said = None if self.said is None else dict(vars(self.said))
         return {
             "step": self.step,
             "members": self.members,
@@ -50,13 +50,13 @@ class InFlightState:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> InFlightState:
-        """The inverse of `to_tree`, of earlier releases, too."""
+        """The inverse of `to_tree`."""
         parts = {name: ChannelPayload(**out) for name, out in tree["parts"].items()}
-        got, said, arrived = tree["arrived"], tree.get("said"), None
+        got, said, arrived = tree["arrived"], tree["said"], None
         if got is not None:
             headers = [Header(**h) for h in got["headers"]]
             arrived = ReceivedMessage(
-                headers, list(got["bodies"]), list(got["means"]), dict(got.get("decoded", {}))
+                headers, list(got["bodies"]), list(got["means"]), dict(got["decoded"])
             )
         return cls(
             int(tree["step"]),
@@ -115,12 +115,12 @@ class ExchangeState:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ExchangeState:
-        """The inverse of `to_tree`, of earlier releases, too.
+        """The inverse of `to_tree`.
 
         Raises:
             ValueError: a channel keeps what no channel knows.
         """
-        (tokens, weighed), (loss, losses) = tree["tokens"], tree.get("losses", (math.nan, ()))
+        (tokens, weighed), (loss, losses) = tree["tokens"], tree["losses"]
         return cls(
             step=int(tree["step"]),
             digest=int(tree["digest"]),
@@ -129,8 +129,8 @@ class ExchangeState:
             },
             in_flight=[InFlightState.from_tree(f) for f in tree["in_flight"]],
             last=dict(tree["last"]),
-            applied=dict(tree.get("applied", {})),
-            begun=int(tree.get("begun", -1)),
+            applied=dict(tree["applied"]),
+            begun=int(tree["begun"]),
             tokens=tokens,
             weighed=dict(weighed),
             loss=loss,
@@ -138,9 +138,3 @@ class ExchangeState:
             norms=dict(tree.get("norms", {})),
             history=dict(tree.get("history", {})),
         )
-
-
-def _fields(header: Header) -> dict[str, Any]:
-    """A header as it is saved: without a norm where it has none, as by earlier releases."""
-    later = ("norm", "rate")
-    return {name: value for name, value in vars(header).items() if value or name not in later}

@@ -17,7 +17,7 @@ from . import facts, norms
 from .runtime import StepRuntime
 from .startup import specification
 
-FORMAT = 2  # 1: facts and places had other names
+FORMAT = 2
 
 AT_START = ("must_match.at",)
 """Facts that islands compare when they start together, and that say nothing to one that joins

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..comm.position import ShardPosition
-from ..errors import renamed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -28,18 +27,6 @@ if TYPE_CHECKING:
     from ..comm.island import IslandGroup
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
-OLD_NAMES = {
-    "shards": "params",
-    "ticks": "hooks",
-    "read": "tensors",
-    "materialise": "init_optimizer_state",
-    "rest": "untrained_tensors",
-    "gradients": "prepare_gradients",
-    "check": "assert_unchanged",
-    "position": "shard_position",
-}
-"""Of a `TrainingHost`: old name -> new name."""
 
 
 @dataclass(frozen=True)
@@ -207,15 +194,6 @@ class TrainingHost(Protocol):
                 method may be chosen later.
         """
         ...
-
-
-class RefusesOldNames:
-    """A host that answers an old name with an AttributeError that says the new one."""
-
-    if not TYPE_CHECKING:  # to a type checker such a method would say that every name is there
-
-        def __getattr__(self, name: str) -> Any:
-            raise renamed(type(self).__name__, name, OLD_NAMES)
 
 
 def plain_name(name: str) -> str:

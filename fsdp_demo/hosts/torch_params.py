@@ -19,7 +19,6 @@ from ..comm.position import ShardPosition
 from ..errors import counted, see
 from .base import (
     LocalParam,
-    RefusesOldNames,
     foreign_tensors,
     is_dtensor,
     is_foreign,
@@ -34,7 +33,7 @@ from .optimizers import materialise, optimizer_kind
 from .step_hooks import SCALED, OptimizerStepHooks, scales
 
 
-class TorchHost(RefusesOldNames):
+class TorchHost:
     """Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
 
     Args:

@@ -324,24 +324,6 @@ def test_parts_of_several_islands_and_of_lost_ranks(tmp_path):
         load_exchange(tmp_path / "replica0", tmp_path / "replica0")
 
 
-@pytest.mark.parametrize("below", [".", "replica0"])
-def test_the_first_form_is_refused_by_name(tmp_path, below):
-    """Without looking into it: it was a pickle."""
-    place = tmp_path / below
-    place.mkdir(exist_ok=True)
-    (place / "rank0.pt").write_bytes(b"a pickle")
-    with pytest.raises(
-        ValueError,
-        match=r"rank0.pt has format 0 .*go on with the fsdp_demo that saved it; "
-        r".*attach\(\.\.\., step=STEP, fresh=True\)",
-    ):
-        load_exchange(tmp_path)
-    _, _, exchange = attached(period=2)
-    save_exchange(place, exchange)  # a json beside it counts
-    exchange.detach()
-    assert load_exchange(tmp_path).heads[0]["format"] == 3
-
-
 # -- which checkpoints stay ----------------------------------------------------------------------
 
 

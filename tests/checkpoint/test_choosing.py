@@ -130,7 +130,7 @@ def test_islands_that_took_part_go_on_together_whoever_saved_last():
     """Island 0 was killed before it could save step 30, of which it was part."""
     held = [elastic(0, 10, 20), elastic(1, 10, 20, 30), elastic(2, 10, 20, 30)]
     assert chosen(held, "newest") == [20, 20, 20]
-    # a state of an earlier release does not say who took part: all are asked
+    # a state that does not say who took part: all are asked
     assert chosen([at(10), at(10, 20)], "newest") == [10, 10]
     assert chosen([at(10), at(12)], "newest") == [None, 12]
 
@@ -184,7 +184,7 @@ def test_what_heads_say(tmp_path):
         look(tmp_path, 2)
     assert look(tmp_path, 2, [0])[1] == 1
     part(0)
-    assert look(tmp_path, 2, [0]) == ("", 1, "", "")  # an earlier release
+    assert look(tmp_path, 2, [0]) == ("", 1, "", "")  # it does not say it
     part(0, participants=[0, 1])
     part(1, participants=[])  # a copy that is not active
     assert look(tmp_path, 2)[3] == look(tmp_path, 3)[3] == "[0, 1]"

@@ -82,7 +82,7 @@ def test_the_heads_say_it(tmp_path: Path) -> None:
         )
 
     write(0)
-    assert look(tmp_path, 3) == ('{"a": 9}', 1, "", ""), "an earlier release"
+    assert look(tmp_path, 3) == ('{"a": 9}', 1, "", "")
     write(0, history=ALL)
     write(1, history="")  # a copy that is not active
     assert look(tmp_path, 3) == ('{"a": 9}', 1, ALL, "") and look(tmp_path, 2) == NOWHERE
@@ -112,7 +112,7 @@ def test_a_history_changes_where_others_take_part_than_before() -> None:
         h.hear(5, (0, 1, 2))
     assert again == one and one.digest not in (before, BEGUN)
     again.load({})
-    assert again.digest == "", "of a release that did not keep it"
+    assert again.digest == "", "not known"
 
 
 def trained(me: Any) -> Any:
@@ -133,10 +133,10 @@ def trained(me: Any) -> Any:
             heads.append(look(me.folder / f"{me.island}-{t}", 3)[2:])
     tree = exchange.state_dict()
     state = ExchangeState.from_tree(tree)
-    old = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})
+    unsaid = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})
     exchange.load_state_dict(tree)
     exchange.finish()
-    return heads, state.history["digest"], old.history, exchange._queue.history.digest
+    return heads, state.history["digest"], unsaid.history, exchange._queue.history.digest
 
 
 def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
@@ -145,14 +145,14 @@ def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
         trained, 3, 1, env={"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "8"}
     )
     assert died == 9 and one == two
-    heads, saved, old, now = one
+    heads, saved, unsaid, now = one
     (first, all_three), (last, two_of_them) = heads
-    assert first == BEGUN != last == saved == now and old == {}
+    assert first == BEGUN != last == saved == now and unsaid == {}
     assert (all_three, two_of_them) == ("[0, 1, 2]", "[0, 2]")
 
 
 def resumed(me: Any) -> Any:
-    """One island's state is of a release that did not keep it; the other's knows of a loss."""
+    """One island's state does not say it; the other's knows of a loss."""
     w = torch.nn.Parameter(torch.zeros(40))
     optimizer = torch.optim.SGD([w], lr=0.1)
     exchange = fsdp_demo.attach(optimizer, preset("full"))

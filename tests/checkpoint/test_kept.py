@@ -17,7 +17,6 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, RunState, run_state
-from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.local_state import load_local, save_local
 
 STOP, END = 5, 9  # the exchanges are at 4 and 8
@@ -166,40 +165,6 @@ def test_the_way_out_refuses_other_parameters(run_ranks: Any) -> None:
     ) in found.error
 
 
-def old_part(job: Job) -> None:
-    """As earlier releases left it."""
-    folder = job.state.checkpoints.emergency(STOP)
-    head, tree = read_part(folder / "rank0.json")
-    kept = {k: head[k] for k in ("step", "rank", "world", "exchange")}
-    write_part(folder, "rank0", kept, {k: tree[k] for k in ("parameters", "optimizer", "loop")})
-
-
-def test_what_earlier_releases_left_on_the_way_out_is_taken_as_before(run_ranks: Any) -> None:
-    """By place, and the rest of the model is that of the new start."""
-    (found,) = run_ranks(
-        gone_on, islands=1, procs=1, args=("emergency", "abn", "abn", old_part), check=False
-    )
-    there, _, step = found.value
-    assert step == STOP and {"norm.running_var", "teacher.weight", "chosen"} <= {*there}
-    assert not [n for n in there if n.startswith(("a.", "b."))]
-    assert "of a release that saved no buffers and untrained parameters" in found.log
-
-
-def test_checkpoints_of_earlier_releases_load_beside_what_only_the_optimizer_holds(
-    run_ranks: Any, everywhere: Any
-) -> None:
-    tensors_of = run_state.tensors_of
-    everywhere.setattr(
-        run_state,
-        "tensors_of",
-        lambda *given: {n: t for n, t in tensors_of(*given).items() if "optimizer0.group" not in n},
-    )
-    (found,) = run_ranks(gone_on, islands=1, procs=1, args=("save", "abnc", "abnc"), check=False)
-    there, _, step = found.value
-    assert step == STOP and {n.partition(".")[0] for n in there} == {"criterion"}
-    assert "did not save what only the optimizer holds (optimizer0.group3.parameter0)" in found.log
-
-
 def left(me: Any, how: str, where: Path) -> dict[str, torch.Tensor]:
     job = Job(me, where, 1, False, "abnc")
     there = job.until(STOP)
@@ -265,11 +230,3 @@ def test_a_mask_is_no_reason_to_lose_the_rest(tmp_path: Path) -> None:
     load_local({tmp_path: 1.0}, 0, again, [torch.optim.AdamW([again.weight, again.bias])])
     assert torch.equal(again.running_var, model.running_var)
     assert again.base.tolist() == [1.0, 1.0]
-
-
-def test_a_part_without_names_must_fit_as_a_whole(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    tree = {"parameters": [*model.parameters()], "optimizer": [{}, {}], "loop": {}}
-    write_part(tmp_path, "rank0", {}, tree)
-    with pytest.raises(ValueError, match="another model or number of ranks"):
-        load_local({tmp_path: 1.0}, 0, model, [torch.optim.SGD([model.weight])])

@@ -4,6 +4,7 @@ as whole tensors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -114,6 +115,9 @@ def make(
         "step": STEP,
         "digest": config.digest(),
         "last": {c.channel.name: STEP - i for i, c in enumerate(bound)},
+        "applied": {},
+        "begun": -1,
+        "losses": [math.nan, []],
         "tokens": [100 * (island + 1), {c.channel.name: 10.0 * (island + 1) for c in bound}],
         "channels": {c.channel.name: c.state().to_tree() for c in bound},
         "in_flight": [],
@@ -197,7 +201,7 @@ def launch(ranks: list[list[Any]], step: int) -> None:
             arrived = {"headers": headers, "bodies": bodies, "means": means, "decoded": {}}
             parts = {n: vars(o) for n, o in out.items()}
             rank.state["in_flight"].append(
-                {"step": step, "members": members, "parts": parts, "arrived": arrived}
+                {"step": step, "members": members, "parts": parts, "arrived": arrived, "said": None}
             )
 
 
