@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
-from fsdp_demo.hosts.base import LocalParam, foreign_tensors, plain_name
+from fsdp_demo.hosts.base import LocalParam, foreign_tensors, named_buffers, plain_name
 from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
 
 from .step_hooks import EngineStepHooks
@@ -174,18 +174,19 @@ class ZeroHost:
             if "step" in counted:
                 counted["step"] = counted["step"] * 0
 
-    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
+    def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """See `fsdp_demo.hosts.base.TrainingHost.untrained_tensors`. Under ZeRO-3 parameters lie in
         parts (`ds_tensor`).
         """
         stepped = {s.name for s in self.params}
-        left = [p for n, p in model.named_parameters() if plain_name(n) not in stepped]
-        foreign = {id(t) for t in foreign_tensors(model).values()}
-        return [
-            (t.ds_tensor if hasattr(t, "ds_tensor") else t).detach()
-            for t in (*left, *model.buffers())
-            if id(t) not in foreign
-        ]
+        named = ((plain_name(n), p) for n, p in model.named_parameters())
+        left = {n: p for n, p in named if n not in stepped} | named_buffers(model)
+        foreign = foreign_tensors(model)
+        return {
+            n: (t.ds_tensor if hasattr(t, "ds_tensor") else t).detach()
+            for n, t in left.items()
+            if n not in foreign
+        }
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """See `fsdp_demo.hosts.base.TrainingHost.prepare_gradients`. A master has one gradient: it

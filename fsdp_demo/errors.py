@@ -31,6 +31,7 @@ ANCHORS = (
     "not-finite",
     "changed-since-attach",
     "no-exchange-state",
+    "frozen-moved",
     "one-rank-calls",
     "copies-differ",
     "attached-twice",

@@ -16,8 +16,6 @@ class Start:
     Make it when all is imported: it turns on the garbage collector.
 
     The launcher says when it began (ISLAND_LAUNCHED). Without one it is the start of this process.
-    A forked rank begins when it is told what it is, after imports that all ranks share
-    (ISLAND_FORKED).
 
     Example:
         >>> start = Start()
@@ -30,12 +28,9 @@ class Start:
         if not gc.isenabled():
             gc.freeze()  # what has been imported is never looked through again
             gc.enable()
-        forked, shared = map(float, os.environ.get("ISLAND_FORKED", "0 0").split())
-        own, self._last = forked or psutil.Process().create_time(), time.time()
+        own, self._last = psutil.Process().create_time(), time.time()
         launched = float(os.environ.get("ISLAND_LAUNCHED", own))
-        self.parts = {"imports for all ranks": shared} if shared else {}
-        self.parts["launcher"] = max(own - launched - shared, 0.0)
-        self.parts["imports"] = self._last - own
+        self.parts = {"launcher": max(own - launched, 0.0), "imports": self._last - own}
         self._said = False
 
     def mark(self, part: str) -> None:

@@ -186,7 +186,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "codec-stages": costs.codec_stages,
     "scale": costs.scale,
     "idle": costs.idle,
-    "start": costs.start,
     "doctor": links.doctor,
     "peers": links.peers,
     "slow-link": links.slow_link,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 from figure_cells import Rows, cell, load
 
 HOT = {  # rows of codec.json
@@ -121,26 +119,6 @@ def idle() -> Rows:
         figures = [f"{r['median']:.1f}" for r in (then, now)]
         rows.append([str(now["ranks"]), f"{now['tensors']:,}", *figures])
     return rows
-
-
-def start() -> Rows:
-    """Seconds from launch to first step: medians over pairs of runs, and of their ratios."""
-    pairs = load("start.json")["pairs"]
-    names = {
-        "first_step": "first step, s",
-        "cpu": "processor time of all processes until then, s",
-    }
-    rows = [["", "before", "now", "ratio"]]
-    for key, name in names.items():
-        then, now = ([pair[side][key] for pair in pairs] for side in ("before", "now"))
-        ratio = statistics.median(b / a for a, b in zip(then, now, strict=True))
-        medians = [f"{statistics.median(values):.1f}" for values in (then, now)]
-        rows.append([name, *medians, f"{ratio:.2f}"])
-    parts = []
-    for part in pairs[0]["now"]["parts"]:
-        seconds = statistics.median(pair["now"]["parts"][part] for pair in pairs)
-        parts.append([f"of it: {part}, s", "-", f"{seconds:.1f}", "-"])
-    return [*rows[:2], *parts, *rows[2:]]
 
 
 def formats() -> Rows:

@@ -53,7 +53,7 @@ def bind(
     if config.equal_at_end and placement.islands > 1:
         _check_covered(active, placement, config.preset)
     moving = [c for c in channels if c.writes_parameters]
-    return Bound(active, buffers.channel(model, moving, placement), parameters)
+    return Bound(active, buffers.channel(model, moving, placement, config.own_tensors), parameters)
 
 
 def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, preset: str) -> None:

@@ -4,7 +4,8 @@ can average.
 No optimizer steps them, so no exchange of gradients or deltas moves them: every island would end
 with its own. They are averaged like the parameters of `local_sgd`: in the message of the channel
 that moves parameters, or every EVERY steps where only gradients are exchanged, and at the end.
-Whole-number buffers (counters), those that a model does not save, and masks stay as they are.
+Whole-number buffers (counters), those that a model does not save, and masks stay as they are, and
+so do those that are each island's own (`ExchangeConfig.own_tensors`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config.channel import Applier, Channel, SyncSchedule
+from ..config.patterns import matches
 from ..hosts.base import LocalParam, is_foreign, local_part, plain_name
 from .channel import ChannelRunner
 from .placement import Placement
@@ -34,15 +36,15 @@ EVERY = 100
 
 class Buffers:
     """What a channel reads of `TrainingHost`: the local parts of a model's floating-point buffers
-    that are saved with it, by name.
+    that are saved with it, by name. own: `ExchangeConfig.own_tensors`, which are left out.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device):
+    def __init__(self, model: torch.nn.Module, device: torch.device, own: Sequence[str] = ()):
         self._model, self.device, left_out = model, device, masks(model)
         averaged = {
             n: b
             for n, b in saved_buffers(model).items()
-            if n not in left_out and b.element_size() <= 4
+            if n not in left_out and b.element_size() <= 4 and not matches(plain_name(n), own)
         }
         self._names = list(averaged)
         self.params = [
@@ -88,14 +90,17 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def channel(
-    model: torch.nn.Module | None, moving: Sequence[Channel], placement: Placement
+    model: torch.nn.Module | None,
+    moving: Sequence[Channel],
+    placement: Placement,
+    own: Sequence[str] = (),
 ) -> list[ChannelRunner]:
     """The channel that averages a model's buffers over the islands, on the schedule of the first of
-    `moving`; none where nothing is to do."""
+    `moving`; none where nothing is to do. own: `ExchangeConfig.own_tensors`."""
     if (
         model is None
         or placement.islands == 1
-        or not (buffers := Buffers(model, placement.host.device)).params
+        or not (buffers := Buffers(model, placement.host.device, own)).params
     ):
         return []
     schedule = moving[0].schedule if moving else SyncSchedule(EVERY)

@@ -53,8 +53,6 @@ VARIABLES = {
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
     "ISLAND_LAUNCHED": "when the launch began, in seconds since the epoch (set by launchers)",
-    "ISLAND_FORKED": "when a forked rank began, and how long the imports for all took (set by "
-    "launchers)",
 }
 """All variables of this package, and what they say."""
 

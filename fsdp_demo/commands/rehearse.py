@@ -54,12 +54,6 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--resume-args", default="", metavar="ARGS", help="added to the script's arguments then"
     )
-    sub.add_argument(
-        "--no-fork",
-        dest="fork",
-        action="store_false",
-        help="let each rank import by itself, where they would be forked after the imports",
-    )
     sub.set_defaults(run_command=rehearse, takes_script=True)
 
 
@@ -92,6 +86,5 @@ def rehearse(args: argparse.Namespace) -> int:
             grace=args.grace,
             restarts=args.restarts,
             resume_args=args.resume_args,
-            fork=args.fork,
         )
     )

@@ -15,7 +15,7 @@ AUTO = "auto"
 MEASURED = 8
 """Steps that are measured. The first two of them are left out: they compile and warm up."""
 
-KEPT = ("clip", "clip_scope", "norm_limit", "offload_outer_state", "seed")
+KEPT = ("clip", "clip_scope", "norm_limit", "offload_outer_state", "own_tensors", "seed")
 """Settings that the chosen method takes over, where they were given: it has its own otherwise."""
 
 

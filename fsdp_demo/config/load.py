@@ -24,6 +24,7 @@ TOP = (
     "max_in_flight",
     "norm_limit",
     "offload_outer_state",
+    "own_tensors",
     "seed",
 )
 
@@ -35,8 +36,8 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
         name: one of `presets()`, or "auto" (`config/auto.py`).
         changes: keywords of the preset's function, where `sync_every` is the same as `period`;
             top-level fields (`clip`, `clip_scope`, `inner_optimizers`, `max_in_flight`,
-            `norm_limit`, `offload_outer_state`, `seed`, and `lr`, the inner rate, where the
-            function has no `lr` of its own); or dotted paths.
+            `norm_limit`, `offload_outer_state`, `own_tensors`, `seed`, and `lr`, the inner rate,
+            where the function has no `lr` of its own); or dotted paths.
 
     Raises:
         ValueError: for an unknown name, key, or value; it says what is allowed and the nearest

@@ -67,7 +67,8 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
         ([by_name[head]], rest) if head in by_name and rest else (list(by_name.values()), path)
     )
     if head in top and not rest:
-        data[head] = [value] if head == "inner_optimizers" and isinstance(value, str) else value
+        names = head in ("inner_optimizers", "own_tensors")
+        data[head] = [value] if names and isinstance(value, str) else value
         return
     for target in targets:
         *parents, leaf = within.split(".")

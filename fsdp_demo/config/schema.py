@@ -53,6 +53,9 @@ class ExchangeConfig:
         norm_limit: a contribution whose norm is more than so many times that of the others is left
             out of its message (`exchange/norms.py` says which norms; to about a fifth); null: none
             is.
+        own_tensors: shell patterns over names of buffers and frozen parameters that are each
+            island's own: neither made equal at the start nor averaged (a queue of features, a
+            teacher that is moved by hand).
 
     Example:
         >>> from fsdp_demo import ExchangeConfig, preset
@@ -71,6 +74,7 @@ class ExchangeConfig:
     offload_outer_state: bool = False
     seed: int = 0
     norm_limit: float | None = NORM_LIMIT
+    own_tensors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for c in self.channels:

@@ -45,6 +45,7 @@ from .consensus import IslandConsensus
 from .copies import Copies
 from .departures import Departures
 from .first_step import FirstStep
+from .frozen import refuse_unknown
 from .readings import Readings
 from .refusals import refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
@@ -94,6 +95,7 @@ class Exchange(Readings):
         self.topology, self.host, start = topology, host, start or Start()
         assembly.check(config, host)
         refuse_meta(host, model)
+        refuse_unknown(host, model, config.own_tensors)
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
@@ -120,7 +122,7 @@ class Exchange(Readings):
             self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
             self._keep = partial(returning.keep, self._runtime, model, start.facts)
-            self._first = FirstStep(self._runtime)
+            self._first = FirstStep(self._runtime, model)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -327,6 +329,7 @@ class Exchange(Readings):
             self.catch_up()
             self._first.check(stepped=False)
             self._equal = finish.conclude(self._runtime)
+            self._first.frozen.look()
             self._runtime.ended = True
             summary.ended(self._runtime, self.totals(), self._equal)
         if close:
@@ -350,8 +353,8 @@ class Exchange(Readings):
 
     @collective("digests_equal()")
     def digests_equal(self) -> bool | None:
-        """Whether the parameters of all replicas are bit-equal now; None after `finish()` of a
-        preset without consensus.
+        """Whether the trained parameters of all replicas are bit-equal now; None after `finish()`
+        of a preset without consensus.
 
         All ranks of all islands call it at the same step."""
         if self.finished and self._equal is not None or self.closed:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from ..comm.digests import sums
 from ..comm.island import IslandGroup
 from ..errors import see
 from ..hosts.base import TrainingHost
+from .frozen import FrozenWatch
 from .refusals import refuse_sparse
 from .runtime import StepRuntime
 
@@ -25,10 +28,12 @@ class FirstStep:
     Attributes:
         joined_at: the step from which this replica goes on with the others; -1 where it has joined
             them later.
+        frozen: looks whether frozen parameters stay as they are.
     """
 
-    def __init__(self, runtime: StepRuntime):
+    def __init__(self, runtime: StepRuntime, model: torch.nn.Module | None):
         self._runtime, self._untouched = runtime, Untouched(runtime.host, runtime.island)
+        self.frozen = FrozenWatch(runtime, model)
         self._behind = False
         self.joined_at = runtime.step
 
@@ -38,6 +43,7 @@ class FirstStep:
         """
         self.joined_at, self._behind = -1 if later else self._runtime.step, True
         self._untouched.note()
+        self.frozen.note()
         self._runtime.rewritten.forget()
         self._runtime.hooks.aside = False
         self._runtime.ahead = self._run if self._untouched.pending else None
@@ -50,9 +56,14 @@ class FirstStep:
         """
         self.catch_up()
         self.check()
-        self._runtime.ahead = None
+        self._runtime.ahead = self._second if self.frozen.pending else None
         if self._runtime.config.needs_gradients:
             refuse_sparse(self._runtime.host)
+
+    def _second(self) -> None:
+        """Ahead of the second step: what a loop does with frozen parameters it has done once."""
+        self._runtime.ahead = None
+        self.frozen.look()
 
     def check(self, stepped: bool = True) -> None:
         """Refuse parameters that were changed since attach, but by steps inside `paused()`.
@@ -68,13 +79,15 @@ class FirstStep:
         self._runtime.rewritten.forget()
         if self._untouched.pending:
             self._untouched.note()
+            self.frozen.note()
 
     def catch_up(self) -> None:
         """See `Exchange.catch_up`."""
         if self._behind:
             self._behind = False
             self._send_again()
-            self.accept_parameters()
+            if self._untouched.pending:
+                self._untouched.note()
 
     def _send_again(self) -> None:
         """Send what was under way once more; make up for the after-step exchange of the last step,

@@ -93,10 +93,11 @@ def set_mean(runtime: StepRuntime) -> float:
 
 
 def equal(runtime: StepRuntime) -> bool:
-    """Whether the parameters of all replicas are bit-equal now. All ranks of all islands call it at
-    the same step.
+    """Whether the trained parameters of all replicas are bit-equal now. All ranks of all islands
+    call it at the same step.
     """
+    both = zip(runtime.host.tensors("parameter"), runtime.host.params, strict=True)
     # behind what this thread has queued on a device
-    mark = digest(runtime.host.tensors("parameter")) if runtime.peers is not None else b""
+    mark = digest([t for t, s in both if not s.frozen]) if runtime.peers is not None else b""
     same = runtime.queue.ask(lambda peers: agreement.all_equal(peers, mark, DIGESTS, runtime.step))
     return not runtime.island.any(same is False)

@@ -33,6 +33,7 @@ from ..comm.digests import digest
 from ..comm.header import PAYLOAD
 from ..comm.joining import DTYPES, Expected, Following, Listed, Snapshot
 from . import snapshot_head
+from .frozen import shared_tensors
 from .pending import PendingExchange
 from .runtime import StepRuntime
 from .snapshot_head import Open, Stand
@@ -370,7 +371,9 @@ def _sent(runtime: StepRuntime, number: int, name: str) -> Tensor | None:
 
 def _rest(runtime: StepRuntime, model: torch.nn.Module | None) -> list[Tensor]:
     """Frozen parameters and buffers."""
-    return [] if model is None else [t for t in runtime.host.untrained_tensors(model) if t.numel()]
+    if model is None:
+        return []
+    return list(shared_tensors(runtime.host, model, runtime.config.own_tensors).values())
 
 
 def _bytes(local: Sequence[Tensor]) -> Tensor:

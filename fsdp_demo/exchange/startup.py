@@ -27,6 +27,7 @@ from ..config.schema import ExchangeConfig
 from ..errors import counted, see
 from ..hosts.base import TrainingHost, foreign_tensors
 from . import facts, resume
+from .frozen import shared_tensors
 from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
@@ -145,7 +146,8 @@ def come_together(
         donor,
         keep=resumes and own == runtime.step and not runtime.gradients_only,
     )
-    sync_rest_from(peers, island, runtime.host, model, donor, keep=resumes and own == runtime.step)
+    keep = resumes and own == runtime.step
+    sync_rest_from(peers, island, runtime.host, model, donor, keep, runtime.config.own_tensors)
     runtime.host.commit(model)
     for c in runtime.channels:
         c.start()
@@ -297,18 +299,21 @@ def sync_rest_from(
     model: torch.nn.Module | None,
     donor: int,
     keep: bool = False,
+    own: Sequence[str] = (),
 ) -> None:
     """Frozen parameters and buffers: broadcast with a model, else compared by digest.
 
     Args:
         keep: this replica resumes from its own state and keeps its own: running statistics differ
             between two averages.
+        own: `ExchangeConfig.own_tensors`, which are left as they are.
 
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
     """
-    frozen = [t for t, s in zip(host.tensors("parameter"), host.params, strict=True) if s.frozen]
     if model is None:
+        both = zip(host.tensors("parameter"), host.params, strict=True)
+        frozen = [t for t, s in both if s.frozen]
         differ = (
             peers is not None
             and peers.size > 1
@@ -321,7 +326,7 @@ def sync_rest_from(
             )
         return
     _say_left_alone(foreign_tensors(model), island)
-    local = [t for t in host.untrained_tensors(model) if t.numel()]
+    local = list(shared_tensors(host, model, own).values())
     if not island.any(bool(local)):  # a rank may have empty shards of all of them
         return
     parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]

@@ -140,9 +140,9 @@ class TrainingHost(Protocol):
         """Make the optimizers' state now, as their first step would."""
         ...
 
-    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
-        """Local tensors of the model that no optimizer steps: frozen parameters and buffers.
-        Without the `foreign_tensors`, whose bytes mean nothing alone.
+    def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Local tensors of the model that no optimizer steps, by name: frozen parameters and
+        buffers. Without the `foreign_tensors`, whose bytes mean nothing alone.
         """
         ...
 
@@ -215,6 +215,11 @@ def is_foreign(t: Tensor) -> bool:
         return True
     local = t._local_tensor if is_dtensor(t) else t
     return type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def named_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """All buffers of a model, by their plain names."""
+    return {plain_name(n): b for n, b in model.named_buffers()}
 
 
 def foreign_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from .base import (
     is_fsdp1_module,
     is_fsdp_module,
     local_part,
+    named_buffers,
     pieces,
     plain_name,
     strided_offset,
@@ -236,15 +237,16 @@ class TorchHost:
         for optimizer in self.optimizers:
             materialise(optimizer)
 
-    def untrained_tensors(self, model: torch.nn.Module) -> list[Tensor]:
+    def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """See `TrainingHost.untrained_tensors`."""
+        reshard(model)  # as at first
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
         stepped = {s.name for s in self.params if not s.frozen}
         if not stepped & {n for n, _ in named}:  # attached without a model: names do not tell
             stepped = {n for n, p in named if p.requires_grad}
-        left = [p for n, p in named if n not in stepped] + list(model.buffers())
-        foreign = {id(t) for t in foreign_tensors(model).values()}
-        return [local_part(t) for t in left if id(t) not in foreign]
+        left = {n: p for n, p in named if n not in stepped} | named_buffers(model)
+        foreign = foreign_tensors(model)
+        return {n: local_part(t) for n, t in left.items() if n not in foreign}
 
     def outside(self, model: torch.nn.Module) -> list[str]:
         """See `TrainingHost.outside`."""

@@ -16,11 +16,6 @@ ATTEMPT = "ISLAND_ATTEMPT"
 LAUNCHED = "ISLAND_LAUNCHED"
 """Variable with the moment at which the launch began, in seconds since the epoch."""
 
-FORKED = "ISLAND_FORKED"
-"""Variable of a forked rank: the moment at which it began, in seconds since the epoch, and the
-seconds that the launch spent on imports for all ranks.
-"""
-
 LAUNCHERS = {
     "accelerate": "accelerate.commands.accelerate_cli",
     "torchrun": "torch.distributed.run",

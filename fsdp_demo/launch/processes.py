@@ -12,8 +12,9 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -34,6 +35,28 @@ def end_with_parent() -> None:
     """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def start(
+    command: Sequence[str], env: Mapping[str, str], *, apart: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start an island's launcher. It is told to end when this process is gone.
+
+    Args:
+        apart: in a session of its own, without input, and with pipes for its output.
+    """
+    pipe = subprocess.PIPE if apart else None
+    # A session of its own: Ctrl-C in the terminal reaches only this process, which then ends the
+    # others in order.
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL if apart else None,
+        start_new_session=apart,
+        stdout=pipe,
+        stderr=pipe,
+        preexec_fn=end_with_parent,
+    )
 
 
 def _parents() -> dict[int, int]:

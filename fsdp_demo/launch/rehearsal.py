@@ -42,8 +42,7 @@ default configuration out of it."""
 class Rehearsal:
     """What to rehearse. `script` is a path and its arguments, or "-m", a module and those; `grace`
     seconds are left to the others when one dies for good. An island is restarted `restarts` times
-    at most, with `resume_args` (`restarts.py`). With `fork` this process makes the imports of all
-    ranks, which are forked from it where they can be (`forking.py`)."""
+    at most, with `resume_args` (`restarts.py`)."""
 
     islands: int
     procs: int
@@ -55,7 +54,6 @@ class Rehearsal:
     grace: float = 40.0
     restarts: int = 0
     resume_args: str = ""
-    fork: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("islands", self.islands), ("procs", self.procs)):
@@ -185,12 +183,6 @@ def environment(
             max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1)
         )
     return env
-
-
-def shared_environment(env: dict[str, str]) -> dict[str, str]:
-    """What the variables of one island have in common with those of all others."""
-    own = ("ISLAND_RANK", "ISLAND_NAME", STATUS_FOLDER)
-    return {name: value for name, value in env.items() if name not in own}
 
 
 def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:

@@ -24,20 +24,9 @@ from ..errors import counted
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .console import Console, Splitter
-from .forking import Forked, Template
-from .launchers import FORKED, LAUNCHED, shell_status
-from .processes import adopt_orphans, descendants, end_with_parent, reap, send
-from .rehearsal import (
-    LOCALHOST,
-    Rehearsal,
-    command,
-    devices,
-    environment,
-    may_have_gpus,
-    shared_environment,
-)
-from .run import main, main_module
-from .starting import share_imports, start
+from .launchers import LAUNCHED, shell_status
+from .processes import adopt_orphans, descendants, end_with_parent, reap, send, start
+from .rehearsal import LOCALHOST, Rehearsal, command, devices, environment
 
 STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""
@@ -53,7 +42,7 @@ class Island:
     """One launched island and what is known of it."""
 
     name: str
-    process: Forked | subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]
     status: int | None = None
     stopped: bool = False
 
@@ -67,7 +56,6 @@ class Supervisor:
         self.plan, self.console = plan, Console(stream)
         self.folder = Path(tempfile.mkdtemp(prefix="fsdp-demo-"))
         self.store: subprocess.Popen[bytes] | None = None
-        self.template: Template | None = None
         # where the store is, and when it was started again
         self.endpoint, self.store_again_at = "", -math.inf
         self.islands: list[Island] = []
@@ -92,7 +80,6 @@ class Supervisor:
         }
         try:
             self.launch_first_store()
-            self.share_imports()  # meanwhile
             self.await_store()
             self.start_islands()
             while any(island.status is None for island in self.islands):
@@ -110,25 +97,6 @@ class Supervisor:
     def launch_first_store(self) -> None:
         scheme = SCHEME if self.elastic else ""
         self.launch_store(f"{scheme}{LOCALHOST}:0", "--port-file", str(self.folder / "port"))
-
-    def share_imports(self) -> None:
-        """Make the imports of all ranks in this process, unless they may see a GPU."""
-        if not self.plan.fork or self.plan.launcher == "deepspeed":
-            return
-        if not self.plan.cpu and may_have_gpus():
-            self.console.note("each rank imports by itself: it may use a GPU")
-            return
-        if self.plan.module:
-            self.console.note("each rank imports by itself: the script is a module")
-            return
-        env = shared_environment(environment(self.plan, 0, "", self.folder, ""))
-        del env["ISLAND_ENDPOINT"]  # not known yet
-        module = main_module([self.plan.launcher, "launch"])
-        self.template, lines = share_imports(
-            self.plan.script[0], self.plan.procs, main, module, env, lambda: bool(self.signals)
-        )
-        for line in lines:
-            self.console.note(line)
 
     def await_store(self) -> None:
         port_file, scheme = self.folder / "port", SCHEME if self.elastic else ""
@@ -150,7 +118,7 @@ class Supervisor:
         self.store = subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # as an island's (`starting.py`)
+            start_new_session=True,  # as an island's (`processes.start`)
             preexec_fn=end_with_parent,
         )
 
@@ -167,11 +135,9 @@ class Supervisor:
         for number in range(self.plan.islands):
             env = environment(self.plan, number, self.endpoint, self.folder, visible[number])
             env[LAUNCHED] = str(self.launched)
-            if self.template is not None:
-                env[FORKED] = f"0 {self.template.imported.seconds:.2f}"
             Path(env[STATUS_FOLDER]).mkdir()
             words = command(self.plan, self.folder, bool(visible[number]))
-            process = start(words, env, self.template, apart=True)
+            process = start(words, env, apart=True)
             island = Island(env["ISLAND_NAME"], process)
             self.islands.append(island)
             for pipe in (process.stdout, process.stderr):

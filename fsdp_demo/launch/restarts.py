@@ -19,10 +19,8 @@ from pathlib import Path
 
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
-from .forking import Forked, Template
-from .launchers import ATTEMPT, FORKED, LAUNCHED, shell_status
-from .processes import adopt_orphans, descendants, reap, send
-from .starting import start
+from .launchers import ATTEMPT, LAUNCHED, shell_status
+from .processes import adopt_orphans, descendants, reap, send, start
 
 PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 
@@ -30,9 +28,9 @@ PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 class _Island:
     """The launcher that runs now, and the signal that this process was told to end by."""
 
-    def __init__(self, template: Template | None = None) -> None:
-        self.process: Forked | subprocess.Popen[bytes] | None = None
-        self.template, self.told = template, 0
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.told = 0
 
     def on_signal(self, number: int, frame: object) -> None:
         """Pass SIGTERM on; Ctrl-C in a terminal reaches the launcher by itself."""
@@ -43,7 +41,7 @@ class _Island:
     def run(self, words: Sequence[str], env: dict[str, str]) -> int:
         """Start a launcher and wait for it; its status as a shell shows it."""
         command = [sys.executable, "-m", "fsdp_demo.launch", *words]
-        self.process = start(command, env, self.template)
+        self.process = start(command, env)
         if self.told:  # between two of them
             send([self.process.pid], signal.SIGTERM)
         return shell_status(self.process.wait())
@@ -59,12 +57,7 @@ def returns(status: int) -> bool:
     return status == SAVED or status >= 128
 
 
-def supervise(
-    words: Sequence[str],
-    restarts: int,
-    resume: Sequence[str] = (),
-    template: Template | None = None,
-) -> int:
+def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -> int:
     """Run `python -m fsdp_demo.launch *words`, and again as long as it ends with a status that
     `returns`; the last status.
 
@@ -73,15 +66,13 @@ def supervise(
     Args:
         restarts: how often it is started again at most.
         resume: what is added to the script's arguments from the second start on.
-        template: of the ranks, where they are forked.
     """
     adopt_orphans()
-    island = _Island(template)
+    island = _Island()
     before = {
         number: signal.signal(number, island.on_signal)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    # not TemporaryDirectory, which a forked child would remove at its end
     own = tempfile.mkdtemp(prefix="fsdp-demo-")
     try:
         for number in range(restarts + 1):
@@ -90,7 +81,7 @@ def supervise(
             folder.mkdir(parents=True, exist_ok=True)
             env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
             if number:
-                env |= {LAUNCHED: str(time.time()), FORKED: "0 0"}
+                env[LAUNCHED] = str(time.time())
             status = island.run([*words, *(resume if number else ())], env)
             if island.told or number == restarts or not returns(status):
                 break

@@ -39,12 +39,9 @@ from ..status import FOLDER as STATUS_FOLDER
 from .command_line import CommandParser
 from .launchers import LAUNCHED, LAUNCHERS, saved_before, shell_status
 from .processes import reserve_port
-from .spares import use_forks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from .forking import Template
 
 EXAMPLE = "python -m fsdp_demo.launch --restarts 3 torchrun --nproc-per-node 8 train.py"
 
@@ -158,21 +155,21 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
     return args.restarts, shlex.split(args.resume_args), args.words
 
 
-def main(argv: list[str] | None = None, template: Template | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run a launcher (a name in `LAUNCHERS`) with the arguments after it; returns the island's
-    status. With a template its ranks are forked (`forking.py`).
+    status.
     """
     restarts, resume, argv = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault(LAUNCHED, str(time.time()))
     if restarts:
         from .restarts import supervise
 
-        return supervise(argv, restarts, resume, template)
+        return supervise(argv, restarts, resume)
     if argv[0] == "deepspeed":
         from .deepspeed import run
 
         return run(argv)
-    return _run(argv, template)
+    return _run(argv)
 
 
 def main_module(argv: list[str]) -> str:
@@ -182,7 +179,7 @@ def main_module(argv: list[str]) -> str:
     )
 
 
-def _run(argv: list[str], template: Template | None) -> int:
+def _run(argv: list[str]) -> int:
     """torch's launchers, in this process."""
     gc.disable()  # imports take a fifth less, and what they make stays
     # late: who restarts a launcher needs no torch
@@ -204,7 +201,6 @@ def _run(argv: list[str], template: Template | None) -> int:
     sys.argv = list(argv)
     main = importlib.import_module(module).main
     gc.enable()
-    use_forks(template, module)
     try:
         main()
     except ChildFailedError as error:

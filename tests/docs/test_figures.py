@@ -50,7 +50,7 @@ PLACE = {
         "docs/architecture.md": "modules-comm modules-exchange",
         "docs/results.md": "quickstart-settings slow-methods slow-delay",
         "docs/results-compression.md": "published formats codec codec-stages positions scale",
-        "docs/results-step.md": "step idle start zero-times zero-memory memory",
+        "docs/results-step.md": "step idle zero-times zero-memory memory",
         "docs/results-links.md": "slow-link peers",
         "docs/results-faults.md": "storm storm-kinds",
         "docs/study.md": "study-short study-main study-choice study-forms study-front study-claims",

@@ -47,18 +47,6 @@ def test_the_line_has_every_part_once(launched: float, caplog: Any) -> None:
     assert abs(sum(start.parts.values()) - (time.time() - launched)) < 5
 
 
-def test_a_forked_rank_begins_when_it_is_told(
-    launched: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ISLAND_FORKED", f"{launched + 10} 6.5")
-    start = Start()
-    assert list(start.parts) == ["imports for all ranks", "launcher", "imports"]
-    assert start.line().startswith("start: ") and "imports for all ranks 6.5, launcher 3.5" in (
-        start.line()
-    )
-    assert abs(sum(start.parts.values()) - (time.time() - launched)) < 5
-
-
 def test_a_process_without_a_launcher_counts_from_its_own_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

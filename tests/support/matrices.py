@@ -139,9 +139,6 @@ KEPT = {
         "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
         "test_both_end_equal": r"fsdp2-diloco",
     },
-    "launch/test_forking.py": {
-        "test_a_forked_rank_finds_what_a_fresh_one_finds": r"accelerate",
-    },
     "launch/test_rehearse.py": {
         "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
         "test_rehearse_by_torchrun_runs_every_rank_of_every_island": "",

@@ -131,7 +131,7 @@ def make(
         "run": "run",
     }
     topology = SimpleNamespace(**facts, rank=place.copy * form.shards + place.shard, world=world)
-    at = {"step": STEP, "state": state, "applied": {}, "history": "", "participants": []}
+    at = {"step": STEP, "state": state, "applied": {}, "history": "", "applied_by": []}
     rank = SimpleNamespace(
         auto_choice=None, channels=bound, host=host, config=config, topology=topology, **at
     )
