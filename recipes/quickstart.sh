@@ -101,7 +101,7 @@ fit() {
     case $1 in
         local_sgd | local_adam | desloc | diloco | streaming_diloco | muloco)
             given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
-        decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: docs/study.md
+        decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: docs/measured/study.md
             given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
         sign_loco) # its momentum rises over half of the rounds
             period=$((period < 5 ? period : 5))

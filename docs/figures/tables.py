@@ -1,7 +1,7 @@
 """Tables of README.md and docs/ from the json files in this folder.
 
     python docs/figures/tables.py             # print them
-    python docs/figures/tables.py --write     # put them between their marks in README.md, docs/*.md and recipes/README.md
+    python docs/figures/tables.py --write     # put them between their marks in README.md, docs/**/*.md and recipes/README.md
 
 A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. A test compares
 the two (tests/docs/test_figures.py). `about.json` says date, machine and command of each file.
@@ -236,7 +236,7 @@ def markdown(rows: Rows) -> str:
 def pages() -> Iterator[Path]:
     """The files that may hold tables."""
     yield ROOT / "README.md"
-    yield from sorted((ROOT / "docs").glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))
     yield ROOT / "recipes" / "README.md"
 
 

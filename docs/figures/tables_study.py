@@ -8,10 +8,10 @@ from typing import Any
 
 from figure_cells import HERE, ROOT, Rows, cell, load
 from report import size
-from study_cells import parameters
-from study_methods import METHODS
-from study_stats import interval
-from study_tables import SIZES
+from study.cells import parameters
+from study.methods import METHODS
+from study.stats import interval
+from study.tables import SIZES
 
 from fsdp_demo import preset
 from fsdp_demo.config.presets import UNPUBLISHED

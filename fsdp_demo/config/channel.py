@@ -26,6 +26,13 @@ SOURCES = ("gradient", "delta", "parameter")
 ORDERS = ("strided", "sequential")
 
 
+def about(text: str) -> dict[str, str]:
+    """What a key does, as metadata of its field: `reference.py` puts it into the page of all keys,
+    markdown.
+    """
+    return {"about": text}
+
+
 @dataclass(frozen=True)
 class SyncSchedule:
     """When a channel acts: a pure function of the job's step t = 0, 1, 2, ...
@@ -80,10 +87,20 @@ class Accumulator:
         True
     """
 
-    beta: float = 0.0
-    gain: float = 1.0
-    alpha: float = 1.0
-    rate: bool = False
+    beta: float = field(
+        default=0.0, metadata=about("decay of what is kept, at every step of the source")
+    )
+    gain: float = field(default=1.0, metadata=about("factor of the source when it is added"))
+    alpha: float = field(
+        default=1.0, metadata=about("share of what was sent that leaves the accumulator")
+    )
+    rate: bool = field(
+        default=False,
+        metadata=about(
+            "the gain is multiplied by the learning rate that the parameter has at that step; "
+            "gradients only"
+        ),
+    )
 
     def __post_init__(self) -> None:
         in_range("accumulator.beta", self.beta, 0.0, 1.0)
@@ -109,11 +126,30 @@ class Codec:
         True
     """
 
-    transform: str = "none"
-    select: str = "dense"
-    topk: int = 32
-    value_dtype: str = "fp32"
-    transform_precision: str = "fp32"
+    transform: str = field(default="none", metadata=about("orthonormal transform of each block"))
+    select: str = field(
+        default="dense",
+        metadata=about(
+            "`dense`: everything; `topk`: the largest of each block, whose positions travel "
+            "along; `random`, `stride`: positions that all islands compute from the step"
+        ),
+    )
+    topk: int = field(
+        default=32,
+        metadata=about(
+            "values of each block of 4096 that are sent; refused where everything is. Small "
+            "tensors [go whole](#what-goes-whole)"
+        ),
+    )
+    value_dtype: str = field(
+        default="fp32", metadata=about("number format of the values ([below](#number-formats))")
+    )
+    transform_precision: str = field(
+        default="fp32",
+        metadata=about(
+            "bf16: the transform multiplies in bf16 (CUDA: TF32): faster, nearly the same choice"
+        ),
+    )
 
     def __post_init__(self) -> None:
         one_of("codec.transform", self.transform, TRANSFORMS)
@@ -181,9 +217,27 @@ class Reducer:
         'tokens'
     """
 
-    mean_over: str = "replicas"
-    weight: str = "equal"
-    clip: str = "none"
+    mean_over: str = field(
+        default="replicas",
+        metadata=about(
+            "the mean goes over all islands, or over those that sent a value at that position"
+        ),
+    )
+    weight: str = field(
+        default="equal",
+        metadata=about(
+            "`equal`, or by the tokens that an island saw since its last exchange "
+            "(`exchange.report(tokens=...)`). A message has one weight, for all its channels: "
+            "since the oldest of their last exchanges"
+        ),
+    )
+    clip: str = field(
+        default="none",
+        metadata=about(
+            "`median_norm`: what an island sent for a block is scaled down to the median of "
+            "the islands' norms"
+        ),
+    )
 
     def __post_init__(self) -> None:
         one_of("reducer.mean_over", self.mean_over, MEANS_OVER)
@@ -213,17 +267,51 @@ class Applier:
         'outer_step'
     """
 
-    acts_as: str = "gradient"
-    lr: float = 1.0
-    dense_lr: float = 1.0
-    momentum: float = 0.0
-    nesterov: bool = False
-    local_delta: bool = False
-    mix: float = 0.0
-    sign: bool = False
-    momentum_warmup: int = 0
-    keep_steps: bool = False
-    own_share: float = 1.0
+    acts_as: str = field(
+        default="gradient",
+        metadata=about(
+            "`gradient`: the mean becomes the gradient of your optimizer; `outer_step`: a "
+            "step of SGD on the anchor; `replace`: parameters or state become the mean"
+        ),
+    )
+    lr: float = field(default=1.0, metadata=about("rate of the outer step"))
+    dense_lr: float = field(
+        default=1.0, metadata=about("the same for tensors that a sparse channel sends whole")
+    )
+    momentum: float = field(default=0.0, metadata=about("momentum of the outer step"))
+    nesterov: bool = field(default=False, metadata=about("the momentum is Nesterov's"))
+    local_delta: bool = field(
+        default=False,
+        metadata=about(
+            "each island applies its own delta in full, and the mean through the momentum "
+            "(released rule of 2510.03371)"
+        ),
+    )
+    mix: float = field(
+        default=0.0,
+        metadata=about(
+            "share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's "
+            "`fragment_update_alpha`)"
+        ),
+    )
+    sign: bool = field(default=False, metadata=about("the sign of the mean is the gradient"))
+    momentum_warmup: int = field(
+        default=0, metadata=about("rounds over which the momentum rises from 0; 0: constant")
+    )
+    keep_steps: bool = field(
+        default=False,
+        metadata=about(
+            "after a delay the local steps since the last send stay; false: they are undone"
+        ),
+    )
+    own_share: float = field(
+        default=1.0,
+        metadata=about(
+            "share of an own delta in flight that the parameters keep when an earlier mean "
+            "lands, with a delay of one period up to two; 1/R: eager updates (arXiv "
+            "2502.12996) with `lr` 1 and no momentum"
+        ),
+    )
 
     def __post_init__(self) -> None:
         one_of("applier.acts_as", self.acts_as, tuple(APPLIERS))
@@ -271,8 +359,17 @@ class Fragments:
         'strided'
     """
 
-    layers: int = 3
-    order: str = "strided"
+    layers: int = field(
+        default=3,
+        metadata=about("layers of a fragment, found by the first number in a parameter's name"),
+    )
+    order: str = field(
+        default="strided",
+        metadata=about(
+            "with P fragments, `strided`: fragment p has the layers p, p + P, p + 2 P, ...; "
+            "`sequential`: consecutive ones"
+        ),
+    )
 
     def __post_init__(self) -> None:
         in_range("fragments.layers", self.layers, 1)
@@ -299,20 +396,55 @@ class Channel:
         True
     """  # noqa: E501
 
-    name: str
-    source: str
-    schedule: SyncSchedule = field(default_factory=SyncSchedule)
-    accumulator: Accumulator | None = None
-    codec: Codec = field(default_factory=Codec)
-    feedback: str = "none"
-    reducer: Reducer = field(default_factory=Reducer)
-    applier: Applier = field(default_factory=Applier)
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = ()
-    uncompressed: tuple[str, ...] = ()
-    no_transform: tuple[str, ...] = ()
-    fragments: Fragments | None = None
-    after: str = ""
+    name: str = field(
+        metadata=about("name of the channel; begins dotted paths such as `NAME.codec.topk`")
+    )
+    source: str = field(
+        metadata=about(
+            "what is sent: the gradient, the delta (anchor minus parameters), the parameters, "
+            "or a state of the optimizer"
+        )
+    )
+    schedule: SyncSchedule = field(default_factory=SyncSchedule, metadata=about("when it acts"))
+    accumulator: Accumulator | None = field(
+        default=None, metadata=about("what it keeps between exchanges; null: nothing")
+    )
+    codec: Codec = field(default_factory=Codec, metadata=about("how the source becomes bytes"))
+    feedback: str = field(
+        default="none",
+        metadata=about(
+            "what leaves the accumulator: `none`: nothing; `subtract`: what was sent; "
+            "`put_back`: what was sent, and the mean is added"
+        ),
+    )
+    reducer: Reducer = field(
+        default_factory=Reducer, metadata=about("how the messages of all islands become one mean")
+    )
+    applier: Applier = field(default_factory=Applier, metadata=about("how the mean acts"))
+    include: tuple[str, ...] = field(
+        default=("*",),
+        metadata=about("shell patterns over parameter names: what the channel covers"),
+    )
+    exclude: tuple[str, ...] = field(
+        default=(), metadata=about("patterns: what is never exchanged")
+    )
+    uncompressed: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            "patterns: what a sparse channel sends whole, beside [what always goes "
+            "whole](#what-goes-whole)"
+        ),
+    )
+    no_transform: tuple[str, ...] = field(
+        default=(), metadata=about("patterns: what it sends without the transform")
+    )
+    fragments: Fragments | None = field(
+        default=None, metadata=about("cuts the channel into fragments of layers; null: one piece")
+    )
+    after: str = field(
+        default="",
+        metadata=about("name of a channel that is applied first on the steps where both act"),
+    )
 
     def __post_init__(self) -> None:
         if not self.state_name:

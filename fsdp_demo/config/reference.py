@@ -3,7 +3,7 @@ docs/configuration.md`.
 
 Keys, types and defaults are read from the dataclasses. What is allowed is asked of them: each
 refuses a wrong value with a sentence that says so. What a key does stands in the docstring of its
-class (`Args:`, `Attributes:`), or in `TEXTS` here.
+class (`Args:`, `Attributes:`), or beside its field (`channel.about`).
 """
 
 from __future__ import annotations
@@ -19,95 +19,6 @@ from .channel import Channel
 from .names import FORMATS
 from .presets import presets
 from .schema import ExchangeConfig
-
-TEXTS = {
-    "Accumulator.beta": "decay of what is kept, at every step of the source",
-    "Accumulator.gain": "factor of the source when it is added",
-    "Accumulator.alpha": "share of what was sent that leaves the accumulator",
-    "Accumulator.rate": "the gain is multiplied by the learning rate that the parameter has at "
-    "that "
-    "step; "
-    "gradients only",
-    "Applier.acts_as": "`gradient`: the mean becomes the gradient of your optimizer; `outer_step`: "
-    "a "
-    "step "
-    "of "
-    "SGD on the anchor; `replace`: "
-    "parameters or state become the mean",
-    "Applier.lr": "rate of the outer step",
-    "Applier.dense_lr": "the same for tensors that a sparse channel sends whole",
-    "Applier.momentum": "momentum of the outer step",
-    "Applier.nesterov": "the momentum is Nesterov's",
-    "Applier.local_delta": "each island applies its own delta in full, and the mean through the "
-    "momentum "
-    "(released rule of 2510.03371)",
-    "Applier.mix": "share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's "
-    "`fragment_update_alpha`)",
-    "Applier.sign": "the sign of the mean is the gradient",
-    "Applier.momentum_warmup": "rounds over which the momentum rises from 0; 0: constant",
-    "Applier.keep_steps": "after a delay the local steps since the last send stay; false: they are "
-    "undone",
-    "Applier.own_share": "share of an own delta in flight that the parameters keep when an earlier "
-    "mean lands, with a delay of one period up to two; 1/R: eager updates (arXiv 2502.12996) with "
-    "`lr` 1 and no momentum",
-    "Channel.name": "name of the channel; begins dotted paths such as `NAME.codec.topk`",
-    "Channel.source": "what is sent: the gradient, the delta (anchor minus parameters), the "
-    "parameters, "
-    "or "
-    "a "
-    "state of the optimizer",
-    "Channel.schedule": "when it acts",
-    "Channel.accumulator": "what it keeps between exchanges; null: nothing",
-    "Channel.codec": "how the source becomes bytes",
-    "Channel.feedback": "what leaves the accumulator: `none`: nothing; `subtract`: what was sent; "
-    "`put_back`: "
-    "what was sent, and the mean "
-    "is added",
-    "Channel.reducer": "how the messages of all islands become one mean",
-    "Channel.applier": "how the mean acts",
-    "Channel.include": "shell patterns over parameter names: what the channel covers",
-    "Channel.exclude": "patterns: what is never exchanged",
-    "Channel.uncompressed": "patterns: what a sparse channel sends whole, beside "
-    "[what always goes whole](#what-goes-whole)",
-    "Channel.no_transform": "patterns: what it sends without the transform",
-    "Channel.fragments": "cuts the channel into fragments of layers; null: one piece",
-    "Channel.after": "name of a channel that is applied first on the steps where both act",
-    "Codec.transform": "orthonormal transform of each block",
-    "Codec.select": "`dense`: everything; `topk`: the largest of each block, whose positions "
-    "travel "
-    "along; "
-    "`random`, `stride`: positions "
-    "that all islands compute from the step",
-    "Codec.topk": "values of each block of 4096 that are sent; refused where everything is. Small "
-    "tensors [go whole](#what-goes-whole)",
-    "Codec.value_dtype": "number format of the values ([below](#number-formats))",
-    "Codec.transform_precision": "bf16: the transform multiplies in bf16 (CUDA: TF32): faster, "
-    "nearly "
-    "the "
-    "same "
-    "choice",
-    "ExchangeConfig.clip_scope": "`replica`: each island's own norm is clipped; `islands`: one "
-    "norm, "
-    "the "
-    "root "
-    "mean "
-    "square of the islands' "
-    "norms, at the cost of a message of 8 bytes and a round trip at every step",
-    "Fragments.layers": "layers of a fragment, found by the first number in a parameter's name",
-    "Fragments.order": "with P fragments, `strided`: fragment p has the layers p, p + P, p + 2 P, "
-    "...; "
-    "`sequential`: consecutive ones",
-    "Reducer.mean_over": "the mean goes over all islands, or over those that sent a value at that "
-    "position",
-    "Reducer.weight": "`equal`, or by the tokens that an island saw since its last exchange "
-    "(`exchange.report(tokens=...)`). A message has one weight, for all its channels: since the "
-    "oldest of their last exchanges",
-    "Reducer.clip": "`median_norm`: what an island sent for a block is scaled down to the median "
-    "of "
-    "the "
-    "islands' norms",
-}
-"""What a key does, where the docstring of its class does not say it."""
 
 ALLOWED = {"SyncSchedule.offset": "`0 <= offset < sync_every`"}
 """What is allowed, where that depends on another key."""
@@ -177,7 +88,7 @@ bf16. In a small model most values may go whole. The log says how many at the st
 """  # noqa: E501
 FORMAT_HEAD = """## Number formats
 
-Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](results-compression.md#number-formats) has errors and
+Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](measured/results-compression.md#number-formats) has errors and
 times.
 
 | format | bits of a value | values of a group | scales of a group |
@@ -209,15 +120,13 @@ def page() -> str:
 
 
 def missing() -> list[str]:
-    """Keys without a text, as CLASS.FIELD, and texts without a key."""
-    keys = [f"{cls.__name__}.{f.name}" for cls, _ in _classes() for f in dataclasses.fields(cls)]
-    silent = [
+    """Keys without a text, as CLASS.FIELD."""
+    return [
         f"{cls.__name__}.{f.name}"
         for cls, _ in _classes()
         for f in dataclasses.fields(cls)
-        if not _text(cls, f.name)
+        if not _text(cls, f)
     ]
-    return silent + [key for key in TEXTS if key not in keys]
 
 
 def _classes() -> Iterator[tuple[Any, str]]:
@@ -266,7 +175,7 @@ def _section(cls: Any, path: str) -> str:
 def _row(cls: Any, f: dataclasses.Field[Any], hint: Any, prefix: str) -> str:
     inner = _part(hint)
     link = f"[keys](#{PATHS.get(inner.__name__, f.name)})" if inner else _allowed(cls, f.name, hint)
-    cells = [f"`{prefix}{f.name}`", _type(hint), _default(f), link, _text(cls, f.name)]
+    cells = [f"`{prefix}{f.name}`", _type(hint), _default(f), link, _text(cls, f)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -336,9 +245,10 @@ def _plainly(text: str, name: str) -> str:
     return ", ".join(f"`{word}`" for word in text.split(", "))
 
 
-def _text(cls: Any, name: str) -> str:
-    """What a key does: of the class's docstring, else of `TEXTS`."""
-    return (_documented(cls).get(name) or TEXTS.get(f"{cls.__name__}.{name}", "")).removesuffix(".")
+def _text(cls: Any, f: dataclasses.Field[Any]) -> str:
+    """What a key does: of the class's docstring, else of the field."""
+    text: str = _documented(cls).get(f.name) or f.metadata.get("about", "")
+    return text.removesuffix(".")
 
 
 def _documented(cls: Any) -> dict[str, str]:

@@ -26,11 +26,11 @@ pytest.importorskip("transformers")  # shapes of the models
 import bytes as counting  # noqa: E402
 import figure_cells  # noqa: E402
 import memory as remembering  # noqa: E402
-import study_methods  # noqa: E402
 import tables  # noqa: E402
 import tables_costs  # noqa: E402
 import tables_links  # noqa: E402
 import tables_study  # noqa: E402
+from study.methods import sign_muloco  # noqa: E402
 
 from fsdp_demo import Link, load_config, preset, ring_all_reduce_bytes  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
@@ -44,23 +44,26 @@ PLACE = {
     table: page
     for page, names in {
         "README.md": "methods quickstart",
-        "docs/methods.md": "all-methods study-evidence",
+        "docs/methods.md": "all-methods",
         "docs/plan.md": "uplinks slow-predict",
         "docs/doctor.md": "doctor",
         "docs/architecture.md": "modules-comm modules-exchange",
-        "docs/results.md": "quickstart-settings slow-methods slow-delay",
-        "docs/results-compression.md": "published formats codec codec-stages positions scale",
-        "docs/results-step.md": "step idle zero-times zero-memory memory",
-        "docs/results-links.md": "slow-link peers",
-        "docs/results-faults.md": "storm storm-kinds",
-        "docs/study.md": "study-short study-main study-choice study-forms study-front study-claims",
-        "docs/study-momentum.md": "study-memory study-memory-larger study-transform"
+        "docs/measured/results.md": "quickstart-settings slow-methods slow-delay",
+        "docs/measured/results-compression.md": "published formats codec codec-stages"
+        " positions scale",
+        "docs/measured/results-step.md": "step idle zero-times zero-memory memory",
+        "docs/measured/results-links.md": "slow-link peers",
+        "docs/measured/results-faults.md": "storm storm-kinds",
+        "docs/measured/study.md": "study-short study-main study-choice study-forms study-front"
+        " study-claims study-evidence",
+        "docs/measured/study-momentum.md": "study-memory study-memory-larger study-transform"
         " study-transform-larger study-demo-adamw study-decoupled",
-        "docs/study-rounds.md": "study-divisor study-values study-owners study-feedback"
+        "docs/measured/study-rounds.md": "study-divisor study-values study-owners study-feedback"
         " study-one-bit study-states study-rise study-rounds",
-        "docs/study-robust.md": "study-replicas study-rates study-longer study-periods study-delay"
+        "docs/measured/study-robust.md": "study-replicas study-rates study-longer study-periods"
+        " study-delay"
         " study-slow-island study-attached study-precision study-text",
-        "docs/study-size.md": "study-size study-size-muloco study-size-ours",
+        "docs/measured/study-size.md": "study-size study-size-muloco study-size-ours",
     }.items()
     for table in names.split()
 }
@@ -197,7 +200,7 @@ def test_sign_muloco_has_what_the_study_chose() -> None:
     row = tables_study.tuned()["sign_muloco"]
     assert row["name"] == "sign_muloco tuned"
     rate, *chosen = figure_cells.load("study-main.json")["tuned"][row["name"]].split()
-    cell = study_methods.sign_muloco()
+    cell = sign_muloco()
     plain = preset("muloco", **{**cell.changes, "clip": 1.0, "lr": 0.8})
     assert {f"{key}={cell.changes[key]}" for key in ("momentum", "beta")} <= set(chosen)
     ours = preset("sign_muloco")

@@ -13,7 +13,7 @@ import pytest
 from ..support import pages
 
 DOCS = pages.ROOT / "docs"
-MEASURED = sorted(p.stem for kind in ("results", "study") for p in DOCS.glob(f"{kind}*.md"))
+MEASURED = sorted(f"measured/{p.stem}" for p in (DOCS / "measured").glob("*.md"))
 GENERATED = {"docs/api.md", "docs/commands.md", "docs/configuration.md"}
 FRONT = {"README.md", "docs/index.md"}  # the first page of the repository and that of the site
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)

@@ -46,11 +46,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    pages = {p.stem for p in (ROOT / "docs").glob("*.md")}
-    assert pages <= {p.stem for p in (tmp_path / "site").glob("*.html")}
+    docs, site = ROOT / "docs", tmp_path / "site"
+    pages = {p.relative_to(docs).with_suffix("") for p in docs.rglob("*.md")}
+    assert pages <= {p.relative_to(site).with_suffix("") for p in site.rglob("*.html")}
     fonts = [
         p.name
-        for p in (tmp_path / "site").glob("*.html")
+        for p in site.rglob("*.html")
         if "fonts.googleapis.com" in p.read_text(encoding="utf-8")
     ]
     assert not fonts, f"pages that load fonts from elsewhere: {fonts}"

@@ -55,7 +55,7 @@ def test_a_section_quotes_the_message_and_names_cause_and_cure(anchor: str) -> N
 
 def test_readers_are_sent_to_sections_that_are_there() -> None:
     files = [
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         ROOT / "README.md",
         ROOT / "AGENTS.md",
         ROOT / "recipes" / "README.md",

@@ -150,7 +150,7 @@ def test_every_exchange_file_is_its_preset_and_says_where_its_numbers_are_from(n
         default = fsdp_demo.preset("diloco", value_dtype="bf16")
     assert config == default
     text = path.read_text()
-    source = "docs/study.md" if path.stem in UNPUBLISHED else "arXiv"
+    source = "docs/measured/study.md" if path.stem in UNPUBLISHED else "arXiv"
     assert source in text and text.count("#") > 8
 
 

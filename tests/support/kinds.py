@@ -29,7 +29,7 @@ STARTS = {
     "spawn",
     "NotebookClient",
     "kernel",  # of topk: a compiler
-    "study_plot",  # matplotlib: fc-list, where it knows no fonts yet
+    "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
     "planner_plot",  # the same
     "report_png",  # the same
     "measured_step",  # of the planner: the user's script

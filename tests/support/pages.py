@@ -21,11 +21,12 @@ OPERATORS = set("|&;()<>")
 
 
 def pages() -> list[Path]:
-    """README.md, docs/*.md and recipes/README.md."""
+    """README.md, docs/**/*.md and the READMEs of recipes/."""
     return [
         ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "recipes" / "README.md",
+        ROOT / "recipes" / "study" / "README.md",
     ]
 
 

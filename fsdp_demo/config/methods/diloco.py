@@ -9,9 +9,9 @@ from ..schema import ExchangeConfig
 
 WARMUP = 20
 """Rounds over which presets with an outer momentum of 0.9 let it rise; 0 is the published constant
-momentum. Measured (docs/study.md): constant over 24 rounds ended worse than one replica alone, a
-rise over half of them 6 % above the all-reduce. Whether rounds or their share of the run decide is
-not known."""
+momentum. Measured (docs/measured/study.md): constant over 24 rounds ended worse than one replica
+alone, a rise over half of them 6 % above the all-reduce. Whether rounds or their share of the run
+decide is not known."""
 
 ADAPTIVE = ("adamw", "adam", "muon", "muonadamw")
 """Inner optimizers of methods with an outer step."""
@@ -44,8 +44,9 @@ def diloco(
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and
     fp16 or int8 without loss in later work (OpenDiLoCo, INTELLECT-1). Not published, ours: the
     outer momentum rises over the first `momentum_warmup` rounds (0: constant), since a constant one
-    did harm in runs of few rounds (docs/study.md), perhaps by its gain lr (1 + momentum / (1 -
-    momentum)) = 7. To compare with a paper set it to 0: at period 500 the rise takes 10 000 steps.
+    did harm in runs of few rounds (docs/measured/study.md), perhaps by its gain
+    lr (1 + momentum / (1 - momentum)) = 7. To compare with a paper set it to 0: at period 500 the
+    rise takes 10 000 steps.
     """
     outer = outer_step(lr, momentum, momentum_warmup)
     channel = Channel(

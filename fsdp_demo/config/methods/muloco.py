@@ -39,7 +39,7 @@ def muloco(
     has four bins over mean +- 3 sigma of a tensor or row, with a table of the bins' means. What
     either loses stays in the feedback.
 
-    `sign_muloco` has the settings that did best in our study (docs/study.md).
+    `sign_muloco` has the settings that did best in our study (docs/measured/study.md).
     """
     codec = Codec(value_dtype=value_dtype)
     feedback = not codec.format.exact
@@ -74,9 +74,9 @@ def sign_muloco(
     Nesterov step with the mean, of rate `lr` and a constant `momentum`. The inner optimizer is
     Muon, with AdamW for embeddings, heads and vectors; AdamW alone is refused, and fits badly.
 
-    Where the numbers come from: docs/study.md, on 0.49 M parameters with an inner Muon at 4.5e-2,
-    eight seeds. It ended below the all-reduce with AdamW there, a little above the one with Muon,
-    with 40 times fewer bytes. Nobody has trained a large model with it.
+    Where the numbers come from: docs/measured/study.md, on 0.49 M parameters with an inner Muon at
+    4.5e-2, eight seeds. It ended below the all-reduce with AdamW there, a little above the one with
+    Muon, with 40 times fewer bytes. Nobody has trained a large model with it.
     """
     made = muloco(period, lr, momentum, beta, value_dtype, momentum_warmup)
     return replace(made, preset="sign_muloco", lr=0.045)

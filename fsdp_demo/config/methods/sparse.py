@@ -33,7 +33,8 @@ def decoupled_momentum(
     exchange and logs the drift. `lr` is the outer rate of all tensors, also of those that are sent
     whole (`applier.dense_lr` changes theirs alone). Published: inner AdamW 4e-4, betas 0.9 / 0.95,
     period 128, k = 32 of 4096, beta 0.95, and the DCT: `transform` True. It is off by default,
-    since on deltas it was worth nothing and cost much on attention matrices (docs/study.md).
+    since on deltas it was worth nothing and cost much on attention matrices
+    (docs/measured/study.md).
     """
     one_of("rule", rule, ("consensus", "released"))
     released = rule == "released"
@@ -125,10 +126,10 @@ def sign_loco(
     The outer momentum rises from 0 over the first `momentum_warmup` rounds. The rule says the first
     half of the rounds: set it to steps / (2 period). 48 is that of the 480 steps it was tried on.
 
-    Where the numbers come from: docs/study.md, on 0.49 M parameters with an inner AdamW at 8e-3,
-    eight seeds. It is for short runs of small models: it ended level with the all-reduce there, 0
-    and 3 % above at 0.92 M parameters (two seeds), 8 and 4 % above at 3.3 M (two). The other
-    setting that did well is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
+    Where the numbers come from: docs/measured/study.md, on 0.49 M parameters with an inner AdamW at
+    8e-3, eight seeds. It is for short runs of small models: it ended level with the all-reduce
+    there, 0 and 3 % above at 0.92 M parameters (two seeds), 8 and 4 % above at 3.3 M (two). The
+    other setting that did well is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
     """
     channel = Channel(
         "delta",

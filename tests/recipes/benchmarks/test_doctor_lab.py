@@ -1,0 +1,128 @@
+"""The lab that provokes doctor's findings: its rows, what it says where there is no lab; and, as
+root, each fault once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
+
+import doctor_lab as lab  # noqa: E402
+import doctor_machine as machine  # noqa: E402
+
+from fsdp_demo.doctor.findings import RULES  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["doctor_lab.py", *words])
+    try:
+        return lab.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def found(*names: str, says: str = "says") -> dict[str, Any]:
+    return {
+        "findings": [{"name": name, "says": says} for name in names],
+        "statuses": [0, 1],
+        "alike": True,
+        "seconds": 1.25,
+        "link": None,
+    }
+
+
+def test_without_root_it_says_so(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert call(monkeypatch) == 2
+    err = capsys.readouterr().err
+    assert "network lab needs" in err or "needs root" in err
+
+
+def test_a_fault_that_is_not_known_is_refused(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, "--only", "none,flood") == 2
+    assert "--only flood: allowed are none, one-sided-firewall" in capsys.readouterr().err
+
+
+def test_faults_provoke_what_there_is() -> None:
+    assert {fault.finding for fault in lab.FAULTS.values()} <= {"", *RULES}
+    assert [name for name, fault in lab.FAULTS.items() if name != (fault.finding or "none")] == []
+
+
+def test_a_row_says_whether_the_right_one_was_named() -> None:
+    fault = lab.Fault("packet-loss", "loses", about="to island 1")
+    right = lab.row("x", fault, found("packet-loss", "slow-disk", says="to island 1, 5 %"))
+    assert (right["named"], right["others"], right["status"]) == (True, ["slow-disk"], 1)
+    assert not lab.row("x", fault, found("packet-loss", says="to island 0"))["named"]
+    assert not lab.row("x", fault, found("slow-disk"))["named"]
+    healthy = lab.Fault("", "none")
+    assert lab.row("none", healthy, found())["named"]
+    assert not lab.row("none", healthy, found("slow-disk"))["named"]
+
+
+def test_the_status_says_whether_all_were_named(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr(lab, "missing", lambda: "")
+    named = {"packet-loss": found("packet-loss", says="to island 1"), "none": found()}
+    monkeypatch.setattr(lab, "examine", lambda fault, seconds: named[fault.finding or "none"])
+    file = tmp_path / "rows.json"
+    words = ("--only", "none,packet-loss", "--json", str(file))
+    assert call(monkeypatch, *words) == 0
+    assert [row["fault"] for row in json.loads(file.read_text())] == ["none", "packet-loss"]
+    named["none"] = found("slow-disk")
+    assert call(monkeypatch, *words) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "version, files",
+    [
+        (1, {"cpu.shares": str(1024 * machine.WEIGHT), "cpu.cfs_quota_us": "25000"}),
+        (2, {"cpu.weight": str(100 * machine.WEIGHT), "cpu.max": "25000 100000"}),
+    ],
+)
+def test_a_slow_core_is_a_control_group(monkeypatch, tmp_path, version, files) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    if version == 1:
+        (tmp_path / "cpu").mkdir()
+    with machine.slow_core(machine.Call(("doctor",), {}), tmp_path) as call:
+        machine.join(call.group, 17)
+        found = {file.name: file.read_text() for file in call.group.parent.iterdir()}
+    assert found == {**files, "cgroup.procs": "17"}
+
+
+def test_without_control_groups_there_is_no_slow_core(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path / "none")
+    with machine.ahead() as group:
+        assert group is None  # the other faults need none
+    with (
+        pytest.raises(lab.LabError, match="no control group can limit a core here"),
+        machine.slow_core(machine.Call(("doctor",), {}), tmp_path),
+    ):
+        pass
+
+
+def test_what_is_kept_names_every_fault() -> None:
+    rows = json.loads((ROOT / "docs" / "figures" / "doctor.json").read_text())
+    faults = {name: fault.says for name, fault in lab.FAULTS.items()}
+    assert {row["fault"]: row["done"] for row in rows} == faults
+    assert all(row["named"] and row["alike"] for row in rows)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("name", lab.FAULTS)
+def test_each_fault_is_named(name) -> None:
+    if why := lab.missing():
+        pytest.skip(why)
+    fault = lab.FAULTS[name]
+    row = lab.row(name, fault, lab.examine(fault, 15.0))
+    assert row["alike"] and row["named"], row
