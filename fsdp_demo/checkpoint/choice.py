@@ -38,8 +38,8 @@ class Held:
             another.
         history: digest of whose contributions it has; "" where that is not known, or the number of
             islands was another.
-        participants: numbers of the islands that took part in the last exchange before it, and
-            applied it, as JSON; "" where that is not known.
+        participants: numbers of the islands that took part in the last exchange before it, have
+            applied it, and were there when this was saved, as JSON; "" where that is not known.
     """
 
     step: int

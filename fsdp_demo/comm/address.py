@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from typing import NamedTuple
 
-SCHEMES = ("", "zmq", "redis")
+SCHEMES = ("", "zmq")
 """What a store speaks: torch's own way, and what stands before "://" otherwise."""
 
-ENDPOINT = (
-    "host:port of the store, zmq://host:port or redis://host:port/number, as `fsdp-demo store` "
-    "prints it"
-)
+ENDPOINT = "host:port of the store or zmq://host:port, as `fsdp-demo store` prints it"
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -46,58 +44,36 @@ def join_address(host: str, port: int) -> str:
 
 
 class Endpoint(NamedTuple):
-    """Where a store is.
-
-    Attributes:
-        scheme: one of `SCHEMES`. host: without brackets. password, database: of redis.
-
-    As text it is what `split_endpoint` reads, without the password.
+    """Where a store is: one of `SCHEMES`, the host without brackets, the port. As text it is what
+    `split_endpoint` reads.
     """
 
     scheme: str
     host: str
     port: int
-    password: str = ""
-    database: int = 0
 
     def __str__(self) -> str:
         place = join_address(self.host, self.port)
-        return (
-            f"{self.scheme}://{place}" + f"/{self.database}" * bool(self.database)
-            if self.scheme
-            else place
-        )
+        return f"{self.scheme}://{place}" if self.scheme else place
 
 
 def split_endpoint(text: str) -> Endpoint:
-    """`"zmq://[fd00::1]:29500"` -> `Endpoint("zmq", "fd00::1", 29500)`; redis:
-    `redis://:password@host:port/number`.
+    """`"zmq://[fd00::1]:29500"` -> `Endpoint("zmq", "fd00::1", 29500)`.
 
     Raises:
-        ValueError: another scheme, no host, no port within 1..65535, or what only redis has. The
-            message holds no password.
+        ValueError: another scheme, no host, or no port within 1..65535.
 
-    >>> split_endpoint("redis://:secret@db:6379/2")
-    Endpoint(scheme='redis', host='db', port=6379, password='secret', database=2)
+    >>> split_endpoint("zmq://10.0.0.5:29500")
+    Endpoint(scheme='zmq', host='10.0.0.5', port=29500)
     """
-    scheme, colon, rest = text.rpartition("://")
-    shown = f"{scheme}{colon}{rest.rpartition('@')[2]}"
-    login, at, place = rest.rpartition("@") if scheme == "redis" else ("", "", rest)
-    place, slash, number = place.partition("/") if scheme == "redis" else (place, "", "")
-    known = scheme in SCHEMES and bool(scheme) == bool(colon)
-    if (
-        not known
-        or (at and not login.startswith(":"))
-        or (slash and not (number.isascii() and number.isdigit()))
-    ):
-        raise ValueError(f"{shown!r} must be {ENDPOINT}")
-    try:
-        host, port = split_address(place)
-    except ValueError:
-        port = 0
+    scheme, colon, place = text.rpartition("://")
+    host, port = "", 0
+    if scheme in SCHEMES and bool(scheme) == bool(colon):
+        with contextlib.suppress(ValueError):
+            host, port = split_address(place)
     if not port:
-        raise ValueError(f"{shown!r} must be {ENDPOINT}")
-    return Endpoint(scheme, host, port, login[1:], int(number or 0))
+        raise ValueError(f"{text!r} must be {ENDPOINT}")
+    return Endpoint(scheme, host, port)
 
 
 def is_public(host: str) -> bool:

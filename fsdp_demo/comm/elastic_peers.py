@@ -341,12 +341,11 @@ class ElasticPeerGroup(PeerGroup):
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The slots of the islands that are members now."""
-        return (
-            self.slots
-            if self._driver is None
-            else tuple(m.slot for m in self._driver.machine.record.members)
-        )
+        """The slots of the islands that are members now, as far as this rank hears them."""
+        if self._driver is None:
+            return self.slots
+        rank = self._driver.machine
+        return tuple(m.slot for m in rank.record.members if m not in rank.lost)
 
     @property
     def waiting(self) -> float:

@@ -29,7 +29,7 @@ VARIABLES = {
     "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default "
     "ISLAND_COUNT "
     "(zeromq)",
-    "ISLAND_ENDPOINT": "host:port of the store, zmq://host:port or redis://host:port",
+    "ISLAND_ENDPOINT": "host:port of the store or zmq://host:port",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",

@@ -184,12 +184,11 @@ def connect(
     """A connection of its own to the store at `endpoint`.
 
     Args:
-        endpoint: host:port (torch's store), zmq://host:port (`store_zeromq.py`) or
-            redis://host:port/number.
+        endpoint: host:port (torch's store) or zmq://host:port (`store_zeromq.py`).
         limit: seconds until it must stand.
         deadline: seconds that one question may take afterwards.
         patience: seconds that torch's store itself waits for a key, when a process group asks it.
-        secret: ISLAND_TOKEN for zmq, the password for redis.
+        secret: ISLAND_TOKEN, for zmq.
 
     Raises:
         StoreSilent: nobody answers there.
@@ -202,9 +201,7 @@ def connect(
         try:
             left = max(end - time.monotonic(), 0.1)
             store = (
-                _bounded(place, endpoint, secret, left)
-                if place.scheme
-                else _torchs(place, patience, left)
+                _durable(endpoint, secret, left) if place.scheme else _torchs(place, patience, left)
             )
             _reached.add(endpoint)
             return Asker(store, endpoint, deadline)
@@ -219,28 +216,18 @@ def connect(
             if probe is not None:
                 # not before: the store asks the name server about a connection that is gone
                 probe.close()
-    start = (
-        "start redis there"
-        if place.scheme == "redis"
-        else f"start there `fsdp-demo store --bind {endpoint}`"
-    )
+    start = f"start there `fsdp-demo store --bind {endpoint}`"
     where = f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s"
     raise StoreSilent(
         f"{where}: {start} and check that this port is open ({reason}){see('no-store')}"
     )
 
 
-def _bounded(place: Endpoint, endpoint: str, secret: str, seconds: float) -> BoundedStore:
-    """A store of another kind than torch's, which has answered."""
-    store: BoundedStore
-    if place.scheme == "redis":
-        from .store_redis import RedisStore
+def _durable(endpoint: str, secret: str, seconds: float) -> BoundedStore:
+    """The durable store, which has answered."""
+    from .store_zeromq import ZeroMQStore
 
-        store = RedisStore(endpoint, secret)
-    else:
-        from .store_zeromq import ZeroMQStore
-
-        store = ZeroMQStore(endpoint, secret)
+    store = ZeroMQStore(endpoint, secret)
     try:
         store.within(seconds).identity()
     except BaseException:

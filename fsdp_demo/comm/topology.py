@@ -54,8 +54,7 @@ class Topology:
         count, suffice: islands that are expected at the start, default `islands`; where they may
             come and go, how many suffice to begin when `timeout` is over (0: all).
         transport: what carries the peer group between islands (`environment.TRANSPORTS`). token:
-            the run's secret, for transports and stores that know one. password: of a redis at
-            `endpoint`.
+            the run's secret, for transports and stores that know one.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -85,7 +84,6 @@ class Topology:
     suffice: int = 0
     transport: str = next(iter(environment.TRANSPORTS))
     token: str = field(default="", repr=False)
-    password: str = field(default="", repr=False)
     _rendezvous: Rendezvous | None = field(default=None, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
 
@@ -138,7 +136,6 @@ class Topology:
             island,
             islands,
             endpoint=str(place),
-            password=place.password,
             rank=rank,
             world=world,
             **common,
@@ -253,8 +250,7 @@ class Topology:
                 dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question
             )
         limit = self.timeout if limit is None else limit
-        secret = self.password if self.endpoint.startswith("redis:") else self.token
-        return connect(self.endpoint, limit, self.question, self.timeout, secret)
+        return connect(self.endpoint, limit, self.question, self.timeout, self.token)
 
     def prefix(self) -> str:
         """What keys in the store begin with: the run, and for islands the attempt, which is agreed

@@ -119,10 +119,12 @@ class Readings:
 
     @property
     def applied_by(self) -> list[int]:
-        """Of the `participants` those that have applied that exchange, too; the others had left,
-        and their part had come ahead of its time."""
-        early = self._queue.history.early
-        return [slot for slot in self.participants if slot not in early]
+        """Of the `participants` those that hold what that exchange has led to, as far as this rank
+        knows: not those whose part had come ahead of its time, for they had left; nor those that
+        have been lost since, for they have saved nothing."""
+        peers, early = self._peers, self._queue.history.early
+        here = () if peers is None else peers.alive
+        return [slot for slot in self.participants if slot not in early and slot in here]
 
     @property
     def drift(self) -> float | None:

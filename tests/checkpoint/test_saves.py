@@ -438,6 +438,7 @@ def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplo
         kept.save(1, text)
         assert "does not answer" not in caplog.text
         store.send_signal(signal.SIGSTOP)
+        os.waitpid(store.pid, os.WUNTRACED)  # it stands from here on
         asked = CheckpointRegistry.exchange
 
         def told(self, held):

@@ -153,7 +153,7 @@ def test_slots_are_the_parts_of_the_data() -> None:
     assert Topology.from_env({**env, "ISLAND_MIN": "2"} | {"ISLAND_RANK": "0"}).suffice == 2
 
 
-@pytest.mark.parametrize("endpoint", ["zmq://10.0.0.1:1", "10.0.0.1:1", "redis://10.0.0.1:1"])
+@pytest.mark.parametrize("endpoint", ["zmq://10.0.0.1:1", "10.0.0.1:1"])
 def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> None:
     env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, "ISLAND_TOKEN": "short"}
     with pytest.raises(ValueError, match="ISLAND_TOKEN has 5 characters, allowed are 16 or more"):

@@ -611,6 +611,20 @@ def test_what_a_newcomer_has_already_is_not_sent(run_ranks) -> None:
     run_ranks(run, islands=1, procs=1)
 
 
+def test_what_is_an_islands_own_stays_a_newcomers_own(run_ranks) -> None:
+    config = preset("diloco", period=3, own_tensors=["shift", "layers.0.*.running_*"])
+
+    def run() -> None:
+        record, _ = recorded(config, 6)
+        _, exchange, model = joins(config, record, 4)
+        assert torch.equal(model.shift, Net(7).shift)
+        own, taken = (layer[1].running_mean for layer in model.layers)
+        assert not own.any() and taken.any()
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
 def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None:
     config = preset("full")
 

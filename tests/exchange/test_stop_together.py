@@ -52,11 +52,18 @@ BY_SGD = ("demo", "full")
 QUICK = ("demo", "sparse_loco", "streaming_diloco")
 
 
-def run(me: Any, folder: Path, case: str, at: dict[int, int] | None, late: float = 0.0) -> Any:
+def run(
+    me: Any,
+    folder: Path,
+    case: str,
+    at: dict[int, int] | None,
+    late: float = 0.0,
+    dies: bool = False,
+) -> Any:
     """Train to STEPS, or until this island is told to end ahead of its step `at[island]`. The
     island with the highest number is told while it trains on, as far as it comes, so it may stand
     in an exchange; the others are told `late` seconds later. late below 0: it is told at once, and
-    alone.
+    alone. dies: it is killed instead.
     """
     config, model = CASES[case], Small()
     if case.startswith("muloco"):
@@ -78,7 +85,7 @@ def run(me: Any, folder: Path, case: str, at: dict[int, int] | None, late: float
     def tell() -> None:
         while not go.exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL if dies else signal.SIGTERM)
 
     with fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange)):
         while exchange.step < STEPS:
@@ -118,8 +125,9 @@ def interrupted(
 def saved(folder: Path) -> list[int]:
     """The steps that the islands have saved."""
     return [
-        int(max(island.glob("emergency-*")).name.split("-")[1])
+        int(max(found).name.split("-")[1])
         for island in sorted(folder.glob("island*"))
+        if (found := list(island.glob("emergency-*")))
     ]
 
 
@@ -188,3 +196,20 @@ def test_one_is_told_long_before_the_other(run_ranks: Any, tmp_path: Path) -> No
     assert [began for began, _ in found] == [stopped[0]] * 2
     (_, one), (_, two) = found
     assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["diloco", "decoupled_momentum, late"])
+def test_one_dies_while_all_are_told(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    """The others stop together without it; nobody goes back to the last checkpoint."""
+    at = {0: 9, 1: 10, 2: 9}
+    args = (tmp_path, case, at, 0.0, True)
+    found = run_ranks(run, 3, 1, env=ENV, args=args, check=False)
+    assert [f.status for f in found[:2]] == [75, 75], [f.log for f in found]
+    stopped = saved(tmp_path)
+    assert [step >= at[i] for i, step in enumerate(stopped)] == [True, True]
+    found = run_ranks(run, 3, 1, env=ENV, args=(tmp_path, case, None))
+    # where an island takes over, all begin at one step: the furthest
+    assert all(began >= step for (began, _), step in zip(found, stopped, strict=False))
+    (_, one), (_, two), (_, three) = found
+    assert all(torch.equal(one[n], two[n]) and torch.equal(one[n], three[n]) for n in one)

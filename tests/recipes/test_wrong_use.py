@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import pretrain  # noqa: E402
+import pretrain_trainer  # noqa: E402
 import wrong_use  # noqa: E402
 from transformers import HfArgumentParser  # noqa: E402
 
@@ -68,6 +70,31 @@ def test_the_sentence_alone(ends, capsys, tmp_path, call, status, text):
     assert left.value.args == (status,) and line.startswith("train.py: error: ") and text in line
     told = [file.read_text() for file in tmp_path.glob("rank0")]
     assert told == ([str(status)] if status in (75, 78) else [])
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (SystemExit(75), 75),
+        (SystemExit(1), 1),  # the Trainer could not save
+        (PeerLost("island 1"), 75),
+        (unsaved(PeerLost("island 1")), 1),
+    ],
+)
+def test_a_trainer_that_ends_early_ends_the_recipe_with_its_status(monkeypatch, error, status):
+    trained = mock.MagicMock()
+    trained.return_value.train.side_effect = error
+    exchange = mock.MagicMock()
+    exchange.trainer.return_value = {}
+    words = (mock.MagicMock(), exchange, mock.MagicMock(process_index=0))
+    monkeypatch.setattr(pretrain_trainer, "parse", lambda parser: words)
+    monkeypatch.setattr(pretrain_trainer, "Trainer", trained)
+    monkeypatch.setattr(pretrain_trainer, "leave", lambda status: refuse(Left(status)))
+    for name in ("load_tokenizer", "load_data", "load_model", "set_seed", "allow_fsdp_on_cpu"):
+        monkeypatch.setattr(pretrain_trainer, name, mock.MagicMock())
+    with pytest.raises(Left) as left:
+        pretrain_trainer.main()
+    assert left.value.args == (status,)
 
 
 def test_errors_of_others_keep_their_traceback(ends):
