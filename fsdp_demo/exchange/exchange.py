@@ -94,7 +94,8 @@ class Exchange(Readings):
     ):
         self.topology, self.host, start = topology, host, start or Start()
         assembly.check(config, host)
-        refuse_meta(host, model)
+        if topology.kind != "single":  # alone nothing is sent: shapes are enough to plan with
+            refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False

@@ -144,8 +144,9 @@ def test_tensors_without_values(what: str) -> None:
     if what == "a frozen part":
         model[1].requires_grad_(False)
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    two = fsdp_demo.Topology("islands", 0, 2, endpoint="127.0.0.1:1", run="r")  # nobody is asked
     with pytest.raises(ValueError, match=r"on the meta device.*1\.weight, 1\.bias; .*to_empty"):
-        fsdp_demo.attach(optimizer, KINDS["diloco"], model=model)
+        fsdp_demo.attach(optimizer, KINDS["diloco"], model=model, topology=two)
 
 
 def test_guard_in_a_thread_says_that_it_hears_no_signal(said: Any) -> None:
