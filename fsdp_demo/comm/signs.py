@@ -126,6 +126,8 @@ class Signs:
     def forgive(self, now: float) -> None:
         """All begin anew: nobody was silent or slow so far."""
         for wire in self.wires:
+            if wire.doubted and wire.heard_at <= wire.doubted:
+                wire.doubted = now  # still nothing has come behind it
             wire.heard_at = now
         self.began, self._standing = dict.fromkeys(self.began, now), {}
 
@@ -156,6 +158,11 @@ class Signs:
                 continue
             elif now - self._heard_at(member) > (limit := self._silence(member)):
                 found[member], silent = f"silent for {limit:g} s", True
+            elif any(w.heard_at <= w.doubted < now - self.dead for w in self.of(member)):
+                found[member] = (
+                    "what came from it could not be decrypted, and nothing came behind it for "
+                    f"{self.dead:g} s: damaged on the way"
+                )
             elif any(now - self._standing.get(w, now) > self.dead for w in self.of(member)):
                 found[member] = (
                     f"one of its connections has stood for {self.dead:g} s while others move"

@@ -90,6 +90,9 @@ class Wire:
             what happened on the way to `ready`.
         notes: what came as notes. heard_at: when the last frame came (`time.monotonic`).
         most: notes that are kept at most; more stay with the sender. None: no limit.
+        doubted: when something that came could not be decrypted, 0 for never. It may have been of
+            a stranger, whom the library sends away. If it was of the peer, the library says nothing
+            more, and reads no more (libzmq 4.3.5).
         record, landed: of the peer, as its last frame said. said: the same of this rank, for its
             frames.
     """
@@ -106,6 +109,7 @@ class Wire:
         self._file = -1  # descriptor of the connection
         self.notes: deque[bytes] = deque()
         self.heard_at, self.record, self.landed = time.monotonic(), 0, 0
+        self.doubted = 0.0
         self.said = (0, 0)
         self.most: int | None = None
         self._queue: list[tuple[int, int, Frame, Piece]] = []
@@ -297,6 +301,8 @@ class Wire:
                 elif message["event"] & zmq.EVENT_DISCONNECTED and message["value"] == self._file:
                     # and not a second one, which a socket of this kind sends away
                     self.lose("connection closed by peer")
+                elif message["event"] & REFUSED:
+                    self.doubted = time.monotonic()
 
     def lose(self, reason: str) -> None:
         """Nothing more comes: what has come is still given out, all other waits end."""

@@ -125,7 +125,7 @@ def signs(*members: Member) -> Signs:
     class Wire(SimpleNamespace):
         __hash__ = object.__hash__
 
-    wires: dict[Member, Any] = {m: Wire(gone="", heard_at=0.0) for m in members}
+    wires: dict[Member, Any] = {m: Wire(gone="", heard_at=0.0, doubted=0.0) for m in members}
     found = Signs(
         SimpleNamespace(),
         wires,

@@ -30,7 +30,9 @@ def signs_of(member: Member) -> Signs:
     """What a rank hears of `member`, after 50 quick messages."""
 
     def wire() -> Any:
-        return Quiet(gone="", heard_at=time.monotonic(), stood=0.0, close=lambda linger: None)
+        return Quiet(
+            gone="", heard_at=time.monotonic(), doubted=0.0, stood=0.0, close=lambda linger: None
+        )
 
     signs = Signs(
         None,  # type: ignore[arg-type]
@@ -57,6 +59,24 @@ def test_a_newcomer_may_compile_before_its_first_step() -> None:
     assert signs.behind(now) == (1004, 61.0, [NEW]) and signs.lost(now) == {}
     signs.drop(NEW)
     assert signs.behind(now)[2] == []
+
+
+def test_a_connection_on_which_nothing_comes_behind_what_could_not_be_decrypted_is_lost() -> None:
+    """libzmq says it once and reads no more; a stranger's try is said in the same way."""
+    signs, now = signs_of(NEW), time.monotonic()
+    signs.heard(NEW, 5)
+    (wire,) = signs.connections[NEW]
+    for w in signs.of(NEW):
+        w.heard_at = now
+    wire.doubted = now
+    signs.notes[NEW].heard_at = now + 30.0  # it lives
+    assert signs.lost(now + 9.0) == {}
+    assert "could not be decrypted" in signs.lost(now + 11.0)[NEW]
+    signs.forgive(now + 11.0)  # another member was lost meanwhile
+    signs.notes[NEW].heard_at = now + 30.0
+    assert "could not be decrypted" in signs.lost(now + 22.0)[NEW]
+    wire.heard_at = now + 22.0  # it was a stranger's
+    assert signs.lost(now + 23.0) == {}
 
 
 @pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
