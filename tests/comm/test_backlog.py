@@ -72,7 +72,7 @@ def test_all_since_a_mark_comes_back_in_order(tmp_path: Path) -> None:
 
 
 def test_the_oldest_mark_goes_beyond_the_bound(tmp_path: Path) -> None:
-    one = 3 * (2 * INDEX + 600)
+    one = 3 * (2 * INDEX + 700)
     backlog = filled(tmp_path, marks=3, limit=2 * one)
     assert [backlog.hold(str(k)) for k in range(3)] == [False, True, True]
     backlog.release()

@@ -53,7 +53,7 @@ def test_a_nested_manifest_is_damage(tmp_path):
     problems = []
     assert (
         _manifest(tmp_path, problems) == {}
-        and "is damaged" in problems[0]
+        and "no manifest that can be read" in problems[0]
         and list(_damage({})) == []
     )
 
