@@ -219,6 +219,7 @@ def evaluate(told: Report, calm: Report | None) -> Report:
         "participating_share": tape.participating(),
         "digests_equal": not mismatches,
         "digests_compared": tape.compared(),
+        "begun_anew": max(len(tape.begun) - 1, 0),
         "mismatches": mismatches[:20],
         "unexpected": unexpected(told["lives"]),
         "failures": [f"{e['kind']}: {e['failed']}" for e in struck if e["failed"]],
@@ -306,7 +307,8 @@ def show(found: Report, args: argparse.Namespace) -> str:
         f"{found['tokens']} ({share} of undisturbed)",
         f"participating / alive {found['participating_share']:.1%}; digests compared at "
         f"{found['digests_compared']} steps, "
-        f"{len(found['mismatches'])} differ; saves that failed {found['failed_saves']}",
+        f"{len(found['mismatches'])} differ; saves that failed {found['failed_saves']}; begun anew "
+        f"{found['begun_anew']} times",
         f"loss {number(found['loss'], '.4f')}, undisturbed at as many tokens "
         f"{number(found['loss_undisturbed'], '.4f')}",
     ]

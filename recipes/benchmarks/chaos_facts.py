@@ -7,6 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 Fact = dict[str, Any]
@@ -15,6 +16,10 @@ LAST = 8
 """Messages and steps at the end of a life that was lost, which count only where nobody else tells
 of them: an island may have acted on a message that the others then settled without it. That
 state is thrown away with it."""
+
+
+APART = 5.0
+"""Seconds between two islands that begin, from which on they do not begin together."""
 
 
 @dataclass
@@ -137,17 +142,26 @@ class Tape:
 
     def mismatches(self) -> list[str]:
         """Steps at which digests differ, and messages of which islands tell different sets."""
-        by_step: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+        by_step: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
         for f in self._firm([f for f in self.facts if f["what"] == "look" and f["digest"]], "step"):
-            by_step[f["rank"], f["step"]][f["slot"]] = f["digest"]
+            begun = bisect.bisect(self.begun, f["time"])
+            by_step[begun, f["rank"], f["step"]][f["slot"]] = f["digest"]
         out = [
             f"step {step}, rank {rank}: {seen}"
-            for (rank, step), seen in sorted(by_step.items())
+            for (_, rank, step), seen in sorted(by_step.items())
             if len(set(seen.values())) > 1
         ]
         return out + [
             f"message {r.number}: islands tell different sets" for r in self.rounds if r.unlike
         ]
+
+    @property
+    def begun(self) -> list[float]:
+        """When the run has begun, from step 0: once, and anew where its last member was hit. The
+        islands of this lab load no checkpoint then, so the same steps come again.
+        """
+        times = sorted(f["time"] for f in self.facts if f["what"] == "attached" and not f["step"])
+        return times[:1] + [two for one, two in pairwise(times) if two - one > APART]
 
     def compared(self) -> int:
         """Steps of which at least two islands have told a digest."""

@@ -348,6 +348,20 @@ def test_what_an_island_did_right_before_it_was_expelled_is_not_held_against_it(
     assert chaos.evaluate(told, None)["digests_equal"]
 
 
+def test_a_run_that_begins_anew_tells_its_steps_twice() -> None:
+    """Its last member was killed: who tells of a step again tells of another run."""
+    told = storm_of_one_kill()
+    again = [
+        {**f, "time": f["time"] + 100.0, "digest": "of another run"}
+        for f in told["facts"]
+        if f["slot"] == 0 and f["what"] == "look" and f["step"] <= 10
+    ]
+    again.append({**again[0], "what": "attached", "step": 0, "time": again[0]["time"] - 1.0})
+    told["facts"] += again
+    found = chaos.evaluate(told, None)
+    assert found["digests_equal"] and found["begun_anew"] == 1, found["mismatches"]
+
+
 def test_a_curve_between_its_points() -> None:
     assert at_tokens([(0, 4.0), (10, 2.0)], 5) == 3.0 and at_tokens([(0, 4.0)], 5) is None
 
