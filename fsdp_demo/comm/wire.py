@@ -49,11 +49,8 @@ class Piece:
 
     def __init__(self, hub: Any, data: Tensor):
         self._hub, self.size = hub, data.numel()
-        buffer = memory(data)
-        if self.size:
-            # whose memory it is: the library may read from it when nobody waits any more
-            buffer.tensor = data
-        self.view = memoryview(buffer).cast("B")
+        # it keeps the tensor: the library may read from it when nobody waits any more
+        self.view = memoryview(memory(data)).cast("B")
         self.tracker: Any = None  # of what the library reads from
         self.there = False
         self.error: Exception | None = None
