@@ -167,19 +167,19 @@ class Driver:
         self._post(lambda: self._early_pieces.begin(early))
         return self._early_pieces.wait(seconds)
 
-    def stop_with_all(self, acted: int, seconds: float) -> int | None:
+    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
         """All islands are told to end, and this rank launches nothing more: wait until all have
         what all have sent.
 
         Args:
-            acted: steps after which this rank had applied what it has applied.
+            applied_at: how many steps this rank had taken when it last applied a message.
             seconds: to wait at most.
 
         Returns:
-            The most that any of them says for `acted`; None where not all have come so far.
+            The most that any of them says for `applied_at`; None where not all have come so far.
         """
-        self._post(lambda: self.stopping.end(acted))
-        return self.stopping.acted if self._wait(self.stopping.settled, seconds) else None
+        self._post(lambda: self.stopping.end(applied_at))
+        return self.stopping.applied_at if self._wait(self.stopping.settled, seconds) else None
 
     def leave(self) -> None:
         """Tell the others that this island goes on no more; they settle what is open without

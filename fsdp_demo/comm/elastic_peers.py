@@ -399,9 +399,11 @@ class ElasticPeerGroup(PeerGroup):
         """See `PeerGroup`."""
         return self._driver is not None and self._driver.abandoned
 
-    def stop_with_all(self, acted: int, seconds: float) -> int | None:
+    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
         """See `PeerGroup`."""
-        return acted if self._driver is None else self._driver.stop_with_all(acted, seconds)
+        return (
+            applied_at if self._driver is None else self._driver.stop_with_all(applied_at, seconds)
+        )
 
     def leave(self) -> None:
         """See `PeerGroup`."""

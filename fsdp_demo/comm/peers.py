@@ -394,19 +394,19 @@ class PeerGroup:
         """
         return False
 
-    def stop_with_all(self, acted: int, seconds: float) -> int | None:
+    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
         """All islands are told to end, and this rank sends nothing more: wait until all have what
         all have sent. In the worker's thread, after what is under way.
 
         Args:
-            acted: steps after which this rank had applied what it has applied.
+            applied_at: how many steps this rank had taken when it last applied a message.
             seconds: to wait at most.
 
         Returns:
-            The most that any island says for `acted`; None where not all have come so far: then
-            nothing may be saved.
+            The most that any island says for `applied_at`; None where not all have come so far:
+            then nothing may be saved.
         """
-        return acted
+        return applied_at
 
     def leave(self) -> None:
         """Tell the others that this island goes on no more."""

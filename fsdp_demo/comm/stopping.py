@@ -36,7 +36,7 @@ class Stopping:
         self.together = False
         self._told: set[Member] = set()
         self._ends: dict[Member, int] = {}
-        self._acted: dict[Member, int] = {}
+        self._applied_at: dict[Member, int] = {}
         self._said: list[Any] = []
 
     def look(self, again: bool = False) -> None:
@@ -47,7 +47,12 @@ class Stopping:
         if rank.me not in self._told or rank.state in ("left", "expelled"):
             return
         self.together |= self._told >= set(rank.record.members) - rank.lost
-        word = ["stops", self._ends.get(rank.me, -1), self.together, self._acted.get(rank.me, -1)]
+        word = [
+            "stops",
+            self._ends.get(rank.me, -1),
+            self.together,
+            self._applied_at.get(rank.me, -1),
+        ]
         if word != self._said or again:
             self._said = word
             self._signs.say(word, [*self._signs.notes.values(), *self._signs.siblings.values()])
@@ -56,7 +61,7 @@ class Stopping:
     def hear(self, word: list[Any], member: Member | None) -> None:
         """A peer is told to end; or, where `member` is None, another rank of this island. Who says
         that all are has heard so of each."""
-        ends, together, acted = int(word[1]), bool(word[2]), int(word[3])
+        ends, together, applied_at = int(word[1]), bool(word[2]), int(word[3])
         if member is None:
             self._told.add(self._rank().me)
         else:
@@ -64,20 +69,23 @@ class Stopping:
             self.together |= together and self._rank().me in self._told
             if ends >= 0:
                 self._ends.setdefault(member, ends)
-            if acted >= 0:
-                self._acted[member] = acted
+            if applied_at >= 0:
+                self._applied_at[member] = applied_at
         self._tell()
 
-    def end(self, acted: int = -1) -> None:
-        """This rank sends no message more. All are told: another rank of this island may know it
-        first. acted: as for `Driver.stop_with_all`; -1 while that is open.
+    def end(self, applied_at: int = -1) -> None:
+        """This rank sends no message more, since all islands are told to end. Another rank of this
+        island may have heard that before this one has.
+
+        Args:
+            applied_at: see `Driver.stop_with_all`; -1 while the rank stands within a step.
         """
         rank = self._rank()
         self._told.add(rank.me)
         self.together = True
         self._ends.setdefault(rank.me, rank.next)
-        if acted >= 0:
-            self._acted[rank.me] = acted
+        if applied_at >= 0:
+            self._applied_at[rank.me] = applied_at
         self.look()
 
     def abandoned(self, n: int) -> bool:
@@ -93,13 +101,13 @@ class Stopping:
     def settled(self) -> bool:
         """Whether all members have said where they end, and have what all have sent."""
         rank = self._rank()
-        known = set(rank.record.members) - rank.lost <= self._acted.keys()
+        known = set(rank.record.members) - rank.lost <= self._applied_at.keys()
         return known and rank.landed >= self._below and not rank.unread(self._below)
 
     @property
-    def acted(self) -> int:
-        """The most that members have said, for `Driver.stop_with_all`."""
-        return max(self._acted.values(), default=-1)
+    def applied_at(self) -> int:
+        """The largest `applied_at` of all members, -1 if none has said one."""
+        return max(self._applied_at.values(), default=-1)
 
     @property
     def _below(self) -> int:

@@ -65,7 +65,7 @@ class Departures:
         elif stopped and topology.elastic and runtime.stopped_alone and not together:
             farewell.say(runtime, topology.stop_timeout)
         if together:
-            runtime.queue.forsake()
+            runtime.queue.note_unsent()
         if peers is not None and peers.elastic:
             alone = together or len(peers.alive) == 1
             peers.leave()

@@ -90,8 +90,10 @@ def stop_with_all(runtime: StepRuntime) -> None:
     )
     ends_at: int | None = -1
     if peers is not None and worker is not None:
-        end, acted = time.monotonic() + seconds, _acted(runtime)
-        job = worker.submit(lambda: peers.stop_with_all(acted, max(end - time.monotonic(), 0.0)))
+        end, applied_at = time.monotonic() + seconds, _applied_at(runtime)
+        job = worker.submit(
+            lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0))
+        )
         try:
             ends_at = job.result(seconds + 1.0)
         except Late:
@@ -101,7 +103,7 @@ def stop_with_all(runtime: StepRuntime) -> None:
     runtime.ends_at = int(most)
 
 
-def _acted(runtime: StepRuntime) -> int:
+def _applied_at(runtime: StepRuntime) -> int:
     """Steps after which this island had applied the last message that it has applied; 0 where there
     was none.
     """

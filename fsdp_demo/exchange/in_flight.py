@@ -316,7 +316,7 @@ class InFlightQueue:
         self.applied.clear()
         self.norms.load({})
 
-    def forsake(self) -> None:
+    def note_unsent(self) -> None:
         """All islands have stopped together: what has not come by now does not come, and is saved
         as unsent.
         """
