@@ -3,7 +3,8 @@ it.
 
 The times of a CPU are measured (`recipes/benchmarks/planner_times.py`; of a message:
 `slow_link.py`, demo without a limit); those of GPUs are arithmetic, from bytes that are read and
-written over the memory's rate, and say so. A user's own come with `--compression-time`.
+written over the memory's rate, and say so, and how far they were off on an H100. A user's own come
+with `--compression-time`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ PER_BYTE = 2.5e-9
 """Seconds of a host's core per byte that is sent, and received at once: copies, checksums, sums in
 fp32, the kernel (planner_times.py, as for the CPU below)."""
 
-_ARITHMETIC = "arithmetic: bytes moved over the memory's rate; never measured"
+_ARITHMETIC = (
+    "arithmetic: bytes moved over the memory's rate; sparse presets took 3 to 7 times as long on "
+    "an H100 (docs/performance.md)"
+)
 
 
 def _gpu(name: str, terabytes: float, gigabytes: float) -> Device:
