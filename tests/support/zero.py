@@ -33,8 +33,9 @@ STAGES = {
     "zero3-parts": {"stage": 3, "sub_group_size": 3000, "stage3_param_persistence_threshold": 100},
 }
 BUCKETS = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
-"""DeepSpeed's default of 5e8 elements asks for 2 GB a rank, which a machine that does not overcommit
-refuses."""
+"""DeepSpeed's default of 5e8 elements asks for 2 GB a rank, which a machine that does not
+overcommit refuses.
+"""
 
 
 class Model(nn.Module):
