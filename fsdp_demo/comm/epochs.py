@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-Kind = Literal["gather", "reduce", "mixed"]
-"""gather: each island sends one body to all. reduce: vectors are summed in two legs. mixed: both in
-one message, with one set (K8).
+Kind = Literal["gather", "mixed"]
+"""gather: each island sends one body to all. mixed: a body, and vectors that are reduced in two
+legs, in one message with one set (K8).
 """
 
 
@@ -194,8 +194,8 @@ def first_record(members: Iterable[Member]) -> Record:
 def needed(kind: Kind, settlement: Settlement) -> frozenset[Piece]:
     """The pieces that a rank must have to deliver a message as it is settled."""
     owners = settlement.owners
-    bodies = [Piece("body", m) for m in owners] if kind != "reduce" else []
-    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind != "gather" else []
+    bodies = [Piece("body", m) for m in owners]
+    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind == "mixed" else []
     return frozenset(bodies + parts + [Piece("early", m) for m in settlement.early])
 
 

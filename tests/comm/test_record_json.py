@@ -31,7 +31,7 @@ number = st.integers(0, 2**31)
 members = st.builds(Member, st.integers(0, 127), st.integers(0, 50))
 several = st.lists(members, max_size=6, unique=True).map(lambda found: tuple(sorted(found)))
 pieces = st.builds(Piece, st.sampled_from(["body", "share", "part"]), members, number)
-kinds = st.sampled_from(["gather", "reduce", "mixed"])
+kinds = st.sampled_from(["gather", "mixed"])
 
 
 @st.composite
