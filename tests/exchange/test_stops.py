@@ -17,7 +17,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import Topology, preset
-from fsdp_demo.exchange import vote_pace
+from fsdp_demo.exchange import local_status
 
 from ..support.everywhere import Everywhere
 from .test_failure import Small, same
@@ -116,7 +116,7 @@ def test_who_waits_for_an_island_that_stops_is_told(
     run_ranks: Callable[..., Any], everywhere: Everywhere, tmp_path: Path, procs: int
 ) -> None:
     """Island 0 stands in the exchange of step 20, to which island 1 will not come."""
-    everywhere.setattr(vote_pace, "EVERY", 0.0)  # else the ranks vote in that exchange
+    everywhere.setattr(local_status, "VOTE_EVERY", 0.0)  # else the ranks vote in that exchange
     config = preset("diloco", period=20, inner_optimizers="as_is")
 
     def strike(me: Any, small: Small, t: int) -> None:
