@@ -26,15 +26,13 @@ from ..comm.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP
 from ..comm.peers import PeerGroup
 from ..errors import PeerLost
 from .connections import Connections
-from .history import History
 from .ledger import Ledger
 from .local_status import Said
 from .message import MessageLayout
-from .norms import Norms
 from .pending import ExchangeRecord, PendingExchange
-from .saved_state import InFlightState
+from .saved_state import History, InFlightState
 from .sending import MessageSender
-from .watch import Watch
+from .watch import Norms, Watch
 
 log = logging.getLogger("fsdp_demo")
 

@@ -47,8 +47,7 @@ from ..hosts.base import TrainingHost
 from . import rates
 from .copies import Copies
 from .in_flight import InFlightQueue
-from .local_status import LocalStatus, Rewritten, mean_rate
-from .vote_pace import VotePace
+from .local_status import LocalStatus, Rewritten, VotePace, mean_rate
 
 log = logging.getLogger("fsdp_demo")
 

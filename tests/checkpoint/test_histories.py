@@ -18,8 +18,7 @@ from fsdp_demo.checkpoint.choice import NOWHERE, Held, alike, choose, look, toge
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
-from fsdp_demo.exchange.history import BEGUN, History
-from fsdp_demo.exchange.saved_state import ExchangeState
+from fsdp_demo.exchange.saved_state import BEGUN, ExchangeState, History
 
 from ..support.forked import forked
 

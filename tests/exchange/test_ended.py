@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_demo import Topology
 from fsdp_demo.exchange import summary
-from fsdp_demo.exchange.history import History
+from fsdp_demo.exchange.saved_state import History
 
 
 @pytest.mark.parametrize(

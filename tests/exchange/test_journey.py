@@ -16,7 +16,7 @@ import fsdp_demo
 
 from ..support import journey
 
-MOST = {"demo": 50, "streaming_diloco": 48}  # files, as docs/architecture.md says
+MOST = {"demo": 49, "streaming_diloco": 47}  # files, as docs/architecture.md says
 HEARTBEATS = {"comm/standing.py", "comm/tcp.py"}  # entered twice a second, whatever a step does
 
 

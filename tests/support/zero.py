@@ -34,7 +34,8 @@ STAGES = {
 }
 BUCKETS = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
 """DeepSpeed's default of 5e8 elements asks for 2 GB a rank, which a machine that does not
-overcommit refuses."""
+overcommit refuses.
+"""
 
 
 class Model(nn.Module):
