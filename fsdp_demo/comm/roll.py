@@ -18,9 +18,10 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import PeerLost, counted, see
+from .replica import Replica
 from .store_client import Asker
 
 log = logging.getLogger("fsdp_demo")
@@ -37,20 +38,6 @@ class Unlike(ValueError):
     """Another island has another number of islands."""
 
 
-class Caller(Protocol):
-    """What is asked of a `Topology`."""
-
-    run: str
-    island: int
-    islands: int
-    count: int
-    suffice: int
-    stall: float
-    name: str
-    endpoint: str
-    timeout: float
-
-
 class Called(NamedTuple):
     """The islands that begin, and whether this one joins them later."""
 
@@ -64,7 +51,7 @@ def _somebody(islands: Sequence[int]) -> bool:
 
 def call(
     at: Asker,
-    place: Caller,
+    place: Replica,
     late: bool,
     beat: float,
     silence: float,
@@ -111,7 +98,7 @@ def call(
     return Called(roll.decided() or roll.everyone, True) if roll.wait_for_begin() else None
 
 
-def compare(at: Asker, place: Caller, islands: Sequence[int]) -> None:
+def compare(at: Asker, place: Replica, islands: Sequence[int]) -> None:
     """Refuse these islands, as far as they have come, if they have other numbers: they may have
     refused this one already, and left.
 
@@ -153,7 +140,7 @@ def _read(text: str, count: int) -> tuple[int, ...]:
 class _Roll:
     """One island's wait."""
 
-    def __init__(self, at: Asker, place: Caller, beat: float, silence: float):
+    def __init__(self, at: Asker, place: Replica, beat: float, silence: float):
         self._at, self._place, self._each, self._silence = at, place, beat, silence
         self._beat_at = 0.0
         self._names: dict[int, str] = {}
