@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp_demo import Topology
 from fsdp_demo.errors import see
 
-from .all_ranks import told, world
+from .all_ranks import local_ranks, told, world
 from .node_mesh import installed, topology_of
 
 NAMES = ("ISLAND_COUNT", "ISLAND_RANK", "ISLAND_ENDPOINT", "ISLAND_RUN", "ISLAND_NAME")
@@ -40,7 +40,7 @@ def topology(engine: Any = None) -> Topology:
     """
     compare_environment()
     mesh, islands = topology_of(engine or SimpleNamespace(mpu=installed())), Topology.from_env()
-    world, local = dist.get_world_size() if dist.is_initialized() else 1, _local_ranks()
+    world, local = dist.get_world_size() if dist.is_initialized() else 1, local_ranks()
     if (
         installed() is None
         and mesh is None
@@ -88,11 +88,3 @@ def compare_environment(env: Mapping[str, str] | None = None) -> None:
             "or where `deepspeed` is called)"
             f"{see('hostfile')}"
         )
-
-
-def _local_ranks() -> int:
-    """Ranks per node as the launcher says (torchrun, accelerate: LOCAL_WORLD_SIZE; deepspeed:
-    LOCAL_SIZE); 0 if it does not.
-    """
-    text = (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "").strip()
-    return int(text) if text.isascii() and text.isdigit() else 0
