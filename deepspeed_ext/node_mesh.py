@@ -1,10 +1,14 @@
-"""The mesh under DeepSpeed: one torch.distributed world over several nodes, in which ZeRO shards
-and reduces inside a node only.
+"""Where the ranks of a launch stand: on the island that their environment names, or in a mesh, one
+torch.distributed world over several nodes, in which ZeRO shards and reduces inside a node only.
 
 `shard_within_node(ranks_per_node)` once, after torch.distributed is up and before the model is
 made. DeepSpeed learns of a node through a megatron-like `mpu` whose data-parallel group is the
 node. Accelerate and the Trainer have no argument for one, but they look `deepspeed.initialize` up
 when they call it, so that is where the mpu enters (`confinement.py`).
+
+Launchers do not pass every variable on: `deepspeed --hostfile` takes a few prefixes and what stands
+in `.deepspeed_env`. A rank without its ISLAND_* variables would train as a single replica beside
+others that wait for peers, so ranks compare them first.
 
 Source of the facts: deepspeed 0.19.8, collectives recorded by group and bytes
 (`tests/deepspeed/test_zero_mesh.py`).
@@ -14,7 +18,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -23,12 +29,15 @@ from deepspeed.accelerator import get_accelerator
 
 from fsdp_demo import Topology
 from fsdp_demo.comm.environment import patience
+from fsdp_demo.errors import see
 
 from .all_ranks import local_ranks, told
 from .all_ranks import world as all_ranks
 from .confinement import replace
 
 log = logging.getLogger("fsdp_demo")
+
+NAMES = ("ISLAND_COUNT", "ISLAND_RANK", "ISLAND_ENDPOINT", "ISLAND_RUN", "ISLAND_NAME")
 
 _nodes: NodeMPU | None = None
 
@@ -206,3 +215,72 @@ def topology_of(engine: Any) -> Topology | None:
     if mpu.replicas == 1:
         return Topology("single", **node)
     return Topology("mesh", mpu.replica, mpu.replicas, mpu.name, peer_group=mpu.cross, **node)
+
+
+# ---- a mesh, islands, or a single replica ------------------------------------------------------
+
+
+def topology(engine: Any = None) -> Topology:
+    """The mesh where `shard_within_node` is in place, else islands from the environment, else a
+    single replica.
+
+    All ranks of the world call it together.
+
+    Args:
+        engine: where there is one, its mpu counts.
+
+    Raises:
+        ValueError: ranks have different ISLAND_* variables; a mesh and islands at once; one world
+            over several nodes that is neither, unless ISLAND_COUNT=1 says so; and as
+            `Topology.from_env`.
+    """
+    compare_environment()
+    mesh, islands = topology_of(engine or SimpleNamespace(mpu=installed())), Topology.from_env()
+    world, local = dist.get_world_size() if dist.is_initialized() else 1, local_ranks()
+    if (
+        installed() is None
+        and mesh is None
+        and "ISLAND_COUNT" not in os.environ
+        and 0 < local < world
+    ):
+        raise ValueError(
+            f"one world of {world} ranks over nodes of {local}: ZeRO reduces between the nodes, "
+            "and there is nobody to exchange with. Call "
+            "deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and "
+            "deepspeed.initialize is called, or launch each "
+            "node as an island (ISLAND_RANK, ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are "
+            "one replica"
+            f"{see('one-world')}"
+        )
+    if mesh is None or mesh.islands == 1:
+        return islands
+    if islands.islands > 1:
+        raise ValueError(
+            f"ISLAND_COUNT={islands.islands} and shard_within_node({mesh.world}) at once: leave "
+            "shard_within_node out, or launch all nodes "
+            "as one world without ISLAND_* variables"
+        )
+    return mesh
+
+
+def compare_environment(env: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError, on every rank of the world, unless all ranks have the same ISLAND_*
+    variables.
+
+    Args:
+        env: this rank's, by default `os.environ`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    env = os.environ if env is None else env
+    said = all_ranks().everyone([env.get(name, "").strip() for name in NAMES])
+    for name, values in zip(NAMES, zip(*said, strict=True), strict=True):
+        if len(set(values)) == 1:
+            continue
+        raise ValueError(
+            f"ranks of one launch have different {name}: {told(values)}. All need the same "
+            "ISLAND_* variables; a hostfile launch passes "
+            "them on only if they stand in .deepspeed_env (NAME=value lines, in the home directory "
+            "or where `deepspeed` is called)"
+            f"{see('hostfile')}"
+        )

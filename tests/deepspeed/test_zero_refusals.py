@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
 import deepspeed_ext  # noqa: E402
 import fsdp_demo  # noqa: E402
-from deepspeed_ext.engine_topology import compare_environment  # noqa: E402
+from deepspeed_ext.node_mesh import compare_environment  # noqa: E402
 from deepspeed_ext.refusals import refuse  # noqa: E402
 from fsdp_demo import MuonAdamW, Topology, preset  # noqa: E402
 
