@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from fsdp_demo.comm import moves, settlement
 from fsdp_demo.comm.epochs import (
@@ -573,9 +574,9 @@ def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
         record,
         [
             report,
-            replace(report, view=1, rank=1),
-            replace(report, member=D),
-            replace(report, rank=1),
+            structs.replace(report, view=1, rank=1),
+            structs.replace(report, member=D),
+            structs.replace(report, rank=1),
         ],
         2,
     )

@@ -122,7 +122,7 @@ REPORT = json.loads(
         json.dumps({**RECORD, "who": [[1, 0], [0, 0]]}),
         json.dumps({**RECORD, "who": [[0, 0], [0, 0]]}),
         json.dumps({**RECORD, "who": [[0, 0], 1]}),
-        json.dumps({**RECORD, "who": [[0], [1]]}),
+        json.dumps({**RECORD, "who": [[], []]}),
         json.dumps({**RECORD, "who": [[n, 0] for n in range(MOST + 1)]}),
         json.dumps({**RECORD, "settlements": [[1, "1"]]}),
         json.dumps({**RECORD, "pieces": [["body", "ab", 0]]}),
@@ -145,12 +145,12 @@ def test_what_is_no_record_is_refused(text: str) -> None:
         "{}",
         "null",
         "[" * 5000,
-        json.dumps(REPORT[:-1]),
+        json.dumps(REPORT[:-2]),
         json.dumps([*REPORT, 0]),
         json.dumps([float("inf"), *REPORT[1:]]),
         json.dumps([0, "ab", *REPORT[2:]]),
         json.dumps([*REPORT[:5], [[3, "gossip", False, []]], True]),
-        json.dumps([*REPORT[:5], [[3, "gather", False, [["body", [0, 0]]]]], True]),
+        json.dumps([*REPORT[:5], [[3, "gather", False, [["body", []]]]], True]),
     ],
 )
 def test_what_is_no_report_is_refused(text: str) -> None:
