@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def reach(
                 reached[m].failed
                 and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
             )
-            reached.pop(m).close()
+            hub.run(reached.pop(m).close)
         missing = [m for m in members if m not in reached]
         still = record is None or any(m.slot == me.slot for m in record.members)
         if still:
@@ -184,27 +185,25 @@ def reach(
             if "ports" not in answer:
                 why = f"{labels(m.slot)}: {answer['later']}"
                 break
-            reached[m] = _dial(hub, prefix, me, m, peer_group, answer)
+            reached[m] = hub.run(partial(_dial, hub, prefix, me, m, peer_group, answer))
         signs.to = found = [reached[m] for m in members if m in reached]
-        _drive(hub, found)
+        _wait(hub, found)
         if members and len(found) == len(members) and all(r.met for r in found) and not still:
             at.set(key, "1")
             return found
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
 
 
-def _drive(hub: Hub, reached: Sequence[Reached]) -> None:
+def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
     """Let connections come to stand, for a moment."""
     end = time.monotonic() + AGAIN / 5
     wires = [w for r in reached for w in r.every]
     while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
-        for w in wires:
-            if not w.met and not w.gone:
-                w.dial_again()
-        if wires:
-            hub.drive(min(left, 0.02), lambda: False)
-        else:
+        if not wires:
             time.sleep(left)
+            return
+        hub.dial_again(wires)
+        hub.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
 
 
 def _ask(
@@ -449,7 +448,7 @@ class Follow:
     def caught_up(self, step: int) -> None:
         """See `Following`."""
         while not self.planned:
-            self._hub.drive(0.5, lambda: bool(self._donor.wires["notes"].notes))
+            self._hub.wait_until(lambda: bool(self._donor.wires["notes"].notes), 0.5)
             if self._donor.wires["notes"].gone:
                 raise PeerLost(f"{self._who} is gone: {self._donor.wires['notes'].gone}")
         assert self._record is not None
@@ -463,7 +462,7 @@ class Follow:
         self.then()
 
     def over(self) -> None:
-        """This island takes part from here on, and follows no more. In the driver's thread."""
+        """This island takes part from here on, and follows no more. In the network thread."""
         for k in ("ticks", "messages"):
             self._donor.wires[k].close(0)
 

@@ -168,7 +168,7 @@ def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
                 time.sleep(0.01)
             for _ in range(2):
                 with pytest.raises(
-                    PeerLost, match="the membership thread has failed: ZeroDivisionError"
+                    PeerLost, match="the network thread has failed: ZeroDivisionError"
                 ):
                     exchanged(line, 1)
             assert not line.wait_stable(5.0)
