@@ -16,9 +16,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-Kind = Literal["gather", "reduce", "mixed"]
-"""gather: each island sends one body to all. reduce: vectors are summed in two legs. mixed: both in
-one message, with one set (K8).
+from msgspec import Struct
+
+What = Literal["body", "share", "part", "early"]
+"""See `Piece`."""
+
+Kind = Literal["gather", "mixed"]
+"""gather: each island sends one body to all. mixed: a body, and vectors that are reduced in two
+legs, in one message with one set (K8).
 """
 
 
@@ -40,7 +45,7 @@ class Piece(NamedTuple):
     uncut: it leaves, and owns no part (K21).
     """
 
-    what: Literal["body", "share", "part", "early"]
+    what: What
     of: Member
     attempt: int = 0
 
@@ -91,8 +96,7 @@ class Open:
     delivered: bool = False
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(Struct, frozen=True, array_like=True):
     """One open message on one rank, in a report. `pieces` are bodies and parts, no shares."""
 
     n: int
@@ -101,8 +105,7 @@ class Held:
     pieces: frozenset[Piece]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one frozen rank tells the store, once in a view (K1).
 
     Attributes:
@@ -194,8 +197,8 @@ def first_record(members: Iterable[Member]) -> Record:
 def needed(kind: Kind, settlement: Settlement) -> frozenset[Piece]:
     """The pieces that a rank must have to deliver a message as it is settled."""
     owners = settlement.owners
-    bodies = [Piece("body", m) for m in owners] if kind != "reduce" else []
-    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind != "gather" else []
+    bodies = [Piece("body", m) for m in owners]
+    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind == "mixed" else []
     return frozenset(bodies + parts + [Piece("early", m) for m in settlement.early])
 
 

@@ -62,7 +62,7 @@ LEAVING = 64
 # is its share in every mean
 EARLY = 128
 # never sent: the receivers have found the norm far from the members', and leave the contribution
-# out (`exchange/norms.py`)
+# out (`exchange/watch.py`)
 FAR = 256
 
 SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)

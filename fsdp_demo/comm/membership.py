@@ -100,13 +100,14 @@ class Rank:
         """Send one's body and shares to all that take part; a repeat sends shares only (K6: from
         the kept vector).
         """
-        entry, actions = self._own(n, kind), []
+        entry, actions = self._own(n, kind), list[Action]()
         members, attempt = self.record.contributors(n), self.record.settlement(n).attempt
         others = tuple(m for m in members if m != self.me)
-        if kind != "reduce":
-            entry = replace(entry, pieces=entry.pieces | {Piece("body", self.me)})
-            actions += [] if repeat else [self._send(n, kind, Piece("body", self.me), others)]
-        if kind != "gather" and attempt == self.record.view:
+        body = Piece("body", self.me)
+        entry = replace(entry, pieces=entry.pieces | {body})
+        if not repeat:
+            actions.append(self._send(n, kind, body, others))
+        if kind == "mixed" and attempt == self.record.view:
             entry = replace(entry, shares=entry.shares | {self.me})
             actions.append(self._send(n, kind, Piece("share", self.me, attempt), others))
         entry, more = self._averaged(entry)

@@ -148,7 +148,6 @@ def _settle(
 
     Delivered by a member: as it was; all ranks of that member hold it, even where one has freed it.
     gather: the members, and of those lost whoever's body some member holds in every peer group.
-        reduce,
     mixed: as it was, if the members together have all of it in every peer group (K7, K8); else
     again, among the members (K6). all: with what was given early, if some member holds it in every
     peer group (K21).

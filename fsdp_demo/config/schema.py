@@ -51,7 +51,7 @@ class ExchangeConfig:
             channel that is due fetches its own.
         seed: of the positions of seeded selections.
         norm_limit: a contribution whose norm is more than so many times that of the others is left
-            out of its message (`exchange/norms.py` says which norms; to about a fifth); null: none
+            out of its message (`exchange/watch.py` says which norms; to about a fifth); null: none
             is.
         own_tensors: shell patterns over names of buffers and frozen parameters that are each
             island's own: neither made equal at the start nor averaged (a queue of features, a

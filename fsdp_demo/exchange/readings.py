@@ -5,9 +5,11 @@ communication, but where it says that all ranks of the island call it together.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,13 +21,42 @@ from ..comm.topology import Topology
 from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..hosts.base import TrainingHost
-from . import counters, energy, summary
-from .activity import Activity, activity
+from . import summary
 from .connections import Connections
 from .in_flight import InFlightQueue
 from .ledger import LedgerPage
 from .pending import ExchangeRecord
 from .runtime import StepRuntime
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one rank does at this moment. Another thread than the one that trains may read it, for a
+    line of progress. No communication.
+
+    Attributes:
+        kind: "training"; "sending": it trains while a message is under way; "waiting": training
+            stands still for a message; "finished".
+        islands: with which the message is not done yet; empty where that is not known.
+        seconds: for which training has stood still.
+
+    Example:
+        >>> from fsdp_demo.exchange.readings import Activity
+        >>> Activity("sending", (1, 2)).text, Activity("waiting", (2,)).text, Activity().text
+        ('sending to 1, 2', 'waiting for 2', 'training')
+    """
+
+    kind: Literal["training", "sending", "waiting", "finished"] = "training"
+    islands: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        who = ", ".join(map(str, self.islands))
+        if self.kind == "sending":
+            return f"sending to {who}" if who else "sending"
+        return f"waiting for {who or 'the others'}" if self.kind == "waiting" else self.kind
 
 
 class Readings:
@@ -175,7 +206,17 @@ class Readings:
         """What this rank does now: it trains, it sends meanwhile, or it waits, and for whom. May be
         read from another thread.
         """
-        return Activity("finished") if self.finished or self.closed else activity(self._queue)
+        if self.finished or self.closed:
+            return Activity("finished")
+        peers, since = self._peers, self._queue.waits_since
+        if peers is None:
+            return Activity()
+        if since:
+            return Activity("waiting", peers.awaited, time.monotonic() - since)
+        flying = any(
+            f.future is not None and not f.future.done() for f in list(self._queue.flights)
+        )
+        return Activity("sending", peers.awaited) if flying else Activity()
 
     @property
     def tokens(self) -> int:
@@ -204,7 +245,16 @@ class Readings:
         """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the
         last headers, the drift at the end.
         """
-        return counters.of_rank(self._runtime)
+        seen = self._queue.watch
+        return {
+            "step": self.step,
+            **vars(self._meter),
+            "loss": None if math.isnan(seen.loss) else seen.loss,
+            "drift": self.drift,
+            "not_finite": seen.left_out,
+            "far": seen.far,
+            **self._members(),
+        }
 
     @collective("totals()")
     def totals(self) -> dict[str, float]:
@@ -214,7 +264,38 @@ class Readings:
         any), and where islands come and go how many there are.
 
         All ranks of the island call it together."""
-        return counters.of_island(self._runtime)
+        meter, seen, island = self._meter, self._queue.watch, self._runtime.island
+        known = not math.isnan(seen.loss)
+        sent, received, tokens, losses, ranks = island.sum(
+            meter.bytes_sent,
+            meter.bytes_received,
+            self.tokens,
+            seen.loss if known else 0.0,
+            known,
+        )
+        waited, count, left_out, far = island.max(
+            meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far
+        )
+        out: dict[str, float] = {
+            "bytes_sent": int(sent),
+            "bytes_received": int(received),
+            "exchanges": int(count),
+            "seconds_waiting": waited,
+            "tokens": int(tokens),
+        }
+        out |= {"loss": losses / ranks} if ranks else {}
+        out |= {} if self.drift is None else {"drift": self.drift}
+        out |= {name: int(n) for name, n in (("not_finite", left_out), ("far", far)) if n}
+        return out | self._members()
+
+    def _members(self) -> dict[str, int]:
+        """Where islands come and go: how many are members, how many took part in the last message,
+        how often members have changed.
+        """
+        peers = self._peers
+        if peers is None or not peers.elastic:
+            return {}
+        return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
 
     def watch_energy(self, on: bool = True) -> None:
         """From the next exchange on, measure what `kept_energy` tells. It costs a copy of what a
@@ -226,11 +307,23 @@ class Readings:
     @collective("kept_energy()")
     def kept_energy(self) -> dict[str, float]:
         """The share of the squared norm of what each channel encoded in its last exchange that was
-        sent, by channel: 1 - |m - q|^2 / |m|^2, see `energy.kept`.
+        sent, by channel and over all shards of the island: 1 - |m - q|^2 / |m|^2.
+
+        m is what the channel encoded: its accumulator, or the delta, gradient or parameters
+        themselves where it has none, in the transform domain, in which norms are those of the
+        elements. q is what the others decode of it. With exact values q is a part of m, so this is
+        |q|^2 / |m|^2: the share of the energy that a selection of coefficients keeps. Rounding
+        makes it smaller, and a coarse code can make it negative. 1 where m is zero.
 
         All ranks of the island call it together. Empty before `watch_energy()` and the exchange
-        after it."""
-        return energy.kept(self.channels, self._runtime.island)
+        after it; channels that have not sent since are left out."""
+        found: dict[str, float] = {}
+        for c in [c for c in self.channels if c.watches_energy]:  # on all ranks or on none
+            mine = (0.0, 0.0) if c.energy is None else tuple(c.energy.tolist())
+            whole, left, known = self._runtime.island.sum(*mine, float(c.energy is not None))
+            if known:
+                found[c.channel.name] = 1.0 - left / whole if whole else 1.0
+        return found
 
     def ledger(self) -> LedgerPage:
         """This rank's bytes by channel, of headers, and of all else; their sum is `bytes_sent` and

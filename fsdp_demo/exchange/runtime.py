@@ -47,8 +47,7 @@ from ..hosts.base import TrainingHost
 from . import rates
 from .copies import Copies
 from .in_flight import InFlightQueue
-from .local_status import LocalStatus, Rewritten, mean_rate
-from .vote_pace import VotePace
+from .local_status import LocalStatus, Rewritten, VotePace, mean_rate
 
 log = logging.getLogger("fsdp_demo")
 
@@ -138,6 +137,8 @@ class StepRuntime:
         self.ahead: Callable[[], None] | None = None
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[str, Any] = {}
+        # The exchange: its hooks hold it, so that whoever attaches to the optimizer again finds it.
+        self.owner: object = None
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
         self.goes_on: Callable[[], bool] | None = None

@@ -38,9 +38,8 @@ from .connections import Connections
 from .ledger import Ledger, Moved
 from .local_status import Said, give_up
 from .message import MessageLayout
-from .norms import Norms
 from .pending import PendingExchange
-from .watch import Watch
+from .watch import Norms, Watch
 
 
 class MessageSender:

@@ -13,9 +13,10 @@ from ..channels.channel import ChannelRunner
 from ..comm import agreement
 from ..errors import UNREADABLE
 from ..version import __version__
-from . import facts, norms
+from . import facts
 from .runtime import StepRuntime
 from .startup import specification
+from .watch import read_norms
 
 FORMAT = 2
 
@@ -50,7 +51,7 @@ class Stand:
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are
             not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
-        norms: of the last messages that have come (`norms.Norms`).
+        norms: of the last messages that have come (`watch.Norms`).
         own: the mark of the checkpoint from which the newcomer takes all tensors (`returning.py`);
             empty: they come.
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
@@ -123,7 +124,7 @@ class Stand:
             if counts is not None:
                 counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
             step, host, own = whole(tree["step"]), dict(tree["host"]), str(tree.get("own", ""))
-            heard, told = norms.read(tree["norms"], set(last), MOST), tree["history"]
+            heard, told = read_norms(tree["norms"], set(last), MOST), tree["history"]
             history = {
                 "digest": str(told["digest"]),
                 "slots": [whole(s) for s in told["slots"]],

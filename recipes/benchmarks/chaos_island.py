@@ -151,7 +151,7 @@ def noted(facts: Facts) -> None:
     """From now on each payload that this island has agreed on with the others is written down:
     number, step, who counts, whether it was settled in a change of members, and made again."""
     from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
-    from fsdp_demo.exchange.norms import Norms
+    from fsdp_demo.exchange.watch import Norms
 
     run, finished, remember = ElasticPeerGroup._run, ElasticPeerGroup._finished, Norms.note
     settled: dict[int, Any] = {}

@@ -734,7 +734,7 @@ def trainer(me, folder: str, stage: str) -> dict[str, Any]:
         **auto,
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "zero_optimization": zero.STAGES[stage],
+        "zero_optimization": zero.BUCKETS | zero.STAGES[stage],
     }
     args = TrainingArguments(
         output_dir=str(me.folder / "out"),

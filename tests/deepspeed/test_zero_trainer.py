@@ -38,7 +38,7 @@ def settings(stage, **more):
     """What users write: "auto" wherever the Trainer knows better."""
     return {
         **AUTO,
-        "zero_optimization": dict(zero.STAGES[stage]),
+        "zero_optimization": zero.BUCKETS | zero.STAGES[stage],
         "bf16": {"enabled": "auto"},
         "steps_per_print": 10**9,
         **more,

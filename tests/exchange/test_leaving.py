@@ -17,7 +17,7 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.config.channel import Applier, Channel, Codec, Reducer, SyncSchedule
 from fsdp_demo.config.schema import ExchangeConfig
-from fsdp_demo.exchange import vote_pace
+from fsdp_demo.exchange import local_status
 
 from .test_survivors import Small, backward
 
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 pytestmark = pytest.mark.skipif(
     zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
 )
-ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
+ENV = {"ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
 GRADIENTS = (15.0, 30.0, 45.0)  # of each island, in every step
 VICTIM, AT, STEPS = 1, 5, 12  # told to end in step 5, the second of the second round of 4
 SAID = "it counts in their exchange of step 8"
@@ -97,7 +97,7 @@ def test_the_steps_since_the_last_exchange_count_with_their_share(
 
 def test_all_ranks_of_an_island_leave_at_one_step(run_ranks, everywhere) -> None:
     """Two copies, both active; the signal comes to both, at unlike moments."""
-    everywhere.setattr(vote_pace, "EVERY", 0.0)  # they leave after the very step
+    everywhere.setattr(local_status, "VOTE_EVERY", 0.0)  # they leave after the very step
     found = run_ranks(trained, 3, 2, env=ENV, args=(plain(),), check=False)
     values = ended(found, 2)
     rounds = [4 * sum(GRADIENTS) / 3, (4 * 15 + 4 * 45 + 0.5 * 2 * 30) / 2.5, 4 * (15 + 45) / 2]

@@ -15,7 +15,7 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, NotFinite, PeerLost, Topology, preset
 from fsdp_demo.comm.header import FAR, HEADER, NOT_FINITE, Header, norm_code, norm_of, seal, unseal
 from fsdp_demo.exchange.local_status import LIMIT
-from fsdp_demo.exchange.norms import LEAST, MESSAGES, Norms, read
+from fsdp_demo.exchange.watch import LEAST, MESSAGES, Norms, read_norms
 
 from ..support import probe
 from ..support.threaded import islands, values
@@ -389,8 +389,8 @@ OTHER = [
 @pytest.mark.parametrize("tree", OTHER)
 def test_norms_of_another_form(tree: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        read(tree, {"a"}, 8)
-    assert read({"a": [[1, [2, 3]]]}, {"a"}, 8) == {"a": [(1, [2, 3])]}
+        read_norms(tree, {"a"}, 8)
+    assert read_norms({"a": [[1, [2, 3]]]}, {"a"}, 8) == {"a": [(1, [2, 3])]}
 
 
 def test_the_setting() -> None:

@@ -17,8 +17,8 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.exchange import vote_pace
-from fsdp_demo.exchange.vote_pace import MOST, VotePace
+from fsdp_demo.exchange import local_status
+from fsdp_demo.exchange.local_status import VOTE_STEPS, VotePace
 
 from ..support import probe
 from ..support.everywhere import Everywhere
@@ -55,7 +55,7 @@ class Votes:
 
 def test_the_first_step_votes_and_then_it_is_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(vote_pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(local_status.time, "monotonic", lambda: now[0])
     ranks = [VotePace(), VotePace()]
     voted, steps = [], []
     for step in range(400):
@@ -77,8 +77,8 @@ def test_many_quick_steps_are_not_left_without_a_vote() -> None:
     pace = VotePace()
     for _ in range(20):
         pace.agreed(1e-6)
-    assert pace.steps == MOST
-    assert [pace.due() for _ in range(MOST)] == [False] * (MOST - 1) + [True]
+    assert pace.steps == VOTE_STEPS
+    assert [pace.due() for _ in range(VOTE_STEPS)] == [False] * (VOTE_STEPS - 1) + [True]
     assert pace.due(now=True)
 
 
@@ -106,7 +106,7 @@ def test_all_ranks_of_an_island_stop_at_one_step(
     folder = next(tmp_path.glob("ranks-*"))
     (step, agreed), other = (torch.load(folder / f"saved{r}") for r in range(2))
     assert (step, agreed) == other, "the ranks have counted alike"
-    assert 41 <= step <= 41 + MOST and len(agreed) < step / 2
+    assert 41 <= step <= 41 + VOTE_STEPS and len(agreed) < step / 2
 
 
 def test_a_rank_that_dies_ends_the_others(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_ends_the_others(run_ranks: Callable[..., Any], tmp_pat
     assert outcomes[1].status == -signal.SIGKILL
     assert outcomes[0].status != 0 and outcomes[0].error, outcomes[0].log
     at = int((next(tmp_path.glob("ranks-*")) / "step0").read_text())
-    assert 30 <= at <= 30 + MOST
+    assert 30 <= at <= 30 + VOTE_STEPS
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_every_exchange_votes_when_it_leaves_and_when_it_is_applied(
     run_ranks: Callable[..., Any], everywhere: Everywhere, config: Any
 ) -> None:
     """Also with a delay; and both islands agree in the end."""
-    everywhere.setattr(vote_pace, "EVERY", 1e9)  # else at most every MOST steps
+    everywhere.setattr(local_status, "VOTE_EVERY", 1e9)  # else at most every VOTE_STEPS steps
 
     def run(me: Any) -> Any:
         votes = Votes(config)
@@ -164,7 +164,7 @@ def test_a_wish_of_all_islands_lands_with_the_exchange(
 ) -> None:
     """`request_stop(together=True)` on one rank: at the same step on all ranks of all islands."""
     config = preset("diloco", period=8, inner_optimizers="as_is").changed({"schedule.delay": 3})
-    everywhere.setattr(vote_pace, "EVERY", 1e9)
+    everywhere.setattr(local_status, "VOTE_EVERY", 1e9)
 
     def run(me: Any) -> Any:
         votes = Votes(config)

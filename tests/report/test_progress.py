@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo.exchange.activity import Activity
+from fsdp_demo.exchange.readings import Activity
 from fsdp_demo.report import progress
 from fsdp_demo.report.progress import Progress, ProgressLine, clock, line
 

@@ -28,7 +28,7 @@ from fsdp_demo.comm.membership import Rank, entered
 from .invariants import Outcome, Violation
 
 At = tuple[Member, int]
-KINDS: tuple[Kind, ...] = ("gather", "reduce", "mixed")
+KINDS: tuple[Kind, ...] = ("gather", "mixed")
 
 
 class Storm:

@@ -32,6 +32,10 @@ STAGES = {
     # several sub-groups, and small tensors that stay gathered
     "zero3-parts": {"stage": 3, "sub_group_size": 3000, "stage3_param_persistence_threshold": 100},
 }
+BUCKETS = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
+"""DeepSpeed's default of 5e8 elements asks for 2 GB a rank, which a machine that does not
+overcommit refuses.
+"""
 
 
 class Model(nn.Module):
@@ -75,7 +79,7 @@ def settings(
     stage, offload = stage.removesuffix("-offload"), offload or stage.endswith("-offload")
     if stage == "wrapper":
         stage, bf16, more = "zero1", True, {"data_types": {"grad_accum_dtype": "fp32"}, **more}
-    zero = dict(STAGES[stage])
+    zero = BUCKETS | STAGES[stage]
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     return {
@@ -119,7 +123,7 @@ def muon(model: nn.Module, outside: tuple[str, ...] = ("embed", "head")) -> torc
 
 
 def engine(
-    config: dict[str, Any],
+    config: dict[str, Any] | str,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = adamw,
     model: nn.Module | None = None,
     **keywords: Any,
@@ -132,6 +136,8 @@ def engine(
         torch.manual_seed(7)
         model = Model()
     groups = keywords.pop("groups", None) or [p for p in model.parameters() if p.requires_grad]
+    if isinstance(config, dict):  # not the path of a file
+        config = {**config, "zero_optimization": BUCKETS | config["zero_optimization"]}
     handed = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer(groups)}
     made, *_ = deepspeed.initialize(model=model, config=config, **handed, **keywords)
     return made

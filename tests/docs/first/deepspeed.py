@@ -22,7 +22,7 @@ batches = loader
 config = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 2},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000},
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
