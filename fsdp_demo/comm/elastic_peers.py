@@ -81,8 +81,9 @@ class ElasticPeerGroup(PeerGroup):
                 self._counter.submit = self._submit
             self.desk = self._counter
 
-    def follow(self, follow: Follow) -> None:
-        """This rank is a newcomer: what others have agreed on comes from its donor."""
+    def follow(self, follow: Follow, slots: Sequence[int]) -> None:
+        """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
+        self._set(slots)
         self._follow = self.following = follow
         follow.then = lambda: self._submit(self._keep_up) if self._submit is not None else None
         self.begun = True

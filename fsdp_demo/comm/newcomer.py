@@ -69,10 +69,16 @@ class Reached:
         trouble = next((w.trouble for w in self.every if w.trouble), "it does not answer")
         return "" if self.met or time.monotonic() < self.until else trouble
 
-    def close(self) -> None:
-        """Close all."""
-        for w in self.every:
-            w.close(0)
+    def close(self, hub: Hub) -> None:
+        """Close all; who waits for something of them is told."""
+
+        def job() -> None:
+            for w in self.every:
+                with hub.changed:
+                    w.gone = w.gone or "closed"
+                w.close(0)
+
+        hub.run(job)
 
 
 class SignsOfLife:
@@ -137,16 +143,24 @@ def reach(
     labels: Callable[[int], str],
     seconds: float,
     signs: SignsOfLife,
-) -> list[Reached]:
+    turn: int = 0,
+    since: Record | None = None,
+) -> tuple[list[Reached], Record]:
     """Connections to this peer group of all members of the newest record, which is read anew as
-    long as somebody is busy.
+    long as somebody is busy; and that record.
+
+    Args:
+        turn: how many donors this island has lost. since: the record by which it had reached the
+            last one.
 
     Raises:
-        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
+        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds;
+            or it is named by a record after `since`, and a member that was lost comes back under
+            another incarnation only.
     """
     end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
-    record: Record | None = None
-    key = f"in/{me.slot}.{me.incarnation}"
+    record = since
+    key = f"in/{me.slot}.{me.incarnation}" + (f".{turn}" if turn else "")
     # two islands that come at once would each be let into some peer groups only
     while peer_group and not at.peek(key):
         if time.monotonic() > end:
@@ -154,6 +168,8 @@ def reach(
         time.sleep(AGAIN / 5)
     while time.monotonic() < end:
         record = newest(at, record)
+        if since is not None and record is not None and _named(at, me, since, record):
+            raise PeerLost(f"{name} lost its donor when it was a member already")
         members = [m for m in record.members if m.slot != me.slot] if record is not None else []
         # lost meanwhile, or to be tried again
         for m in [m for m in reached if m not in members or reached[m].failed]:
@@ -161,7 +177,7 @@ def reach(
                 reached[m].failed
                 and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
             )
-            hub.run(reached.pop(m).close)
+            reached.pop(m).close(hub)
         missing = [m for m in members if m not in reached]
         still = record is None or any(m.slot == me.slot for m in record.members)
         if still:
@@ -188,10 +204,18 @@ def reach(
             reached[m] = hub.run(partial(_dial, hub, prefix, me, m, peer_group, answer))
         signs.to = found = [reached[m] for m in members if m in reached]
         _wait(hub, found)
-        if members and len(found) == len(members) and all(r.met for r in found) and not still:
+        if record is None or still:
+            continue
+        if members and len(found) == len(members) and all(r.met for r in found):
             at.set(key, "1")
-            return found
+            return found, record
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
+
+
+def _named(at: Asker, me: Member, since: Record, until: Record) -> bool:
+    """Whether a record of those between two, and these, names this island."""
+    epochs = range(since.epoch, until.epoch + 1)
+    return any(me in read_record(at.get(f"record/{e}").decode()).members for e in epochs)
 
 
 def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
@@ -243,6 +267,7 @@ class Follow:
         hub: of all connections. donor: whom this island follows. first: this is the island's first
             peer group.
         become: makes this rank a member, given the record that names it.
+        another: makes the peer group follow another donor.
         at: the store, below the keys of the run.
 
     Attributes:
@@ -260,6 +285,7 @@ class Follow:
         me: Member,
         who: str,
         become: Callable[[Record], None],
+        another: Callable[[], None],
     ):
         self._hub = hub
         self._donor = donor
@@ -267,7 +293,7 @@ class Follow:
         self._at = at
         self._me = me
         self._who = who
-        self._become = become
+        self._become, self.another = become, another
         self._ticks, self._messages = (
             spool.Reader(hub, donor.wires[k], who) for k in ("ticks", "messages")
         )
