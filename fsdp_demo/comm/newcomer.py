@@ -21,10 +21,9 @@ from torch import Tensor
 from ..errors import PeerLost, WireError, see
 from . import spool
 from .collectives import ReceivedMessage
-from .coming import Coming
 from .epochs import Member, Record
 from .frames import LONGEST
-from .guests import LEAST, WIRES, connection_names, greeting, knock
+from .guests import WIRES, connection_names, greeting, knock
 from .header import WITHIN
 from .hub import Hub
 from .joining import LONGEST as LONGEST_HEAD
@@ -271,9 +270,9 @@ class Follow:
         at: the store, below the keys of the run.
 
     Attributes:
-        base: the first message that this island takes part in; None while it is not planned.
+        base: the first message that this island takes part in, if it is of a step; None while it is
+            not planned.
         next: the number of the next message.
-        then: called when the base is known and this island goes on by itself.
     """
 
     def __init__(
@@ -304,9 +303,6 @@ class Follow:
         self.next = 0
         self._more = False
         self._caught_up = 0
-        self._most = LEAST
-        self._coming: Coming | None = None
-        self.then: Callable[[], None] = lambda: None
 
     @property
     def fetched(self) -> int:
@@ -349,7 +345,7 @@ class Follow:
                     f"the snapshot of {self._who} has parts of {self._ticks.sizes} bytes, expected "
                     f"are {list(sizes)}"
                 )
-            self._bodies, self._most = [], max(LEAST, sum(sizes))
+            self._bodies = []
         while len(self._bodies) < len(sizes):
             part = self._ticks.part(sizes[len(self._bodies)], seconds)
             if part is None:
@@ -379,11 +375,6 @@ class Follow:
         self._ticks.end()
         return Tick.unpack(part)
 
-    @property
-    def begun(self) -> bool:
-        """Whether this island takes part in the next message."""
-        return self.base is not None and self.next >= self.base
-
     def arrived(self, expected: Expected) -> ReceivedMessage:
         """See `Following`."""
         found = self.followed(expected)
@@ -391,19 +382,20 @@ class Follow:
         return found
 
     def followed(self, expected: Expected) -> ReceivedMessage | None:
-        """The same; None where this island takes part in the message, which may come out only while
-        it waits.
+        """The same; None where this island takes part in the message: it is the first one of a step
+        from the base on.
         """
         while True:
             found = None
             while found is None:
-                if self.begun:
-                    return None
                 found = self._messages.begin(0.5)
-            if found.get("item") == "launch":
-                self._read_coming(found)
-                continue
             n = int(found["n"])
+            if found.get("item") == "launch":
+                self._messages.end()
+                if self.base is not None and n >= self.base:
+                    self.next = n
+                    return None
+                continue
             self.next = n + 1 if n >= 0 else self.next
             sizes = self._messages.sizes[1:]
             head = self._part(LONGEST_HEAD)
@@ -428,43 +420,6 @@ class Follow:
             return False
         return expected.kind in WITHIN or all(step <= self._caught_up for _, step in asked)
 
-    def instead(self, n: int) -> Coming | None:
-        """What the others launch as message n, if it is a question which this island does not ask:
-        it was making up for the steps before. None: they should do what this island does; or
-        nobody knows, since the donor is gone. Waits for the donor's word."""
-        try:
-            coming = self._launched(n)
-        except PeerLost:
-            return None
-        return (
-            coming
-            if coming is not None and coming.kind not in WITHIN and coming.step <= self._caught_up
-            else None
-        )
-
-    def _launched(self, n: int) -> Coming | None:
-        """What the others launch as message n, or later; None where message n itself comes without
-        that word, as what was kept for this island. What came back of those before is thrown
-        away."""
-        while self._coming is None or self._coming.n < n:
-            found = None
-            while found is None:
-                found = self._messages.begin(60.0)
-            if found.get("item") == "launch":
-                self._read_coming(found)
-                continue
-            if int(found["n"]) >= n:
-                return None
-            self.next = max(self.next, int(found["n"]) + 1)
-            for size in self._messages.sizes:
-                self._part(size)
-            self._messages.end()
-        return self._coming
-
-    def _read_coming(self, found: Mapping[str, Any]) -> None:
-        self._coming = Coming.read(found, self._most)
-        self._messages.end()
-
     def _part(self, longest: int) -> Tensor:
         part = None
         while part is None:
@@ -480,12 +435,10 @@ class Follow:
         assert self._record is not None
         self._caught_up = step
         self._become(self._record)
-        # last: another thread may wait for it
         self.base = self._record.base[self._record.members.index(self._me)]
         log.info(
             "this island goes on from step %d, and takes part from message %d on", step, self.base
         )
-        self.then()
 
     def over(self) -> None:
         """This island takes part from here on, and follows no more. In the network thread."""
