@@ -26,6 +26,7 @@ from .change import ChangeDesk
 from .early import EarlyPieces
 from .epochs import Ballot, Member, Record
 from .guests import Guests
+from .header import WITHIN
 from .held import Early, Message
 from .hub import Hub
 from .membership import Rank
@@ -220,9 +221,14 @@ class Driver:
     def wait_read(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number, or are gone: who is
         gone reads no more. For the end of a run. Other ranks of this island may have ended then, so
-        the change of members that a loss begins would never come to its end.
+        the change of members that a loss begins would never come to its end. Who has joined and not
+        begun reads what its donor sends.
         """
-        return self._wait(lambda: not self.machine.unread(below), seconds)
+        return self._wait(lambda: not (self.machine.unread(below) or self._is_followed()), seconds)
+
+    def _is_followed(self) -> bool:
+        guest = self.guests.guest if self.guests is not None else None
+        return guest is not None and guest.moved
 
     def _wait(self, reached: Callable[[], bool], seconds: float) -> bool:
         """Ask the members how far they are, and wait until that is far enough; whether it is."""
@@ -401,7 +407,7 @@ class Driver:
             message.tasks.put(PeerLost(ABANDONED))
             return
         self._traffic.open(message)
-        self._step(moves.Launched(message.n, message.kind))
+        self._step(moves.Launched(message.n, message.kind, message.header.kind not in WITHIN))
         self._traffic.expect(message)
 
     def _abandon(self) -> None:

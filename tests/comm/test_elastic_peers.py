@@ -322,7 +322,7 @@ def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
     def gone(wanted: Any) -> Any:
         raise PeerLost("island 0 (a) is gone")
 
-    line.follow(SimpleNamespace(begun=False, followed=gone))  # type: ignore[arg-type]
+    line.follow(SimpleNamespace(begun=False, followed=gone), [0])  # type: ignore[arg-type]
     header, nothing = line.header(PAYLOAD, 3), torch.empty(0, dtype=torch.uint8)
     with pytest.raises(PeerLost, match="is gone"):
         line.gather(header, nothing)
