@@ -86,13 +86,6 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Everywhere:
     return Everywhere(monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def fixed_members(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark `gloo`, for processes that a test starts by itself."""
-    if request.node.get_closest_marker("gloo"):
-        monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
-
-
 @pytest.fixture
 def run_ranks(
     request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer, everywhere: Everywhere
@@ -105,8 +98,8 @@ def run_ranks(
     and, if the island has more than one process (or `group=True`), its own default gloo group.
     Returns the values, island by island; they must be picklable. A rank that raises fails the call
     with its traceback; ranks that hang are killed after `timeout` seconds and show where they were.
-    `env` adds variables (a function of the Rank, or a dict), and so does the mark `gloo`. With
-    `check=False` the result is a list of `Outcome`, whatever happened.
+    `env` adds variables (a function of the Rank, or a dict). With `check=False` the result is a
+    list of `Outcome`, whatever happened.
 
     The ranks are forked by another process: what `fn` holds is copied, patches are made by
     `everywhere`, environment and working folder are those of the test. Each call has a store of its
@@ -142,8 +135,6 @@ def run_ranks(
         common["ISLAND_TIMEOUT"] = str(max(5, int(timeout / 2)))
         # a busy machine lets a living island be silent for long; tests of losses say when one is
         common["ISLAND_DEAD"] = "30"
-        if request.node.get_closest_marker("gloo"):
-            common["ISLAND_TRANSPORT"] = "gloo"
         store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", run)
         job = pack(Job(fn, args, env, everywhere.patches, group))
         outcomes = rank_server.run(Call(ranks, job, common, store, timeout, GRACE))

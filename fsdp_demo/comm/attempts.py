@@ -5,10 +5,10 @@ Keys of a run in the store:
 
     <run>/attempt             number of the attempt that islands join now
     <run>/<n>/slot/<island>   who plays this island in attempt n: compare_set, the first wins
-    <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them, where islands may come and go
+    <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them
     <run>/<n>/life/<island>   how often its place was taken anew
-    <run>/<n>/beat/<island>   counts up every second while that process lives; where islands may come and go, until they have met
-    <run>/<n>/came, starters  who begins the attempt, where islands may come and go (`roll.py`)
+    <run>/<n>/beat/<island>   counts up every second while that process lives, until the islands have met
+    <run>/<n>/came, starters  who begins the attempt (`roll.py`)
     <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
     <run>/<n>/finished        island that came to the end of the run
 
@@ -72,11 +72,6 @@ class TopologyLike(Protocol):
     token: str
 
     @property
-    def elastic(self) -> bool:
-        """Whether an island that comes back joins the others while they train."""
-        ...
-
-    @property
     def question(self) -> float:
         """Seconds that a question to the store may take."""
         ...
@@ -116,7 +111,7 @@ def join(topology: TopologyLike, store: Asker | None = None) -> Pulse:
                     topology, lambda: _begin(topology, store or topology.open_store())
                 )
             except Finished:
-                if topology.elastic and environment.restarted(os.environ):
+                if environment.restarted(os.environ):
                     log.warning(
                         "run %r has finished while %s was away: it is not needed any more, the "
                         "others hold what came out. It ends with status 0%s",
@@ -152,7 +147,7 @@ def _refuse_second_main() -> None:
 
 class Taken(NamedTuple):
     """A place in an attempt: its number, how often the place was taken before in it, whether the
-    others train already, and, where islands may come and go, which ones began or begin it."""
+    others train already, and which islands began or begin it."""
 
     number: int
     life: int = 0
@@ -173,7 +168,7 @@ def _from_first(topology: TopologyLike, decide: Callable[[], Taken]) -> Taken:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"fsdp_demo/attempt/{start}/{topology.endpoint}/{topology.run}"
     if topology.rank:
-        return _told(own, key, (2 if topology.elastic else 1) * topology.timeout + 60)
+        return _told(own, key, 2 * topology.timeout + 60)
     try:
         taken = decide()
     except (ValueError, PeerLost) as error:
@@ -214,8 +209,6 @@ def _begin(topology: TopologyLike, store: Asker) -> Taken:
     """
     while True:
         taken = _take(topology, store)
-        if not topology.elastic:
-            return taken
         at = store.under(f"{topology.run}/{taken.number}")
         called = roll.call(
             at, topology, taken.late, BEAT, BEATS * BEAT, partial(_live, topology, at)
@@ -250,7 +243,7 @@ def _take(topology: TopologyLike, store: Asker) -> Taken:
         before = at.compare_set(f"slot/{t.island}", "", me)
         if before == me:
             at.add(f"beat/{t.island}", 1)
-            return Taken(int(text), 0, bool(t.elastic and at.peek("begun")))
+            return Taken(int(text), 0, bool(at.peek("begun")))
         if _live(t, at, [t.island]):
             cure = (
                 "set a different ISLAND_RANK on each, or a new ISLAND_RUN on all "
@@ -263,8 +256,7 @@ def _take(topology: TopologyLike, store: Asker) -> Taken:
             return Taken(int(text), at.add(f"life/{t.island}", 1))
         others = [j for j in range(t.islands) if j != t.island]
         if (
-            t.elastic
-            and at.peek("begun")
+            at.peek("begun")
             and _live(t, at, others)
             and at.compare_set(f"slot/{t.island}", before, me) == me
         ):
@@ -283,7 +275,7 @@ def _waits(topology: TopologyLike, at: Asker) -> bool:
     """Whether this island does not begin an attempt that has not begun: the end of its process
     before then ends nothing.
     """
-    if not topology.elastic or at.peek("begun"):
+    if at.peek("begun"):
         return False
     starters = roll.decided(at, topology.count)
     return topology.island >= topology.count or (
@@ -295,7 +287,7 @@ def _live(topology: TopologyLike, at: Asker, islands: Sequence[int]) -> bool:
     """Whether any of these islands lives: its door answers, or, before they have come together, its
     beat moves.
     """
-    if topology.elastic and (meeting := at.peek("begun")):
+    if meeting := at.peek("begun"):
         from .look import answers  # it needs ZeroMQ
 
         return answers(at.under(meeting), islands, topology.token)
@@ -397,7 +389,7 @@ class Pulse:
             job(self._at)
         except PeerLost as error:
             if not self.silent:
-                what = "%s; training goes on, without word from the other islands' stops" + see(
+                what = "%s; training goes on, but an island that is lost cannot come back" + see(
                     "store-silent"
                 )
                 log.warning(what, str(error).partition(": start there")[0])

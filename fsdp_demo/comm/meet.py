@@ -13,16 +13,18 @@ from ..errors import see
 from ..status import SAVED, leave, tell_launcher
 from . import descriptors, newcomer
 from .change import ChangeDesk
+from .curve import Keys
 from .driver import Driver
 from .elastic_peers import ElasticPeerGroup
 from .epochs import Member, Record, first_record
 from .guests import Guests
+from .hub import Hub
 from .link import Link
 from .membership import entered
 from .peers import most_streams
 from .signs import Signs
 from .store_client import Asker
-from .transport import Meeting
+from .zeromq import Meeting, ZeroMQ
 
 log = logging.getLogger("fsdp_demo")
 
@@ -80,10 +82,8 @@ def elastic_peers(
         open_store: a connection of its own, below the keys of the meeting.
 
     Raises:
-        ValueError, PeerLost: see `transport.Opener.open`.
+        ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
     """
-    from .zeromq import ZeroMQ
-
     hub = _hub(meeting, place)
     try:
         members = {slot: Member(slot) for slot in meeting.ranks}
@@ -173,17 +173,12 @@ def newcomer_peers(
 
 def _hub(meeting: Meeting, place: PeerPosition) -> Any:
     """What moves all connections of this rank. Raises ValueError where it may not have so many."""
-    from .curve import Keys
-    from .hub import Hub
-
     descriptors.allow(meeting.size, place.ranks)
     return Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
 
 
 def _siblings(hub: Any, meeting: Meeting, place: PeerPosition, me: Member) -> dict[int, Any]:
     """Connections to the other ranks of this island that have a peer group, by peer group."""
-    from .zeromq import ZeroMQ
-
     if place.ranks == 1:
         return {}
     own = tuple(f"rank {r} of {place.names[place.slot]}" for r in range(place.ranks))

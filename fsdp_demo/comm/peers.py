@@ -2,10 +2,10 @@
 
 A `PeerGroup` is that set of ranks. It knows one move, everybody sends to everybody directly (one
 round trip, where a ring takes R - 1), in pieces, so that the timeout measures silence and not size.
-A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not used: among 8
-islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On
-long links there are several connections to each peer, to which pieces are dealt, since one TCP
-window (4 MiB where nobody has raised it) does not fill them. Two transports are built on it:
+A ring was measured against it and is not used: among 8 islands it takes 6 times as long for what is
+short, and is at most 5 % faster for what is long. On long links there are several connections to
+each peer, to which pieces are dealt, since one TCP window (4 MiB where nobody has raised it) does
+not fill them. Two ways to exchange are built on it:
 `PeerGroup.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank
 order by the channel), and `collectives.reduce`. Both run in the thread of `worker.py`.
 """
@@ -33,7 +33,6 @@ from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, 
 from .joining import Desk, Following
 from .link import Link
 from .meter import Meter
-from .transport import Transport
 
 log = logging.getLogger("fsdp_demo")
 
@@ -59,8 +58,8 @@ class PeerGroup:
     """The ranks that hold the same shard on every island, one per island.
 
     Args:
-        group: what moves pieces (`transport.Pieces`): a process group with `send` and `recv` over
-            CPU tensors (gloo), or a `Transport`; None for a single replica.
+        group: what moves pieces: a process group with `send` and `recv` over CPU tensors (gloo), or
+            `zeromq.Connections`; None for a single replica.
         rank, size: this island and the number of islands in the group.
         names: the islands' names, for errors.
         timeout: seconds of silence after which a peer counts as lost.
@@ -321,7 +320,7 @@ class PeerGroup:
 
     def seen_round_trip(self) -> float:
         """Seconds of the shortest round trip to the farthest peer, as the kernel has seen it; inf
-        where nobody knows, as with gloo.
+        where nobody knows, as in a mesh.
         """
         return math.inf
 
@@ -441,12 +440,7 @@ class PeerGroup:
         return self.label(slot)
 
     def release(self) -> None:
-        """Close the connections and drop the process groups; a live one at interpreter exit can
-        abort the process.
-        """
-        for group in (self.group, *self.more):
-            if isinstance(group, Transport):
-                group.close()
+        """Drop the process groups; a live one at interpreter exit can abort the process."""
         self.group, self.more = None, []
 
 

@@ -2,7 +2,7 @@
 model on the other islands, and connects to them.
 
 A rank announces itself under a key of its own and waits for one rank of every island that begins.
-Then the islands compare what they announced, and the transport connects.
+Then the islands compare what they announced, and connect.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as Late
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from ..errors import PeerLost, StoreSilent, counted, see
 from . import attempts, environment, roll
 from .address import route_to, split_endpoint
 from .link import Link
+from .meet import Limits, PeerPosition, elastic_peers, newcomer_peers
 from .peers import PeerGroup
 from .position import ShardPosition, form
 from .store_client import Asker
-from .transport import Meeting, opener
-
-if TYPE_CHECKING:
-    from .meet import PeerPosition
+from .zeromq import Meeting
 
 # how often this process joined a run: every attach gets keys of its own
 _epochs: Counter[tuple[str, str]] = Counter()
@@ -40,7 +37,6 @@ class Island(attempts.TopologyLike, Protocol):
     """What is asked of a `Topology`."""
 
     address: str
-    transport: str
     dead: float
     stall: float
     least: int
@@ -96,9 +92,7 @@ class Rendezvous:
         if self._position.copy >= active_copies:
             return None, active_copies
         names = self._names(infos)
-        if self._topology.elastic:
-            return self._elastic(store, active_copies, names), active_copies
-        return self._fixed(store, active_copies, names), active_copies
+        return self._peers(store, active_copies, names), active_copies
 
     def _connect(self) -> Asker:
         """Open the store, and settle which keys this meeting has."""
@@ -107,7 +101,6 @@ class Rendezvous:
             environment.warn_of_open(
                 split_endpoint(topology.endpoint),
                 topology.address,
-                topology.transport,
                 topology.token,
             )
         self._store = store = topology.open_store()
@@ -190,7 +183,6 @@ class Rendezvous:
             "count": self._topology.count,
             "shards": self._position.num_shards,
             "copies": self._position.num_copies,
-            "transport": self._topology.transport,
         }
 
     def _gather(self, store: Asker) -> dict[int, dict[str, Any]]:
@@ -245,8 +237,7 @@ class Rendezvous:
     def _refuse_in_vain(self, store: Asker, missing: Sequence[int]) -> None:
         """Raise where those that are missing will not come to this attempt."""
         topology = self._topology
-        if topology.elastic:
-            roll.compare(store.under(topology.prefix()), topology, list(missing))
+        roll.compare(store.under(topology.prefix()), topology, list(missing))
         if by := store.peek(f"{topology.prefix()}/ended"):
             raise PeerLost(
                 f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
@@ -265,9 +256,6 @@ class Rendezvous:
                 "other's files: give each its own"
             )
         for i, other in sorted(infos.items()):
-            if (theirs := other["transport"]) != topology.transport:
-                both = f"ISLAND_TRANSPORT={theirs}, {topology.name} has {topology.transport}"
-                raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
             if other["shards"] != position.num_shards:
                 raise ValueError(
                     f"island {i} ({other['name']}) holds the model in "
@@ -282,10 +270,8 @@ class Rendezvous:
 
     # -- how they are reached ---------------------------------------------------------------------
 
-    def _elastic(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
+    def _peers(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
         """Peers that may come and go."""
-        from .meet import Limits, elastic_peers, newcomer_peers
-
         topology, pulse = self._topology, attempts.join(self._topology)
         meeting = self._meeting(store, self.prefix, names, among=topology.starters)
         place = self._place(active_copies, names)
@@ -299,31 +285,10 @@ class Rendezvous:
         pulse.quiet()
         return met
 
-    def _fixed(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
-        """Peers that all stay."""
-        topology, position = self._topology, self._position
-        prefix = f"{self.prefix}/line/{position.shard}.{position.copy}"
-        open_group = self._connector(self._meeting(store, prefix, names))
-        peers = PeerGroup(
-            open_group(0),
-            topology.island,
-            topology.islands,
-            names,
-            topology.timeout,
-            self._link,
-            position.num_shards * active_copies,
-        )
-        try:
-            peers.widen(open_group)
-        except BaseException:
-            peers.release()  # a live group at interpreter exit can abort the process
-            raise
-        return peers
-
     def _meeting(
         self, store: Asker, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
     ) -> Meeting:
-        """What a transport is told."""
+        """What `ZeroMQ` is told."""
         topology = self._topology
         return Meeting(
             store,
@@ -339,8 +304,6 @@ class Rendezvous:
 
     def _place(self, active_copies: int, names: Sequence[str]) -> PeerPosition:
         """Where this rank stands among its peers."""
-        from .meet import PeerPosition
-
         position = self._position
         return PeerPosition(
             self._topology.island,
@@ -350,24 +313,6 @@ class Rendezvous:
             ranks,
             self._topology.rank,
         )
-
-    def _connector(self, meeting: Meeting) -> Callable[[int], Any]:
-        """open(k): connections k = 0, 1, ... of this peer group, by the transport that was
-        chosen.
-        """
-        topology = self._topology
-        transport = opener(topology.transport, meeting)
-
-        def open_group(k: int) -> Any:
-            try:
-                return transport.open(k)
-            except Late:
-                waited = f"within {topology.timeout:g} s"
-                raise StoreSilent(
-                    f"the store at {topology.endpoint} does not answer {waited}"
-                ) from None
-
-        return open_group
 
     def _own_store(self) -> Asker:
         """A connection of its own, below the keys of this meeting."""

@@ -7,8 +7,8 @@ the smallest number is the number of active copies, and a shard's blocks are dea
 copies, so it is sent once.
 
 * `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; peer groups
-  meet through a store at ISLAND_ENDPOINT (`rendezvous.py`) and connect by a transport
-  (`transport.py`; gloo: a bare group) that no framework inside the island can see.
+  meet through a store at ISLAND_ENDPOINT (`rendezvous.py`) and connect by ZeroMQ (`zeromq.py`),
+  which no framework inside the island can see.
 * `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
 """
 
@@ -53,8 +53,7 @@ class Topology:
             many must be left to train on.
         count, suffice: islands that are expected at the start, default `islands`; where they may
             come and go, how many suffice to begin when `timeout` is over (0: all).
-        transport: what carries the peer group between islands (`environment.TRANSPORTS`). token:
-            the run's secret, for transports and stores that know one.
+        token: the run's secret, "" for none.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -82,7 +81,6 @@ class Topology:
     least: int = 1
     count: int = 0
     suffice: int = 0
-    transport: str = next(iter(environment.TRANSPORTS))
     token: str = field(default="", repr=False)
     _rendezvous: Rendezvous | None = field(default=None, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
@@ -106,8 +104,8 @@ class Topology:
         env = os.environ if env is None else env
         environment.warn_of_unknown(env)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        count, transport = environment.whole(env, "ISLAND_COUNT", 1), environment.transport(env)
-        islands = environment.slots(env, count, transport)
+        count = environment.whole(env, "ISLAND_COUNT", 1)
+        islands = environment.slots(env, count)
         island = environment.place(env, count, islands)
         name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
         common: dict[str, Any] = {"name": name, "run": run}
@@ -125,10 +123,8 @@ class Topology:
             "least": environment.least(env, count),
             "suffice": environment.suffice(env, count),
         }
-        environment.refuse_gloo(place, transport)
         common |= {
             "address": env.get("ISLAND_ADDRESS", ""),
-            "transport": transport,
             "token": environment.token(env),
         }
         return cls(
@@ -209,7 +205,7 @@ class Topology:
     @property
     def elastic(self) -> bool:
         """Whether islands may come and go."""
-        return self.kind == "islands" and self.transport == "zeromq"
+        return self.kind == "islands"
 
     def under_way(self) -> bool:
         """Whether this island comes to a run that the others are training already, and so joins it

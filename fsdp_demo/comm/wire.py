@@ -45,7 +45,7 @@ REFUSED = (
 
 
 class Piece:
-    """One piece under way: see `transport.Moving`."""
+    """One piece under way."""
 
     def __init__(self, hub: Any, data: Tensor):
         self._hub, self.size = hub, data.numel()
@@ -61,11 +61,16 @@ class Piece:
         return self.tracker is not None
 
     def is_completed(self) -> bool:
-        """See `transport.Moving`."""
+        """Whether `wait` would return or raise at once."""
         return self.there or self.error is not None or (self.handed and self.tracker.done)
 
     def wait(self, timeout: timedelta) -> None:
-        """See `transport.Moving`."""
+        """Until it is there, or may be written over here.
+
+        Raises:
+            WireError: what came is refused. RuntimeError: the peer is gone, or was silent for
+                `timeout`.
+        """
         self._hub.wait(self, timeout.total_seconds())
         if self.error is not None:
             raise type(self.error)(*self.error.args)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from ..comm import descriptors
 from ..comm.address import route_to
 from ..comm.topology import Topology
-from ..comm.transport import Meeting
+from ..comm.zeromq import Meeting
 from ..errors import PeerLost
 from . import facts, reach
 from .council import Council, guest
@@ -94,7 +94,6 @@ def local(
         facts.mtu(name),
         disk_mb_s=disk_mb_s,
         step_seconds=step_seconds,
-        transport=topology.transport,
         open_files=descriptors.allowed(),
         open_files_needed=descriptors.num_open() + descriptors.needed(topology.islands),
         **settings,  # type: ignore[arg-type]
@@ -167,7 +166,7 @@ def _measure(
     )
     line = None
     try:
-        line = Pair(topology.transport, meeting, time.monotonic() + 2 * seconds + SLACK)
+        line = Pair(meeting, time.monotonic() + 2 * seconds + SLACK)
         return Probe(line, me, other, seconds, len(islands) - 1).run()
     except PeerLost as error:
         return Direction(me, other, error=str(error)[:300])

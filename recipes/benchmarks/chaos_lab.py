@@ -143,7 +143,6 @@ class Lab:
         number = self.now[slot].number + 1 if slot in self.now else 0
         env = dict(
             os.environ,
-            ISLAND_TRANSPORT="zeromq",
             ISLAND_COUNT=str(self.islands),
             ISLAND_RANK=str(slot),
         )

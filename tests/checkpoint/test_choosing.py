@@ -199,9 +199,7 @@ class Told(CheckpointRegistry):
     """A board on which the other islands have left their notes already."""
 
     def __init__(self, *others):
-        super().__init__(
-            fsdp_demo.Topology("islands", islands=1 + len(others), name="island0", transport="gloo")
-        )
+        super().__init__(fsdp_demo.Topology("islands", islands=1 + len(others), name="island0"))
         self.others = list(others)
 
     def meet(self, note):

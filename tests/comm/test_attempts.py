@@ -38,18 +38,14 @@ def quick(everywhere: Any) -> None:
     everywhere.setattr(attempts, "BEAT", 0.2)
 
 
-@pytest.fixture(params=["torch", "zmq"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """One run for several calls of `run_ranks`, over each kind of store."""
-    name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
-    if request.param == "torch":
-        yield {**name, "ISLAND_TRANSPORT": "gloo"}
-        return
-    pytest.importorskip("zmq")
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """One run for several calls of `run_ranks`, over the durable store."""
     from fsdp_demo.launch.durable_store import DurableStore, InThread
 
+    name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
     served = InThread(DurableStore("zmq://127.0.0.1:0", tmp_path / "keys"))
-    yield {**name, "ISLAND_ENDPOINT": served.endpoint, "ISLAND_TRANSPORT": "zeromq"}
+    yield {**name, "ISLAND_ENDPOINT": served.endpoint}
     served.end()
 
 
@@ -334,47 +330,10 @@ def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
 # ---- presence ----------------------------------------------------------------------------------
 
 
-def test_islands_tell_each_other_when_they_stop(run_ranks, run) -> None:
-    if "ISLAND_ENDPOINT" in run:
-        pytest.skip("where islands come and go nobody stops because another does")
-
-    def fn(me: Any) -> Any:
-        exchange = attach()
-        calls: list[int] = []
-        presence = Presence(exchange.topology, lambda: calls.append(1))
-        presence.start()
-        if me.island == 0:
-            presence.tell_stop(7)
-        else:
-            while not calls:
-                time.sleep(0.05)
-            presence.tell_stop(9)
-        together = presence.wait_for_stops(20.0)
-        presence.close()
-        exchange.detach()
-        return together, presence.stopping, calls
-
-    assert run_ranks(fn, 3, 1, env=run) == [
-        (True, {j: 7 if j == 0 else 9 for j in range(3) if j != i}, [1]) for i in range(3)
-    ]
-
-
-def test_waiting_for_an_island_that_says_nothing_ends(run_ranks, run) -> None:
-    def fn(me: Any) -> tuple[bool, dict[int, int]]:
-        exchange = attach()
-        presence = Presence(exchange.topology)
-        presence.start()
-        return (presence.wait_for_stops(0.3) if me.island == 0 else True), presence.stopping
-
-    assert run_ranks(fn, 2, 1, env=run) == [(False, {}), (True, {})]
-
-
 def test_there_is_no_presence_without_islands() -> None:
     before = threading.active_count()
     presence = Presence(Topology.from_env({"ISLAND_COUNT": "1"}))
     presence.start()
-    presence.tell_stop(3)
-    assert presence.wait_for_stops(5.0) and presence.stopping == {}
     presence.end("left")
     presence.close()
     assert threading.active_count() == before
@@ -417,9 +376,10 @@ def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: st
     assert "of island 1" in text or "bytes" in says
 
 
-def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
+def test_an_island_that_comes_at_the_last_moment_is_not_missed(monkeypatch) -> None:
     """The last look is as good as all before it, however late it ends."""
-    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05, transport="gloo")
+    monkeypatch.setattr(Topology, "starters", (0, 1))
+    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05)
     rendezvous = Rendezvous(topology, ShardPosition(), None)
     fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
 
@@ -458,7 +418,7 @@ def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
     may.
     """
 
-    def fn(me: Any) -> tuple[list[str], bool]:
+    def fn(me: Any) -> list[str]:
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -475,13 +435,10 @@ def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
         done = [pulse.ask(silent, 5.0), pulse.ask(silent, 5.0)]
         assert done == [False, False]
         assert pulse.ask(lambda at: None, 5.0) and not pulse.silent
-        return lines, presence.wait_for_stops(0.1)
+        return lines
 
-    ((lines, together),) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    assert (
-        len([line for line in lines if "does not answer; training goes on" in line]) == 1
-        and not together
-    )
+    (lines,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    assert len([line for line in lines if "does not answer; training goes on" in line]) == 1
 
 
 # ---- islands that come and go, and attempts ----------------------------------------------------

@@ -12,7 +12,7 @@ pytest.importorskip("zmq")
 from fsdp_demo.comm import descriptors, meet  # noqa: E402
 from fsdp_demo.comm.hub import Hub  # noqa: E402
 from fsdp_demo.comm.meet import Limits, PeerPosition, elastic_peers, newcomer_peers  # noqa: E402
-from fsdp_demo.comm.transport import Meeting  # noqa: E402
+from fsdp_demo.comm.zeromq import Meeting  # noqa: E402
 from fsdp_demo.errors import PeerLost  # noqa: E402
 
 CLOSED = "nobody is asked"

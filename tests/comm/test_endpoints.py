@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fsdp_demo import Topology
@@ -38,29 +36,12 @@ def test_endpoints_are_read_and_written(text: str, place: Endpoint) -> None:
         "redis://host:1",
     ],
 )
-@pytest.mark.parametrize("transport", ["gloo", "zeromq"])
-def test_wrong_endpoints_are_refused(text: str, transport: str) -> None:
+def test_wrong_endpoints_are_refused(text: str) -> None:
     with pytest.raises(ValueError) as error:
-        Topology.from_env({**ISLANDS, "ISLAND_ENDPOINT": text, "ISLAND_TRANSPORT": transport})
+        Topology.from_env({**ISLANDS, "ISLAND_ENDPOINT": text})
     assert str(error.value).startswith(
         f"ISLAND_ENDPOINT={text!r} must be host:port of the store or zmq://host:port"
     )
-
-
-def test_gloo_needs_torchs_store() -> None:
-    env: dict[str, Any] = {
-        **ISLANDS,
-        "ISLAND_ENDPOINT": "zmq://host:1",
-        "ISLAND_TRANSPORT": "gloo",
-    }
-    with pytest.raises(
-        ValueError,
-        match="ISLAND_TRANSPORT=gloo cannot meet by ISLAND_ENDPOINT=zmq://host:1: set "
-        "ISLAND_TRANSPORT=",
-    ):
-        Topology.from_env(env)
-    for transport in ("", "zeromq"):
-        assert Topology.from_env({**env, "ISLAND_TRANSPORT": transport}).endpoint == "zmq://host:1"
 
 
 def test_the_way_to_an_endpoint_is_found_for_all_forms() -> None:

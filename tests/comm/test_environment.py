@@ -126,21 +126,16 @@ def test_the_time_to_stop_is_checked(text: str) -> None:
         ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "; to join a run later, set ISLAND_SLOTS on"),
         ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "2.5"}, "ISLAND_SLOTS='2.5' must be a whole number"),
         ({"ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
-        (
-            {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_TRANSPORT": "gloo"},
-            "needs ISLAND_TRANSPORT=zeromq",
-        ),
     ],
 )
 def test_slots_are_checked(variables: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        Topology.from_env({"ISLAND_ENDPOINT": "host:1", "ISLAND_TRANSPORT": "zeromq", **variables})
+        Topology.from_env({"ISLAND_ENDPOINT": "host:1", **variables})
 
 
 def test_slots_are_the_parts_of_the_data() -> None:
     env = {
         "ISLAND_ENDPOINT": "zmq://host:1",
-        "ISLAND_TRANSPORT": "zeromq",
         "ISLAND_COUNT": "2",
         "ISLAND_RANK": "2",
     }
@@ -179,11 +174,6 @@ def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> Non
             {"ISLAND_TOKEN": "a secret of 16 and more"},
             "Take the store of `fsdp-demo store --bind zmq://8.8.8.8:1`",
         ),
-        (
-            "8.8.8.8:1",
-            {"ISLAND_TOKEN": "a secret of 16 and more", "ISLAND_TRANSPORT": "gloo"},
-            "gloo asks for no token",
-        ),
         ("zmq://8.8.8.8:1", {"ISLAND_TOKEN": "a secret of 16 and more"}, ""),
         ("zmq://10.0.0.1:1", {"ISLAND_ADDRESS": "192.168.1.5"}, ""),
         ("zmq://[fd00::1]:1", {}, ""),
@@ -203,7 +193,7 @@ def test_a_public_address_without_a_token_is_warned_of_once(
         raise StoreSilent("ISLAND_ENDPOINT= nobody answers")
 
     monkeypatch.setattr(Topology, "open_store", silent)
-    env = {"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", "ISLAND_ENDPOINT": endpoint, **more}
+    env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, **more}
     for _ in range(2):
         with pytest.raises(StoreSilent):
             Topology.from_env(env).join(ShardPosition())

@@ -24,8 +24,8 @@ from fsdp_demo.comm.guests import Guests
 from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import PeerPosition
-from fsdp_demo.comm.transport import Meeting
 from fsdp_demo.comm.worker import CommWorker
+from fsdp_demo.comm.zeromq import Meeting
 from fsdp_demo.errors import WireError
 
 from ..support.elastic import Islands

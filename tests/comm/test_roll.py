@@ -25,7 +25,6 @@ def place(
 ) -> Topology:
     of = {
         "endpoint": "the test",
-        "transport": "zeromq",
         "timeout": timeout,
         "name": f"isle{island}",
     }

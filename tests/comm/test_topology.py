@@ -239,8 +239,7 @@ def test_who_attaches_again_alone_is_told_so(run_ranks) -> None:
         first.detach()
         return ""
 
-    env = {"ISLAND_TIMEOUT": "1.5", "ISLAND_TRANSPORT": "gloo"}
-    text, _ = run_ranks(fn, 2, 1, env=env)
+    text, _ = run_ranks(fn, 2, 1, env={"ISLAND_TIMEOUT": "1.5"})
     assert "missing 1." in text and "This is attach number 2 of this process" in text, text
     assert "find_executable_batch_size" in text
 

@@ -108,10 +108,6 @@ def test_a_firewall_on_the_other_side_stops_joins_only() -> None:
     assert "cannot join" in finding.says
 
 
-def test_gloo_needs_both_directions() -> None:
-    assert only(seen(reached(0, 1, TIMEOUT), transport=["gloo"] * 2)).stops
-
-
 def test_no_direction_is_told_once() -> None:
     finding = only(seen(reached(0, 1, TIMEOUT), reached(1, 0, REFUSED)))
     assert (finding.name, finding.stops) == ("unreachable", True)
@@ -151,7 +147,7 @@ def test_where_no_packet_passes_it_is_no_black_hole() -> None:
     assert (finding.name, finding.stops) == ("stalled", True)
 
 
-def test_an_error_of_the_transport_is_told_once_and_only_where_connections_stand() -> None:
+def test_an_error_of_the_connections_is_told_once_and_only_where_connections_stand() -> None:
     errors = direction(0, 1, error="nothing came"), direction(1, 0, error="closed")
     finding = only(seen(*errors))
     assert (finding.name, finding.stops) == ("not-measured", True)

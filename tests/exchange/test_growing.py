@@ -70,7 +70,6 @@ def agree(found: list[Any]) -> None:
 def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int) -> None:
     def env(me: Any) -> dict[str, str]:
         return {
-            "ISLAND_TRANSPORT": "zeromq",
             "ISLAND_MIN": "2",
             "ISLAND_TIMEOUT": "40" if me.island == 1 else "5",
         }
@@ -89,7 +88,7 @@ def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
     def env(me: Any) -> dict[str, str]:
         if early and me.island == 2:
             (me.folder / "begun").touch()
-        return {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+        return {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
 
     found = run_ranks(grown, 3, 1, timeout=120, env=env, args=("full", 2, 3))
     agree(found)
@@ -98,7 +97,7 @@ def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
 
 
 def test_a_run_of_one_grows(run_ranks) -> None:
-    env = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
+    env = {"ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
     found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, 2))
     agree(found)
     assert found[0][1] == (0,) and found[1][0] >= 4

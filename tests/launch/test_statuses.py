@@ -97,7 +97,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     folder = tmp_path_factory.mktemp("statuses")
     env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
     env |= {"PYTHONPATH": str(ROOT), "ISLAND_COUNT": "2", "ISLAND_TIMEOUT": "2"}
-    env |= {"ISLAND_TRANSPORT": "zeromq", "RANK": "0"}
+    env |= {"RANK": "0"}
     done = subprocess.run(
         [sys.executable, "-c", PARENT, str(folder)],
         env=env,

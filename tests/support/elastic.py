@@ -25,8 +25,8 @@ from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.meet import PeerPosition
 from fsdp_demo.comm.store_client import Asker
-from fsdp_demo.comm.transport import Meeting
 from fsdp_demo.comm.wire import Wire
+from fsdp_demo.comm.zeromq import Meeting
 
 from .threads import warm
 
