@@ -21,7 +21,7 @@ from .link import Link
 from .meet import Limits, PeerPosition, elastic_peers, newcomer_peers
 from .peers import PeerGroup
 from .position import ShardPosition, form
-from .store_client import Asker
+from .store_client import Store
 from .zeromq import Meeting
 
 # how often this process joined a run: every attach gets keys of its own
@@ -66,7 +66,7 @@ class Rendezvous:
         self._topology, self._position, self._link = topology, position, link
         self.prefix = ""
         self._late = False  # the others train already
-        self._store: Asker | None = None
+        self._store: Store | None = None
 
     def join(self) -> tuple[PeerGroup | None, int]:
         """The peers of this rank, None for a copy that is not active, and the number of active
@@ -94,7 +94,7 @@ class Rendezvous:
         names = self._names(infos)
         return self._peers(store, active_copies, names), active_copies
 
-    def _connect(self) -> Asker:
+    def _connect(self) -> Store:
         """Open the store, and settle which keys this meeting has."""
         topology = self._topology
         if topology.rank == 0:
@@ -108,11 +108,11 @@ class Rendezvous:
         run = topology.endpoint, topology.run
         epoch = attached(topology)
         attempt = attempts.join(topology, store).prefix
-        if epoch and store.peek(f"{attempt}/finished"):
+        if epoch and store.get(f"{attempt}/finished"):
             # by an exchange of this process, which now has another one
             store.set(f"{attempt}/finished", "")
         self._late = topology.under_way()
-        if self._late and (begun := int(store.peek(f"{attempt}/begun") or 0)):
+        if self._late and (begun := int(store.get(f"{attempt}/begun") or 0)):
             raise self._one_of(begun + 1)
         if epoch and topology.island not in topology.starters:
             raise self._one_of(epoch + 1)
@@ -132,7 +132,7 @@ class Rendezvous:
 
     # -- who is there -----------------------------------------------------------------------------
 
-    def _meet(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _meet(self, store: Store) -> dict[int, dict[str, Any]]:
         """Announce this rank, wait for one rank of every island that begins and compare layouts;
         returns each one's announcement.
         """
@@ -141,14 +141,14 @@ class Rendezvous:
         self._compare(infos)
         return infos
 
-    def _look(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _look(self, store: Store) -> dict[int, dict[str, Any]]:
         """As `_meet`, for an island that comes when the run is under way: those that have been
         announced, and this one.
         """
         topology, position, mine = self._topology, self._position, self._announcement()
         infos = {}
         for i in range(topology.islands):
-            if store.check([self._first(i)]):
+            if store.get(self._first(i)):
                 infos[i] = self._note(store, i)
         self._compare({i: info for i, info in infos.items() if i != topology.island})
         active_copies = min(info["copies"] for info in infos.values())
@@ -171,7 +171,7 @@ class Rendezvous:
         """Where the first rank of an island does."""
         return f"{self.prefix}/join/{island}/0.0"
 
-    def _note(self, store: Asker, island: int) -> dict[str, Any]:
+    def _note(self, store: Store, island: int) -> dict[str, Any]:
         """What the first rank of an island has announced."""
         fields = {name: type(value) for name, value in self._announcement().items()}
         return store.note(self._first(island), f"island {island}", fields)
@@ -185,14 +185,14 @@ class Rendezvous:
             "copies": self._position.num_copies,
         }
 
-    def _gather(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _gather(self, store: Store) -> dict[int, dict[str, Any]]:
         """The announcements of all islands that begin, as they come."""
         topology, wanted = self._topology, self._topology.starters
         infos: dict[int, dict[str, Any]] = {}
         deadline, look = time.monotonic() + topology.timeout, time.monotonic()
         while True:
             for i in wanted:
-                if i not in infos and store.check([self._first(i)]):
+                if i not in infos and store.get(self._first(i)):
                     infos[i] = other = self._note(store, i)
                     # at once: the larger number would wait for islands that nobody starts
                     if other["count"] != topology.count:
@@ -234,11 +234,11 @@ class Rendezvous:
             "what fits before attach, and start this island again"
         )
 
-    def _refuse_in_vain(self, store: Asker, missing: Sequence[int]) -> None:
+    def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
         """Raise where those that are missing will not come to this attempt."""
         topology = self._topology
         roll.compare(store.under(topology.prefix()), topology, list(missing))
-        if by := store.peek(f"{topology.prefix()}/ended"):
+        if by := store.get(f"{topology.prefix()}/ended"):
             raise PeerLost(
                 f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
                 f"the attempt {topology.prefix()}: start this island again to join the next"
@@ -270,7 +270,7 @@ class Rendezvous:
 
     # -- how they are reached ---------------------------------------------------------------------
 
-    def _peers(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
+    def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
         """Peers that may come and go."""
         topology, pulse = self._topology, attempts.join(self._topology)
         meeting = self._meeting(store, self.prefix, names, among=topology.starters)
@@ -286,7 +286,7 @@ class Rendezvous:
         return met
 
     def _meeting(
-        self, store: Asker, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
+        self, store: Store, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
     ) -> Meeting:
         """What `ZeroMQ` is told."""
         topology = self._topology
@@ -314,7 +314,7 @@ class Rendezvous:
             self._topology.rank,
         )
 
-    def _own_store(self) -> Asker:
+    def _own_store(self) -> Store:
         """A connection of its own, below the keys of this meeting."""
         return self._topology.open_store(self._topology.question).under(self.prefix)
 

@@ -1,5 +1,5 @@
-"""Questions to the store and its answers, as bytes: one message of msgpack each, whose form and size
-are checked before anything is done with it.
+"""Questions to the store and its answers, as bytes: one message of msgpack each, whose form and
+size are checked before anything is done with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ store serves several runs.
 
 Form = TypeVar("Form")
 Id = Annotated[bytes, Meta(max_length=16)]
-Number = Annotated[int, Meta(ge=0, lt=2**63)]
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Key = Annotated[str, Meta(min_length=1, max_length=LONGEST)]
 Value = Annotated[str, Meta(max_length=LARGEST)]
 

@@ -27,7 +27,7 @@ from .link import Link
 from .peers import PeerGroup
 from .position import ShardPosition
 from .rendezvous import Rendezvous, attached
-from .store_client import Asker, connect
+from .store_client import Store, WorldStore, connect
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the
@@ -231,7 +231,7 @@ class Topology:
         """Seconds that one question to the store may take."""
         return min(self.timeout, ANSWER)
 
-    def open_store(self, limit: float | None = None) -> Asker:
+    def open_store(self, limit: float | None = None) -> Store:
         """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the
         world. Each question has a deadline.
 
@@ -242,11 +242,11 @@ class Topology:
             StoreSilent: nobody answers there by then.
         """
         if self.kind == "mesh":
-            return Asker(
+            return WorldStore(
                 dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question
             )
         limit = self.timeout if limit is None else limit
-        return connect(self.endpoint, limit, self.question, self.timeout, self.token)
+        return connect(self.endpoint, limit, self.question, self.token)
 
     def prefix(self) -> str:
         """What keys in the store begin with: the run, and for islands the attempt, which is agreed

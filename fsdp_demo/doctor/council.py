@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..comm import attempts
-from ..comm.store_client import Asker
+from ..comm.store_client import Store
 from ..comm.topology import Topology
 from ..errors import PeerLost, counted, see
 
@@ -49,7 +49,7 @@ class Council:
 
     def __init__(self, topology: Topology):
         self._topology = topology
-        self.store: Asker = topology.open_store()
+        self.store: Store = topology.open_store()
         self.store.deadline = topology.question
         self.store = self.store.under(attempts.join(topology, self.store).prefix)
         self.prefix = self.store.prefix.rstrip("/")
@@ -66,7 +66,7 @@ class Council:
         found, end = {t.island: mine}, time.monotonic() + seconds
         while missing := [i for i in range(t.count) if i not in found]:
             for i in missing:
-                if self.store.check([f"{name}/{i}"]):
+                if self.store.get(f"{name}/{i}"):
                     found[i] = self.store.note(f"{name}/{i}", f"island {i}", {})
             if len(found) < t.count and time.monotonic() > end:
                 gone = ", ".join(str(i) for i in range(t.count) if i not in found)

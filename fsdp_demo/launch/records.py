@@ -1,4 +1,4 @@
-"""What the store keeps: keys and values in one sqlite file. Whatever was answered is on the disk."""
+"""What the store keeps: keys and values in one sqlite file. What was answered is on the disk."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from fsdp_demo.comm.frames import LARGEST, PIECE, Frame, read
 from fsdp_demo.comm.header import HEADER, PAYLOAD
 from fsdp_demo.comm.inbox import EARLY, Inbox, NoRoom
 from fsdp_demo.comm.peers import PeerGroup
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.comm.zeromq import Meeting, ZeroMQ
 
 from ..support import probe
@@ -33,7 +33,7 @@ TOKEN = "a secret of these tests only"
 SECOND = timedelta(seconds=1)
 
 
-class Store(Asker):
+class Store(WorldStore):
     """A store in memory, whose notes of addresses can be changed on the way."""
 
     def __init__(self, change: Callable[[str, dict[str, Any]], None] | None = None):
