@@ -1,7 +1,7 @@
 """How the islands of a run stand, asked from outside: the store says who the members are, their
 doors how far they are.
 
-Nothing of it disturbs the run: a door answers in the driver's thread, and the store is read only.
+Nothing of it disturbs the run: a door answers in the network thread, and the store is read only.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_what_is_no_record_is_refused(text: str) -> None:
         "{}",
         "null",
         "[" * 5000,
-        json.dumps(REPORT[:-2]),
+        json.dumps(REPORT[:5]),
         json.dumps([*REPORT, 0]),
         json.dumps([float("inf"), *REPORT[1:]]),
         json.dumps([0, "ab", *REPORT[2:]]),

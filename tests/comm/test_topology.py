@@ -349,14 +349,14 @@ def test_a_late_thread_still_hears_why_the_other_island_left(run_ranks) -> None:
 
     def fn(me: Any) -> str:
         os.environ["ISLAND_RUN"] = run
-        drive = Hub.drive
+        move = Hub.move
 
         def late(self: Hub, *given: Any) -> None:
             time.sleep(0.3)
-            drive(self, *given)
+            move(self, *given)
 
         if me.island == 0:
-            Hub.drive = late  # type: ignore[method-assign]
+            Hub.move = late  # type: ignore[method-assign]
         params = [torch.nn.Parameter(torch.zeros(2))]
         return refusal(
             lambda: fsdp_demo.attach(sgd(params), "full", must_match={"steps": me.island})

@@ -299,7 +299,7 @@ def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: boo
             connections.send([piece(1)], 2, 5).wait(10 * SECOND)
             time.sleep(0.2)
             with pytest.raises(RuntimeError, match="nothing came"):
-                # drives: what is early is put aside
+                # what is early is put aside meanwhile
                 connections.recv([piece(1)], 2, 9).wait(0.2 * SECOND)
             works.append(connections.recv([room], 1, 1))
         text = ""
