@@ -211,10 +211,11 @@ def reach(
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
 
 
-def _named(at: Asker, me: Member, since: Record, until: Record) -> bool:
+def _named(at: Store, me: Member, since: Record, until: Record) -> bool:
     """Whether a record of those between two, and these, names this island."""
     epochs = range(since.epoch, until.epoch + 1)
-    return any(me in read_record(at.get(f"record/{e}").decode()).members for e in epochs)
+    texts = at.get_all([f"record/{e}" for e in epochs])
+    return any(me in read_record(text).members for text in texts)
 
 
 def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
