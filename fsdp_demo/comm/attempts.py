@@ -29,13 +29,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..errors import PeerLost, StoreSilent, see
 from ..status import leave
 from . import environment, roll
+from .replica import Replica
 from .store_client import Store, WorldStore
 
 log = logging.getLogger("fsdp_demo")
@@ -52,39 +53,11 @@ _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its 
 _in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
 
 
-class TopologyLike(Protocol):
-    """What is asked of a `Topology`: which island of which run this is, and how the store is
-    reached.
-    """
-
-    run: str
-    island: int
-    endpoint: str
-    rank: int
-    world: int
-    timeout: float
-    name: str
-    islands: int
-    count: int
-    suffice: int
-    stall: float
-    token: str
-
-    @property
-    def question(self) -> float:
-        """Seconds that a question to the store may take."""
-        ...
-
-    def open_store(self, limit: float | None = None) -> Store:
-        """Connect to the store."""
-        ...
-
-
 class Finished(ValueError):
     """The run has come to its end."""
 
 
-def join(topology: TopologyLike, store: Store | None = None) -> Pulse:
+def join(topology: Replica, store: Store | None = None) -> Pulse:
     """The attempt in which this process takes part; decided by rank 0 of the island at the first
     call, and told to the others.
 
@@ -154,7 +127,7 @@ class Taken(NamedTuple):
     starters: tuple[int, ...] = ()
 
 
-def _from_first(topology: TopologyLike, decide: Callable[[], Taken]) -> Taken:
+def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
     """What `decide` gives on rank 0, on all ranks of the island, through the store of their own
     world; an error there is raised on all.
     """
@@ -202,7 +175,7 @@ def _told(own: Store, key: str, seconds: float) -> Taken:
     return Taken(number, life, late, tuple(starters))
 
 
-def _begin(topology: TopologyLike, store: Store) -> Taken:
+def _begin(topology: Replica, store: Store) -> Taken:
     """A place in an attempt, once it is known who begins it; where it ends before that, one in the
     next.
     """
@@ -216,7 +189,7 @@ def _begin(topology: TopologyLike, store: Store) -> Taken:
             return taken._replace(late=called.late, starters=called.starters)
 
 
-def _take(topology: TopologyLike, store: Store) -> Taken:
+def _take(topology: Replica, store: Store) -> Taken:
     """Take this island's place in the attempt that has not ended, opening one if needed."""
     t, me = topology, secrets.token_hex(8)
     once = (
@@ -275,7 +248,7 @@ def _lives(slot: str) -> int:
     return int(number)
 
 
-def _waits(topology: TopologyLike, at: Store) -> bool:
+def _waits(topology: Replica, at: Store) -> bool:
     """Whether this island does not begin an attempt that has not begun: the end of its process
     before then ends nothing.
     """
@@ -287,7 +260,7 @@ def _waits(topology: TopologyLike, at: Store) -> bool:
     )
 
 
-def _live(topology: TopologyLike, at: Store, islands: Sequence[int]) -> bool:
+def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
     """Whether any of these islands lives: its door answers, or, before they have come together, its
     beat moves.
     """
@@ -320,7 +293,7 @@ class Pulse:
     """
 
     def __init__(
-        self, topology: TopologyLike, taken: Taken, beats: bool = False, store: Store | None = None
+        self, topology: Replica, taken: Taken, beats: bool = False, store: Store | None = None
     ):
         self.taken, self.deadline = taken, min(topology.question, PATIENCE)
         self.prefix = prefix = f"{topology.run}/{taken.number}"

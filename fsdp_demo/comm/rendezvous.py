@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import PeerLost, StoreSilent, counted, see
 from . import attempts, environment, roll
@@ -21,6 +21,7 @@ from .link import Link
 from .meet import Limits, PeerPosition, elastic_peers, newcomer_peers
 from .peers import PeerGroup
 from .position import ShardPosition, form
+from .replica import Replica
 from .store_client import Store
 from .zeromq import Meeting
 
@@ -28,31 +29,9 @@ from .zeromq import Meeting
 _epochs: Counter[tuple[str, str]] = Counter()
 
 
-def attached(topology: attempts.TopologyLike) -> int:
+def attached(topology: Replica) -> int:
     """How often this process has joined the run."""
     return _epochs[topology.endpoint, topology.run]
-
-
-class Island(attempts.TopologyLike, Protocol):
-    """What is asked of a `Topology`."""
-
-    address: str
-    dead: float
-    stall: float
-    least: int
-
-    @property
-    def starters(self) -> tuple[int, ...]:
-        """The islands that begin."""
-        ...
-
-    def under_way(self) -> bool:
-        """Whether the others train already."""
-        ...
-
-    def prefix(self) -> str:
-        """What the keys of the attempt begin with."""
-        ...
 
 
 class Rendezvous:
@@ -62,9 +41,11 @@ class Rendezvous:
         prefix: what its keys in the store begin with.
     """
 
-    def __init__(self, topology: Island, position: ShardPosition, link: Link | None):
+    def __init__(self, topology: Replica, position: ShardPosition, link: Link | None):
         self._topology, self._position, self._link = topology, position, link
         self.prefix = ""
+        self._attempt = ""  # what its keys begin with
+        self._starters: tuple[int, ...] = ()
         self._late = False  # the others train already
         self._store: Store | None = None
 
@@ -107,16 +88,17 @@ class Rendezvous:
         store.deadline = topology.timeout
         run = topology.endpoint, topology.run
         epoch = attached(topology)
-        attempt = attempts.join(topology, store).prefix
-        if epoch and store.get(f"{attempt}/finished"):
+        pulse = attempts.join(topology, store)
+        self._attempt, self._starters = pulse.prefix, pulse.taken.starters
+        if epoch and store.get(f"{self._attempt}/finished"):
             # by an exchange of this process, which now has another one
-            store.set(f"{attempt}/finished", "")
-        self._late = topology.under_way()
-        if self._late and (begun := int(store.get(f"{attempt}/begun") or 0)):
+            store.set(f"{self._attempt}/finished", "")
+        self._late = not epoch and pulse.taken.late
+        if self._late and (begun := int(store.get(f"{self._attempt}/begun") or 0)):
             raise self._one_of(begun + 1)
-        if epoch and topology.island not in topology.starters:
+        if epoch and topology.island not in self._starters:
             raise self._one_of(epoch + 1)
-        self.prefix = f"{attempt}/{epoch}"
+        self.prefix = f"{self._attempt}/{epoch}"
         _epochs[run] = epoch + 1
         return store
 
@@ -187,7 +169,7 @@ class Rendezvous:
 
     def _gather(self, store: Store) -> dict[int, dict[str, Any]]:
         """The announcements of all islands that begin, as they come."""
-        topology, wanted = self._topology, self._topology.starters
+        topology, wanted = self._topology, self._starters
         infos: dict[int, dict[str, Any]] = {}
         deadline, look = time.monotonic() + topology.timeout, time.monotonic()
         while True:
@@ -217,7 +199,7 @@ class Rendezvous:
         topology = self._topology
         came = [f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)]
         return PeerLost(
-            f"waited {topology.timeout:g} s for {counted(len(topology.starters), 'island')} at "
+            f"waited {topology.timeout:g} s for {counted(len(self._starters), 'island')} at "
             f"{topology.endpoint}, run {topology.run!r}: came {', '.join(came) or 'nobody'}; "
             f"missing {_listed(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
             f"there, or raise ISLAND_TIMEOUT{self._again()}{see('missing-islands')}"
@@ -237,11 +219,11 @@ class Rendezvous:
     def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
         """Raise where those that are missing will not come to this attempt."""
         topology = self._topology
-        roll.compare(store.under(topology.prefix()), topology, list(missing))
-        if by := store.get(f"{topology.prefix()}/ended"):
+        roll.compare(store.under(self._attempt), topology, list(missing))
+        if by := store.get(f"{self._attempt}/ended"):
             raise PeerLost(
                 f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
-                f"the attempt {topology.prefix()}: start this island again to join the next"
+                f"the attempt {self._attempt}: start this island again to join the next"
             )
 
     def _compare(self, infos: Mapping[int, dict[str, Any]]) -> None:
@@ -273,7 +255,7 @@ class Rendezvous:
     def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
         """Peers that may come and go."""
         topology, pulse = self._topology, attempts.join(self._topology)
-        meeting = self._meeting(store, self.prefix, names, among=topology.starters)
+        meeting = self._meeting(store, self.prefix, names, among=self._starters)
         place = self._place(active_copies, names)
         limits = Limits(topology.dead, topology.stall, topology.least)
         common = self._own_store, self._link, limits
@@ -281,7 +263,7 @@ class Rendezvous:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
             met = elastic_peers(meeting, place, *common)
-            store.under(topology.prefix()).set("begun", self.prefix.rpartition("/")[2])
+            store.under(self._attempt).set("begun", self.prefix.rpartition("/")[2])
         pulse.quiet()
         return met
 

@@ -19,9 +19,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import PeerLost, counted, see
+from .replica import Replica
 from .store_client import Store
 
 log = logging.getLogger("fsdp_demo")
@@ -38,20 +39,6 @@ class Unlike(ValueError):
     """Another island has another number of islands."""
 
 
-class Caller(Protocol):
-    """What is asked of a `Topology`."""
-
-    run: str
-    island: int
-    islands: int
-    count: int
-    suffice: int
-    stall: float
-    name: str
-    endpoint: str
-    timeout: float
-
-
 class Called(NamedTuple):
     """The islands that begin, and whether this one joins them later."""
 
@@ -65,7 +52,7 @@ def _somebody(islands: Sequence[int]) -> bool:
 
 def call(
     at: Store,
-    place: Caller,
+    place: Replica,
     late: bool,
     beat: float,
     silence: float,
@@ -112,7 +99,7 @@ def call(
     return Called(roll.decided() or roll.everyone, True) if roll.wait_for_begin() else None
 
 
-def compare(at: Store, place: Caller, islands: Sequence[int]) -> None:
+def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
     """Refuse these islands, as far as they have come, if they have other numbers: they may have
     refused this one already, and left.
 
@@ -159,7 +146,7 @@ def beat(at: Store, island: int) -> None:
 class _Roll:
     """One island's wait."""
 
-    def __init__(self, at: Store, place: Caller, beat: float, silence: float):
+    def __init__(self, at: Store, place: Replica, beat: float, silence: float):
         self._at, self._place, self._each, self._silence = at, place, beat, silence
         self._beat_at = 0.0
         self._names: dict[int, str] = {}

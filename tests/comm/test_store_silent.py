@@ -23,7 +23,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
-from fsdp_demo.comm import attempts, topology
+from fsdp_demo.comm import attempts, replica
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.store_client import StoreClient
@@ -114,7 +114,7 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
     """It freezes after the meeting: steps and finish() need it no more, words to the others wait
     only so long, and it is said once.
     """
-    everywhere.setattr(topology, "ANSWER", 1.5)
+    everywhere.setattr(replica, "ANSWER", 1.5)
     everywhere.setattr(attempts, "PATIENCE", 1.5)
 
     def fn(me: Any) -> Any:

@@ -79,15 +79,12 @@ def on_transports(
     return results
 
 
-def on_lines(
-    fn: Callable[[PeerGroup], Any], count: int, connections: int = 1, **how: Any
-) -> list[Any]:
+def on_lines(fn: Callable[[PeerGroup], Any], count: int, **how: Any) -> list[Any]:
     """fn(line) on `count` threads."""
 
     def work(transport: Any, rank: int) -> Any:
         names, timeout = [f"island{i}" for i in range(count)], how.get("timeout", 10.0)
         line = PeerGroup(transport.open(0), rank, count, names, timeout)
-        line.more = [transport.open(k) for k in range(1, connections)]
         first = line.group
         try:
             return fn(line)
