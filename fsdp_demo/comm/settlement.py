@@ -95,9 +95,13 @@ def propose(record: Record, reports: Reports) -> Record:
 
 def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Record:
     """The next record for exactly these members, each of which has reported."""
+    for report in (r for m in members for r in reports[m]):
+        moved = dict(report.base)
+        record = record.begun_at(moved.get(m, 0) for m in record.members)
     base = dict(zip(record.members, record.base, strict=True))
     epoch = record.epoch + 1
-    stable = min((r.landed for m in members for r in reports[m]), default=0)
+    # who joins has what comes before its base
+    stable = min((max(r.landed, base[m]) for m in members for r in reports[m]), default=0)
     following = record.following(
         view=epoch,
         members=members,

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..comm import attempts, descriptors
 from ..comm.address import route_to
-from ..comm.store_client import Asker
+from ..comm.store_client import Store
 from ..comm.topology import Topology
 from ..comm.zeromq import Meeting
 from ..errors import PeerLost, counted, see
@@ -214,7 +214,7 @@ class SharedNotes:
 
     def __init__(self, topology: Topology):
         self._topology = topology
-        self.store: Asker = topology.open_store()
+        self.store: Store = topology.open_store()
         self.store.deadline = topology.question
         self.store = self.store.under(attempts.join(topology, self.store).prefix)
         self.prefix = self.store.prefix.rstrip("/")
@@ -231,7 +231,7 @@ class SharedNotes:
         found, end = {t.island: mine}, time.monotonic() + seconds
         while missing := [i for i in range(t.count) if i not in found]:
             for i in missing:
-                if self.store.check([f"{name}/{i}"]):
+                if self.store.get(f"{name}/{i}"):
                     found[i] = self.store.note(f"{name}/{i}", f"island {i}", {})
             if len(found) < t.count and time.monotonic() > end:
                 gone = ", ".join(str(i) for i in range(t.count) if i not in found)

@@ -526,6 +526,39 @@ def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
     assert bench.delivered(A, 4) == bench.delivered(D, 4) == ["ABD"]
 
 
+def test_a_newcomer_is_asked_nothing_before_it_begins() -> None:
+    """Messages 3 to 5 are questions, 3 is its base. A change comes when A has launched 5, and B has
+    not; B launches it while it is frozen.
+    """
+    bench = Bench("AB", peer_groups=1, window=1)
+    record = planned(bench)
+    assert record.base == (0, 0, 3)
+    bench.members.append(D)
+    bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
+    for m in (A, B):
+        bench.tell((m, 0), moves.RecordSeen(record))
+    for n in range(5):
+        for m in (A, B):
+            bench.tell((m, 0), moves.Launched(n, "gather", question=n >= 3))
+        bench.let()
+        bench.beats()
+        assert bench.delivered(A, n) == bench.delivered(B, n) == ["AB"]
+        assert bench.sealed(A) == n + 1, "nobody waits for who has not begun"
+    bench.tell((A, 0), moves.Launched(5, "gather", question=True))
+    bench.freeze(A, B, D)
+    bench.tell((B, 0), moves.Launched(5, "gather", question=True))
+    after = bench.propose((D, 0))
+    assert after is not None and (after.base, after.stable) == ((0, 0, 6), 5)
+    bench.record = after
+    bench.adopt(A, B, D)
+    bench.let()
+    assert bench.delivered(A, 5) == bench.delivered(B, 5) == ["AB"]
+    for m in (A, B, D):
+        bench.tell((m, 0), moves.Launched(6, "gather"))
+    bench.let()
+    assert bench.delivered(A, 6) == bench.delivered(D, 6) == ["ABD"]
+
+
 def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)

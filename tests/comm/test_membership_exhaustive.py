@@ -1,4 +1,4 @@
-"""Every history of one or two open messages among three islands, and ten mutants that must be
+"""Every history of one or two open messages among three islands, and eleven mutants that must be
 found.
 
 Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why
@@ -17,6 +17,8 @@ Explored here, by `tests/support/explorer.py`, whose docstring says what is left
   change;
 * a join beside a store that answers as late as it likes, to each rank at another time, with nothing
   left out: one member and a newcomer; slow: two members and a newcomer;
+* the same where questions lie at the newcomer's base and behind it: one member and a newcomer;
+  slow: with two changes more, and two members and a newcomer;
 * slow: two messages (all four orders of gather and mixed) on 3 islands x 2 peer groups, both
   launched, at most 2 changes that leave out one or two islands each.
 
@@ -136,8 +138,42 @@ def test_a_join_that_the_store_confirms_at_any_time(kind: Kind, islands: int) ->
     assert any(newcomer in ending for ending in found.endings)
 
 
-def _joins(kinds: Kinds, islands: int, **options: Any) -> Everything:
-    return Everything(kinds, islands, 1, crashes=0, join=True, window=1, **options).run()
+def _joins(kinds: Kinds, islands: int, crashes: int = 0, **options: Any) -> Everything:
+    return Everything(kinds, islands, 1, crashes=crashes, join=True, window=1, **options).run()
+
+
+@pytest.mark.parametrize("kind", ["gather", "mixed"])
+@pytest.mark.parametrize("asked", [(3,), (3, 4), (3, 5), (4,), (4, 5)])
+def test_a_newcomer_begins_behind_questions(kind: Kind, asked: tuple[int, ...]) -> None:
+    _begins_behind(_joins((kind,) * 6, 1, questions=frozenset(asked)), asked)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind, asked", [("gather", (3, 4)), ("mixed", (3, 5))])
+def test_a_newcomer_begins_behind_questions_while_members_change(
+    kind: Kind, asked: tuple[int, ...]
+) -> None:
+    found = _joins((kind,) * 6, 1, questions=frozenset(asked), changes=3, crashes=1)
+    _begins_behind(found, asked)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_newcomer_of_two_members_begins_behind_a_question() -> None:
+    _begins_behind(_joins(("gather",) * 5, 2, questions=frozenset([3])), (3,))
+
+
+def _begins_behind(found: Everything, asked: tuple[int, ...]) -> None:
+    """The first message with the newcomer is no question, and it is in all that come after it."""
+    begun = set()
+    for ending in found.endings:
+        with_it = [found.islands in of for of in dict(ending).get(0, ())]
+        if any(with_it):
+            first = with_it.index(True)
+            assert all(with_it[first:])
+            begun.add(first)
+    assert begun and not begun.intersection(asked)
 
 
 # ---- mutants -----------------------------------------------------------------------------------
@@ -201,12 +237,19 @@ def test_mutants_die(
 
 
 def test_no_mutant_is_forgotten() -> None:
-    assert {m for m, *_ in FOUND} | LATE.keys() | {mutants.WaitsForNoStore} == set(
-        mutants.MUTANTS
-    ) and len(mutants.MUTANTS) == 10
+    joins = {mutants.WaitsForNoStore, mutants.AsksNewcomers}
+    assert {m for m, *_ in FOUND} | LATE.keys() | joins == set(mutants.MUTANTS)
+    assert len(mutants.MUTANTS) == 11
 
 
 def test_a_donor_that_waits_for_no_store_is_found() -> None:
     with pytest.raises(Violation) as found:
         _joins(("gather",) * 4, 1, machine=mutants.WaitsForNoStore)
     assert found.value.name == "promise"
+
+
+def test_members_that_ask_newcomers_are_found() -> None:
+    with pytest.raises(Violation) as found:
+        _joins(("gather",) * 5, 1, questions=frozenset([3]), machine=mutants.AsksNewcomers)
+    assert found.value.name == "stuck"
+    _joins(("gather",) * 5, 1, machine=mutants.AsksNewcomers)
