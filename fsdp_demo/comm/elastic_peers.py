@@ -264,7 +264,12 @@ class ElasticPeerGroup(PeerGroup):
     # ---- connections ---------------------------------------------------------------------------
 
     def widen(self, connect: Callable[[int], Any]) -> None:
-        """See `PeerGroup`; connect(k) gives wires by member."""
+        """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by
+        member, as many on all ranks (`streams`).
+
+        Raises:
+            PeerLost: an island was lost.
+        """
         if self.size == 1:
             return
         rtt = self.round_trip()

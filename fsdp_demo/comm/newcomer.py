@@ -30,7 +30,7 @@ from .joining import LONGEST as LONGEST_HEAD
 from .joining import Expected, Tick, unpacked
 from .record_json import read_record
 from .signs import BEAT
-from .store_client import Asker
+from .store_client import Store
 from .wire import Piece as Moving
 from .wire import Wire
 from .zeromq import bracketed
@@ -112,7 +112,7 @@ def say(hub: Hub, wire: Wire, text: str) -> None:
     hub.nudge(wire)
 
 
-def newest(at: Asker, known: Record | None = None) -> Record | None:
+def newest(at: Store, known: Record | None = None) -> Record | None:
     """The newest record of a run; None where there is none.
 
     Epochs have no gaps, so few questions find the last one: steps that double, then halves. A run
@@ -125,7 +125,7 @@ def newest(at: Asker, known: Record | None = None) -> Record | None:
     missing = None
     while missing is None or missing - there > 1:
         epoch = there + step if missing is None else (there + missing) // 2
-        if text := at.peek(f"record/{epoch}"):
+        if text := at.get(f"record/{epoch}"):
             found, there, step = read_record(text), epoch, 2 * step
         else:
             missing = epoch
@@ -134,7 +134,7 @@ def newest(at: Asker, known: Record | None = None) -> Record | None:
 
 def reach(
     hub: Hub,
-    at: Asker,
+    at: Store,
     prefix: str,
     me: Member,
     peer_group: int,
@@ -161,7 +161,7 @@ def reach(
     record = since
     key = f"in/{me.slot}.{me.incarnation}" + (f".{turn}" if turn else "")
     # two islands that come at once would each be let into some peer groups only
-    while peer_group and not at.peek(key):
+    while peer_group and not at.get(key):
         if time.monotonic() > end:
             raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
         time.sleep(AGAIN / 5)
@@ -211,10 +211,11 @@ def reach(
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
 
 
-def _named(at: Asker, me: Member, since: Record, until: Record) -> bool:
+def _named(at: Store, me: Member, since: Record, until: Record) -> bool:
     """Whether a record of those between two, and these, names this island."""
     epochs = range(since.epoch, until.epoch + 1)
-    return any(me in read_record(at.get(f"record/{e}").decode()).members for e in epochs)
+    texts = at.get_all([f"record/{e}" for e in epochs])
+    return any(me in read_record(text).members for text in texts)
 
 
 def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
@@ -230,9 +231,9 @@ def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
 
 
 def _ask(
-    hub: Hub, at: Asker, member: Member, peer_group: int, request: dict[str, Any]
+    hub: Hub, at: Store, member: Member, peer_group: int, request: dict[str, Any]
 ) -> dict[str, Any]:
-    text = at.peek(f"door/{member.slot}.{member.incarnation}.{peer_group}")
+    text = at.get(f"door/{member.slot}.{member.incarnation}.{peer_group}")
     if not text:
         return {"later": "it has no door: it cannot be reached from outside (ISLAND_ADDRESS)"}
     host, _, port = text.rpartition(":")
@@ -280,7 +281,7 @@ class Follow:
         hub: Hub,
         donor: Reached,
         first: bool,
-        at: Asker,
+        at: Store,
         me: Member,
         who: str,
         become: Callable[[Record], None],
@@ -317,7 +318,7 @@ class Follow:
             while notes:
                 word = json.loads(notes.popleft())
                 if word[0] == "planned":
-                    self._record = read_record(self._at.get(f"record/{int(word[1])}").decode())
+                    self._record = read_record(self._at.get(f"record/{int(word[1])}"))
         return self._record is not None
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
