@@ -25,7 +25,7 @@ class Counter:
     """`joining.Desk` of one peer group: what the donor's training hands out.
 
     Args:
-        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the
+        guests: of this rank. do: runs a job in the network thread. next_message: the number of the
             next message of the peer group.
 
     Attributes:

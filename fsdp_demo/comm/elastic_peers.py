@@ -80,8 +80,9 @@ class ElasticPeerGroup(PeerGroup):
                 self._counter.submit = self._submit
             self.desk = self._counter
 
-    def follow(self, follow: Follow) -> None:
-        """This rank is a newcomer: what others have agreed on comes from its donor."""
+    def follow(self, follow: Follow, slots: Sequence[int]) -> None:
+        """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
+        self._set(slots)
         self._follow = self.following = follow
         self.begun = True
 
@@ -265,7 +266,12 @@ class ElasticPeerGroup(PeerGroup):
     # ---- connections ---------------------------------------------------------------------------
 
     def widen(self, connect: Callable[[int], Any]) -> None:
-        """See `PeerGroup`; connect(k) gives wires by member."""
+        """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by
+        member, as many on all ranks (`streams`).
+
+        Raises:
+            PeerLost: an island was lost.
+        """
         if self.size == 1:
             return
         rtt = self.round_trip()

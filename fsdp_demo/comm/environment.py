@@ -23,7 +23,7 @@ VARIABLES = {
     "ISLAND_COUNT": "number of islands that are expected at the start",
     "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default "
     "ISLAND_COUNT",
-    "ISLAND_ENDPOINT": "host:port of the store or zmq://host:port",
+    "ISLAND_ENDPOINT": "host:port of the store",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
@@ -254,23 +254,13 @@ def warn_of_open(place: Endpoint, address: str, token: str) -> None:
     """
     reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
     public = [said for said, host in reached.items() if host and is_public(host)]
-    if not token:
-        lacks = "ISLAND_TOKEN is not set"
-        cure = "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)"
-    elif not place.scheme:
-        lacks = "the store at host:port asks for no token"
-        cure = f"take the store of `fsdp-demo store --bind zmq://{place}`"
-    else:
-        return
-    if public and "open" not in _said:
+    if public and not token and "open" not in _said:
         _said.add("open")
         log.warning(
-            "%s: a PUBLIC address, and %s: WHOEVER REACHES IT CAN READ, CHANGE AND END THE RUN. "
-            "%s, or give private addresses "
-            "(docs/wireguard.md)",
+            "%s: a PUBLIC address, and ISLAND_TOKEN is not set: WHOEVER REACHES IT CAN READ, "
+            "CHANGE AND END THE RUN. Set ISLAND_TOKEN on all islands and at the store (openssl "
+            "rand -hex 32), or give private addresses (docs/wireguard.md)",
             " and ".join(public),
-            lacks,
-            cure[0].upper() + cure[1:],
         )
 
 

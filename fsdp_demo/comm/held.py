@@ -3,7 +3,7 @@ it. Kept until all members have it.
 
 The membership machine (`membership.py`) says which pieces count; this file has the tensors, and the
 calculations on them. Calculations run in the thread that exchanges (`elastic_peers.py`), which
-waits for the message meanwhile; the driver's thread only moves bytes.
+waits for the message meanwhile; the network thread only moves bytes.
 """
 
 from __future__ import annotations

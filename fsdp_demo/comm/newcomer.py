@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .joining import LONGEST as LONGEST_HEAD
 from .joining import Expected, MessageHead, Tick, from_bytes, unpacked
 from .record_json import read_record
 from .signs import BEAT
-from .store_client import Asker
+from .store_client import Store
 from .wire import Piece as Moving
 from .wire import Wire
 from .zeromq import bracketed
@@ -67,10 +68,16 @@ class Reached:
         trouble = next((w.trouble for w in self.every if w.trouble), "it does not answer")
         return "" if self.met or time.monotonic() < self.until else trouble
 
-    def close(self) -> None:
-        """Close all."""
-        for w in self.every:
-            w.close(0)
+    def close(self, hub: Hub) -> None:
+        """Close all; who waits for something of them is told."""
+
+        def job() -> None:
+            for w in self.every:
+                with hub.changed:
+                    w.gone = w.gone or "closed"
+                w.close(0)
+
+        hub.run(job)
 
 
 class SignsOfLife:
@@ -105,7 +112,7 @@ def say(hub: Hub, wire: Wire, text: str) -> None:
     hub.nudge(wire)
 
 
-def newest(at: Asker, known: Record | None = None) -> Record | None:
+def newest(at: Store, known: Record | None = None) -> Record | None:
     """The newest record of a run; None where there is none.
 
     Epochs have no gaps, so few questions find the last one: steps that double, then halves. A run
@@ -118,7 +125,7 @@ def newest(at: Asker, known: Record | None = None) -> Record | None:
     missing = None
     while missing is None or missing - there > 1:
         epoch = there + step if missing is None else (there + missing) // 2
-        if text := at.peek(f"record/{epoch}"):
+        if text := at.get(f"record/{epoch}"):
             found, there, step = read_record(text), epoch, 2 * step
         else:
             missing = epoch
@@ -127,7 +134,7 @@ def newest(at: Asker, known: Record | None = None) -> Record | None:
 
 def reach(
     hub: Hub,
-    at: Asker,
+    at: Store,
     prefix: str,
     me: Member,
     peer_group: int,
@@ -135,23 +142,33 @@ def reach(
     labels: Callable[[int], str],
     seconds: float,
     signs: SignsOfLife,
-) -> list[Reached]:
+    turn: int = 0,
+    since: Record | None = None,
+) -> tuple[list[Reached], Record]:
     """Connections to this peer group of all members of the newest record, which is read anew as
-    long as somebody is busy.
+    long as somebody is busy; and that record.
+
+    Args:
+        turn: how many donors this island has lost. since: the record by which it had reached the
+            last one.
 
     Raises:
-        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
+        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds;
+            or it is named by a record after `since`, and a member that was lost comes back under
+            another incarnation only.
     """
     end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
-    record: Record | None = None
-    key = f"in/{me.slot}.{me.incarnation}"
+    record = since
+    key = f"in/{me.slot}.{me.incarnation}" + (f".{turn}" if turn else "")
     # two islands that come at once would each be let into some peer groups only
-    while peer_group and not at.peek(key):
+    while peer_group and not at.get(key):
         if time.monotonic() > end:
             raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
         time.sleep(AGAIN / 5)
     while time.monotonic() < end:
         record = newest(at, record)
+        if since is not None and record is not None and _named(at, me, since, record):
+            raise PeerLost(f"{name} lost its donor when it was a member already")
         members = [m for m in record.members if m.slot != me.slot] if record is not None else []
         # lost meanwhile, or to be tried again
         for m in [m for m in reached if m not in members or reached[m].failed]:
@@ -159,7 +176,7 @@ def reach(
                 reached[m].failed
                 and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
             )
-            reached.pop(m).close()
+            reached.pop(m).close(hub)
         missing = [m for m in members if m not in reached]
         still = record is None or any(m.slot == me.slot for m in record.members)
         if still:
@@ -177,31 +194,38 @@ def reach(
             if "ports" not in answer:
                 why = f"{labels(m.slot)}: {answer['later']}"
                 break
-            reached[m] = _dial(hub, prefix, me, m, peer_group, answer)
+            reached[m] = hub.run(partial(_dial, hub, prefix, me, m, peer_group, answer))
         signs.to = found = [reached[m] for m in members if m in reached]
-        _drive(hub, found)
-        if members and len(found) == len(members) and all(r.met for r in found) and not still:
+        _wait(hub, found)
+        if record is None or still:
+            continue
+        if members and len(found) == len(members) and all(r.met for r in found):
             at.set(key, "1")
-            return found
+            return found, record
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
 
 
-def _drive(hub: Hub, reached: Sequence[Reached]) -> None:
+def _named(at: Store, me: Member, since: Record, until: Record) -> bool:
+    """Whether a record of those between two, and these, names this island."""
+    epochs = range(since.epoch, until.epoch + 1)
+    texts = at.get_all([f"record/{e}" for e in epochs])
+    return any(me in read_record(text).members for text in texts)
+
+
+def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
     """Let connections come to stand, for a moment."""
     end = time.monotonic() + AGAIN / 5
     wires = [w for r in reached for w in r.every]
     while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
-        for w in wires:
-            if not w.met and not w.gone:
-                w.dial_again()
-        if wires:
-            hub.drive(min(left, 0.02), lambda: False)
-        else:
+        if not wires:
             time.sleep(left)
+            return
+        hub.dial_again(wires)
+        hub.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
 
 
-def _ask(hub: Hub, at: Asker, member: Member, peer_group: int, request: Request) -> dict[str, Any]:
-    text = at.peek(f"door/{member.slot}.{member.incarnation}.{peer_group}")
+def _ask(hub: Hub, at: Store, member: Member, peer_group: int, request: Request) -> dict[str, Any]:
+    text = at.get(f"door/{member.slot}.{member.incarnation}.{peer_group}")
     if not text:
         return {"later": "it has no door: it cannot be reached from outside (ISLAND_ADDRESS)"}
     host, _, port = text.rpartition(":")
@@ -235,6 +259,7 @@ class Follow:
         hub: of all connections. donor: whom this island follows. first: this is the island's first
             peer group.
         become: makes this rank a member, given the record that names it.
+        another: makes the peer group follow another donor.
         at: the store, below the keys of the run.
 
     Attributes:
@@ -248,10 +273,11 @@ class Follow:
         hub: Hub,
         donor: Reached,
         first: bool,
-        at: Asker,
+        at: Store,
         me: Member,
         who: str,
         become: Callable[[Record], None],
+        another: Callable[[], None],
     ):
         self._hub = hub
         self._donor = donor
@@ -259,7 +285,7 @@ class Follow:
         self._at = at
         self._me = me
         self._who = who
-        self._become = become
+        self._become, self.another = become, another
         self._ticks, self._messages = (
             spool.Reader(hub, donor.wires[k], who) for k in ("ticks", "messages")
         )
@@ -284,7 +310,7 @@ class Follow:
             while notes:
                 word = json.loads(notes.popleft())
                 if word[0] == "planned":
-                    self._record = read_record(self._at.get(f"record/{int(word[1])}").decode())
+                    self._record = read_record(self._at.get(f"record/{int(word[1])}"))
         return self._record is not None
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
@@ -391,7 +417,7 @@ class Follow:
     def caught_up(self, step: int) -> None:
         """See `Following`."""
         while not self.planned:
-            self._hub.drive(0.5, lambda: bool(self._donor.wires["notes"].notes))
+            self._hub.wait_until(lambda: bool(self._donor.wires["notes"].notes), 0.5)
             if self._donor.wires["notes"].gone:
                 raise PeerLost(f"{self._who} is gone: {self._donor.wires['notes'].gone}")
         assert self._record is not None
@@ -403,7 +429,7 @@ class Follow:
         )
 
     def over(self) -> None:
-        """This island takes part from here on, and follows no more. In the driver's thread."""
+        """This island takes part from here on, and follows no more. In the network thread."""
         for k in ("ticks", "messages"):
             self._donor.wires[k].close(0)
 

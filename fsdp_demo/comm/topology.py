@@ -21,22 +21,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..status import end_by_lost_peers
 from . import attempts, environment
 from .link import Link
 from .peers import PeerGroup
 from .position import ShardPosition
 from .rendezvous import Rendezvous, attached
-from .store_client import Asker, connect
-
-ANSWER = 15.0
-"""Seconds that a question to the store may take once the islands have met. Its one thread asks the
-name server for every address that connects, and a name server that does not answer holds it for
-5 s each time (seen)."""
+from .replica import Replica
 
 
 @dataclass
-class Topology:
+class Topology(Replica):
     """Where this rank stands and how its peer group is reached.
 
     Attributes:
@@ -63,32 +57,8 @@ class Topology:
         1
     """
 
-    kind: str = "single"
-    island: int = 0
-    islands: int = 1
-    name: str = "island0"
-    run: str = "run"
-    endpoint: str = ""
-    address: str = ""
-    timeout: float = 600.0
-    rank: int = 0
-    world: int = 1
-    group: Any = None
-    peer_group: Any = None
-    stop_timeout: float = 10.0
-    dead: float = 10.0
-    stall: float = 0.0
-    least: int = 1
-    count: int = 0
-    suffice: int = 0
-    token: str = field(default="", repr=False)
     _rendezvous: Rendezvous | None = field(default=None, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
-
-    def __post_init__(self) -> None:
-        self.count = self.count or self.islands
-        if self.islands > 1:
-            end_by_lost_peers()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
@@ -202,11 +172,6 @@ class Topology:
         self._rendezvous = Rendezvous(self, position, link)
         return self._rendezvous.join()
 
-    @property
-    def elastic(self) -> bool:
-        """Whether islands may come and go."""
-        return self.kind == "islands"
-
     def under_way(self) -> bool:
         """Whether this island comes to a run that the others are training already, and so joins it
         as a newcomer (`PeerGroup.following`) at the next `attach`, the first of this process. What
@@ -225,28 +190,6 @@ class Topology:
             ValueError, PeerLost: see `prefix`.
         """
         return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
-
-    @property
-    def question(self) -> float:
-        """Seconds that one question to the store may take."""
-        return min(self.timeout, ANSWER)
-
-    def open_store(self, limit: float | None = None) -> Asker:
-        """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the
-        world. Each question has a deadline.
-
-        Args:
-            limit: seconds until it must stand; default `timeout`.
-
-        Raises:
-            StoreSilent: nobody answers there by then.
-        """
-        if self.kind == "mesh":
-            return Asker(
-                dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question
-            )
-        limit = self.timeout if limit is None else limit
-        return connect(self.endpoint, limit, self.question, self.timeout, self.token)
 
     def prefix(self) -> str:
         """What keys in the store begin with: the run, and for islands the attempt, which is agreed

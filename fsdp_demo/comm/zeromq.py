@@ -26,7 +26,7 @@ from torch import Tensor
 from ..errors import PeerLost, see
 from .curve import Keys
 from .hub import Hub
-from .store_client import Asker
+from .store_client import Store
 from .wire import Piece, Wire
 
 log = logging.getLogger("fsdp_demo")
@@ -50,7 +50,7 @@ class Meeting:
         among: the ranks that meet, where they are not all of them.
     """
 
-    store: Asker
+    store: Store
     prefix: str
     rank: int
     size: int
@@ -142,32 +142,39 @@ class ZeroMQ:
 
     def _open(self, k: int | str) -> dict[int, Wire]:
         m, end = self._meeting, time.monotonic() + self._meeting.timeout
-        bound: dict[int, tuple[Wire, str]] = {}
-        if m.address:
-            with self._hub.alone():
-                bound = {j: self._bind(m.address) for j in m.others}
+        bound = self._hub.run(self._bound) if m.address else {}
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
         notes = self._notes(
             k,
             {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""},
             end,
         )
-        wires: dict[int, Wire] = {}
-        with self._hub.alone():
-            for j, note in notes.items():
-                if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
-                    wires[j] = bound[j][0]
-                else:
-                    if j in bound:
-                        bound.pop(j)[0].close(0)
-                    wires[j] = self._connect(note, j)
-                wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
+        wires = self._hub.run(lambda: self._wired(k, notes, bound))
         self._meet(wires, end)
         return wires
 
-    def _bind(self, address: str) -> tuple[Wire, str]:
-        wire = self._hub.add(self._meeting.epoch, True)
-        return wire, bound(wire.socket, address, self._meeting.names[self._meeting.rank])
+    def _bound(self) -> dict[int, tuple[Wire, str]]:
+        """A connection that listens for each of the others, and where it does."""
+        m, found = self._meeting, dict[int, tuple[Wire, str]]()
+        for j in m.others:
+            wire = self._hub.add(m.epoch, True)
+            found[j] = wire, bound(wire.socket, m.address, m.names[m.rank])
+        return found
+
+    def _wired(
+        self, k: int | str, notes: dict[int, dict[str, Any]], bound: dict[int, tuple[Wire, str]]
+    ) -> dict[int, Wire]:
+        """A connection to each of the others, one of the bound ones or a new one."""
+        m, wires = self._meeting, dict[int, Wire]()
+        for j, note in notes.items():
+            if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
+                wires[j] = bound[j][0]
+            else:
+                if j in bound:
+                    bound[j][0].close(0)
+                wires[j] = self._connect(note, j)
+            wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
+        return wires
 
     def _connect(self, note: dict[str, Any], j: int) -> Wire:
         port = note["ports"].get(str(self._meeting.rank))
@@ -201,7 +208,7 @@ class ZeroMQ:
         at.set(f"at/{m.rank}", json.dumps(mine))
         while missing := [j for j in m.others if j not in notes]:
             for j in missing:
-                if at.check([f"at/{j}"]):
+                if at.get(f"at/{j}"):
                     notes[j] = note = at.note(
                         f"at/{j}", m.label(j), {"host": str, "ports": dict, "key": str}
                     )
@@ -216,15 +223,13 @@ class ZeroMQ:
         return notes
 
     def _meet(self, wires: dict[int, Wire], end: float) -> None:
-        """Drive until all have greeted."""
+        """Wait until all have greeted."""
         m = self._meeting
         while missing := [j for j, wire in wires.items() if not wire.met]:
             for j in missing:
                 if wires[j].gone:
                     raise PeerLost(f"{m.label(j)} could not be connected: {wires[j].gone}")
-            with self._hub.alone():
-                for j in missing:
-                    wires[j].dial_again()
+            self._hub.dial_again(wires.values())
             if time.monotonic() > end:
                 why = next((f" ({wires[j].trouble})" for j in missing if wires[j].trouble), "")
                 who = ", ".join(m.label(j) for j in missing)
@@ -232,7 +237,7 @@ class ZeroMQ:
                     f"{who} could not be connected within {m.timeout:g} s{why}: see ISLAND_ADDRESS "
                     "there and what lies between"
                 )
-            self._hub.drive(LOOK, lambda: all(wire.met for wire in wires.values()))
+            self._hub.wait_until(lambda: all(wire.met for wire in wires.values()), LOOK)
 
 
 def bound(made: Any, address: str, name: str) -> str:

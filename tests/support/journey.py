@@ -36,7 +36,7 @@ import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
 
 ROOT = Path(fsdp_demo.__file__).parent
-THREADS = {"CommWorker.submit": "exchange", "Driver._post": "membership"}
+THREADS = {"CommWorker.submit": "exchange", "Driver._post": "network"}
 """Functions that give work to a thread: behind them stands what that thread has entered."""
 
 
