@@ -63,7 +63,7 @@ class Departures:
             together = True
             farewell.stop_with_all(runtime)
         elif stopped and topology.elastic and runtime.stopped_alone and not together:
-            farewell.say(runtime, topology.stop_timeout)
+            farewell.say(runtime, farewell.patience(runtime))
         if together:
             runtime.queue.note_unsent()
         if peers is not None and peers.elastic:
@@ -74,7 +74,7 @@ class Departures:
             return
         self._presence.tell_stop(runtime.step)
         if stopped:
-            self._presence.wait_for_stops(topology.stop_timeout)
+            self._presence.wait_for_stops(farewell.patience(runtime))
         if topology.rank == 0:
             self._presence.end("left")
 

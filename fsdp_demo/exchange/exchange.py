@@ -274,7 +274,7 @@ class Exchange(Readings):
 
         Args:
             stopped: it was told to stop: wait for the others to say where they stop, for at most
-                ISLAND_STOP seconds. Where islands come and go all ranks of the island call it
+                half of ISLAND_STOP. Where islands come and go all ranks of the island call it
                 together, and for as long try to send ahead what it has done since its last
                 exchange.
         """
