@@ -8,8 +8,7 @@ imported here and nowhere else.
 """
 
 from .attaching import attach, clipping
-from .engine_topology import topology
-from .node_mesh import installed, shard_within_node
+from .node_mesh import installed, shard_within_node, topology
 from .taking_over import advance
 from .zero_params import ZeroHost
 

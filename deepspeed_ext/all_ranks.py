@@ -4,6 +4,7 @@ where all should say one thing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,14 @@ def replica(engine: Any) -> Ranks:
     """The ranks over which ZeRO partitions."""
     group = engine.seq_data_parallel_group
     return Ranks(group, comm.get_rank(group=group), comm.get_world_size(group=group), _device())
+
+
+def local_ranks() -> int:
+    """Ranks per node as the launcher says (torchrun, accelerate: LOCAL_WORLD_SIZE; deepspeed:
+    LOCAL_SIZE); 0 if it does not.
+    """
+    text = (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "").strip()
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _device() -> torch.device:

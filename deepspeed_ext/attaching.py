@@ -9,9 +9,8 @@ from fsdp_demo.attaching import join, settled, vacate
 from fsdp_demo.checkpoint import SavedExchange
 
 from . import checkpoints as folders
-from .cautions import warn
-from .engine_topology import topology as place
-from .refusals import refuse
+from .node_mesh import topology as place
+from .refusals import refuse, warn
 from .taking_over import advance
 from .zero_params import ZeroHost
 

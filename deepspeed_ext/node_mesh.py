@@ -1,12 +1,14 @@
-"""The mesh under DeepSpeed: one torch.distributed world over several nodes, in which ZeRO shards
-and reduces inside a node only.
+"""Where the ranks of a launch stand: on the island that their environment names, or in a mesh, one
+torch.distributed world over several nodes, in which ZeRO shards and reduces inside a node only.
 
 `shard_within_node(ranks_per_node)` once, after torch.distributed is up and before the model is
 made. DeepSpeed learns of a node through a megatron-like `mpu` whose data-parallel group is the
 node. Accelerate and the Trainer have no argument for one, but they look `deepspeed.initialize` up
-when they call it, so that is where the mpu enters (and `zero.Init`, where ZeRO-3 cuts parameters
-before there is an engine). What does not confine: `mesh_param`, hpZ, a Ulysses-like mpu under
-ZeRO-3. MiCS is no more.
+when they call it, so that is where the mpu enters (`confinement.py`).
+
+Launchers do not pass every variable on: `deepspeed --hostfile` takes a few prefixes and what stands
+in `.deepspeed_env`. A rank without its ISLAND_* variables would train as a single replica beside
+others that wait for peers, so ranks compare them first.
 
 Source of the facts: deepspeed 0.19.8, collectives recorded by group and bytes
 (`tests/deepspeed/test_zero_mesh.py`).
@@ -16,30 +18,35 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from fsdp_demo import Topology
 from fsdp_demo.comm.environment import patience
+from fsdp_demo.errors import see
 
-from .all_ranks import told
+from .all_ranks import local_ranks, told
 from .all_ranks import world as all_ranks
-from .confinement import Confinement
+from .confinement import replace
 
 log = logging.getLogger("fsdp_demo")
 
-_now: Confinement | None = None
+NAMES = ("ISLAND_COUNT", "ISLAND_RANK", "ISLAND_ENDPOINT", "ISLAND_RUN", "ISLAND_NAME")
+
+_nodes: NodeMPU | None = None
 
 
 class NodeMPU:
     """A megatron-like mpu: data parallel over the ranks of this node, model parallel over this rank
     alone.
 
-    Nodes are runs of `node_size` consecutive ranks. All ranks of the world make one, at the same
-    point: it creates process groups.
+    All ranks of the world make one, at the same point: it creates process groups.
 
     Attributes:
         node_size, replicas: ranks per node, and nodes. world: both together.
@@ -48,14 +55,10 @@ class NodeMPU:
         group: process group of the node, on the world's backend. solo: of this rank alone.
         cross: gloo group of the ranks with this place on all nodes, in the order of the replicas:
             the peer group of the exchange.
-
-    Raises:
-        ValueError: torch.distributed is not up, or `node_size` does not fit the world or the
-            launcher's LOCAL_WORLD_SIZE.
     """
 
     def __init__(self, node_size: int):
-        check_size(node_size)
+        self.of = dist.group.WORLD
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.node_size, self.replicas = node_size, self.world // node_size
         self.replica, self.place = divmod(self.rank, node_size)
@@ -71,9 +74,7 @@ class NodeMPU:
         self.solo = self._mine([range(i, i + 1) for i in range(self.world)], timeout=limit)
 
     def _mine(self, sets: list[range], **options: Any) -> Any:
-        """Make a group of each set, in one order on all ranks; returns the one that has this
-        rank.
-        """
+        """Make a group of each set, in one order on all ranks; this rank's is returned."""
         made = [(dist.new_group(list(ranks), **options), ranks) for ranks in sets]
         return next(group for group, ranks in made if self.rank in ranks)
 
@@ -82,49 +83,32 @@ class NodeMPU:
         """The replica's name in logs and paths."""
         return f"island{self.replica}"
 
-    # ---- what DeepSpeed asks for ---------------------------------------------------------------
+    # What DeepSpeed asks for: the node is data parallel, this rank alone model parallel.
 
     def get_data_parallel_group(self) -> Any:
-        """The node."""
         return self.group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The node's ranks in the world."""
         return list(self.ranks)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place in its node."""
         return self.place
 
     def get_data_parallel_world_size(self) -> int:
-        """Ranks per node."""
         return self.node_size
 
     def get_model_parallel_group(self) -> Any:
-        """This rank alone."""
         return self.solo
 
     def get_model_parallel_rank(self) -> int:
-        """Always 0."""
         return 0
 
     def get_model_parallel_world_size(self) -> int:
-        """Always 1."""
         return 1
 
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-
-def take_device() -> None:
-    """Make the device of this rank the current one, as DeepSpeed does when it makes an engine: what
-    ranks say to each other before would all go through the first device.
-    """
-    accelerator, text = get_accelerator(), os.environ.get("LOCAL_RANK", "").strip()
-    place = int(text) if text.isascii() and text.isdigit() else -1
-    if accelerator.device_name() != "cpu" and 0 <= place < accelerator.device_count():
-        accelerator.set_device(place)
 
 
 def check_size(node_size: Any) -> None:
@@ -133,9 +117,9 @@ def check_size(node_size: Any) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            "shard_within_node: torch.distributed is not initialised. Call it after "
-            "deepspeed.init_distributed(), under the Trainer after "
-            "TrainingArguments(...), and before the model is made"
+            "shard_within_node: torch.distributed is not initialised. Call it after deepspeed."
+            "init_distributed(), under the Trainer after TrainingArguments(...), and before the "
+            "model is made"
         )
     # first of all: groups of unlike sizes would wait for each other
     sizes = all_ranks().everyone(repr(node_size))
@@ -144,30 +128,18 @@ def check_size(node_size: Any) -> None:
             f"shard_within_node was called with different sizes: {told(sizes)}. Give one number on "
             "all ranks"
         )
-    world = dist.get_world_size()
-    if (
-        isinstance(node_size, bool)
-        or not isinstance(node_size, int)
-        or node_size < 1
-        or world % node_size
-    ):
-        allowed = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise ValueError(
-            f"shard_within_node({node_size!r}) in a world of {world} ranks: allowed are its "
-            f"divisors {allowed}"
-        )
-    text = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
-    local = int(text) if text.isascii() and text.isdigit() else 0
-    if local and local % node_size:
-        allowed = ", ".join(str(n) for n in range(1, local + 1) if local % n == 0)
-        raise ValueError(
-            f"shard_within_node({node_size}) on nodes of LOCAL_WORLD_SIZE={local} ranks: shards "
-            "would cross the slow link. Allowed are "
-            f"{allowed}"
-        )
+    # a shard over two machines would cross the slow link
+    ranks = {"the world": dist.get_world_size(), "a machine (LOCAL_WORLD_SIZE)": local_ranks()}
+    for where, count in ranks.items():
+        allowed = [n for n in range(1, count + 1) if count % n == 0]
+        if count and (type(node_size) is not int or node_size not in allowed):
+            raise ValueError(
+                f"shard_within_node({node_size!r}), where {where} has {count} ranks: {allowed} are "
+                "allowed"
+            )
 
 
-def shard_within_node(node_size: int) -> Confinement:
+def shard_within_node(node_size: int) -> NodeMPU:
     """Confine ZeRO to nodes of `node_size` consecutive ranks: engines made from now on shard,
     reduce and gather inside a node only.
 
@@ -178,8 +150,7 @@ def shard_within_node(node_size: int) -> Confinement:
     configuration is translated.
 
     Returns:
-        What was put in place. `remove()`, or leaving it as a context manager, takes it out again;
-        keep it as long as an engine trains. A second call with the same size returns the same.
+        The nodes, which stay as long as torch's world. A second call returns the same.
 
     Raises:
         ValueError: torch.distributed is not up; the size does not fit; another size is in place.
@@ -193,40 +164,36 @@ def shard_within_node(node_size: int) -> Confinement:
         ...
         ValueError: shard_within_node: torch.distributed is not initialised. Call it after deepspeed.init_distributed(), ...
     """  # noqa: E501
-    global _now
-    take_device()
+    global _nodes
+    # DeepSpeed takes it only when it makes an engine: ranks would all speak through the first
+    accelerator, text = get_accelerator(), os.environ.get("LOCAL_RANK", "").strip()
+    place = int(text) if text.isascii() and text.isdigit() else -1
+    if accelerator.device_name() != "cpu" and 0 <= place < accelerator.device_count():
+        accelerator.set_device(place)
     check_size(node_size)
-    if (mpu := installed()) is not None and _now is not None:
-        if mpu.node_size == node_size:
-            return _now
+    if (nodes := installed()) is not None:
+        if nodes.node_size == node_size:
+            return nodes
         raise ValueError(
-            f"shard_within_node({node_size}): nodes of {mpu.node_size} ranks are in place. Call "
-            "remove() on those first"
+            f"shard_within_node({node_size}): nodes of {nodes.node_size} ranks are in place, for "
+            "as long as this process group"
         )
-    if _now is not None:
-        _now.remove()  # of a world that has ended
-    mpu = NodeMPU(node_size)
-    _now = Confinement(mpu)
-    if mpu.replicas == 1:
-        log.info(
-            "shard_within_node(%d): the world is one node, there is nothing to exchange", node_size
-        )
-    else:
-        log.info(
-            "ZeRO stays inside nodes of %d ranks; %d replicas, this is rank %d of %s",
-            node_size,
-            mpu.replicas,
-            mpu.place,
-            mpu.name,
-        )
-    return _now
+    # torch's group was not made by DeepSpeed: its own layer does not know of it yet
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_init_required=False)
+    replace(installed)
+    _nodes = nodes = NodeMPU(node_size)
+    alone = ": nothing to exchange" if nodes.replicas == 1 else ""
+    log.info("ZeRO stays inside %s of %d nodes%s", nodes.name, nodes.replicas, alone)
+    return nodes
 
 
 def installed() -> NodeMPU | None:
     """The mpu that `shard_within_node` has put in place in this world, for those who ask before
     there is an engine.
     """
-    return _now.mpu if _now is not None and _now.active else None
+    here = _nodes is not None and dist.is_initialized() and dist.group.WORLD is _nodes.of
+    return _nodes if here else None
 
 
 def topology_of(engine: Any) -> Topology | None:
@@ -239,13 +206,81 @@ def topology_of(engine: Any) -> Topology | None:
     mpu = getattr(engine, "mpu", None)
     if not isinstance(mpu, NodeMPU):
         return None
-    timeout, group = patience(), mpu.group if mpu.node_size > 1 else None
-    place: dict[str, Any] = {
-        "timeout": timeout,
+    node: dict[str, Any] = {
+        "timeout": patience(),
         "rank": mpu.place,
         "world": mpu.node_size,
-        "group": group,
+        "group": mpu.group if mpu.node_size > 1 else None,
     }
     if mpu.replicas == 1:
-        return Topology("single", **place)
-    return Topology("mesh", mpu.replica, mpu.replicas, mpu.name, peer_group=mpu.cross, **place)
+        return Topology("single", **node)
+    return Topology("mesh", mpu.replica, mpu.replicas, mpu.name, peer_group=mpu.cross, **node)
+
+
+# ---- a mesh, islands, or a single replica ------------------------------------------------------
+
+
+def topology(engine: Any = None) -> Topology:
+    """The mesh where `shard_within_node` is in place, else islands from the environment, else a
+    single replica.
+
+    All ranks of the world call it together.
+
+    Args:
+        engine: where there is one, its mpu counts.
+
+    Raises:
+        ValueError: ranks have different ISLAND_* variables; a mesh and islands at once; one world
+            over several nodes that is neither, unless ISLAND_COUNT=1 says so; and as
+            `Topology.from_env`.
+    """
+    compare_environment()
+    mesh, islands = topology_of(engine or SimpleNamespace(mpu=installed())), Topology.from_env()
+    world, local = dist.get_world_size() if dist.is_initialized() else 1, local_ranks()
+    if (
+        installed() is None
+        and mesh is None
+        and "ISLAND_COUNT" not in os.environ
+        and 0 < local < world
+    ):
+        raise ValueError(
+            f"one world of {world} ranks over nodes of {local}: ZeRO reduces between the nodes, "
+            "and there is nobody to exchange with. Call "
+            "deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and "
+            "deepspeed.initialize is called, or launch each "
+            "node as an island (ISLAND_RANK, ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are "
+            "one replica"
+            f"{see('one-world')}"
+        )
+    if mesh is None or mesh.islands == 1:
+        return islands
+    if islands.islands > 1:
+        raise ValueError(
+            f"ISLAND_COUNT={islands.islands} and shard_within_node({mesh.world}) at once: leave "
+            "shard_within_node out, or launch all nodes "
+            "as one world without ISLAND_* variables"
+        )
+    return mesh
+
+
+def compare_environment(env: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError, on every rank of the world, unless all ranks have the same ISLAND_*
+    variables.
+
+    Args:
+        env: this rank's, by default `os.environ`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    env = os.environ if env is None else env
+    said = all_ranks().everyone([env.get(name, "").strip() for name in NAMES])
+    for name, values in zip(NAMES, zip(*said, strict=True), strict=True):
+        if len(set(values)) == 1:
+            continue
+        raise ValueError(
+            f"ranks of one launch have different {name}: {told(values)}. All need the same "
+            "ISLAND_* variables; a hostfile launch passes "
+            "them on only if they stand in .deepspeed_env (NAME=value lines, in the home directory "
+            "or where `deepspeed` is called)"
+            f"{see('hostfile')}"
+        )

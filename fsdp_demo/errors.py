@@ -12,7 +12,6 @@ ANCHORS = (
     "store-made-anew",
     "store-file",
     "token",
-    "gloo-endpoint",
     "missing-islands",
     "open-files",
     "rank-taken",

@@ -11,8 +11,7 @@ replicas):
     2 or 3     2 islands x 2 processes, which share two GPUs; no mesh
     4 or more  2 islands x half of the GPUs each, on their own; mesh of 2 x half
 
-Inside an island the ranks use NCCL (gloo on a CPU), islands exchange over gloo. The exit status is
-0 if every row that ran is fine.
+Inside an island the ranks use NCCL (gloo on a CPU). The exit status is 0 if every row that ran is fine.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def rank_server(
 
 @pytest.fixture
 def exchange_store(rank_server: RankServer) -> Iterator[tuple[str, int]]:
-    """(host, port) of a TCPStore in a process of its own, for a test that starts its processes
+    """(host, port) of a store in a process of its own, for a test that starts its processes
     itself.
     """
     name = f"test-{secrets.token_hex(6)}"
@@ -86,27 +86,21 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Everywhere:
     return Everywhere(monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def fixed_members(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark `gloo`, for processes that a test starts by itself."""
-    if request.node.get_closest_marker("gloo"):
-        monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
-
-
 @pytest.fixture
 def run_ranks(
     request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer, everywhere: Everywhere
 ) -> Iterator[Callable[..., list[Any]]]:
     """`run_ranks(fn, islands=2, procs=2, timeout=60, *, group=None, env=None, check=True,
-    args=())`.
+    args=(), grace=GRACE)`.
 
     Forks islands x procs processes; `procs` may be a list, one number per island. Each runs
     `fn(rank, *args)` (or `fn()` if it takes nothing) with the ISLAND_* environment of its island
     and, if the island has more than one process (or `group=True`), its own default gloo group.
     Returns the values, island by island; they must be picklable. A rank that raises fails the call
     with its traceback; ranks that hang are killed after `timeout` seconds and show where they were.
-    `env` adds variables (a function of the Rank, or a dict), and so does the mark `gloo`. With
-    `check=False` the result is a list of `Outcome`, whatever happened.
+    `env` adds variables (a function of the Rank, or a dict). With `check=False` the result is a
+    list of `Outcome`, whatever happened; those that outlive a rank that has failed are killed
+    `grace` seconds later.
 
     The ranks are forked by another process: what `fn` holds is copied, patches are made by
     `everywhere`, environment and working folder are those of the test. Each call has a store of its
@@ -124,6 +118,7 @@ def run_ranks(
         env: dict[str, str] | Callable[[Rank], dict[str, str]] | None = None,
         check: bool = True,
         args: tuple[Any, ...] = (),
+        grace: float = GRACE,
     ) -> list[Any]:
         counts = [procs] * islands if isinstance(procs, int) else list(procs)
         folder = tmp_path / f"ranks-{secrets.token_hex(4)}"
@@ -142,11 +137,9 @@ def run_ranks(
         common["ISLAND_TIMEOUT"] = str(max(5, int(timeout / 2)))
         # a busy machine lets a living island be silent for long; tests of losses say when one is
         common["ISLAND_DEAD"] = "30"
-        if request.node.get_closest_marker("gloo"):
-            common["ISLAND_TRANSPORT"] = "gloo"
         store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", run)
         job = pack(Job(fn, args, env, everywhere.patches, group))
-        outcomes = rank_server.run(Call(ranks, job, common, store, timeout, GRACE))
+        outcomes = rank_server.run(Call(ranks, job, common, store, timeout, grace))
         if store == run:
             rank_server.ask("end", [run])
         else:

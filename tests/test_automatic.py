@@ -25,7 +25,7 @@ from fsdp_demo.automatic.situation import chosen as chosen_in
 from fsdp_demo.automatic.situation import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.comm.ranks import Ranks
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.doctor import quick
 from fsdp_demo.doctor.reading import LinkReading
@@ -256,7 +256,7 @@ def test_a_state_of_an_earlier_release_is_refused() -> None:
 def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
     why = AutoChoice("slow", "20Mbit,40ms", 0.3, 900)
     note = {"config": preset("sparse_loco").to_dict(), "auto_choice": why.to_dict()}
-    store, silent = Asker(HashStore(), "a store", 5.0), [False]
+    store, silent = WorldStore(HashStore(), "a store", 5.0), [False]
     store.set("run/0/auto", json.dumps(note))
 
     def open_store(limit: float) -> Any:
@@ -283,7 +283,7 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
     store.set("run/0/auto", "{")  # of another release, or damaged
     with pytest.raises(ValueError, match="of the run's choice cannot be read"):
         found()
-    store.delete("run/0/auto")  # it comes before the choice, and measures with the others
+    store.set("run/0/auto", "")  # it comes before the choice, and measures with the others
     assert undecided(found()[0])
 
 

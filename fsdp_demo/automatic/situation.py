@@ -14,7 +14,7 @@ from ..exchange.exchange import Exchange
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import keeps_momentum
 from ..planner import Choice, Situation, choose, plan_rows
-from ..planner.devices import DEVICES
+from ..planner.situation import DEVICES
 
 DIGITS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 """Leading digits to which rates and times are rounded: two measurements of one link mostly end in

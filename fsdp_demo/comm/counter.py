@@ -15,6 +15,7 @@ from . import spool
 from .backlog import Backlog, Item
 from .collectives import ReceivedMessage
 from .guests import LEAST, Guest, Guests
+from .header import WITHIN
 from .held import Message
 from .joining import OWN, Snapshot, Tick, packed
 
@@ -23,7 +24,7 @@ class Counter:
     """`joining.Desk` of one peer group: what the donor's training hands out.
 
     Args:
-        guests: of this rank. do: runs a job in the driver's thread. next_message: the number of the
+        guests: of this rank. do: runs a job in the network thread. next_message: the number of the
             next message of the peer group.
 
     Attributes:
@@ -134,12 +135,12 @@ class Counter:
             self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
 
     def launching(self, message: Message) -> None:
-        """A message that is sent here now: a newcomer may take part in it, and asks itself
-        something else. In the worker's thread.
+        """A message that is sent here now: a newcomer may begin with it, if it is of a step. In the
+        worker's thread.
         """
-        guest = self._for
-        if guest is not None and guest.following and guest is self._guests.guest:
-            self._put(guest, "messages", {"item": "launch", **message.described()}, [])
+        guest, of_step = self._for, message.header.kind in WITHIN
+        if of_step and guest is not None and guest.following and guest is self._guests.guest:
+            self._put(guest, "messages", {"item": "launch", "n": message.n}, [])
 
     def message(self, n: int, arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> None:
         """A message that has been delivered here; `coded`: see `packed`. In the worker's thread."""

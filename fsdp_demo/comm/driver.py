@@ -1,10 +1,10 @@
-"""The thread of one rank that moves messages between islands and settles them when an island is
-lost.
+"""The membership of one rank at work: messages between islands are moved, and settled when an
+island is lost.
 
 It stands between the membership machine (`membership.py`), which knows no bytes, and connections,
 store and clock, which know no rules: whatever happens becomes an event, `Rank.step` answers with
-actions, and the actions are done here. It alone touches the connections while a run goes on, so it
-beats also while the training thread is busy. Nothing here waits: questions to the store have a
+actions, and the actions are done here. It runs in the network thread (`hub.py`), so it beats also
+while the training thread is busy. Nothing here waits: questions to the store have a
 thread of their own (`change.py`), calculations run in the thread that waits for the message
 (`held.py`).
 """
@@ -26,6 +26,7 @@ from .change import ChangeDesk
 from .early import EarlyPieces
 from .epochs import Ballot, Member, Record
 from .guests import Guests
+from .header import WITHIN
 from .held import Early, Message
 from .hub import Hub
 from .membership import Rank
@@ -119,8 +120,8 @@ class Driver:
             self._desk.begin(machine.record)
         self._traffic.adopt(machine.record)
         signs.forgive(time.monotonic())
-        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        hub.post(self._run)
 
     # ---- asked by other threads ----------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Driver:
             message.tasks.put(PeerLost(self._failed))
 
     def busy(self, who: Member) -> str:
-        """Why a newcomer cannot come in now; empty if it can. In the driver's thread."""
+        """Why a newcomer cannot come in now; empty if it can. In the network thread."""
         if self.machine.state != "running":
             return "the members change at the moment"
         if who.slot in [m.slot for m in self.machine.record.members]:
@@ -140,7 +141,7 @@ class Driver:
         return ""
 
     def status(self) -> dict[str, Any]:
-        """How this rank stands, for `look.py`. In the driver's thread."""
+        """How this rank stands, for `look.py`. In the network thread."""
         now, guest = time.monotonic(), self.guests.guest if self.guests is not None else None
         heard = {str(m.slot): round(now - wire.heard_at, 2) for m, wire in self.notes.items()}
         joining = guest.name if guest is not None and not guest.moved else ""
@@ -154,7 +155,7 @@ class Driver:
         }
 
     def do(self, job: Callable[[], None]) -> None:
-        """Run `job` in the driver's thread."""
+        """Run `job` in the network thread."""
         self._post(job)
 
     def allow_early(self, longest: int) -> None:
@@ -220,9 +221,14 @@ class Driver:
     def wait_read(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number, or are gone: who is
         gone reads no more. For the end of a run. Other ranks of this island may have ended then, so
-        the change of members that a loss begins would never come to its end.
+        the change of members that a loss begins would never come to its end. Who has joined and not
+        begun reads what its donor sends.
         """
-        return self._wait(lambda: not self.machine.unread(below), seconds)
+        return self._wait(lambda: not (self.machine.unread(below) or self._is_followed()), seconds)
+
+    def _is_followed(self) -> bool:
+        guest = self.guests.guest if self.guests is not None else None
+        return guest is not None and guest.moved
 
     def _wait(self, reached: Callable[[], bool], seconds: float) -> bool:
         """Ask the members how far they are, and wait until that is far enough; whether it is."""
@@ -245,7 +251,7 @@ class Driver:
             if word == "leave":
                 self._let_land()
             self._post(lambda: self._end(word))
-            self._thread.join(5.0)
+            self._ended.wait(5.0)
         self._desk.close()
         self._hub.close(linger)
 
@@ -263,39 +269,35 @@ class Driver:
     def _later(self, seconds: float, job: Callable[[], None]) -> None:
         self._soon.append((time.monotonic() + seconds, job))
 
-    # ---- the thread ----------------------------------------------------------------------------
+    # ---- in the network thread -----------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._hub.drive(
-                    SOON / 2 if self._soon or self.signs.soon else BEAT / 2, self._has_work
-                )
+                if not self._work:
+                    self._hub.move(SOON / 2 if self._soon or self.signs.soon else BEAT / 2)
                 self._turn()
             self._hand_over()
         except BaseException as error:
-            why, regular = f"the membership thread has failed: {error!r:.200}", self._closed
+            why, regular = f"the network thread has failed: {error!r:.200}", self._closed
             if not regular:
                 log.exception("membership: the thread has failed")
             self._fail(why)
             self._hub.close(0)  # so that the others hear of it at once
             if not regular:  # training may be far from its next message, or stand in another wait
                 self.expel(why)
-
-    def _has_work(self) -> bool:
-        return bool(self._work)
+        finally:
+            self._ended.set()
 
     def _hand_over(self) -> None:
-        """Let what was said last leave: whoever closes the connections drops what waits here, as
-        it does where another thread had them at that moment.
-        """
+        """Let what was said last leave: whoever closes the connections drops what waits here."""
 
         def given() -> bool:
             return not any(wire.waiting and not wire.gone for wire in self.signs.wires)
 
         end = time.monotonic() + LAST_WORD
         while not given() and (left := end - time.monotonic()) > 0:
-            self._hub.drive(left, given)
+            self._hub.move(left)
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -405,7 +407,7 @@ class Driver:
             message.tasks.put(PeerLost(ABANDONED))
             return
         self._traffic.open(message)
-        self._step(moves.Launched(message.n, message.kind))
+        self._step(moves.Launched(message.n, message.kind, message.header.kind not in WITHIN))
         self._traffic.expect(message)
 
     def _abandon(self) -> None:

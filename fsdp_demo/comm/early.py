@@ -17,7 +17,7 @@ from .traffic import SHORT, Traffic
 
 
 class EarlyPieces:
-    """Both sides. All of it runs in the driver's thread, but for `wait`.
+    """Both sides. All of it runs in the network thread, but for `wait`.
 
     Args:
         rank: the membership machine as it is now. later: does a job some seconds from now. changed:

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from ..errors import PeerLost
 from .collectives import ReceivedMessage
-from .coming import Coming
 from .counter import Counter
 from .driver import Driver
 from .epochs import Member
-from .header import HEADER, SKIPPED, WITHIN, Header, room
+from .header import HEADER, Header, room
 from .held import Due, Early, Message
 from .joining import Expected
 from .link import Link
@@ -81,10 +80,10 @@ class ElasticPeerGroup(PeerGroup):
                 self._counter.submit = self._submit
             self.desk = self._counter
 
-    def follow(self, follow: Follow) -> None:
-        """This rank is a newcomer: what others have agreed on comes from its donor."""
+    def follow(self, follow: Follow, slots: Sequence[int]) -> None:
+        """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
+        self._set(slots)
         self._follow = self.following = follow
-        follow.then = lambda: self._submit(self._keep_up) if self._submit is not None else None
         self.begun = True
 
     def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
@@ -144,7 +143,9 @@ class ElasticPeerGroup(PeerGroup):
     def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
         """See `PeerGroup`."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return self._run(header, nothing, vectors, lambda headers: _asked(headers, len(vectors)))[2]
+        return self._run(
+            header, nothing, vectors, lambda headers: [[1.0] * len(headers)] * len(vectors)
+        )[2]
 
     def hand_out(
         self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]
@@ -185,24 +186,16 @@ class ElasticPeerGroup(PeerGroup):
             compare,
         )
         due = self._taken_part(message)
-        headers, bodies, means = message.result(due)
-        before, names = self.slots, [m.slot for m in message.counted(due.settled)]
-        if header.kind not in WITHIN:  # a newcomer may take part in a question that it does not ask
-            asked = [i for i, h in enumerate(headers) if not h.flags & SKIPPED]
-            headers = [headers[i] for i in asked]
-            bodies = [bodies[i] for i in asked]
-            names = [names[i] for i in asked]
-        out = headers, bodies, means
-        self._set(names)
+        out, before = message.result(due), self.slots
+        self._set([m.slot for m in message.counted(due.settled)])
         if not self.begun and self.slots != before:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
         self.alike, self.something = message.alike, message.something
         self._account(message.sent, message.received, bool(vectors), setup)
         if self._counter is not None:
-            # who does not ask a question has a part of its mean all the same
-            coded = message.coded(due) if header.kind in WITHIN else []
-            self._counter.message(message.n, ReceivedMessage(*out, slots=self.slots), coded)
+            arrived = ReceivedMessage(*out, slots=self.slots)
+            self._counter.message(message.n, arrived, message.coded(due))
         return out
 
     def _followed(
@@ -217,14 +210,16 @@ class ElasticPeerGroup(PeerGroup):
         spans = [(v.numel(), code) for v, code in vectors]
         wanted = Expected(header.kind, header.step, data.numel(), spans, longest=longest)
         try:
-            arrived = None if follow.begun else follow.followed(wanted)
+            arrived = follow.followed(wanted)
         except PeerLost as error:
             # it trains already: its supervisor starts it again, as a newcomer
             if self._driver is not None:
                 self._driver.expel(f"{error}, before this island took part")
             raise
         if arrived is None:
-            self._take_part(follow, header)
+            self._next, self._follow, self.following = follow.next, None, None
+            assert self._driver is not None, "who has a base is a member"
+            self._driver.joined(follow.over)
             return None
         weigh(arrived.headers)
         self._set(arrived.slots or self.slots)
@@ -232,53 +227,6 @@ class ElasticPeerGroup(PeerGroup):
             0, sum(b.numel() for b in arrived.bodies) + 4 * sum(m.numel() for m in arrived.means)
         )
         return arrived.headers, arrived.bodies, arrived.means
-
-    def _take_part(self, follow: Follow, header: Header) -> None:
-        """From the base on: what the others ask each other meanwhile is answered with nothing, up
-        to the first message of a step.
-        """
-        self._next = max(self._next, follow.next)
-        while (coming := follow.instead(self._next)) is not None:
-            self._abstain(coming)
-        if header.kind in WITHIN:
-            self._follow = self.following = None
-            assert self._driver is not None, "who has a base is a member"
-            self._driver.joined(follow.over)
-
-    def _keep_up(self) -> None:
-        """Answer what the others ask about the steps that this island was making up for, at once:
-        its own next message may be far. In the thread that exchanges; ends with the first
-        message that this island has itself."""
-        follow = self._follow
-        if follow is None:
-            return
-        self._next = max(self._next, follow.next)
-        while (coming := follow.instead(self._next)) is not None:
-            if follow.base is not None and coming.n >= follow.base:
-                self._abstain(coming)
-            else:
-                self._next = coming.n + 1
-
-    def _abstain(self, coming: Coming) -> None:
-        """Take part in a question that this island does not ask."""
-        header = self.header(coming.kind, coming.step, flags=coming.flags | SKIPPED)
-        body = room(1 if coming.longest else coming.body)
-        body[HEADER.size :] = 0
-        vectors = [
-            (torch.zeros(n, dtype=torch.float32, device="cpu"), code) for n, code in coming.spans
-        ]
-        message = Message(
-            self._next,
-            self._me,
-            header,
-            body,
-            vectors,
-            lambda h: _asked(h, len(vectors)),
-            coming.longest,
-            self._num_connections,
-        )
-        message.result(self._taken_part(message))
-        self.meter.count(message.sent, message.received)
 
     def _taken_part(self, message: Message) -> Due:
         """Send the next message, and wait until it is complete."""
@@ -318,7 +266,12 @@ class ElasticPeerGroup(PeerGroup):
     # ---- connections ---------------------------------------------------------------------------
 
     def widen(self, connect: Callable[[int], Any]) -> None:
-        """See `PeerGroup`; connect(k) gives wires by member."""
+        """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by
+        member, as many on all ranks (`streams`).
+
+        Raises:
+            PeerLost: an island was lost.
+        """
         if self.size == 1:
             return
         rtt = self.round_trip()
@@ -358,7 +311,9 @@ class ElasticPeerGroup(PeerGroup):
         not."""
         if (message := self._message) is None:
             return ()
-        others = [slot for slot in self.alive if slot != self._me.slot]
+        alive, record = self.alive, self._driver.machine.record if self._driver else None
+        asked = [] if record is None else record.contributors(message.n)
+        others = [m.slot for m in asked if m != self._me and m.slot in alive]
         bodies = {m.slot for m in list(message.bodies)}
         lacking = [slot for slot in others if slot not in bodies]
         if not lacking and message.vectors:
@@ -448,8 +403,3 @@ class ElasticPeerGroup(PeerGroup):
         if self._counter is not None:
             self._counter.close()
         self._driver = None
-
-
-def _asked(headers: Sequence[Header], count: int) -> list[list[float]]:
-    """The weights of a plain mean of `count` vectors: over those that ask for it."""
-    return [[float(not h.flags & SKIPPED) for h in headers]] * count

@@ -15,11 +15,6 @@ from .curve import check
 
 log = logging.getLogger("fsdp_demo")
 
-TRANSPORTS = {"zeromq": "ZeroMQ", "gloo": "Gloo"}
-"""What may carry messages between islands: name -> class in the module of that name. The first is
-the default.
-"""
-
 LONGEST = 10_000_000
 """Longest timeout in seconds: torch counts milliseconds in a 64-bit number and adds to it."""
 
@@ -27,27 +22,19 @@ VARIABLES = {
     "ISLAND_RANK": "which island this is, from 0",
     "ISLAND_COUNT": "number of islands that are expected at the start",
     "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default "
-    "ISLAND_COUNT "
-    "(zeromq)",
-    "ISLAND_ENDPOINT": "host:port of the store or zmq://host:port",
+    "ISLAND_COUNT",
+    "ISLAND_ENDPOINT": "host:port of the store",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
-    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and of silence after which a "
-    "peer "
-    "counts "
-    "as lost",
+    "ISLAND_TIMEOUT": "seconds to wait for the others at the start",
     "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to "
-    "train "
-    "on "
-    "when others are lost (zeromq)",
-    "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on (zeromq)",
+    "train on when others are lost",
+    "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on",
     "ISLAND_STALL": "seconds that an island which still sends heartbeats may stand while the "
-    "others wait for it; default ISLAND_TIMEOUT (zeromq)",
+    "others wait for it; default ISLAND_TIMEOUT",
     "ISLAND_STOP": "seconds from SIGTERM to the end of an island, its save included",
-    "ISLAND_TRANSPORT": "what carries messages between islands: gloo or zeromq",
-    "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store, for those that "
-    "authenticate",
+    "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
     "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
@@ -90,15 +77,14 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     return value
 
 
-def slots(env: Mapping[str, str], count: int, transport: str) -> int:
+def slots(env: Mapping[str, str], count: int) -> int:
     """ISLAND_SLOTS, default ISLAND_COUNT: how many islands there may be at most.
 
     Args:
-        count: ISLAND_COUNT. transport: ISLAND_TRANSPORT.
+        count: ISLAND_COUNT.
 
     Raises:
-        ValueError: it is no whole number, less than ISLAND_COUNT, or more with a transport whose
-            islands are fixed.
+        ValueError: it is no whole number, or less than ISLAND_COUNT.
     """
     value = whole(env, "ISLAND_SLOTS", count)
     if value != count and not env.get("ISLAND_COUNT", "").strip():
@@ -110,11 +96,6 @@ def slots(env: Mapping[str, str], count: int, transport: str) -> int:
         raise ValueError(
             f"ISLAND_SLOTS={value} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, "
             "one slot for each island"
-        )
-    if value > count and transport == "gloo":
-        raise ValueError(
-            f"ISLAND_SLOTS={value} with ISLAND_COUNT={count} needs ISLAND_TRANSPORT=zeromq: with "
-            "gloo none can join later"
         )
     return value
 
@@ -217,20 +198,6 @@ def endpoint(env: Mapping[str, str]) -> Endpoint:
         raise ValueError(f"ISLAND_ENDPOINT={error}") from None
 
 
-def transport(env: Mapping[str, str]) -> str:
-    """ISLAND_TRANSPORT, default the first of `TRANSPORTS`.
-
-    Raises:
-        ValueError: it is not known.
-    """
-    name = env.get("ISLAND_TRANSPORT", "").strip() or next(iter(TRANSPORTS))
-    if name not in TRANSPORTS:
-        raise ValueError(
-            f"ISLAND_TRANSPORT={name!r} is not known: allowed are {', '.join(TRANSPORTS)}"
-        )
-    return name
-
-
 def restarted(env: Mapping[str, str]) -> bool:
     """Whether a supervisor has started this island before (ISLAND_ATTEMPT)."""
     text = env.get("ISLAND_ATTEMPT", "")
@@ -245,21 +212,6 @@ def token(env: Mapping[str, str]) -> str:
     """
     text = env.get("ISLAND_TOKEN", "")
     return check(text) if text else ""
-
-
-def refuse_gloo(place: Endpoint, transport: str) -> None:
-    """gloo meets by torch's own store.
-
-    Raises:
-        ValueError: it is chosen together with another.
-    """
-    if transport == "gloo" and place.scheme:
-        raise ValueError(
-            f"ISLAND_TRANSPORT=gloo cannot meet by ISLAND_ENDPOINT={place}: set "
-            "ISLAND_TRANSPORT=zeromq on all islands (pip install "
-            '"pyzmq>=27,<28"), or ISLAND_ENDPOINT=host:port of `fsdp-demo store --bind ADDR:PORT`'
-            + see("gloo-endpoint")
-        )
 
 
 _ELSEWHERE = {
@@ -293,7 +245,7 @@ def _meant(name: str) -> str:
     return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
 
 
-def warn_of_open(place: Endpoint, address: str, transport: str, token: str) -> None:
+def warn_of_open(place: Endpoint, address: str, token: str) -> None:
     """Say once, loudly, where the run can be reached from the open internet and does not ask for a
     token.
 
@@ -302,26 +254,13 @@ def warn_of_open(place: Endpoint, address: str, transport: str, token: str) -> N
     """
     reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
     public = [said for said, host in reached.items() if host and is_public(host)]
-    if transport == "gloo":
-        lacks = "gloo asks for no token"
-        cure = "set ISLAND_TRANSPORT=zeromq and ISLAND_TOKEN (openssl rand -hex 32) on all islands"
-    elif not token:
-        lacks = "ISLAND_TOKEN is not set"
-        cure = "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)"
-    elif not place.scheme:
-        lacks = "the store at host:port asks for no token"
-        cure = f"take the store of `fsdp-demo store --bind zmq://{place}`"
-    else:
-        return
-    if public and "open" not in _said:
+    if public and not token and "open" not in _said:
         _said.add("open")
         log.warning(
-            "%s: a PUBLIC address, and %s: WHOEVER REACHES IT CAN READ, CHANGE AND END THE RUN. "
-            "%s, or give private addresses "
-            "(docs/wireguard.md)",
+            "%s: a PUBLIC address, and ISLAND_TOKEN is not set: WHOEVER REACHES IT CAN READ, "
+            "CHANGE AND END THE RUN. Set ISLAND_TOKEN on all islands and at the store (openssl "
+            "rand -hex 32), or give private addresses (docs/wireguard.md)",
             " and ".join(public),
-            lacks,
-            cure[0].upper() + cure[1:],
         )
 
 

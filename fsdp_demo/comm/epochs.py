@@ -16,9 +16,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-Kind = Literal["gather", "reduce", "mixed"]
-"""gather: each island sends one body to all. reduce: vectors are summed in two legs. mixed: both in
-one message, with one set (K8).
+from msgspec import Struct
+
+What = Literal["body", "share", "part", "early"]
+"""See `Piece`."""
+
+Kind = Literal["gather", "mixed"]
+"""gather: each island sends one body to all. mixed: a body, and vectors that are reduced in two
+legs, in one message with one set (K8).
 """
 
 
@@ -40,7 +45,7 @@ class Piece(NamedTuple):
     uncut: it leaves, and owns no part (K21).
     """
 
-    what: Literal["body", "share", "part", "early"]
+    what: What
     of: Member
     attempt: int = 0
 
@@ -91,8 +96,7 @@ class Open:
     delivered: bool = False
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(Struct, frozen=True, array_like=True):
     """One open message on one rank, in a report. `pieces` are bodies and parts, no shares."""
 
     n: int
@@ -101,8 +105,7 @@ class Held:
     pieces: frozenset[Piece]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one frozen rank tells the store, once in a view (K1).
 
     Attributes:
@@ -112,6 +115,7 @@ class Report:
             kind of one of which it has only what came early is what the sender took it for.
         begun: false for a newcomer that has not launched its first message: it may still lack what
             comes before.
+        base: of each member that has joined, as far as this rank knows (`Record.asked`).
     """
 
     view: int
@@ -121,6 +125,7 @@ class Report:
     landed: int
     held: tuple[Held, ...]
     begun: bool = True
+    base: tuple[tuple[Member, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,8 @@ class Record:
         view: epoch of the newest record that settled messages. Frames, ballots and reports carry
             it.
         members: sorted by slot.
-        base: for each member the first message that it takes part in.
+        base: for each member the first message that it takes part in; a question moves it
+            (`asked`).
         settlements: of open messages, where they differ from `default`.
         forwards: who sends what to whom, so that all members can deliver what is settled.
         stable: every rank of every member had delivered all messages below it.
@@ -160,7 +166,21 @@ class Record:
 
     def settlement(self, n: int) -> Settlement:
         """How message n is settled in this record."""
-        return next((s for s in self.settlements if s.n == n), None) or self.default(n)
+        found = next((s for s in self.settlements if s.n == n), None)
+        if found is None:
+            return self.default(n)
+        late = set(self.members).difference(self.contributors(n))
+        return found._replace(contributors=tuple(m for m in found.contributors if m not in late))
+
+    def asked(self, n: int) -> Record:
+        """When message n is a question: who would begin with it begins behind it. All launch the
+        same messages, so all come to the same.
+        """
+        return self.begun_at(b + 1 if 0 < b == n else b for b in self.base)
+
+    def begun_at(self, base: Iterable[int]) -> Record:
+        """With these bases where they are later."""
+        return replace(self, base=tuple(map(max, self.base, base)))
 
     def bare(self) -> Record:
         """Without what is needed once only."""
@@ -168,9 +188,7 @@ class Record:
 
     def digest(self) -> str:
         """Of this record and those before it: 16 hexadecimal digits."""
-        return _digest(
-            self.history, self.epoch, self.view, self.members, self.base, self.settlements
-        )
+        return _digest(self.history, self.epoch, self.view, self.members, self.settlements)
 
     def following(self, **changes: object) -> Record:
         """The next record: the same but for `changes`."""
@@ -194,8 +212,8 @@ def first_record(members: Iterable[Member]) -> Record:
 def needed(kind: Kind, settlement: Settlement) -> frozenset[Piece]:
     """The pieces that a rank must have to deliver a message as it is settled."""
     owners = settlement.owners
-    bodies = [Piece("body", m) for m in owners] if kind != "reduce" else []
-    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind != "gather" else []
+    bodies = [Piece("body", m) for m in owners]
+    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind == "mixed" else []
     return frozenset(bodies + parts + [Piece("early", m) for m in settlement.early])
 
 

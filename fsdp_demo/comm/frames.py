@@ -1,5 +1,4 @@
-"""The frame that stands before every piece on a transport that has no framing of its own
-(`zeromq.py`).
+"""The frame that stands before every piece on the connections between islands (`zeromq.py`).
 
 36 bytes, little-endian:
 

@@ -7,7 +7,7 @@ its own: for short words, for ticks and the snapshot, for messages, and for what
 member. It is a guest until a record names it. One guest at a time; others are told to come later.
 The lowest slot is its donor.
 
-All of it runs in the driver's thread. What the donor's training hands out comes over `counter.py`.
+All of it runs in the network thread. What the donor's training hands out comes over `counter.py`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Guests:
                 hub.keys.listen(self._door)
             where = bound(self._door, address, f"island {me.slot}")
             self.endpoint = (address, int(where.rpartition(":")[2]))
-            hub.attend(self._door, self._knocked)
+            hub.run(lambda: hub.attend(self._door, self._knocked))
 
     @property
     def first(self) -> bool:

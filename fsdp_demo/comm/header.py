@@ -48,9 +48,7 @@ HEADER = struct.Struct("<4sBBHQIIQQffII")
 LENGTH_BITS = 48  # of the number that is the length of the body; the rest is the learning rate
 
 STOP = 1  # flag: this island asks all to stop after this step
-# flag: this replica took no step; its plain gradient has no weight. Of a question between steps:
-# this island does not ask it
-SKIPPED = 2
+SKIPPED = 2  # flag: this replica took no step; its plain gradient has no weight
 COUNTED = 4  # flag: this island has counted tokens, if not since the last exchange
 ENDING = 8  # flag: sent by finish()
 # flag: what this replica would have contributed holds NaN or Inf, and has been left out

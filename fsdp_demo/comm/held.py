@@ -3,7 +3,7 @@ it. Kept until all members have it.
 
 The membership machine (`membership.py`) says which pieces count; this file has the tensors, and the
 calculations on them. Calculations run in the thread that exchanges (`elastic_peers.py`), which
-waits for the message meanwhile; the driver's thread only moves bytes.
+waits for the message meanwhile; the network thread only moves bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import collectives
 from .epochs import Kind, Member, Piece, Settlement
-from .header import EARLY, ENDING, HEADER, MEANS, PARTS, PAYLOAD, Header, fill
+from .header import EARLY, HEADER, MEANS, PARTS, PAYLOAD, Header, fill
 from .peers import Vectors, Weigh
 
 Task = Callable[[], None]
@@ -119,14 +119,6 @@ class Message:
         self.sent = self.received = 0
         self.weighed = self.alike = self.something = False
         self._compare = compare
-
-    def described(self) -> dict[str, Any]:
-        """What somebody must know who takes part in this message without asking it, as JSON: see
-        `coming.Coming`.
-        """
-        h, body = self.header, self.bodies[self.me].numel() - HEADER.size
-        what = {"n": self.n, "kind": h.kind, "step": h.step, "flags": h.flags & ENDING}
-        return {**what, "body": body, "longest": self.longest, "spans": self.spans}
 
     def tensor(self, piece: Piece) -> Tensor | None:
         """The bytes of a body or part that is here, header and all."""

@@ -1,9 +1,9 @@
-"""What moves all connections of a rank: whoever waits drives, and no thread runs while nobody does.
+"""All connections of a rank, and the one thread that moves them: the network thread.
 
-A ZeroMQ socket may be used by one thread at a time. The first that waits becomes the driver: it
-waits for all sockets at once and moves what can be moved, also for the others, who wait for its
-word; when it has what it wanted, another takes over. So a short message needs no hand-over from
-thread to thread, and training has no other thread beside it while no exchange is under way.
+A ZeroMQ socket may be used by one thread at a time. From the first connection on that is this
+thread. It waits for all sockets at once and moves what can be moved. Others post pieces and wait
+for them, and hand over what touches sockets otherwise (`Hub.run`). Once a rank is a member, the
+same thread runs the membership (`driver.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import zmq
 
@@ -25,6 +27,10 @@ from .wire import WAITING, Piece, Wire
 
 LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
 SEALED = 64  # bytes by which a piece may grow when it is encrypted
+IDLE = 1.0  # seconds between two looks of the network thread where nothing wakes it
+CLOSED = "the connections were closed"
+
+T = TypeVar("T")
 
 
 class Hub:
@@ -35,7 +41,7 @@ class Hub:
 
     Attributes:
         changed: lock of all that waits and is queued; told when something has moved. keys: as
-            given. context: of ZeroMQ.
+            given. context: of ZeroMQ. thread: the network thread.
     """
 
     def __init__(self, keys: Any = None):
@@ -53,9 +59,10 @@ class Hub:
             end.setblocking(False)
         self._poller.register(self._far.fileno(), zmq.POLLIN)
         self._owners[self._far.fileno()] = self._woken
-        self._driven = self.closed = False
-        self._driver = 0  # the thread that drives
-        self._claims = 0  # threads that wait for `alone`
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self.closed, self._linger = False, 0.0
+        self.thread = threading.Thread(target=self._run, name="network", daemon=True)
+        self.thread.start()
 
     # ---- connections ---------------------------------------------------------------------------
 
@@ -71,32 +78,29 @@ class Hub:
         return made
 
     def add(self, epoch: int, listens: bool) -> Wire:
-        """A connection to be."""
-        with self.alone():
-            wire = Wire(self, epoch)
-            if listens:
-                wire.socket.handshake_ivl = HANDSHAKE_MS
-            if self.keys is not None:
-                (self.keys.listen if listens else self.keys.connect)(wire.socket)
-            self.wires.append(wire)
-            self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
-            self._poller.register(wire.monitor, zmq.POLLIN)
-            return wire
+        """A connection to be. In the network thread."""
+        wire = Wire(self, epoch)
+        if listens:
+            wire.socket.handshake_ivl = HANDSHAKE_MS
+        if self.keys is not None:
+            (self.keys.listen if listens else self.keys.connect)(wire.socket)
+        self.wires.append(wire)
+        self._owners[wire.socket], self._owners[wire.monitor] = wire.serve, wire.watch
+        self._poller.register(wire.monitor, zmq.POLLIN)
+        return wire
 
     def attend(self, socket: Any, serve: Callable[[int], None]) -> None:
-        """Let `serve` read from a socket of another kind."""
-        with self.alone():
-            self._owners[socket] = serve
-            self._attended.add(socket)
-            self._poller.register(socket, zmq.POLLIN)
+        """Let `serve` read from a socket of another kind. In the network thread."""
+        self._owners[socket] = serve
+        self._attended.add(socket)
+        self._poller.register(socket, zmq.POLLIN)
 
     def neglect(self, socket: Any) -> None:
-        """Undo `attend`, and close the socket."""
-        with self.alone():
-            if self._owners.pop(socket, None) is not None:
-                self._attended.discard(socket)
-                self._poller.unregister(socket)
-                socket.close(0)
+        """Undo `attend`, and close the socket. In the network thread."""
+        if self._owners.pop(socket, None) is not None:
+            self._attended.discard(socket)
+            self._poller.unregister(socket)
+            socket.close(0)
 
     def other_socket(self, kind: int) -> Any:
         """A socket for what is not a connection of a peer group."""
@@ -116,10 +120,40 @@ class Hub:
                 with suppress(KeyError):
                     self._poller.unregister(end)
 
-    # ---- driving -------------------------------------------------------------------------------
+    # ---- what other threads do -----------------------------------------------------------------
+
+    def run(self, job: Callable[[], T]) -> T:
+        """What `job` returns or raises, done in the network thread: for what touches sockets.
+
+        Raises:
+            RuntimeError: the connections were closed.
+        """
+        if threading.current_thread() is self.thread:
+            return job()
+        return self.post(job).result()
+
+    def dial_again(self, wires: Iterable[Wire]) -> None:
+        """Connect once more where that has failed, if it is time."""
+
+        def job() -> None:
+            for wire in wires:
+                if not wire.met and not wire.gone:
+                    wire.dial_again()
+
+        self.run(job)
+
+    def post(self, job: Callable[[], T]) -> Future[T]:
+        """`run` without waiting."""
+        future: Future[T] = Future()
+        with self.changed:
+            if self.closed:
+                raise RuntimeError(CLOSED)
+            self._jobs.append((job, future))
+        self._wake()
+        return future
 
     def wait(self, piece: Piece, seconds: float) -> None:
-        """Drive, or let somebody drive, until a piece has been moved.
+        """Wait until a piece has been moved.
 
         Raises:
             RuntimeError: nothing came for so long.
@@ -130,59 +164,29 @@ class Hub:
             if left <= 0:
                 raise RuntimeError(f"nothing came for {seconds:g} s")
             # nobody tells when the library lets go
-            self.drive(min(left, 0.001) if piece.handed else left, piece.is_completed)
+            self.wait_until(piece.is_completed, min(left, 0.001) if piece.handed else left)
 
-    def drive(self, seconds: float, done: Callable[[], bool]) -> None:
-        """One turn, or somebody else's."""
+    def wait_until(self, reached: Callable[[], bool], seconds: float) -> None:
+        """Wait for what the network thread brings about, at most so long.
+
+        Raises:
+            RuntimeError: the connections were closed before.
+        """
+        end = time.monotonic() + seconds
         with self.changed:
-            if done():
-                return
-            if self.closed:
-                raise RuntimeError("the connections were closed")
-            if self._driven or self._claims:
-                self.changed.wait(seconds)
-                return
-            self._enter()
-        try:
-            self._turn(seconds)
-        finally:
-            self._leave()
+            while not reached() and (left := end - time.monotonic()) > 0:
+                if self.closed:
+                    raise RuntimeError(CLOSED)
+                self.changed.wait(left)
 
     def nudge(self, wire: Wire) -> None:
-        """Something was posted: move it at once, or tell the driver."""
-        with self.changed:
-            if self.closed:
-                return
-            if self._driven or self._claims:
-                self._wake()
-                return
-            self._enter()
-        try:
-            wire.serve(zmq.POLLOUT)
-            if wire.gone:
-                wire.settle()
-        finally:
-            self._leave()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else drives within: for what touches sockets while another thread may drive, as
-        when connections are added or closed.
-        """
-        if self._driver == threading.get_ident():
-            yield
-            return
-        with self.changed:
-            self._claims += 1
+        """Something was posted: it is moved at once."""
+        if threading.current_thread() is not self.thread:
             self._wake()
-            while self._driven:
-                self.changed.wait(1.0)
-            self._claims -= 1
-            self._enter()
-        try:
-            yield
-        finally:
-            self._leave()
+            return
+        wire.serve(zmq.POLLOUT)
+        if wire.gone:
+            wire.settle()
 
     def tell(self) -> None:
         """Let all who wait look again."""
@@ -194,29 +198,42 @@ class Hub:
         with suppress(OSError):  # it is full, or closed: who posts late finds nobody
             self._near.send(b"\0")
 
-    def _woken(self, _: int) -> None:
-        with suppress(BlockingIOError):
-            self._far.recv(4096)
-
-    def _enter(self) -> None:
-        """This thread drives from here on. With `changed` held."""
-        self._driven, self._driver = True, threading.get_ident()
-
-    def _leave(self) -> None:
+    def close(self, linger: float = LINGER) -> None:
+        """Close all connections; waits end with an error, what was handed over has `linger` seconds
+        to leave.
+        """
         with self.changed:
-            self._driven, self._driver = False, 0
-            self.changed.notify_all()
-
-    def _turn(self, seconds: float) -> None:
-        with self.changed:
+            if self.closed:
+                return
+            self.closed, self._linger = True, linger
             for wire in self.wires:
-                wanted = wire.wants()
-                if self._wanted.get(wire.socket, 0) != wanted:
-                    self._wanted[wire.socket] = wanted
-                    if wanted:
-                        self._poller.register(wire.socket, wanted)
-                    else:
-                        self._poller.unregister(wire.socket)
+                wire.end(RuntimeError(CLOSED))
+            self.changed.notify_all()
+            self._wake()
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
+    # ---- the network thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                self.move(IDLE)
+        finally:
+            self._shut()
+
+    def move(self, seconds: float) -> None:
+        """Wait for sockets and jobs, at most so long, and do what can be done. In the network
+        thread.
+
+        Raises:
+            RuntimeError: the connections were closed.
+        """
+        with self.changed:
+            if self.closed:
+                raise RuntimeError(CLOSED)
+            for wire in self.wires:
+                self._want(wire)
         for end, events in self._poller.poll(min(math.ceil(1e3 * seconds), 10**9)):
             if end in self._owners:  # not closed meanwhile
                 self._owners[end](events)
@@ -225,37 +242,45 @@ class Hub:
                 wire.serve(0)
                 if wire.gone:
                     wire.settle()
-
-    def close(self, linger: float = LINGER) -> None:
-        """Close all connections; waits end with an error, what was handed over has `linger` seconds
-        to leave.
-        """
         with self.changed:
-            if self.closed:
-                return
-            self.closed = True
-            for wire in self.wires:
-                wire.end(RuntimeError("the connections were closed"))
-            self._wake()
-            while self._driven:
-                self.changed.wait(1.0)
-            self._enter()
-        try:
-            for wire in list(self.wires):
-                # what waits for a peer that has closed never leaves: it would be waited for in vain
-                wire.watch()
-                wire.close(linger)
-            for other in list(self._attended):
-                self.neglect(other)
-            self.context.term()
-        finally:
-            self._near.close()
-            self._far.close()
-            self._leave()
+            self.changed.notify_all()
+        while self._jobs:
+            self._do(*self._jobs.popleft())
 
-    def __del__(self) -> None:
-        with suppress(Exception):
-            if not self.closed:
-                self.context.destroy(0)
-                self._near.close()
-                self._far.close()
+    def _want(self, wire: Wire) -> None:
+        wanted = wire.wants()
+        if self._wanted.get(wire.socket, 0) == wanted:
+            return
+        self._wanted[wire.socket] = wanted
+        if wanted:
+            self._poller.register(wire.socket, wanted)
+        else:
+            self._poller.unregister(wire.socket)
+
+    def _woken(self, _: int) -> None:
+        with suppress(BlockingIOError):
+            self._far.recv(4096)
+
+    @staticmethod
+    def _do(job: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _shut(self) -> None:
+        """Close what there is, and let nobody wait any more."""
+        with self.changed:
+            self.closed = True
+            for _, future in self._jobs:
+                future.set_exception(RuntimeError(CLOSED))
+            self.changed.notify_all()
+        for wire in list(self.wires):
+            # what waits for a peer that has closed never leaves: it would be waited for in vain
+            wire.watch()
+            wire.close(self._linger)
+        for other in list(self._attended):
+            self.neglect(other)
+        self.context.term()
+        self._near.close()
+        self._far.close()

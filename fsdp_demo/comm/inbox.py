@@ -1,7 +1,7 @@
 """Where the pieces go that arrive on one connection: into the room that waits for them, aside if
 they come early, or away.
 
-Bookkeeping alone, without a socket and without a clock. Nothing here is copied: a transport asks
+Bookkeeping alone, without a socket and without a clock. Nothing here is copied: a connection asks
 `place` with the frame of a piece, before it reads the piece itself.
 """
 

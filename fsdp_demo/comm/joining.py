@@ -389,6 +389,15 @@ class Following(Protocol):
         """
         ...
 
+    def another(self) -> None:
+        """Follow another donor from its snapshot on: what waits for this one ends. On every rank
+        with a peer group, before `caught_up`; the peer group has another `following` then.
+
+        Raises:
+            PeerLost: there is none, or this island is a member already.
+        """
+        ...
+
 
 # ---- JSON --------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A slow link, as text and as numbers: `100Mbit,40ms`.
 
-A rehearsal hands this text to every rank in `ISLAND_LINK`; the transport paces itself by it. The
+A rehearsal hands this text to every rank in `ISLAND_LINK`; the peer group paces itself by it. The
 rate is that of ONE island's connection, in each direction, shared by the ranks of that island; the
 delay is a round trip.
 """

@@ -9,20 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import see
+from ..errors import PeerLost, see
 from ..status import SAVED, leave, tell_launcher
 from . import descriptors, newcomer
 from .change import ChangeDesk
+from .curve import Keys
 from .driver import Driver
 from .elastic_peers import ElasticPeerGroup
 from .epochs import Member, Record, first_record
 from .guests import Guests
+from .hub import Hub
 from .link import Link
 from .membership import entered
 from .peers import most_streams
 from .signs import Signs
-from .store_client import Asker
-from .transport import Meeting
+from .store_client import Store
+from .zeromq import Meeting, ZeroMQ
 
 log = logging.getLogger("fsdp_demo")
 
@@ -68,7 +70,7 @@ class PeerPosition:
 def elastic_peers(
     meeting: Meeting,
     place: PeerPosition,
-    open_store: Callable[[], Asker],
+    open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
 ) -> ElasticPeerGroup:
@@ -80,10 +82,8 @@ def elastic_peers(
         open_store: a connection of its own, below the keys of the meeting.
 
     Raises:
-        ValueError, PeerLost: see `transport.Opener.open`.
+        ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
     """
-    from .zeromq import ZeroMQ
-
     hub = _hub(meeting, place)
     try:
         members = {slot: Member(slot) for slot in meeting.ranks}
@@ -123,7 +123,7 @@ def newcomer_peers(
     meeting: Meeting,
     place: PeerPosition,
     life: int,
-    open_store: Callable[[], Asker],
+    open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
 ) -> ElasticPeerGroup:
@@ -144,27 +144,49 @@ def newcomer_peers(
         siblings = _siblings(hub, meeting, place, me)
         at = meeting.store.under(meeting.prefix)
         signs = newcomer.SignsOfLife(hub)
-        reached = newcomer.reach(
-            hub, at, meeting.prefix, me, place.rank, name, labels, meeting.timeout, signs
-        )
-        peers = ElasticPeerGroup(
-            me, place.names, [r.member.slot for r in reached], meeting.timeout, link, place.share
-        )
+        peers = ElasticPeerGroup(me, place.names, [], meeting.timeout, link, place.share)
         start = Starter(hub, meeting, place, me, siblings, open_store, limits, peers)
 
-        def become(record: Record) -> None:
-            start.member(
-                record,
-                {r.member: r.wires["notes"] for r in reached},
-                {r.member: r.connections for r in reached},
+        def follow(turn: int, seconds: float, since: Record | None, lost: Member | None) -> None:
+            reached, record = newcomer.reach(
+                hub,
+                at,
+                meeting.prefix,
+                me,
+                place.rank,
+                name,
+                labels,
+                seconds,
+                signs,
+                turn,
+                since,
             )
-            signs.end()
-            start.open_door()
+            donor = reached[0]
+            who = labels(donor.member.slot)
+            if donor.member == lost:
+                raise PeerLost(f"{who} lives, and hands over nothing more")
 
-        donor = reached[0]
-        peers.follow(
-            newcomer.Follow(hub, donor, place.rank == 0, at, me, labels(donor.member.slot), become)
-        )
+            def become(record: Record) -> None:
+                start.member(
+                    record,
+                    {r.member: r.wires["notes"] for r in reached},
+                    {r.member: r.connections for r in reached},
+                )
+                signs.end()
+                start.open_door()
+
+            def another() -> None:
+                for r in reached:
+                    r.close(hub)
+                patience = min(meeting.timeout, 3 * limits.dead)
+                follow(turn + 1, patience, record, donor.member)
+
+            peers.follow(
+                newcomer.Follow(hub, donor, place.rank == 0, at, me, who, become, another),
+                [r.member.slot for r in reached],
+            )
+
+        follow(0, meeting.timeout, None, None)
     except BaseException:
         hub.close(0)
         raise
@@ -173,17 +195,12 @@ def newcomer_peers(
 
 def _hub(meeting: Meeting, place: PeerPosition) -> Any:
     """What moves all connections of this rank. Raises ValueError where it may not have so many."""
-    from .curve import Keys
-    from .hub import Hub
-
     descriptors.allow(meeting.size, place.ranks)
     return Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
 
 
 def _siblings(hub: Any, meeting: Meeting, place: PeerPosition, me: Member) -> dict[int, Any]:
     """Connections to the other ranks of this island that have a peer group, by peer group."""
-    from .zeromq import ZeroMQ
-
     if place.ranks == 1:
         return {}
     own = tuple(f"rank {r} of {place.names[place.slot]}" for r in range(place.ranks))
@@ -204,7 +221,7 @@ class Starter:
         place: PeerPosition,
         me: Member,
         siblings: Mapping[int, Any],
-        open_store: Callable[[], Asker],
+        open_store: Callable[[], Store],
         limits: Limits,
         peers: ElasticPeerGroup,
     ):

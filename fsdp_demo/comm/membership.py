@@ -75,16 +75,37 @@ class Rank:
 
     def _launched(self, event: moves.Launched) -> tuple[Rank, Actions]:
         """While it may not be sent, it is only noted: it is sent in the next epoch."""
-        n, kind = event.n, event.kind
-        end = self.landed + self.window
-        if n != self.next or n >= end:
+        n, kind, rank = event.n, event.kind, self
+        if not self.begun and n > self.next and not event.question:
+            rank = self._begins(n)
+        end = rank.landed + rank.window
+        if n != rank.next or n >= end:
             raise ValueError(
-                f"launched message {n}: the next is {self.next}, it must be below landed + window "
+                f"launched message {n}: the next is {rank.next}, it must be below landed + window "
                 f"= {end}: wait for one"
             )
-        if self._must_wait(n):
-            return replace(self, next=n + 1)._with(self._own(n, kind)), ()
-        return replace(self, next=n + 1, sent=n + 1)._send_own(n, kind)
+        rank = rank._asked(n) if event.question else rank
+        if rank._must_wait(n):
+            return replace(rank, next=n + 1)._with(rank._own(n, kind)), ()
+        return replace(rank, next=n + 1, sent=n + 1)._send_own(n, kind)
+
+    @property
+    def begun(self) -> bool:
+        """False for a newcomer that has not launched its first message."""
+        base = self.record.base[self.record.members.index(self.me)]
+        return base == 0 or self.next > base
+
+    def _begins(self, n: int) -> Rank:
+        """A newcomer begins with message n: those from its base on were questions."""
+        rank = self
+        for question in range(self.next, n):
+            rank = rank._asked(question)
+        return replace(rank, next=n, sent=n, landed=n, freed=n)
+
+    def _asked(self, n: int) -> Rank:
+        """Message n is a question: who would begin with it lacks nothing of it."""
+        record = self.record.asked(n)
+        return replace(self, record=record, heard=tuple(map(max, self.heard, record.base)))
 
     def _must_wait(self, n: int) -> bool:
         """Whether message n may not be sent yet.
@@ -100,13 +121,14 @@ class Rank:
         """Send one's body and shares to all that take part; a repeat sends shares only (K6: from
         the kept vector).
         """
-        entry, actions = self._own(n, kind), []
+        entry, actions = self._own(n, kind), list[Action]()
         members, attempt = self.record.contributors(n), self.record.settlement(n).attempt
         others = tuple(m for m in members if m != self.me)
-        if kind != "reduce":
-            entry = replace(entry, pieces=entry.pieces | {Piece("body", self.me)})
-            actions += [] if repeat else [self._send(n, kind, Piece("body", self.me), others)]
-        if kind != "gather" and attempt == self.record.view:
+        body = Piece("body", self.me)
+        entry = replace(entry, pieces=entry.pieces | {body})
+        if not repeat:
+            actions.append(self._send(n, kind, body, others))
+        if kind == "mixed" and attempt == self.record.view:
             entry = replace(entry, shares=entry.shares | {self.me})
             actions.append(self._send(n, kind, Piece("share", self.me, attempt), others))
         entry, more = self._averaged(entry)
@@ -293,7 +315,7 @@ class Rank:
         """Freeze first, then report what is held; once in a view (K1)."""
         held = tuple(Held(e.n, e.kind, e.delivered, e.pieces) for e in self.open)
         heard = frozenset(self.record.members) - self.lost
-        base = self.record.base[self.record.members.index(self.me)]
+        base = zip(self.record.members, self.record.base, strict=True)
         report = Report(
             self.record.view,
             self.me,
@@ -301,7 +323,8 @@ class Rank:
             heard,
             self.landed,
             held,
-            begun=base == 0 or self.next > base,
+            self.begun,
+            tuple((m, b) for m, b in base if b),
         )
         return replace(self, state="frozen"), (
             moves.Freeze(self.record.view),
@@ -354,6 +377,8 @@ class Rank:
     def _known(self, record: Record) -> Rank:
         """This record from now on; what is known of its members stays."""
         known = dict(zip(self.record.members, self.heard, strict=True))
+        moved = dict(zip(self.record.members, self.record.base, strict=True))
+        record = record.begun_at(moved.get(m, 0) for m in record.members)
         heard = tuple(
             max(known.get(m, base), record.stable)
             for m, base in zip(record.members, record.base, strict=True)

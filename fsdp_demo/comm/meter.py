@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Meter:
-    """Counts of one rank. Bytes are those handed to the transport, to the byte: its frames
+    """Counts of one rank. Bytes are those handed to the connections, to the byte: its frames
     (`zeromq.py`) and TCP/IP headers come on top.
 
     Attributes:

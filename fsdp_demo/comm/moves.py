@@ -23,10 +23,14 @@ from .epochs import Ballot, Kind, Member, Piece, Record, Report
 
 @dataclass(frozen=True)
 class Launched:
-    """The training loop of this rank has made message n. Numbers come in order."""
+    """The training loop of this rank has made message n. Numbers come in order; a newcomer begins
+    with the first message from its base on that is no question. question: it is not of a step: a
+    newcomer that has not begun is not asked.
+    """
 
     n: int
     kind: Kind
+    question: bool = False
 
 
 @dataclass(frozen=True)

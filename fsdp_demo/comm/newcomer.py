@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,16 @@ from torch import Tensor
 from ..errors import PeerLost, WireError, see
 from . import spool
 from .collectives import ReceivedMessage
-from .coming import Coming
 from .epochs import Member, Record
 from .frames import LONGEST
-from .guests import LEAST, WIRES, connection_names, greeting, knock
+from .guests import WIRES, connection_names, greeting, knock
 from .header import WITHIN
 from .hub import Hub
 from .joining import LONGEST as LONGEST_HEAD
 from .joining import Expected, Tick, unpacked
 from .record_json import read_record
 from .signs import BEAT
-from .store_client import Asker
+from .store_client import Store
 from .wire import Piece as Moving
 from .wire import Wire
 from .zeromq import bracketed
@@ -68,10 +68,16 @@ class Reached:
         trouble = next((w.trouble for w in self.every if w.trouble), "it does not answer")
         return "" if self.met or time.monotonic() < self.until else trouble
 
-    def close(self) -> None:
-        """Close all."""
-        for w in self.every:
-            w.close(0)
+    def close(self, hub: Hub) -> None:
+        """Close all; who waits for something of them is told."""
+
+        def job() -> None:
+            for w in self.every:
+                with hub.changed:
+                    w.gone = w.gone or "closed"
+                w.close(0)
+
+        hub.run(job)
 
 
 class SignsOfLife:
@@ -106,7 +112,7 @@ def say(hub: Hub, wire: Wire, text: str) -> None:
     hub.nudge(wire)
 
 
-def newest(at: Asker, known: Record | None = None) -> Record | None:
+def newest(at: Store, known: Record | None = None) -> Record | None:
     """The newest record of a run; None where there is none.
 
     Epochs have no gaps, so few questions find the last one: steps that double, then halves. A run
@@ -119,7 +125,7 @@ def newest(at: Asker, known: Record | None = None) -> Record | None:
     missing = None
     while missing is None or missing - there > 1:
         epoch = there + step if missing is None else (there + missing) // 2
-        if text := at.peek(f"record/{epoch}"):
+        if text := at.get(f"record/{epoch}"):
             found, there, step = read_record(text), epoch, 2 * step
         else:
             missing = epoch
@@ -128,7 +134,7 @@ def newest(at: Asker, known: Record | None = None) -> Record | None:
 
 def reach(
     hub: Hub,
-    at: Asker,
+    at: Store,
     prefix: str,
     me: Member,
     peer_group: int,
@@ -136,23 +142,33 @@ def reach(
     labels: Callable[[int], str],
     seconds: float,
     signs: SignsOfLife,
-) -> list[Reached]:
+    turn: int = 0,
+    since: Record | None = None,
+) -> tuple[list[Reached], Record]:
     """Connections to this peer group of all members of the newest record, which is read anew as
-    long as somebody is busy.
+    long as somebody is busy; and that record.
+
+    Args:
+        turn: how many donors this island has lost. since: the record by which it had reached the
+            last one.
 
     Raises:
-        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds.
+        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds;
+            or it is named by a record after `since`, and a member that was lost comes back under
+            another incarnation only.
     """
     end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
-    record: Record | None = None
-    key = f"in/{me.slot}.{me.incarnation}"
+    record = since
+    key = f"in/{me.slot}.{me.incarnation}" + (f".{turn}" if turn else "")
     # two islands that come at once would each be let into some peer groups only
-    while peer_group and not at.peek(key):
+    while peer_group and not at.get(key):
         if time.monotonic() > end:
             raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
         time.sleep(AGAIN / 5)
     while time.monotonic() < end:
         record = newest(at, record)
+        if since is not None and record is not None and _named(at, me, since, record):
+            raise PeerLost(f"{name} lost its donor when it was a member already")
         members = [m for m in record.members if m.slot != me.slot] if record is not None else []
         # lost meanwhile, or to be tried again
         for m in [m for m in reached if m not in members or reached[m].failed]:
@@ -160,7 +176,7 @@ def reach(
                 reached[m].failed
                 and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
             )
-            reached.pop(m).close()
+            reached.pop(m).close(hub)
         missing = [m for m in members if m not in reached]
         still = record is None or any(m.slot == me.slot for m in record.members)
         if still:
@@ -184,33 +200,40 @@ def reach(
             if "ports" not in answer:
                 why = f"{labels(m.slot)}: {answer['later']}"
                 break
-            reached[m] = _dial(hub, prefix, me, m, peer_group, answer)
+            reached[m] = hub.run(partial(_dial, hub, prefix, me, m, peer_group, answer))
         signs.to = found = [reached[m] for m in members if m in reached]
-        _drive(hub, found)
-        if members and len(found) == len(members) and all(r.met for r in found) and not still:
+        _wait(hub, found)
+        if record is None or still:
+            continue
+        if members and len(found) == len(members) and all(r.met for r in found):
             at.set(key, "1")
-            return found
+            return found, record
     raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
 
 
-def _drive(hub: Hub, reached: Sequence[Reached]) -> None:
+def _named(at: Store, me: Member, since: Record, until: Record) -> bool:
+    """Whether a record of those between two, and these, names this island."""
+    epochs = range(since.epoch, until.epoch + 1)
+    texts = at.get_all([f"record/{e}" for e in epochs])
+    return any(me in read_record(text).members for text in texts)
+
+
+def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
     """Let connections come to stand, for a moment."""
     end = time.monotonic() + AGAIN / 5
     wires = [w for r in reached for w in r.every]
     while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
-        for w in wires:
-            if not w.met and not w.gone:
-                w.dial_again()
-        if wires:
-            hub.drive(min(left, 0.02), lambda: False)
-        else:
+        if not wires:
             time.sleep(left)
+            return
+        hub.dial_again(wires)
+        hub.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
 
 
 def _ask(
-    hub: Hub, at: Asker, member: Member, peer_group: int, request: dict[str, Any]
+    hub: Hub, at: Store, member: Member, peer_group: int, request: dict[str, Any]
 ) -> dict[str, Any]:
-    text = at.peek(f"door/{member.slot}.{member.incarnation}.{peer_group}")
+    text = at.get(f"door/{member.slot}.{member.incarnation}.{peer_group}")
     if not text:
         return {"later": "it has no door: it cannot be reached from outside (ISLAND_ADDRESS)"}
     host, _, port = text.rpartition(":")
@@ -244,12 +267,13 @@ class Follow:
         hub: of all connections. donor: whom this island follows. first: this is the island's first
             peer group.
         become: makes this rank a member, given the record that names it.
+        another: makes the peer group follow another donor.
         at: the store, below the keys of the run.
 
     Attributes:
-        base: the first message that this island takes part in; None while it is not planned.
+        base: the first message that this island takes part in, if it is of a step; None while it is
+            not planned.
         next: the number of the next message.
-        then: called when the base is known and this island goes on by itself.
     """
 
     def __init__(
@@ -257,10 +281,11 @@ class Follow:
         hub: Hub,
         donor: Reached,
         first: bool,
-        at: Asker,
+        at: Store,
         me: Member,
         who: str,
         become: Callable[[Record], None],
+        another: Callable[[], None],
     ):
         self._hub = hub
         self._donor = donor
@@ -268,7 +293,7 @@ class Follow:
         self._at = at
         self._me = me
         self._who = who
-        self._become = become
+        self._become, self.another = become, another
         self._ticks, self._messages = (
             spool.Reader(hub, donor.wires[k], who) for k in ("ticks", "messages")
         )
@@ -279,9 +304,6 @@ class Follow:
         self.next = 0
         self._more = False
         self._caught_up = 0
-        self._most = LEAST
-        self._coming: Coming | None = None
-        self.then: Callable[[], None] = lambda: None
 
     @property
     def fetched(self) -> int:
@@ -296,7 +318,7 @@ class Follow:
             while notes:
                 word = json.loads(notes.popleft())
                 if word[0] == "planned":
-                    self._record = read_record(self._at.get(f"record/{int(word[1])}").decode())
+                    self._record = read_record(self._at.get(f"record/{int(word[1])}"))
         return self._record is not None
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
@@ -324,7 +346,7 @@ class Follow:
                     f"the snapshot of {self._who} has parts of {self._ticks.sizes} bytes, expected "
                     f"are {list(sizes)}"
                 )
-            self._bodies, self._most = [], max(LEAST, sum(sizes))
+            self._bodies = []
         while len(self._bodies) < len(sizes):
             part = self._ticks.part(sizes[len(self._bodies)], seconds)
             if part is None:
@@ -354,11 +376,6 @@ class Follow:
         self._ticks.end()
         return Tick.unpack(part)
 
-    @property
-    def begun(self) -> bool:
-        """Whether this island takes part in the next message."""
-        return self.base is not None and self.next >= self.base
-
     def arrived(self, expected: Expected) -> ReceivedMessage:
         """See `Following`."""
         found = self.followed(expected)
@@ -366,19 +383,20 @@ class Follow:
         return found
 
     def followed(self, expected: Expected) -> ReceivedMessage | None:
-        """The same; None where this island takes part in the message, which may come out only while
-        it waits.
+        """The same; None where this island takes part in the message: it is the first one of a step
+        from the base on.
         """
         while True:
             found = None
             while found is None:
-                if self.begun:
-                    return None
                 found = self._messages.begin(0.5)
-            if found.get("item") == "launch":
-                self._read_coming(found)
-                continue
             n = int(found["n"])
+            if found.get("item") == "launch":
+                self._messages.end()
+                if self.base is not None and n >= self.base:
+                    self.next = n
+                    return None
+                continue
             self.next = n + 1 if n >= 0 else self.next
             sizes = self._messages.sizes[1:]
             head = self._part(LONGEST_HEAD)
@@ -403,43 +421,6 @@ class Follow:
             return False
         return expected.kind in WITHIN or all(step <= self._caught_up for _, step in asked)
 
-    def instead(self, n: int) -> Coming | None:
-        """What the others launch as message n, if it is a question which this island does not ask:
-        it was making up for the steps before. None: they should do what this island does; or
-        nobody knows, since the donor is gone. Waits for the donor's word."""
-        try:
-            coming = self._launched(n)
-        except PeerLost:
-            return None
-        return (
-            coming
-            if coming is not None and coming.kind not in WITHIN and coming.step <= self._caught_up
-            else None
-        )
-
-    def _launched(self, n: int) -> Coming | None:
-        """What the others launch as message n, or later; None where message n itself comes without
-        that word, as what was kept for this island. What came back of those before is thrown
-        away."""
-        while self._coming is None or self._coming.n < n:
-            found = None
-            while found is None:
-                found = self._messages.begin(60.0)
-            if found.get("item") == "launch":
-                self._read_coming(found)
-                continue
-            if int(found["n"]) >= n:
-                return None
-            self.next = max(self.next, int(found["n"]) + 1)
-            for size in self._messages.sizes:
-                self._part(size)
-            self._messages.end()
-        return self._coming
-
-    def _read_coming(self, found: Mapping[str, Any]) -> None:
-        self._coming = Coming.read(found, self._most)
-        self._messages.end()
-
     def _part(self, longest: int) -> Tensor:
         part = None
         while part is None:
@@ -449,21 +430,19 @@ class Follow:
     def caught_up(self, step: int) -> None:
         """See `Following`."""
         while not self.planned:
-            self._hub.drive(0.5, lambda: bool(self._donor.wires["notes"].notes))
+            self._hub.wait_until(lambda: bool(self._donor.wires["notes"].notes), 0.5)
             if self._donor.wires["notes"].gone:
                 raise PeerLost(f"{self._who} is gone: {self._donor.wires['notes'].gone}")
         assert self._record is not None
         self._caught_up = step
         self._become(self._record)
-        # last: another thread may wait for it
         self.base = self._record.base[self._record.members.index(self._me)]
         log.info(
             "this island goes on from step %d, and takes part from message %d on", step, self.base
         )
-        self.then()
 
     def over(self) -> None:
-        """This island takes part from here on, and follows no more. In the driver's thread."""
+        """This island takes part from here on, and follows no more. In the network thread."""
         for k in ("ticks", "messages"):
             self._donor.wires[k].close(0)
 

@@ -2,10 +2,8 @@
 
 A `PeerGroup` is that set of ranks. It knows one move, everybody sends to everybody directly (one
 round trip, where a ring takes R - 1), in pieces, so that the timeout measures silence and not size.
-A ring was measured against it (`recipes/benchmarks/link.py --ring`) and is not used: among 8
-islands it takes 6 times as long for what is short, and is at most 5 % faster for what is long. On
-long links there are several connections to each peer, to which pieces are dealt, since one TCP
-window (4 MiB where nobody has raised it) does not fill them. Two transports are built on it:
+A ring was measured against it and is not used: among 8 islands it takes 6 times as long for what is
+short, and is at most 5 % faster for what is long. Two ways to exchange are built on it:
 `PeerGroup.gather`, where every payload reaches every rank (sparse codes; decoded and added in rank
 order by the channel), and `collectives.reduce`. Both run in the thread of `worker.py`.
 """
@@ -33,7 +31,6 @@ from .header import ENDING, HEADER, SETUP, Header, check_body, fill, open_head, 
 from .joining import Desk, Following
 from .link import Link
 from .meter import Meter
-from .transport import Transport
 
 log = logging.getLogger("fsdp_demo")
 
@@ -41,7 +38,9 @@ Vectors = Sequence[tuple[Tensor, str]]
 Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
 
 PIECE = 1 << 20  # bytes per send; the timeout counts from piece to piece, connections take turns
-STREAMS = 8  # connections to one peer at most
+STREAMS = 8
+"""Connections to one peer at most. Between islands, pieces are dealt to several of them on a long
+link, since one TCP window (4 MiB where nobody has raised it) does not fill it."""
 STREAM_RTT = 0.0125
 """Seconds of round trip for which one connection is enough: it has 1.6 MB in flight then, at 1
 Gbit/s. Measured at that rate: at 20 ms more of them gain nothing, at 100 ms eight take 32 MB over
@@ -59,15 +58,14 @@ class PeerGroup:
     """The ranks that hold the same shard on every island, one per island.
 
     Args:
-        group: what moves pieces (`transport.Pieces`): a process group with `send` and `recv` over
-            CPU tensors (gloo), or a `Transport`; None for a single replica.
+        group: what moves pieces: a process group with `send` and `recv` over CPU tensors (gloo), or
+            `zeromq.Connections`; None for a single replica.
         rank, size: this island and the number of islands in the group.
         names: the islands' names, for errors.
         timeout: seconds of silence after which a peer counts as lost.
         link: pace of a rehearsal, or None; `share` ranks of this island use it at once.
 
     Attributes:
-        more: further groups of the same ranks, each with connections of its own (`widen`).
         elastic: islands may come and go (`elastic_peers.py`). begun: islands have come together.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
             `finish()`.
@@ -90,7 +88,6 @@ class PeerGroup:
         share: int = 1,
     ):
         self.group, self.rank, self.size, self.names = group, rank, size, list(names)
-        self.more: list[Any] = []
         self.timeout, self.link, self.share = timeout, link, share
         self.meter = Meter()
         self.digest, self.ending = 0, False
@@ -186,24 +183,23 @@ class PeerGroup:
     def _post(
         self, outgoing: Sequence[Tensor], rooms: Sequence[Tensor]
     ) -> list[tuple[int, bool, Any]]:
-        """Hand all pieces to the groups, in turns; (peer, whether it is the first that comes from
-        there, work) of each, first pieces first.
+        """Hand all pieces to the group; (peer, whether it is the first that comes from there, work)
+        of each, first pieces first.
 
         All receives are posted first. If the receiver has not posted its buffer, gloo needs one
         more round trip per send: 8 MB at 100 Mbit/s and 100 ms took 1.2 to 1.7 seconds the other
         way round. They take 0.78 this way, which is what rate and round trip allow."""
-        groups, others = [self.group, *self.more], [j for j in range(self.size) if j != self.rank]
+        group, others = self.group, [j for j in range(self.size) if j != self.rank]
         works, j, tag = [], self.rank, self._first_tag + self._tag
         try:
             for j in others:
                 works += [
-                    (j, i == 0, groups[i % len(groups)].recv([part], j, tag))
+                    (j, i == 0, group.recv([part], j, tag))
                     for i, part in enumerate(rooms[j].split(PIECE))
                 ]
             for j in others:
                 works += [
-                    (j, False, groups[i % len(groups)].send([part], j, tag))
-                    for i, part in enumerate(outgoing[j].split(PIECE))
+                    (j, False, group.send([part], j, tag)) for part in outgoing[j].split(PIECE)
                 ]
         except RuntimeError as error:
             raise self._lost(j, error) from error
@@ -321,24 +317,9 @@ class PeerGroup:
 
     def seen_round_trip(self) -> float:
         """Seconds of the shortest round trip to the farthest peer, as the kernel has seen it; inf
-        where nobody knows, as with gloo.
+        where nobody knows, as in a mesh.
         """
         return math.inf
-
-    def widen(self, connect: Callable[[int], Any]) -> None:
-        """On a long link, add connections: `connect(k)` makes group k = 1, 2, ... of the same
-        ranks, as many on all of them (`streams`).
-
-        Raises:
-            PeerLost: see `swap`.
-        """
-        if self.size == 1:
-            return
-        rtt = self.round_trip()
-        count = streams(rtt, self.size - 1)
-        self.more = [connect(k) for k in range(1, count)]
-        if self.more:
-            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
 
     def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
         """`submit` runs a job in the thread that exchanges, after all that is under way."""
@@ -441,13 +422,8 @@ class PeerGroup:
         return self.label(slot)
 
     def release(self) -> None:
-        """Close the connections and drop the process groups; a live one at interpreter exit can
-        abort the process.
-        """
-        for group in (self.group, *self.more):
-            if isinstance(group, Transport):
-                group.close()
-        self.group, self.more = None, []
+        """Drop the process groups; a live one at interpreter exit can abort the process."""
+        self.group = None
 
 
 _live: weakref.WeakSet[PeerGroup] = weakref.WeakSet()

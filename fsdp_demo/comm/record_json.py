@@ -9,18 +9,43 @@ with four open messages, of which all pieces must be forwarded, stays below the 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, get_args
+from typing import Annotated
 
-from ..errors import UNREADABLE
-from .epochs import Forward, Held, Kind, Member, Piece, Record, Report, Settlement
+from msgspec import Meta, Struct
+
+from .epochs import Forward, Member, Piece, Record, Report, Settlement, What
+from .structs import from_json, to_json, unreadable
 
 MOST = 1024
 """Members that a record can name: lives of the islands of one run that are or were members at
 once.
 """
+
+Place = Annotated[int, Meta(ge=0)]
+Places = Annotated[str, Meta(pattern="^[0-9a-f]+$", max_length=MOST // 4)]
+
+
+class Written(Struct):
+    """A record as the store holds it.
+
+    Attributes:
+        settlements: message, contributors, attempt, those of them that gave theirs early.
+        pieces: what, of whom, attempt. forwards: message, peer group, and for each a place among
+            the pieces, the sender and the receivers.
+    """
+
+    epoch: int
+    view: int
+    who: Annotated[list[Member], Meta(max_length=MOST)]
+    members: Places
+    base: list[int]
+    settlements: list[tuple[int, Places, int, Places]]
+    pieces: list[tuple[What, Place, int]]
+    forwards: list[tuple[int, int, list[tuple[Place, Place, Places]]]]
+    stable: int
+    history: str
 
 
 def record_text(record: Record) -> str:
@@ -29,28 +54,26 @@ def record_text(record: Record) -> str:
     who = sorted(named.union(*((f.sender, f.piece.of, *f.to) for f in record.forwards)))
     at, pieces = {m: i for i, m in enumerate(who)}, sorted({f.piece for f in record.forwards})
     piece_at = {p: i for i, p in enumerate(pieces)}
-    return _text(
-        {
-            "epoch": record.epoch,
-            "view": record.view,
-            "who": who,
-            "members": _bits(record.members, at),
-            "base": record.base,
-            "settlements": [
-                [s.n, _bits(s.contributors, at), s.attempt, _bits(s.early, at)]
-                for s in record.settlements
-            ],
-            "pieces": [[p.what, at[p.of], p.attempt] for p in pieces],
-            "forwards": [
-                [n, peer_group, [[piece_at[f.piece], at[f.sender], _bits(f.to, at)] for f in found]]
-                for (n, peer_group), found in groupby(
-                    record.forwards, lambda f: (f.n, f.peer_group)
-                )
-            ],
-            "stable": record.stable,
-            "history": record.history,
-        }
+
+    def places(members: Iterable[Member]) -> str:
+        return f"{sum(1 << at[m] for m in members):x}"
+
+    written = Written(
+        record.epoch,
+        record.view,
+        who,
+        places(record.members),
+        list(record.base),
+        [(s.n, places(s.contributors), s.attempt, places(s.early)) for s in record.settlements],
+        [(p.what, at[p.of], p.attempt) for p in pieces],
+        [
+            (n, peer_group, [(piece_at[f.piece], at[f.sender], places(f.to)) for f in found])
+            for (n, peer_group), found in groupby(record.forwards, lambda f: (f.n, f.peer_group))
+        ],
+        record.stable,
+        record.history,
     )
+    return to_json(written).decode()
 
 
 def read_record(text: str) -> Record:
@@ -59,55 +82,53 @@ def read_record(text: str) -> Record:
     Raises:
         ValueError: it is none.
     """
+    what = "a record in the store"
+    found = from_json(text, Written, what)
     try:
-        found = json.loads(text)
-        who = _members(found["who"])
-        if len(who) > MOST or list(who) != sorted(set(who)):
-            raise ValueError(f"{len(who)} members that are too many, or in no order")
-        pieces = [_piece([what, _one(of, who), attempt]) for what, of, attempt in found["pieces"]]
-        record = Record(
-            epoch=int(found["epoch"]),
-            view=int(found["view"]),
-            members=_several(found["members"], who),
-            base=tuple(int(n) for n in found["base"]),
-            settlements=tuple(
-                Settlement(int(n), _several(of, who), int(attempt), _several(early, who))
-                for n, of, attempt, early in found["settlements"]
-            ),
-            forwards=tuple(
-                Forward(
-                    int(peer_group),
-                    int(n),
-                    _one(piece, pieces),
-                    _one(sender, who),
-                    _several(to, who),
-                )
-                for n, peer_group, rows in found["forwards"]
-                for piece, sender, to in rows
-            ),
-            stable=int(found["stable"]),
-            history=str(found["history"]),
-        )
-        if (
-            len(record.base) != len(record.members)
-            or not record.members
-            or len({m.slot for m in record.members}) < len(record.members)
-        ):
-            raise ValueError("its members, or what they begin with")
-        return record
-    except UNREADABLE as error:
-        raise ValueError(
-            f"a record in the store cannot be read ({error!r:.80}): {text!r:.120}"
-        ) from None
+        return _read(found)
+    except (ValueError, IndexError) as error:
+        raise unreadable(text, what, error) from None
+
+
+def _read(found: Written) -> Record:
+    who = found.who
+    if who != sorted(set(who)):
+        raise ValueError("its members are in no order")
+
+    def several(places: str) -> tuple[Member, ...]:
+        number = int(places, 16)
+        if number >= 1 << len(who):
+            raise ValueError(f"a set {places:.20} of {len(who)} members")
+        return tuple(m for i, m in enumerate(who) if number >> i & 1)
+
+    members = several(found.members)
+    if not members or not len(found.base) == len(members) == len({m.slot for m in members}):
+        raise ValueError("its members, or what they begin with")
+    pieces = [Piece(what, who[of], attempt) for what, of, attempt in found.pieces]
+    settlements = (
+        Settlement(n, several(of), attempt, several(early))
+        for n, of, attempt, early in found.settlements
+    )
+    forwards = (
+        Forward(peer_group, n, pieces[piece], who[sender], several(to))
+        for n, peer_group, rows in found.forwards
+        for piece, sender, to in rows
+    )
+    return Record(
+        found.epoch,
+        found.view,
+        members,
+        tuple(found.base),
+        tuple(settlements),
+        tuple(forwards),
+        found.stable,
+        found.history,
+    )
 
 
 def report_text(report: Report) -> str:
     """A report, without blanks."""
-    held = [[h.n, h.kind, h.delivered, sorted(h.pieces)] for h in report.held]
-    heard = sorted(report.heard)
-    return _text(
-        [report.view, report.member, report.rank, heard, report.landed, held, report.begun]
-    )
+    return to_json(report).decode()
 
 
 def read_report(text: str) -> Report:
@@ -116,68 +137,4 @@ def read_report(text: str) -> Report:
     Raises:
         ValueError: it is none.
     """
-    try:
-        view, member, rank, heard, landed, held, begun = json.loads(text)
-        known = tuple(
-            Held(int(n), _kind(kind), bool(delivered), frozenset(map(_piece, pieces)))
-            for n, kind, delivered, pieces in held
-        )
-        return Report(
-            int(view),
-            _member(member),
-            int(rank),
-            frozenset(_members(heard)),
-            int(landed),
-            known,
-            bool(begun),
-        )
-    except UNREADABLE as error:
-        raise ValueError(
-            f"a report in the store cannot be read ({error!r:.80}): {text!r:.120}"
-        ) from None
-
-
-def _bits(members: Iterable[Member], at: dict[Member, int]) -> str:
-    return f"{sum(1 << at[m] for m in members):x}"
-
-
-def _several(bits: Any, who: Sequence[Member]) -> tuple[Member, ...]:
-    if type(bits) is not str or len(bits) > MOST:
-        raise ValueError(f"a set {bits!r:.20}")
-    number = int(bits, 16)
-    if not 0 <= number < 1 << len(who):
-        raise ValueError(f"a set {bits!r:.20} of {len(who)} members")
-    return tuple(m for i, m in enumerate(who) if number >> i & 1)
-
-
-def _one(place: Any, among: Sequence[Any]) -> Any:
-    if type(place) is not int or place < 0:
-        raise ValueError(f"a place {place!r:.20}")
-    return among[place]
-
-
-def _member(found: Any) -> Member:
-    slot, incarnation = found
-    return Member(int(slot), int(incarnation))
-
-
-def _members(found: Any) -> tuple[Member, ...]:
-    return tuple(map(_member, found))
-
-
-def _piece(found: Any) -> Piece:
-    what, of, attempt = found
-    if what not in ("body", "share", "part", "early"):
-        raise ValueError(f"a piece {what!r:.20}")
-    return Piece(what, _member(of), int(attempt))
-
-
-def _kind(found: Any) -> Kind:
-    if found not in get_args(Kind):
-        raise ValueError(f"a message of kind {found!r:.20}")
-    kind: Kind = found
-    return kind
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    return from_json(text, Report, "a report in the store")

@@ -2,7 +2,7 @@
 model on the other islands, and connects to them.
 
 A rank announces itself under a key of its own and waits for one rank of every island that begins.
-Then the islands compare what they announced, and the transport connects.
+Then the islands compare what they announced, and connect.
 """
 
 from __future__ import annotations
@@ -11,52 +11,27 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as Late
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..errors import PeerLost, StoreSilent, counted, see
 from . import attempts, environment, roll
 from .address import route_to, split_endpoint
 from .link import Link
+from .meet import Limits, PeerPosition, elastic_peers, newcomer_peers
 from .peers import PeerGroup
 from .position import ShardPosition, form
-from .store_client import Asker
-from .transport import Meeting, opener
-
-if TYPE_CHECKING:
-    from .meet import PeerPosition
+from .replica import Replica
+from .store_client import Store
+from .zeromq import Meeting
 
 # how often this process joined a run: every attach gets keys of its own
 _epochs: Counter[tuple[str, str]] = Counter()
 
 
-def attached(topology: attempts.TopologyLike) -> int:
+def attached(topology: Replica) -> int:
     """How often this process has joined the run."""
     return _epochs[topology.endpoint, topology.run]
-
-
-class Island(attempts.TopologyLike, Protocol):
-    """What is asked of a `Topology`."""
-
-    address: str
-    transport: str
-    dead: float
-    stall: float
-    least: int
-
-    @property
-    def starters(self) -> tuple[int, ...]:
-        """The islands that begin."""
-        ...
-
-    def under_way(self) -> bool:
-        """Whether the others train already."""
-        ...
-
-    def prefix(self) -> str:
-        """What the keys of the attempt begin with."""
-        ...
 
 
 class Rendezvous:
@@ -66,11 +41,13 @@ class Rendezvous:
         prefix: what its keys in the store begin with.
     """
 
-    def __init__(self, topology: Island, position: ShardPosition, link: Link | None):
+    def __init__(self, topology: Replica, position: ShardPosition, link: Link | None):
         self._topology, self._position, self._link = topology, position, link
         self.prefix = ""
+        self._attempt = ""  # what its keys begin with
+        self._starters: tuple[int, ...] = ()
         self._late = False  # the others train already
-        self._store: Asker | None = None
+        self._store: Store | None = None
 
     def join(self) -> tuple[PeerGroup | None, int]:
         """The peers of this rank, None for a copy that is not active, and the number of active
@@ -96,34 +73,32 @@ class Rendezvous:
         if self._position.copy >= active_copies:
             return None, active_copies
         names = self._names(infos)
-        if self._topology.elastic:
-            return self._elastic(store, active_copies, names), active_copies
-        return self._fixed(store, active_copies, names), active_copies
+        return self._peers(store, active_copies, names), active_copies
 
-    def _connect(self) -> Asker:
+    def _connect(self) -> Store:
         """Open the store, and settle which keys this meeting has."""
         topology = self._topology
         if topology.rank == 0:
             environment.warn_of_open(
                 split_endpoint(topology.endpoint),
                 topology.address,
-                topology.transport,
                 topology.token,
             )
         self._store = store = topology.open_store()
         store.deadline = topology.timeout
         run = topology.endpoint, topology.run
         epoch = attached(topology)
-        attempt = attempts.join(topology, store).prefix
-        if epoch and store.peek(f"{attempt}/finished"):
+        pulse = attempts.join(topology, store)
+        self._attempt, self._starters = pulse.prefix, pulse.taken.starters
+        if epoch and store.get(f"{self._attempt}/finished"):
             # by an exchange of this process, which now has another one
-            store.set(f"{attempt}/finished", "")
-        self._late = topology.under_way()
-        if self._late and (begun := int(store.peek(f"{attempt}/begun") or 0)):
+            store.set(f"{self._attempt}/finished", "")
+        self._late = not epoch and pulse.taken.late
+        if self._late and (begun := int(store.get(f"{self._attempt}/begun") or 0)):
             raise self._one_of(begun + 1)
-        if epoch and topology.island not in topology.starters:
+        if epoch and topology.island not in self._starters:
             raise self._one_of(epoch + 1)
-        self.prefix = f"{attempt}/{epoch}"
+        self.prefix = f"{self._attempt}/{epoch}"
         _epochs[run] = epoch + 1
         return store
 
@@ -139,7 +114,7 @@ class Rendezvous:
 
     # -- who is there -----------------------------------------------------------------------------
 
-    def _meet(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _meet(self, store: Store) -> dict[int, dict[str, Any]]:
         """Announce this rank, wait for one rank of every island that begins and compare layouts;
         returns each one's announcement.
         """
@@ -148,14 +123,14 @@ class Rendezvous:
         self._compare(infos)
         return infos
 
-    def _look(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _look(self, store: Store) -> dict[int, dict[str, Any]]:
         """As `_meet`, for an island that comes when the run is under way: those that have been
         announced, and this one.
         """
         topology, position, mine = self._topology, self._position, self._announcement()
         infos = {}
         for i in range(topology.islands):
-            if store.check([self._first(i)]):
+            if store.get(self._first(i)):
                 infos[i] = self._note(store, i)
         self._compare({i: info for i, info in infos.items() if i != topology.island})
         active_copies = min(info["copies"] for info in infos.values())
@@ -178,7 +153,7 @@ class Rendezvous:
         """Where the first rank of an island does."""
         return f"{self.prefix}/join/{island}/0.0"
 
-    def _note(self, store: Asker, island: int) -> dict[str, Any]:
+    def _note(self, store: Store, island: int) -> dict[str, Any]:
         """What the first rank of an island has announced."""
         fields = {name: type(value) for name, value in self._announcement().items()}
         return store.note(self._first(island), f"island {island}", fields)
@@ -190,17 +165,16 @@ class Rendezvous:
             "count": self._topology.count,
             "shards": self._position.num_shards,
             "copies": self._position.num_copies,
-            "transport": self._topology.transport,
         }
 
-    def _gather(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _gather(self, store: Store) -> dict[int, dict[str, Any]]:
         """The announcements of all islands that begin, as they come."""
-        topology, wanted = self._topology, self._topology.starters
+        topology, wanted = self._topology, self._starters
         infos: dict[int, dict[str, Any]] = {}
         deadline, look = time.monotonic() + topology.timeout, time.monotonic()
         while True:
             for i in wanted:
-                if i not in infos and store.check([self._first(i)]):
+                if i not in infos and store.get(self._first(i)):
                     infos[i] = other = self._note(store, i)
                     # at once: the larger number would wait for islands that nobody starts
                     if other["count"] != topology.count:
@@ -225,7 +199,7 @@ class Rendezvous:
         topology = self._topology
         came = [f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)]
         return PeerLost(
-            f"waited {topology.timeout:g} s for {counted(len(topology.starters), 'island')} at "
+            f"waited {topology.timeout:g} s for {counted(len(self._starters), 'island')} at "
             f"{topology.endpoint}, run {topology.run!r}: came {', '.join(came) or 'nobody'}; "
             f"missing {_listed(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
             f"there, or raise ISLAND_TIMEOUT{self._again()}{see('missing-islands')}"
@@ -242,15 +216,14 @@ class Rendezvous:
             "what fits before attach, and start this island again"
         )
 
-    def _refuse_in_vain(self, store: Asker, missing: Sequence[int]) -> None:
+    def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
         """Raise where those that are missing will not come to this attempt."""
         topology = self._topology
-        if topology.elastic:
-            roll.compare(store.under(topology.prefix()), topology, list(missing))
-        if by := store.peek(f"{topology.prefix()}/ended"):
+        roll.compare(store.under(self._attempt), topology, list(missing))
+        if by := store.get(f"{self._attempt}/ended"):
             raise PeerLost(
                 f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
-                f"the attempt {topology.prefix()}: start this island again to join the next"
+                f"the attempt {self._attempt}: start this island again to join the next"
             )
 
     def _compare(self, infos: Mapping[int, dict[str, Any]]) -> None:
@@ -265,9 +238,6 @@ class Rendezvous:
                 "other's files: give each its own"
             )
         for i, other in sorted(infos.items()):
-            if (theirs := other["transport"]) != topology.transport:
-                both = f"ISLAND_TRANSPORT={theirs}, {topology.name} has {topology.transport}"
-                raise ValueError(f"island {i} ({other['name']}) has {both}: set one everywhere")
             if other["shards"] != position.num_shards:
                 raise ValueError(
                     f"island {i} ({other['name']}) holds the model in "
@@ -282,12 +252,10 @@ class Rendezvous:
 
     # -- how they are reached ---------------------------------------------------------------------
 
-    def _elastic(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
+    def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
         """Peers that may come and go."""
-        from .meet import Limits, elastic_peers, newcomer_peers
-
         topology, pulse = self._topology, attempts.join(self._topology)
-        meeting = self._meeting(store, self.prefix, names, among=topology.starters)
+        meeting = self._meeting(store, self.prefix, names, among=self._starters)
         place = self._place(active_copies, names)
         limits = Limits(topology.dead, topology.stall, topology.least)
         common = self._own_store, self._link, limits
@@ -295,35 +263,14 @@ class Rendezvous:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
             met = elastic_peers(meeting, place, *common)
-            store.under(topology.prefix()).set("begun", self.prefix.rpartition("/")[2])
+            store.under(self._attempt).set("begun", self.prefix.rpartition("/")[2])
         pulse.quiet()
         return met
 
-    def _fixed(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
-        """Peers that all stay."""
-        topology, position = self._topology, self._position
-        prefix = f"{self.prefix}/line/{position.shard}.{position.copy}"
-        open_group = self._connector(self._meeting(store, prefix, names))
-        peers = PeerGroup(
-            open_group(0),
-            topology.island,
-            topology.islands,
-            names,
-            topology.timeout,
-            self._link,
-            position.num_shards * active_copies,
-        )
-        try:
-            peers.widen(open_group)
-        except BaseException:
-            peers.release()  # a live group at interpreter exit can abort the process
-            raise
-        return peers
-
     def _meeting(
-        self, store: Asker, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
+        self, store: Store, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
     ) -> Meeting:
-        """What a transport is told."""
+        """What `ZeroMQ` is told."""
         topology = self._topology
         return Meeting(
             store,
@@ -339,8 +286,6 @@ class Rendezvous:
 
     def _place(self, active_copies: int, names: Sequence[str]) -> PeerPosition:
         """Where this rank stands among its peers."""
-        from .meet import PeerPosition
-
         position = self._position
         return PeerPosition(
             self._topology.island,
@@ -351,25 +296,7 @@ class Rendezvous:
             self._topology.rank,
         )
 
-    def _connector(self, meeting: Meeting) -> Callable[[int], Any]:
-        """open(k): connections k = 0, 1, ... of this peer group, by the transport that was
-        chosen.
-        """
-        topology = self._topology
-        transport = opener(topology.transport, meeting)
-
-        def open_group(k: int) -> Any:
-            try:
-                return transport.open(k)
-            except Late:
-                waited = f"within {topology.timeout:g} s"
-                raise StoreSilent(
-                    f"the store at {topology.endpoint} does not answer {waited}"
-                ) from None
-
-        return open_group
-
-    def _own_store(self) -> Asker:
+    def _own_store(self) -> Store:
         """A connection of its own, below the keys of this meeting."""
         return self._topology.open_store(self._topology.question).under(self.prefix)
 

@@ -95,9 +95,13 @@ def propose(record: Record, reports: Reports) -> Record:
 
 def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Record:
     """The next record for exactly these members, each of which has reported."""
+    for report in (r for m in members for r in reports[m]):
+        moved = dict(report.base)
+        record = record.begun_at(moved.get(m, 0) for m in record.members)
     base = dict(zip(record.members, record.base, strict=True))
     epoch = record.epoch + 1
-    stable = min((r.landed for m in members for r in reports[m]), default=0)
+    # who joins has what comes before its base
+    stable = min((max(r.landed, base[m]) for m in members for r in reports[m]), default=0)
     following = record.following(
         view=epoch,
         members=members,
@@ -148,7 +152,6 @@ def _settle(
 
     Delivered by a member: as it was; all ranks of that member hold it, even where one has freed it.
     gather: the members, and of those lost whoever's body some member holds in every peer group.
-        reduce,
     mixed: as it was, if the members together have all of it in every peer group (K7, K8); else
     again, among the members (K6). all: with what was given early, if some member holds it in every
     peer group (K21).

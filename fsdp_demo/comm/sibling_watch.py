@@ -2,8 +2,8 @@
 
 A collective that one rank calls alone (`if rank == 0: exchange.totals()`) waits for ever, often in
 a collective of another kind, so no error comes. Each rank notes its call in the store of
-torch.distributed, from a thread of its own; the store is the island's, so this works over every
-transport, and for one replica, too.
+torch.distributed, from a thread of its own; the store is the island's, so this works in a mesh and
+for one replica, too.
 """
 
 from __future__ import annotations

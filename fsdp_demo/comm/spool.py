@@ -135,7 +135,9 @@ class Reader:
             left = end - time.monotonic()
             if left <= 0:
                 return None
-            self._hub.drive(min(left, 0.5), lambda: bool(self._wire.notes) or bool(self._wire.gone))
+            self._hub.wait_until(
+                lambda: bool(self._wire.notes) or bool(self._wire.gone), min(left, 0.5)
+            )
         full = len(self._wire.notes) >= AHEAD
         data = self._wire.notes.popleft()
         self.taken += len(data)

@@ -37,6 +37,7 @@ class StandingWatch:
     def look(self, rank: Rank, now: float) -> None:
         """With every beat, while no island is lost."""
         n, seconds, behind = self._signs.behind(now)
+        behind = [m for m in behind if m in rank.record.contributors(n)]  # the others are not asked
         if n != self._waits:
             usual = max(self._signs.rounds, default=0.0)
             self._waits, self._next = n, max(PATIENCE, 2 * usual)

@@ -19,7 +19,7 @@ from .signs import Signs
 
 
 class Stopping:
-    """Of one rank. All of it runs in the driver's thread, but for what is read.
+    """Of one rank. All of it runs in the network thread, but for what is read.
 
     Args:
         signs: the connections. rank: the membership machine as it is now. changed: told when

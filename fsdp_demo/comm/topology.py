@@ -7,8 +7,8 @@ the smallest number is the number of active copies, and a shard's blocks are dea
 copies, so it is sent once.
 
 * `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; peer groups
-  meet through a store at ISLAND_ENDPOINT (`rendezvous.py`) and connect by a transport
-  (`transport.py`; gloo: a bare group) that no framework inside the island can see.
+  meet through a store at ISLAND_ENDPOINT (`rendezvous.py`) and connect by ZeroMQ (`zeromq.py`),
+  which no framework inside the island can see.
 * `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
 """
 
@@ -21,22 +21,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..status import end_by_lost_peers
 from . import attempts, environment
 from .link import Link
 from .peers import PeerGroup
 from .position import ShardPosition
 from .rendezvous import Rendezvous, attached
-from .store_client import Asker, connect
-
-ANSWER = 15.0
-"""Seconds that a question to the store may take once the islands have met. Its one thread asks the
-name server for every address that connects, and a name server that does not answer holds it for
-5 s each time (seen)."""
+from .replica import Replica
 
 
 @dataclass
-class Topology:
+class Topology(Replica):
     """Where this rank stands and how its peer group is reached.
 
     Attributes:
@@ -54,8 +48,7 @@ class Topology:
             many must be left to train on.
         count, suffice: islands that are expected at the start, default `islands`; where they may
             come and go, how many suffice to begin when `timeout` is over (0: all).
-        transport: what carries the peer group between islands (`environment.TRANSPORTS`). token:
-            the run's secret, for transports and stores that know one.
+        token: the run's secret, "" for none.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
 
@@ -65,33 +58,8 @@ class Topology:
         1
     """
 
-    kind: str = "single"
-    island: int = 0
-    islands: int = 1
-    name: str = "island0"
-    run: str = "run"
-    endpoint: str = ""
-    address: str = ""
-    timeout: float = 600.0
-    rank: int = 0
-    world: int = 1
-    group: Any = None
-    peer_group: Any = None
-    stop_timeout: float = 25.0
-    dead: float = 10.0
-    stall: float = 0.0
-    least: int = 1
-    count: int = 0
-    suffice: int = 0
-    transport: str = next(iter(environment.TRANSPORTS))
-    token: str = field(default="", repr=False)
     _rendezvous: Rendezvous | None = field(default=None, repr=False)
     _meant: bool = field(default=True, repr=False)  # a single replica that was asked for
-
-    def __post_init__(self) -> None:
-        self.count = self.count or self.islands
-        if self.islands > 1:
-            end_by_lost_peers()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Topology:
@@ -107,8 +75,8 @@ class Topology:
         env = os.environ if env is None else env
         environment.warn_of_unknown(env)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        count, transport = environment.whole(env, "ISLAND_COUNT", 1), environment.transport(env)
-        islands = environment.slots(env, count, transport)
+        count = environment.whole(env, "ISLAND_COUNT", 1)
+        islands = environment.slots(env, count)
         island = environment.place(env, count, islands)
         name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
         common: dict[str, Any] = {"name": name, "run": run}
@@ -126,10 +94,8 @@ class Topology:
             "least": environment.least(env, count),
             "suffice": environment.suffice(env, count),
         }
-        environment.refuse_gloo(place, transport)
         common |= {
             "address": env.get("ISLAND_ADDRESS", ""),
-            "transport": transport,
             "token": environment.token(env),
         }
         return cls(
@@ -208,11 +174,6 @@ class Topology:
         self._rendezvous = Rendezvous(self, position, link)
         return self._rendezvous.join()
 
-    @property
-    def elastic(self) -> bool:
-        """Whether islands may come and go."""
-        return self.kind == "islands" and self.transport == "zeromq"
-
     def under_way(self) -> bool:
         """Whether this island comes to a run that the others are training already, and so joins it
         as a newcomer (`PeerGroup.following`) at the next `attach`, the first of this process. What
@@ -231,28 +192,6 @@ class Topology:
             ValueError, PeerLost: see `prefix`.
         """
         return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
-
-    @property
-    def question(self) -> float:
-        """Seconds that one question to the store may take."""
-        return min(self.timeout, ANSWER)
-
-    def open_store(self, limit: float | None = None) -> Asker:
-        """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the
-        world. Each question has a deadline.
-
-        Args:
-            limit: seconds until it must stand; default `timeout`.
-
-        Raises:
-            StoreSilent: nobody answers there by then.
-        """
-        if self.kind == "mesh":
-            return Asker(
-                dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question
-            )
-        limit = self.timeout if limit is None else limit
-        return connect(self.endpoint, limit, self.question, self.timeout, self.token)
 
     def prefix(self) -> str:
         """What keys in the store begin with: the run, and for islands the attempt, which is agreed

@@ -1,6 +1,6 @@
 """The messages of one rank that are kept, and their pieces on the connections to the other islands.
 
-All of it runs in the driver's thread, but the calculations (`held.py`), which run in the thread
+All of it runs in the network thread, but the calculations (`held.py`), which run in the thread
 that waits for the message.
 """
 
@@ -35,7 +35,7 @@ class Traffic:
     Args:
         hub: of all connections. signs: the connections, and who is heard on them.
         rank: asked for the membership as it is now. labels: how errors name an island, by slot.
-        do: runs a job in the driver's thread.
+        do: runs a job in the network thread.
         received: called with an epoch and the event that a piece is here. refused: called with a
             peer whose piece is damaged, and why.
 

@@ -1,6 +1,4 @@
-"""One connection of ZeroMQ to one peer, and what waits on it. All sockets of a rank are moved by
-`hub.py`.
-"""
+"""One connection of ZeroMQ to one peer, and what waits on it. `hub.py` moves it."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ REFUSED = (
 
 
 class Piece:
-    """One piece under way: see `transport.Moving`."""
+    """One piece under way."""
 
     def __init__(self, hub: Any, data: Tensor):
         self._hub, self.size = hub, data.numel()
@@ -61,11 +59,16 @@ class Piece:
         return self.tracker is not None
 
     def is_completed(self) -> bool:
-        """See `transport.Moving`."""
+        """Whether `wait` would return or raise at once."""
         return self.there or self.error is not None or (self.handed and self.tracker.done)
 
     def wait(self, timeout: timedelta) -> None:
-        """See `transport.Moving`."""
+        """Until it is there, or may be written over here.
+
+        Raises:
+            WireError: what came is refused. RuntimeError: the peer is gone, or was silent for
+                `timeout`.
+        """
         self._hub.wait(self, timeout.total_seconds())
         if self.error is not None:
             raise type(self.error)(*self.error.args)
@@ -79,8 +82,7 @@ class Piece:
 class Wire:
     """A PAIR socket: exactly one peer, and what leaves it is never given to another.
 
-    Methods that touch the socket are called by whoever drives the hub, all others under the hub's
-    lock.
+    Methods that touch the socket are called in the hub's thread, all others under the hub's lock.
 
     Attributes:
         ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble:
@@ -116,10 +118,10 @@ class Wire:
         self._paced_until = 0.0
         self._gathers = False
 
-    # ---- the pace of the kernel, in the thread that drives -------------------------------------
+    # ---- the pace of the kernel, in the hub's thread -------------------------------------------
 
     def keep_pace(self, now: float) -> None:
-        """From whoever drives, at least once a second: while he does, pieces of long messages are
+        """From the driver, at least once a second: while it does, pieces of long messages are
         gathered by the kernel. Bytes of a message that has stopped on the way are let in.
         """
         self._paced_until = now + 2 * ALONE
@@ -230,9 +232,7 @@ class Wire:
         return self._head is not None
 
     def wants(self) -> int:
-        """What of the socket the driver should wait for: nothing until it is known who may
-        greet.
-        """
+        """What of the socket should be waited for: nothing until it is known who may greet."""
         if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
@@ -274,7 +274,7 @@ class Wire:
         elif not self._address and event & zmq.EVENT_DISCONNECTED:
             self._hello = self._mine
 
-    # ---- what the driver does ------------------------------------------------------------------
+    # ---- in the hub's thread -------------------------------------------------------------------
 
     def serve(self, events: int) -> None:
         """Move what can be moved."""
@@ -433,12 +433,11 @@ class Wire:
 
     def close(self, linger: float) -> None:
         """Close the sockets; what was handed over leaves within `linger` seconds, in the
-        background. From any thread.
+        background.
         """
-        with self.hub.alone():
-            if self.socket.closed:
-                return
-            self.hub.forget(self)
-            self.socket.disable_monitor()
-            self.monitor.close(0)
-            self.socket.close(round(1e3 * linger) if self.ready and not self.gone else 0)
+        if self.socket.closed:
+            return
+        self.hub.forget(self)
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(round(1e3 * linger) if self.ready and not self.gone else 0)

@@ -10,11 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
 from functools import partial
 from typing import Any
 
-from ..errors import PeerLost
 from .peers import PeerGroup
 
 
@@ -93,25 +91,15 @@ class CommWorker:
         self._jobs.put((job, staged, future))
         return future
 
-    def wait(self, future: Exchanging, gone: Callable[[], str] = lambda: "") -> Any:
+    def wait(self, future: Exchanging) -> Any:
         """Block until `future` is done; the seconds count as waiting, but those of `staged`.
 
-        Args:
-            gone: asked twice a second; why it will never be done, empty if it may be.
-
         Raises:
-            PeerLost: it will not. What else the job has raised.
+            What the job has raised.
         """
         start = time.perf_counter()
         try:
-            while True:
-                try:
-                    return future.result(0.5)
-                except Late:
-                    if future.done():
-                        return future.result()
-                    if reason := gone():
-                        raise PeerLost(f"{reason}: what is waited for will not come") from None
+            return future.result()
         finally:
             self.peers.meter.seconds_waiting += future.waited(start, time.perf_counter())
 

@@ -1,14 +1,13 @@
-"""ZeroMQ as the transport between islands: ISLAND_TRANSPORT=zeromq, `pip install "pyzmq>=27,<28"`.
+"""The connections between islands: how the ranks of a peer group find each other and meet.
 
-What gloo cannot do: a wait ends at once when it is cancelled, a peer that dies takes no other
-connection with it, a message that is too long is refused before room is made for it, of two ranks
-only one has to be reachable, and with ISLAND_TOKEN both sides prove that they know it and all bytes
-are encrypted (CURVE). Pieces go out from the tensor's memory and come in into the room that waits
-for them.
+They are ZeroMQ's, since it does what gloo cannot: a peer that dies takes no other connection with
+it, a message that is too long is refused before room is made for it, of two ranks only one has to
+be reachable, and with ISLAND_TOKEN both sides prove that they know it and all bytes are encrypted
+(CURVE). Pieces go out from the tensor's memory and come in into the room that waits for them.
 
 On the wire a piece of n bytes costs n + 47 bytes (38 for the frame, 9 before the piece, 2 where it
 has less than 256 bytes), with keys 66 more; a quiet connection a few bytes every 15 s
-(`tcp.keep_alive`). The `Meter` counts the n, as with gloo.
+(`tcp.keep_alive`). The `Meter` counts the n.
 """
 
 from __future__ import annotations
@@ -18,70 +17,100 @@ import json
 import logging
 import socket
 import time
+from dataclasses import dataclass
 from typing import Any
 
+import zmq
 from torch import Tensor
 
 from ..errors import PeerLost, see
-from .transport import Meeting, Transport
-
-try:
-    import zmq
-
-    from .curve import Keys
-    from .hub import Hub
-    from .wire import Piece, Wire
-except ModuleNotFoundError as error:
-    if error.name != "zmq":
-        raise
-    raise ValueError(
-        'ISLAND_TRANSPORT=zeromq needs pyzmq: pip install "pyzmq>=27,<28", or take '
-        "ISLAND_TRANSPORT=gloo"
-    ) from error
+from .curve import Keys
+from .hub import Hub
+from .store_client import Store
+from .wire import Piece, Wire
 
 log = logging.getLogger("fsdp_demo")
 
 LOOK = 0.02  # seconds between two looks for the others' addresses
 
 
-class Connections(Transport):
+@dataclass(frozen=True)
+class Meeting:
+    """How a rank finds the others of its peer group.
+
+    Attributes:
+        store: where addresses are told, with a deadline for each question; `prefix` stands before
+            the keys of this peer group.
+        rank, size: this one, and how many there are. names: how errors call them.
+        address: where the others reach this rank; "" if nobody can: then the others must be
+            reachable.
+        timeout: seconds to wait for the others, and of silence after which one counts as lost.
+        token: the run's secret, "" for none. epoch: which membership these connections serve; what
+            comes from another is refused.
+        among: the ranks that meet, where they are not all of them.
+    """
+
+    store: Store
+    prefix: str
+    rank: int
+    size: int
+    names: tuple[str, ...]
+    address: str
+    timeout: float
+    token: str = ""
+    epoch: int = 0
+    among: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that meet."""
+        return tuple(range(self.size)) if self.among is None else self.among
+
+    @property
+    def others(self) -> list[int]:
+        """Those that meet, but for this one."""
+        return [j for j in self.ranks if j != self.rank]
+
+    def label(self, j: int) -> str:
+        """How errors name the island of rank j."""
+        return f"island {j} ({self.names[j]})"
+
+
+class Connections:
     """One connection to each of the other ranks. Closing one of a peer group's `Connections` closes
     all of them.
+
+    One peer that dies, or whose pieces are refused, leaves the connections to the others as they
+    are. Pieces of a short message overtake those of a long one that wait to be sent on the same
+    connection.
     """
 
     def __init__(self, hub: Hub, wires: dict[int, Wire]):
-        self._hub, self.wires, self._highest = hub, wires, 0
+        self._hub, self.wires = hub, wires
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Piece:
-        """See `transport.Pieces`."""
+        """Send tensors[0] (uint8, on the CPU, contiguous, at most `frames.LARGEST` bytes) to `rank`
+        as the next piece of message `tag`. It must stay as it is until `wait` has returned."""
         piece, wire = Piece(self._hub, tensors[0]), self.wires[rank]
         with self._hub.changed:
-            self._highest = max(self._highest, tag)
             wire.post_send(piece, tag)
         self._hub.nudge(wire)
         return piece
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Piece:
-        """See `transport.Pieces`."""
+        """Receive the next piece of message `tag` from `rank` into tensors[0]; it may be shorter,
+        not longer.
+        """
         piece, wire = Piece(self._hub, tensors[0]), self.wires[rank]
         with self._hub.changed:
-            self._highest = max(self._highest, tag)
             wire.post_recv(piece, tag)
             idle = not (wire.gone or wire.stuck)
         if not idle:
             self._hub.nudge(wire)
         return piece
 
-    def cancel(self, reason: str) -> None:
-        """See `transport.Transport`."""
-        with self._hub.changed:
-            for wire in self.wires.values():
-                wire.inbox.end(self._highest)
-                wire.end(RuntimeError(reason))
-        self._hub.tell()
-
     def close(self) -> None:
-        """See `transport.Transport`."""
+        """Let what was sent leave, and close the connections; waits end."""
         self._hub.close()
 
 
@@ -100,7 +129,11 @@ class ZeroMQ:
         self._keys = self._hub.keys
 
     def open(self, k: int | str) -> Connections:
-        """See `transport.Opener`."""
+        """Connections k = 0, 1, ... to the others, who all call it, too.
+
+        Raises:
+            ValueError: the islands do not fit together. PeerLost: somebody did not come in time.
+        """
         try:
             return Connections(self._hub, self._open(k))
         except BaseException:
@@ -109,32 +142,39 @@ class ZeroMQ:
 
     def _open(self, k: int | str) -> dict[int, Wire]:
         m, end = self._meeting, time.monotonic() + self._meeting.timeout
-        bound: dict[int, tuple[Wire, str]] = {}
-        if m.address:
-            with self._hub.alone():
-                bound = {j: self._bind(m.address) for j in m.others}
+        bound = self._hub.run(self._bound) if m.address else {}
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
         notes = self._notes(
             k,
             {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""},
             end,
         )
-        wires: dict[int, Wire] = {}
-        with self._hub.alone():
-            for j, note in notes.items():
-                if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
-                    wires[j] = bound[j][0]
-                else:
-                    if j in bound:
-                        bound.pop(j)[0].close(0)
-                    wires[j] = self._connect(note, j)
-                wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
+        wires = self._hub.run(lambda: self._wired(k, notes, bound))
         self._meet(wires, end)
         return wires
 
-    def _bind(self, address: str) -> tuple[Wire, str]:
-        wire = self._hub.add(self._meeting.epoch, True)
-        return wire, bound(wire.socket, address, self._meeting.names[self._meeting.rank])
+    def _bound(self) -> dict[int, tuple[Wire, str]]:
+        """A connection that listens for each of the others, and where it does."""
+        m, found = self._meeting, dict[int, tuple[Wire, str]]()
+        for j in m.others:
+            wire = self._hub.add(m.epoch, True)
+            found[j] = wire, bound(wire.socket, m.address, m.names[m.rank])
+        return found
+
+    def _wired(
+        self, k: int | str, notes: dict[int, dict[str, Any]], bound: dict[int, tuple[Wire, str]]
+    ) -> dict[int, Wire]:
+        """A connection to each of the others, one of the bound ones or a new one."""
+        m, wires = self._meeting, dict[int, Wire]()
+        for j, note in notes.items():
+            if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
+                wires[j] = bound[j][0]
+            else:
+                if j in bound:
+                    bound[j][0].close(0)
+                wires[j] = self._connect(note, j)
+            wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
+        return wires
 
     def _connect(self, note: dict[str, Any], j: int) -> Wire:
         port = note["ports"].get(str(self._meeting.rank))
@@ -168,7 +208,7 @@ class ZeroMQ:
         at.set(f"at/{m.rank}", json.dumps(mine))
         while missing := [j for j in m.others if j not in notes]:
             for j in missing:
-                if at.check([f"at/{j}"]):
+                if at.get(f"at/{j}"):
                     notes[j] = note = at.note(
                         f"at/{j}", m.label(j), {"host": str, "ports": dict, "key": str}
                     )
@@ -183,15 +223,13 @@ class ZeroMQ:
         return notes
 
     def _meet(self, wires: dict[int, Wire], end: float) -> None:
-        """Drive until all have greeted."""
+        """Wait until all have greeted."""
         m = self._meeting
         while missing := [j for j, wire in wires.items() if not wire.met]:
             for j in missing:
                 if wires[j].gone:
                     raise PeerLost(f"{m.label(j)} could not be connected: {wires[j].gone}")
-            with self._hub.alone():
-                for j in missing:
-                    wires[j].dial_again()
+            self._hub.dial_again(wires.values())
             if time.monotonic() > end:
                 why = next((f" ({wires[j].trouble})" for j in missing if wires[j].trouble), "")
                 who = ", ".join(m.label(j) for j in missing)
@@ -199,7 +237,7 @@ class ZeroMQ:
                     f"{who} could not be connected within {m.timeout:g} s{why}: see ISLAND_ADDRESS "
                     "there and what lies between"
                 )
-            self._hub.drive(LOOK, lambda: all(wire.met for wire in wires.values()))
+            self._hub.wait_until(lambda: all(wire.met for wire in wires.values()), LOOK)
 
 
 def bound(made: Any, address: str, name: str) -> str:

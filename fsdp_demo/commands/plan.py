@@ -280,8 +280,7 @@ def _facts(case: Situation, step: Step, model: str) -> dict[str, Any]:
 def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
     """All but islands and link; the step and where it is from; the model's name."""
     from ..planner import Situation, asking, equal_layers, load
-    from ..planner.devices import device
-    from ..planner.situation import check_shards
+    from ..planner.situation import check_shards, device
 
     if args.model is not None and args.params is not None:
         raise ValueError("two models: give --model NAME or --params N, not both")

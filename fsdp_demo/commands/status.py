@@ -8,7 +8,7 @@ import os
 
 from ..launch.command_line import Commands
 
-EXAMPLE = "ISLAND_ENDPOINT=zmq://10.0.0.1:29400 ISLAND_RUN=first-try fsdp-demo status"
+EXAMPLE = "ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_RUN=first-try fsdp-demo status"
 
 
 def add(commands: Commands) -> None:
@@ -27,9 +27,7 @@ def status(args: argparse.Namespace) -> int:
     from ..comm.look import members, text
     from ..comm.topology import Topology
 
-    topology = Topology.from_env(
-        {"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", **os.environ, "ISLAND_RANK": "0"}
-    )
+    topology = Topology.from_env({"ISLAND_COUNT": "2", **os.environ, "ISLAND_RANK": "0"})
     found = members(topology.open_store(10.0), topology.run, topology.token)
     print(json.dumps(found, indent=2) if args.json else text(found))
     return 0 if any(not one.get("silent") for one in found["members"]) else 1

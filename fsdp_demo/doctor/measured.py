@@ -1,4 +1,4 @@
-"""What is measured, as records that islands tell each other as JSON."""
+"""What is measured, as records that islands tell each other as JSON; and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class Island(Record):
             largest receive and send buffer.
         disk_mb_s: MB/s at which a checkpoint is written and on the disk. step_seconds: of a
             training step. None: not measured.
-        transport: that carries the exchange.
         open_files, open_files_needed: hard limit of descriptors, and how many a rank needs at most.
     """
 
@@ -55,7 +54,6 @@ class Island(Record):
     wmem: int | None = None
     disk_mb_s: float | None = None
     step_seconds: float | None = None
-    transport: str = "zeromq"
     open_files: int | None = None
     open_files_needed: int | None = None
 
@@ -100,7 +98,8 @@ class Reach(Record):
 
 @dataclass(frozen=True)
 class Direction(Record):
-    """What was measured of the messages from `sender` to `receiver`, over the exchange's transport.
+    """What was measured of the messages from `sender` to `receiver`, over connections as the
+    exchange's.
 
     Attributes:
         rtt_ms, rtt_p95_ms, jitter_ms: round trip of a short message: median, 95th percentile, mean
@@ -163,3 +162,38 @@ class Examination:
     def label(self, i: int) -> str:
         """How findings name an island."""
         return self.islands[i].label
+
+
+# ---- what is wrong -----------------------------------------------------------------------------
+
+PAGE = "docs/doctor.md"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule names.
+
+    Attributes:
+        name: also the anchor of its section in `PAGE`. says: what was found, with its numbers.
+        cure: what to do. stops: whether a run cannot start or go on with it.
+    """
+
+    name: str
+    says: str
+    cure: str
+    stops: bool = False
+
+    @property
+    def see(self) -> str:
+        """Where the docs say more."""
+        return f"{PAGE}#{self.name}"
+
+    def note(self) -> dict[str, object]:
+        """As JSON."""
+        return {
+            "name": self.name,
+            "says": self.says,
+            "cure": self.cure,
+            "stops": self.stops,
+            "see": self.see,
+        }

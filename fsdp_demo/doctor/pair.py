@@ -1,5 +1,5 @@
-"""Two islands and the connections between them, for measuring: the exchange's own transport, with
-the steps in which the two take turns.
+"""Two islands and the connections between them, for measuring: the exchange's own kind, with the
+steps in which the two take turns.
 
 Both run the same steps in the same order, one as the leader, which sends and measures. Every wait
 has a deadline; the first that passes ends the measurement of this pair on both sides.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..comm import tcp
 from ..comm.frames import LARGEST
-from ..comm.transport import Meeting, opener
+from ..comm.zeromq import Connections, Meeting, ZeroMQ
 
 SILENCE = 10.0  # seconds without a piece after which the other side counts as dead
 PLAN = struct.Struct("=qq")
@@ -29,16 +29,16 @@ class Pair:
     """Connections of this island to one other.
 
     Args:
-        transport: name of the exchange's. meeting: of two ranks, this one and the other.
+        meeting: of two ranks, this one and the other.
         end: `time.monotonic()` after which nothing is waited for.
 
     Raises:
-        ValueError, PeerLost: see `transport.Opener.open`.
+        ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
     """
 
-    def __init__(self, transport: str, meeting: Meeting, end: float):
-        self._opener, self._other, self._end = opener(transport, meeting), 1 - meeting.rank, end
-        self._groups: list[Any] = []
+    def __init__(self, meeting: Meeting, end: float):
+        self._opener, self._other, self._end = ZeroMQ(meeting), 1 - meeting.rank, end
+        self._groups: list[Connections] = []
         self._tag = 0
         self._sent, self._room = torch.zeros(2, LARGEST, dtype=torch.uint8, device="cpu")
         self.widen(1)
@@ -51,14 +51,13 @@ class Pair:
     def close(self) -> None:
         """Close the connections."""
         with suppress(RuntimeError):
-            for group in self._groups[:1]:
-                if hasattr(group, "close"):
-                    group.close()
+            for group in self._groups[:1]:  # closes all
+                group.close()
         self._groups = []
 
     def counted(self) -> list[tcp.Counted]:
         """What the kernel counts of each connection, where it tells."""
-        wires = [group.wires[self._other] for group in self._groups if hasattr(group, "wires")]
+        wires = [group.wires[self._other] for group in self._groups]
         found = [tcp.counted(wire.descriptor) for wire in wires]
         return [counts for counts in found if counts is not None]
 

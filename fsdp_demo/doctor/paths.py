@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .finding import Finding
-from .measured import OK, OTHER, REFUSED, TIMEOUT, Examination, Reach
+from .measured import OK, OTHER, REFUSED, TIMEOUT, Examination, Finding, Reach
 
 BECAME = {
     TIMEOUT: "nothing comes back",
@@ -54,14 +53,14 @@ def wrong_interface(seen: Examination) -> Iterator[Finding]:
 
 def one_sided_firewall(seen: Examination) -> Iterator[Finding]:
     """Connections stand in one direction only. Of two islands the lower one listens at the start,
-    so the run starts if that one is reached; with gloo both must be.
+    so the run starts if that one is reached.
     """
     wrong = misplaced(seen)
     for (i, j), reach in sorted(seen.reaches.items()):
         back = seen.reaches.get((j, i))
         if reach.state == OK or j in wrong or back is None or back.state != OK:
             continue
-        starts = j > i and seen.islands[j].transport != "gloo"
+        starts = j > i
         then = (
             "the run starts, but an island that comes back cannot join by this way"
             if starts
@@ -137,7 +136,7 @@ def stalled(seen: Examination) -> Iterator[Finding]:
 
 
 def not_measured(seen: Examination) -> Iterator[Finding]:
-    """The exchange's transport failed where plain connections stand."""
+    """The exchange's connections failed where plain connections stand."""
     for (i, j), found in sorted(seen.directions.items()):
         reach = seen.reaches.get((i, j)), seen.reaches.get((j, i))
         passes = all(r is not None and r.whole for r in reach)  # else that is the reason

@@ -5,7 +5,6 @@ exchanged (`auto`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -35,14 +34,12 @@ def assemble(
     host: TrainingHost,
     model: torch.nn.Module | None,
     connections: Connections,
-    gone: Callable[[float], str],
     step: int,
 ) -> StepRuntime:
     """The parts for the method of `config`, from step `step` of the job. No communication.
 
     Args:
         model: gives parameters their names, as for `attach`.
-        gone: as for `InFlightQueue`.
     """
     bound = _bound(config, host, model, connections)
     queue = InFlightQueue(
@@ -50,7 +47,6 @@ def assemble(
         connections,
         host.device,
         topology.rank == 0,
-        gone,
         config.norm_limit,
         topology.islands,
     )

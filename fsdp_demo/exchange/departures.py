@@ -1,14 +1,11 @@
 """How islands stop being part of a run: what this one tells the others when it stops or ends, and
 what it hears of them.
 
-Where members are fixed the store carries it (`comm/presence.py`): an island tells after which step
-it stops, and all others stop, too. Where islands come and go the peer group knows who is there and
-who is told to end; the others train on, unless all are told.
+The peer group of islands knows who is there and who is told to end; the others train on, unless all
+are told. In a mesh nobody leaves alone: the loss of a replica ends the attempt.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -25,17 +22,14 @@ class Departures:
 
     Args:
         topology, connections: of this rank.
-        follow: called in a thread when another island of fixed members is first heard to stop.
     """
 
-    def __init__(self, topology: Topology, connections: Connections, follow: Callable[[], None]):
-        self._topology, self._connections, self._follow = topology, connections, follow
-        self._presence = Presence(topology, self._heard)
+    def __init__(self, topology: Topology, connections: Connections):
+        self._topology, self._connections = topology, connections
+        self._presence = Presence(topology)
 
     def listen(self) -> None:
-        """Begin to hear of the others; where islands come and go, of another attempt that they have
-        begun without this one.
-        """
+        """Begin to hear of another attempt that the others have begun without this one."""
         topology, peers = self._topology, self._connections.peers
         self._presence.start()
         if topology.elastic and topology.rank == 0 and peers is not None:
@@ -45,15 +39,6 @@ class Departures:
                 # told to end, too: this one saves what it has, and is no member any more
                 lambda why: None if peers.all_end else peers.expel(why),
             )
-
-    def gone(self, step: float) -> str:
-        """Why the messages of a step will not come, as far as other islands have told; empty if
-        they will.
-        """
-        if self._connections.elastic:
-            return ""
-        told = [(island, at) for island, at in self._presence.stopping.items() if at <= step]
-        return f"island {told[0][0]} stops after step {told[0][1]}" if told else ""
 
     def leave(self, runtime: StepRuntime, stopped: bool) -> None:
         """See `Exchange.leave`."""
@@ -66,16 +51,10 @@ class Departures:
             farewell.say(runtime, farewell.patience(runtime))
         if together:
             runtime.queue.note_unsent()
-        if peers is not None and peers.elastic:
-            alone = together or len(peers.alive) == 1
+        alone = together or peers is None or len(peers.alive) == 1
+        if peers is not None:
             peers.leave()
-            if alone and topology.rank == 0:
-                self._presence.end("left")
-            return
-        self._presence.tell_stop(runtime.step)
-        if stopped:
-            self._presence.wait_for_stops(farewell.patience(runtime))
-        if topology.rank == 0:
+        if alone and topology.rank == 0:
             self._presence.end("left")
 
     def finish(self, step: int) -> None:
@@ -91,7 +70,3 @@ class Departures:
     def close(self) -> None:
         """Hear no more."""
         self._presence.close()
-
-    def _heard(self) -> None:
-        if not self._connections.elastic:
-            self._follow()

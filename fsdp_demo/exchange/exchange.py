@@ -105,9 +105,7 @@ class Exchange(Readings):
             topology, host.shard_position(topology.rank, topology.world), host.device
         )
         self._island, self._meter = self._connections.island, self._connections.meter
-        # The hooks hold the runtime, the runtime its queue, and that, by this, the exchange: so
-        # `attach` finds it on the optimizer.
-        self._departures = Departures(topology, self._connections, self.request_stop)
+        self._departures = Departures(topology, self._connections)
         try:
             Copies(host, self._island).check()
             self._runtime = assembly.assemble(
@@ -116,9 +114,9 @@ class Exchange(Readings):
                 host,
                 model,
                 self._connections,
-                self._departures.gone,
                 start.step,
             )
+            self._runtime.owner = self
             self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
             self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
@@ -273,10 +271,9 @@ class Exchange(Readings):
         Where islands come and go the others train on, and this one may join them again.
 
         Args:
-            stopped: it was told to stop: wait for the others to say where they stop, for at most
-                half of ISLAND_STOP. Where islands come and go all ranks of the island call it
-                together, and for as long try to send ahead what it has done since its last
-                exchange.
+            stopped: it was told to stop. Where islands come and go all ranks of the island call it
+                together, and try for at most half of ISLAND_STOP to send ahead what it has done
+                since its last exchange.
         """
         self._departures.leave(self._runtime, stopped)
 

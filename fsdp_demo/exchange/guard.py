@@ -54,12 +54,10 @@ def guard(
     step, cause and how to resume, and the process ends with status 75 at once (a regular
     interpreter exit could wait for peers that are gone); with 78 where the islands do not do the
     same (`Mismatch`), which another start would not mend; with 1 where `save` fails. SIGTERM is
-    `Exchange.request_stop`: an island that stops tells the others, which stop after their current
-    steps, and waits for them before it saves. Where islands come and go (ISLAND_TRANSPORT=zeromq)
-    the others train on, no loss of another island ends this one, and who is started again joins
-    them; who is told to end sends the others what it has done since its last exchange first. Where
-    all are told to end, all stop after their current steps, and what not all of them have sent is
-    saved to be sent at the resume.
+    `Exchange.request_stop`: an island that is told to end sends the others what it has done since
+    its last exchange first. The others train on, no loss of another island ends this one, and who
+    is started again joins them. Where all are told to end, all stop after their current steps, and
+    what not all of them have sent is saved to be sent at the resume.
 
     All of it ends within ISLAND_STOP seconds of SIGTERM, or of the loss. Where a rank of the island
     does not come, or is gone, nothing is saved: the others say so, and end with 75.

@@ -10,7 +10,6 @@ resume agree on is in `resume.py`.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -47,7 +46,6 @@ class InFlightQueue:
             worker.
         device: of what is sent.
         speaks: this rank logs what it sees in the messages of its peer group.
-        gone: why what others send at a step will not come, empty if it will.
         islands: of the run.
 
     Attributes:
@@ -72,13 +70,11 @@ class InFlightQueue:
         connections: Connections,
         device: torch.device,
         speaks: bool = False,
-        gone: Callable[[float], str] = lambda step: "",
         norm_limit: float | None = None,
         islands: int = 1,
     ):
         self.device = device
         self.connections = connections
-        self._gone = gone
         self.watch, self.history = Watch(connections.peers, speaks), History(islands)
         self.flights: list[PendingExchange] = []
         self.flown: deque[ExchangeRecord] = deque(maxlen=10_000)
@@ -262,15 +258,10 @@ class InFlightQueue:
         arrived: Any = None
         if flight.future is not None:
             try:
-                step = flight.step if flight.step >= 0 else math.inf
                 worker, self.waits_since = self.connections.worker, time.monotonic()
                 since = time.perf_counter()
                 with record_function("fsdp_demo::wait"):
-                    arrived = (
-                        worker.wait(flight.future, lambda: self._gone(step))
-                        if worker
-                        else flight.future.result()
-                    )
+                    arrived = worker.wait(flight.future) if worker else flight.future.result()
             except Exception as e:
                 # whatever it is, the other ranks of the island must hear of it in the vote
                 error = e

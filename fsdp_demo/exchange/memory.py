@@ -10,17 +10,19 @@ Three parts, each on the device of the shards and on the host (the recipes' tabl
 * workspace: what one step with an exchange takes on top of both, at its largest: messages. A sparse
   or gathered one is small; a vector that is reduced is a copy of what is sent, 4 bytes per element.
 
-What is worked on in windows (packing, transform, selection, decoding, the outer step: under 64 MB)
-and copies of single shards come on top of the workspace; a test compares all figures with a
-training. Where copies of a shard share the work (active copies), one more workspace holds what they
-gather. The inner optimizer's own state is apart (`inner_state`).
+Each channel has four figures in each memory (`_Use`). A step adds up what acts in it; the order
+within a message is left out, and what channels share in one is counted for each: at most 2 % above
+what is held, as a test shows. What is worked on in windows (packing, transform, selection,
+decoding, the outer step: under 64 MB) and copies of single shards come on top of the workspace.
+Where copies of a shard share the work (active copies), one more workspace holds what they gather.
+The inner optimizer's own state is apart (`inner_state`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -31,7 +33,7 @@ from ..config.channel import Channel
 from ..config.schema import ExchangeConfig
 from ..hosts.optimizers import inner_class, materialise
 from .message import MessageLayout
-from .plan import Plan, local_shape, plan_model
+from .plan import local_shape, plan_model
 
 
 @dataclass(frozen=True)
@@ -65,40 +67,6 @@ class Memory:
         return float(getattr(self, field)) / self.parameters if self.parameters else 0.0
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where things are: whether anchors and momenta are on the host, whether payloads are copied
-    there, low-precision parameters.
-    """
-
-    host_home: bool
-    staged: bool
-    low_precision: bool
-    islands: int
-
-
-@dataclass
-class _Level:
-    """Bytes held now, and the most that were."""
-
-    now: int = 0
-    most: int = 0
-
-    def take(self, size: int) -> None:
-        self.now += size
-        self.most = max(self.most, self.now)
-
-    def touch(self, size: int) -> None:
-        """Take and give back."""
-        self.most = max(self.most, self.now + size)
-
-
-@dataclass
-class _Levels:
-    device: _Level = field(default_factory=_Level)
-    host: _Level = field(default_factory=_Level)
-
-
 def plan_memory(
     config: ExchangeConfig,
     tensors: Sequence[tuple[str, Sequence[int]]],
@@ -121,13 +89,12 @@ def plan_memory(
             them).
     """
     plan = plan_model(config, tensors, islands, shards)[shard]
-    place = _Place(staged and config.offload_outer_state, staged, low_precision, islands)
-    states = [_state(s, place) for s in plan.sections]
-    device, host = (sum(column) for column in zip(*states, strict=True))
-    idle, levels = _run(plan, place)
+    offloaded = staged and config.offload_outer_state
+    device = [_on_device(s, staged, offloaded, low_precision) for s in plan.sections]
+    host = [_on_host(s, staged, offloaded) for s in plan.sections]
+    pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
-    spaces = levels.device.most - idle.device.most, levels.host.most - idle.host.most
-    return Memory(parameters, device, host, idle.device.most, idle.host.most, *spaces)
+    return Memory(parameters, *(figure for pair in pairs for figure in pair))
 
 
 def inner_state(
@@ -159,189 +126,112 @@ def _inner_state(optimizer: str, tensors: tuple[tuple[str, tuple[int, ...]], ...
     )
 
 
-# ---- what is kept ------------------------------------------------------------------------------
+# ---- the figures of a channel ------------------------------------------------------------------
 
 
-def _state(section: ChannelCodec, place: _Place) -> tuple[int, int]:
-    """Device and host bytes that `ChannelRunner` and `ChannelCodec` keep."""
-    channel, work, device, host = section.channel, 4 * section.layout.numel, 0, 0
-    if channel.accumulator is not None:
-        device += work
+@dataclass(frozen=True)
+class _Use:
+    """Bytes that one channel takes in one memory.
+
+    Attributes:
+        kept: all the time.
+        sent: from the step that sends until what has arrived is applied.
+        sending, applying: on top of that, while the one or the other is done.
+    """
+
+    channel: Channel
+    kept: int
+    sent: int
+    sending: int
+    applying: int = 0
+
+    @property
+    def delay(self) -> int:
+        return self.channel.schedule.delay
+
+    @property
+    def stage(self) -> int:
+        """One stage of a step follows another; the channels of one share a message."""
+        return 0 if self.channel.before_step else 2 if self.channel.after else 1
+
+    def under_way(self, first: int, last: int) -> int:
+        """Bytes of what is sent from step `first` to step `last`."""
+        schedule = self.channel.schedule
+        return self.sent * (schedule.round(last) - schedule.round(first - 1))
+
+
+def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool) -> _Use:
+    """Workspaces of the channel, what it sends (coded, or fp32 vectors that are reduced), and what
+    a sender needs again when the mean arrives. What is worked on in windows is not counted.
+    """
+    channel, work = section.channel, 4 * section.layout.numel
+    kept = section.known_bytes + (0 if channel.accumulator is None else work)
     if channel.source == "delta":
-        outer = work * (2 if channel.applier.momentum else 1)  # anchor, momentum
-        device, host = (device, host + outer) if place.host_home else (device + outer, host)
-        device += work if place.low_precision else 0
-    return device + section.known_bytes, host
+        kept += (0 if offloaded else _outer(section)) + work * low_precision
+    own, payload = work * channel.needs_own, _payload(section)
+    if channel.accumulator is not None:  # what is subtracted from it is rounded first
+        sending = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
+    elif section.codec.sparse:
+        sending = work
+    else:  # the vector is what is sent, or what the sender needs again
+        sending = work - own if section.gathered else 0
+    applying = 0
+    if section.gathered:  # on an accelerator all bodies, and what is sent whole
+        whole = section.layout.num_dense if section.codec.indexed else 0
+        whole += sum(n for n, _ in section.spans) if section.codec.seeded else 0
+        applying = section.size * section.num_bytes * staged + 4 * whole - payload
+    return _Use(channel, kept, own + payload, sending, applying)
 
 
-def _own(section: ChannelCodec) -> int:
-    """What a sender needs again when the mean arrives."""
-    return 4 * section.layout.numel if section.channel.needs_own else 0
-
-
-# ---- a cycle of steps --------------------------------------------------------------------------
-
-
-@dataclass
-class _Flight:
-    """A message under way: who is in it, what it holds on the device per channel, and on the
-    host.
+def _on_host(section: ChannelCodec, staged: bool, offloaded: bool) -> _Use:
+    """The bodies of all islands and the means, until they are applied; during the exchange a copy
+    of what is sent, and the coded parts of the means.
     """
-
-    step: int
-    members: list[int]
-    own: dict[int, int]
-    payload: dict[int, int]
-    arrived: int = 0
-
-
-class _Cycle:
-    """Plays the steps of a plan: what `Exchange`, `InFlightQueue` and `ChannelRunner` hold, in
-    their order.
-    """
-
-    def __init__(self, plan: Plan, place: _Place):
-        self.sections, self.place = plan.sections, place
-        self.flights: list[_Flight] = []
-        self.levels, self.idle = _Levels(), _Levels()
-
-    def step(self, step: int, due: Sequence[int]) -> None:
-        """One step in which the channels `due` send."""
-        numbers = range(len(self.sections))
-        for before, first in ((True, True), (False, True), (False, False)):
-            stage = [
-                i
-                for i in numbers
-                if self._channel(i).before_step == before and bool(self._channel(i).after) != first
-            ]
-            self._launch(step, [i for i in due if i in stage])
-            self._land(step, stage)
-        self.idle.device.take(self.levels.device.now - self.idle.device.now)
-        self.idle.host.take(self.levels.host.now - self.idle.host.now)
-
-    def _channel(self, i: int) -> Channel:
-        return self.sections[i].channel
-
-    def _launch(self, step: int, due: Sequence[int]) -> None:
-        if not due:
-            return
-        device = self.levels.device
-        host = self.levels.host
-        flight = _Flight(step, list(due), {}, {})
-        for i in due:
-            section = self.sections[i]
-            device.touch(_encoding(section))
-            flight.own[i], flight.payload[i] = _own(section), _payload(section)
-            device.take(flight.own[i] + flight.payload[i])
-        message = MessageLayout([self.sections[i] for i in due])
-        for size in _job(message, self.place):
-            host.touch(size)
-        flight.arrived = _arrived(message, self.place)
-        host.take(flight.arrived)
-        self.flights.append(flight)
-
-    def _land(self, step: int, stage: Sequence[int]) -> None:
-        device = self.levels.device
-        for flight in list(self.flights):
-            for i in [
-                i
-                for i in stage
-                if i in flight.own and flight.step + self._channel(i).schedule.delay <= step
-            ]:
-                device.take(-flight.payload[i])
-                device.touch(_landing(self.sections[i], self.place))
-                device.take(-flight.own.pop(i))
-            if not flight.own:
-                self.levels.host.take(-flight.arrived)
-                self.flights.remove(flight)
+    message, others = MessageLayout([section]), section.size - 1
+    bodies = message.num_bytes + others * _buffer(message.num_bytes)
+    means = sum(4 * n for n, _ in message.vectors)
+    part = max(message.legs(section.size)[1])
+    coded = part + others * _buffer(part) if means else message.num_bytes
+    kept = _outer(section) if offloaded else 0
+    return _Use(section.channel, kept, bodies + means, coded + _payload(section) * staged)
 
 
-def _run(plan: Plan, place: _Place) -> tuple[_Levels, _Levels]:
-    """What is held between steps and within them, over a cycle of steps; where that is long, of a
-    step with all channels at once.
-    """
-    cycle, numbers = _Cycle(plan, place), range(len(plan.sections))
-    if plan.cycle > 10_000:
-        cycle.step(0, numbers)
-        return cycle.idle, cycle.levels
-    delay = max((s.channel.schedule.delay for s in plan.sections), default=0)
-    for step in range(plan.cycle, 2 * plan.cycle + delay):
-        due = [i for i in numbers if plan.sections[i].channel.schedule.due(step)]
-        if due or cycle.flights:
-            cycle.step(step, due)
-    return cycle.idle, cycle.levels
-
-
-# ---- on the device -----------------------------------------------------------------------------
+def _outer(section: ChannelCodec) -> int:
+    """Anchor and outer momentum."""
+    if section.channel.source != "delta":
+        return 0
+    return 4 * section.layout.numel * (2 if section.channel.applier.momentum else 1)
 
 
 def _payload(section: ChannelCodec) -> int:
-    """What a message holds of a channel on the device: coded, or fp32 vectors."""
     return section.num_bytes if section.gathered else sum(4 * n for n, _ in section.spans)
 
 
-def _encoding(section: ChannelCodec) -> int:
-    """The most that `accumulate` and `encode` hold at once, with what they hand out."""
-    channel = section.channel
-    work = 4 * section.layout.numel
-    own = _own(section)
-    payload = _payload(section)
-    # the source is a workspace: that is the vector, or the body is made of it
-    if channel.accumulator is None:
-        return (
-            work
-            + (payload if section.gathered or section.codec.seeded else 0)
-            + (own if section.codec.sparse else 0)
-        )
-    rounded = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
-    return own + payload + rounded
-
-
-def _landing(section: ChannelCodec, place: _Place) -> int:
-    """The most that decoding and applying a mean hold: windows, but for the bodies on an
-    accelerator and what is sent whole.
-    """
-    if not section.gathered:
-        return 0
-    bodies = place.islands * section.num_bytes * place.staged
-    return bodies + (
-        4 * section.layout.num_dense
-        if section.codec.indexed
-        else sum(4 * n for n, _ in section.spans) * section.codec.seeded
-    )
-
-
-# ---- on the host -------------------------------------------------------------------------------
-
-
-def _rooms(size: int) -> int:
+def _buffer(size: int) -> int:
     """A receive buffer: whole pieces."""
     return max(-(-size // PIECE), 1) * PIECE
 
 
-def _arrived(message: MessageLayout, place: _Place) -> int:
-    """What a message leaves on the host until it is applied: all bodies, and the means."""
-    means = sum(4 * n for n, _ in message.vectors)
-    if place.islands == 1:
-        return message.num_bytes + means
-    return message.num_bytes + (place.islands - 1) * _rooms(message.num_bytes) + means
+# ---- all channels together ---------------------------------------------------------------------
 
 
-def _job(message: MessageLayout, place: _Place) -> Iterator[int]:
-    """What the exchange's thread holds, stage by stage: the gather, then the two legs of the reduce
-    (as `collectives.reduce`).
+def _totals(uses: Sequence[_Use], cycle: int) -> tuple[int, int, int]:
+    """Bytes kept; under way between two steps, at the most; within a step on top, at the most."""
+    end = 2 * cycle + max((u.delay for u in uses), default=0)
+    steps = range(end - min(cycle, 10_000), end)  # periods without a delay all end in these
+    between = max(sum(u.under_way(t - u.delay + 1, t) for u in uses) for t in steps)
+    within = max(_within(uses, stage, t) for t in steps for stage in range(3))
+    return sum(u.kept for u in uses), between, within - between
+
+
+def _within(uses: Sequence[_Use], stage: int, step: int) -> int:
+    """Bytes under way while the channels of one stage send and apply: earlier stages have sent and
+    applied in this step, later ones have not.
     """
-    sizes, size = [4 * n for n, _ in message.vectors], place.islands
-    pinned = sum(_payload(s) for s in message.sections.values()) if place.staged else 0
-    rooms = (size - 1) * _rooms(message.num_bytes)
-    yield pinned + 2 * message.num_bytes + rooms
-    if not sizes:
-        return
-    there, back = (max(leg) for leg in message.legs(size))
-    sums, largest = -(-sum(sizes) // size), -(-max(sizes) // size)
-    first, second = (size - 1) * _rooms(there), (size - 1) * _rooms(back)
-    base = pinned + message.num_bytes + rooms
-    yield base + size * there + max(there, first)
-    yield base + there + first + sums + largest
-    yield base + sums + 2 * back
-    yield base + back + second + size * sums + largest
+    held = sending = applying = 0
+    for u in uses:
+        held += u.under_way(step - u.delay + (u.stage < stage), step - (u.stage > stage))
+        if u.stage == stage:
+            sending += u.sending * u.channel.schedule.due(step)
+            applying += u.applying * u.channel.schedule.due(step - u.delay)
+    return held + max(sending, applying)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..comm.joining import LONGEST, OWN, Following, Listed, Tick, filled, opened, sizes
-from ..errors import Stopped, WireError, counted
-from . import rates, returning, snapshot
+from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
+from . import rates, resume, returning, snapshot
 from .runtime import StepRuntime
 from .snapshot_head import Stand
 
@@ -64,10 +64,11 @@ def join(
 
     Raises:
         ValueError: the others run something else.
-        PeerLost: the donor is lost, or the run has ended: start this island again.
+        PeerLost: no other member can be the donor in place of one that is lost, or the run has
+            ended: start this island again.
         Stopped: the others stopped meanwhile.
     """
-    runtime.ahead, following = None, _following(runtime)
+    runtime.ahead = None
     if runtime.peers is not None:
         runtime.peers.digest = runtime.config.digest()
     log.info(
@@ -75,9 +76,17 @@ def join(
         runtime.topology.name,
     )
     own = None if runtime.island.any(own is None) else own
-    stand = _take_snapshot(runtime, model, told, following, own)
-    runtime.since = NEVER
-    taken = _take_ticks(runtime, following)
+    while True:
+        following = _following(runtime)
+        try:
+            stand = _take_snapshot(runtime, model, told, following, own)
+            runtime.since = NEVER
+            taken = _take_ticks(runtime, following)
+            break
+        except StoreSilent:
+            raise
+        except PeerLost as error:  # on all ranks of the island: no step of its own was taken
+            _follow_another(runtime, following, error)
     runtime.since = runtime.step
     if following is not None:
         following.caught_up(runtime.step)
@@ -91,6 +100,18 @@ def join(
             mib,
         )
     log.info("%s goes on from step %d", runtime.topology.name, runtime.step)
+
+
+def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
+    """The donor is lost: take another one. Its snapshot replaces all that came of this one."""
+    name = runtime.topology.name
+    log.warning("%s: %s: another island is asked for its state", name, error)
+    runtime.island.together(
+        following.another if following is not None else lambda: None,
+        f"{name}: another donor",
+    )
+    resume.forget(runtime)
+    runtime.queue.broken = False
 
 
 def _following(runtime: StepRuntime) -> Following | None:

@@ -137,6 +137,8 @@ class StepRuntime:
         self.ahead: Callable[[], None] | None = None
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[str, Any] = {}
+        # The exchange: its hooks hold it, so that whoever attaches to the optimizer again finds it.
+        self.owner: object = None
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
         self.goes_on: Callable[[], bool] | None = None

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ..comm.environment import transport
-from ..comm.stores import FILE, SCHEME
 from ..errors import counted
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
@@ -27,6 +25,7 @@ from .console import Console, Splitter
 from .launchers import LAUNCHED, shell_status
 from .processes import adopt_orphans, descendants, end_with_parent, reap, send, start
 from .rehearsal import LOCALHOST, Rehearsal, command, devices, environment
+from .store import FILE
 
 STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""
@@ -66,8 +65,6 @@ class Supervisor:
         self.kill_at: float | None = None  # SIGKILL is due then; set when SIGTERM was sent
         self.store_lost, self.started = False, time.monotonic()
         self.launched = time.time()
-        # the others train on when an island is lost
-        self.elastic = transport(os.environ) == "zeromq"
 
     def on_signal(self, number: int, frame: object) -> None:
         self.signals.append(number)
@@ -95,11 +92,10 @@ class Supervisor:
     # Start
 
     def launch_first_store(self) -> None:
-        scheme = SCHEME if self.elastic else ""
-        self.launch_store(f"{scheme}{LOCALHOST}:0", "--port-file", str(self.folder / "port"))
+        self.launch_store(f"{LOCALHOST}:0", "--port-file", str(self.folder / "port"))
 
     def await_store(self) -> None:
-        port_file, scheme = self.folder / "port", SCHEME if self.elastic else ""
+        port_file = self.folder / "port"
         assert self.store is not None
         deadline = time.monotonic() + 120
         while not port_file.exists() and not self.signals:
@@ -108,12 +104,10 @@ class Supervisor:
                     f"the store did not start (status {self.store.poll()}); its error is above"
                 )
             time.sleep(0.05)
-        self.endpoint = (
-            f"{scheme}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
-        )
+        self.endpoint = f"{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
 
     def launch_store(self, bind: str, *words: str) -> None:
-        kept = ["--file", str(self.folder / FILE)] if self.elastic else []
+        kept = ["--file", str(self.folder / FILE)]
         command = ["-m", "fsdp_demo.cli", "store", "--bind", bind, *kept, *words, "--quiet"]
         self.store = subprocess.Popen(
             [sys.executable, *command],
@@ -178,10 +172,10 @@ class Supervisor:
             self.stop_islands(now)
 
     def store_has_ended(self, now: float) -> None:
-        """A durable store goes on from its file, and the islands with it. Another one has forgotten
-        all, and they end.
+        """The store goes on from its file, and the islands with it. Where it ends again at once,
+        they end.
         """
-        if self.elastic and now - self.store_again_at > BRIEF:
+        if now - self.store_again_at > BRIEF:
             self.console.note("the store has ended; starting it again on its file")
             self.store_again_at = now
             self.launch_store(self.endpoint)
@@ -200,8 +194,8 @@ class Supervisor:
         )
         # Its launcher is gone; ranks that it left behind are told to end now (and save).
         send(self.strays(), signal.SIGTERM)
-        if self.elastic and island.status != DECIDE:
-            return
+        if island.status != DECIDE:
+            return  # the others train on
         if self.stop_at is None and any(other.status is None for other in self.islands):
             self.stop_at = now + self.plan.grace
             self.console.note(

@@ -16,14 +16,10 @@ Nothing here needs a network, a GPU or weights; a plan of a billion parameters t
 
 from __future__ import annotations
 
-from .bandwidth import gbit_s
-from .choosing import Choice, choose
-from .devices import PEAK
-from .models import load
-from .plans import plan_rows
-from .rows import Row
-from .shapes import equal_layers
-from .situation import Situation
+from .choosing import Choice, choose, plan_rows
+from .models import equal_layers, load
+from .rows import Row, gbit_s
+from .situation import PEAK, Situation
 
 __all__ = [
     "PEAK",

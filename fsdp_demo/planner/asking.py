@@ -16,10 +16,10 @@ from ..config.schema import ExchangeConfig
 from ..doctor import reading
 from ..errors import see
 from ..files import read_json
-from .devices import device, guessed_step
 from .line import SIMULATED, System
+from .models import Tensors, numel
 from .rows import HSDP
-from .shapes import Tensors, numel
+from .situation import device, guessed_step
 
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
 _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

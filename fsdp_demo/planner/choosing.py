@@ -8,7 +8,7 @@ models only is recommended for such models only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,11 @@ from ..comm.link import Link, parse_rtt
 from ..comm.meter import ring_all_reduce_bytes
 from ..config.fragments import layer_of
 from ..config.load import preset
+from ..config.presets import presets
 from ..config.schema import ExchangeConfig
 from ..errors import counted
-from .bandwidth import gbit_s, words
 from .gaps import SMALL
-from .rows import Row, named, plan_row
+from .rows import HSDP, Row, gbit_s, hsdp_row, named, plan_row, rate_words
 from .situation import Situation
 
 _Forms = list[dict[str, Any]]
@@ -108,6 +108,34 @@ class Choice:
     config: ExchangeConfig
     reason: str
     reached: bool
+
+
+def plan_rows(
+    situation: Situation,
+    exchanges: Iterable[str | ExchangeConfig] | None = None,
+    keep_inner: str | None = None,
+) -> list[Row]:
+    """A row per setting.
+
+    Args:
+        exchanges: names of presets ("hsdp" for the baseline) or configurations; None: HSDP, all
+            presets at their published settings, and for each method of `ladders` the
+            settings that the planner would choose. Fragments are left out for a model whose
+            parameter names hold no layer numbers.
+        keep_inner: the inner optimizer that those must keep, or None.
+    """
+    wanted: list[str | ExchangeConfig] = (
+        [HSDP, *(name for name in presets() if cuts(preset(name), situation))]
+        if exchanges is None
+        else list(exchanges)
+    )
+    rows = [
+        hsdp_row(situation)
+        if one == HSDP
+        else plan_row(situation, preset(one) if isinstance(one, str) else one)
+        for one in wanted
+    ]
+    return rows + (chosen_rows(situation, keep_inner) if exchanges is None else [])
 
 
 def chosen_rows(situation: Situation, keep_inner: str | None = None) -> list[Row]:
@@ -336,7 +364,7 @@ def _needs(row: Row, s: Situation) -> str:
     if rate is None:
         slow = "the round trip and compression take" if s.link.rtt else "compression takes"
         return f"; no rate is enough for it: {slow} too long"
-    return f"; it would keep {s.target:.0%} on {words(rate)}"
+    return f"; it would keep {s.target:.0%} on {rate_words(rate)}"
 
 
 def _tight(row: Row, s: Situation) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from ..channels.codec import ChannelCodec
-from ..comm.meter import Meter
 from ..config.fragments import layer_of
 from ..config.patterns import covers
 from ..config.schema import ExchangeConfig
 from ..exchange.message import MessageLayout
 from ..exchange.plan import Plan, local_shape, plan_model
-from .shapes import Tensors
+from .models import Tensors
 
 LONGEST = 10_000
 """Steps of a cycle that are played one by one; a longer one is cut there."""
@@ -26,23 +26,13 @@ Leg = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What island 0 moves: in its largest exchange, and per step on average (bytes sent, received,
-    messages one after the other).
-    """
-
-    largest: Meter
-    average: tuple[float, float, float]
-
-
-@dataclass(frozen=True)
 class Message:
     """What one island sends at one step in one piece, and what comes back.
 
     Attributes:
         legs: one after the other: everybody's header and body, with the parts of vectors that are
             reduced, then the means of these.
-        delay: steps after which training waits for it. before_step: it is of gradients.
+        delay: steps after which training waits for it.
         values: of the largest rank that are read, coded and applied. sparse, transformed: of these.
         releases: (share of the bytes, share of backward that is still to come when they are ready),
             in the order of backward.
@@ -50,7 +40,6 @@ class Message:
 
     legs: tuple[Leg, ...]
     delay: int
-    before_step: bool
     values: int
     sparse: int
     transformed: int
@@ -73,33 +62,10 @@ class Cycle:
 
     Attributes:
         steps: how many. due: step -> its messages, in the order in which they are sent.
-        gathered: values of the largest rank that an accumulator takes in at every step, whether
-            there is an exchange or not.
     """
 
     steps: int
     due: dict[int, list[Message]]
-    gathered: int
-
-
-def count(config: ExchangeConfig, tensors: Tensors, islands: int, shards: int = 1) -> Counts:
-    """The plan of the library, summed over the ranks of the island; they work side by side, so
-    messages are not.
-
-    Args:
-        tensors: names and whole shapes. islands: replicas. shards: FSDP2 shards of the first dim.
-    """
-    plans = [(p, n) for p, n in _plans(config, tensors, islands, shards)]
-    largest, average = Meter(), [0.0, 0.0, 0.0]
-    for plan, times in plans:
-        most, mean = plan.most(), plan.average()
-        for _ in range(times):
-            largest.add(most)
-        average = [a + times * b for a, b in zip(average[:2], mean[:2], strict=True)] + [
-            max(average[2], mean[2])
-        ]
-    largest.messages = max(p.most().messages for p, _ in plans)
-    return Counts(largest, (average[0], average[1], average[2]))
 
 
 def cycle(
@@ -118,19 +84,16 @@ def cycle(
     plans = list(_plans(config, tensors, islands, shards))
     sections = plans[0][0].sections
     steps, made = min(plans[0][0].cycle, LONGEST), dict[tuple[int, ...], Message]()
+    # the end of the second cycle: all fragments take part, and periods end together
+    first = 2 * plans[0][0].cycle - steps
     due: dict[int, list[Message]] = {}
     for step in range(steps):
-        # from the second cycle on all fragments take part
-        all_due = [
-            i for i, s in enumerate(sections) if s.channel.schedule.due(step + plans[0][0].cycle)
-        ]
+        all_due = [i for i, s in enumerate(sections) if s.channel.schedule.due(first + step)]
         for members in _stages(sections, all_due):
             if members not in made:
                 made[members] = _message(plans, members, tensors, islands, bytes_per_parameter)
             due.setdefault(step, []).append(made[members])
-    kept = [s for s in sections if s.channel.accumulator is not None]
-    each = [s for s in kept if s.channel.source == "gradient"]
-    return Cycle(steps, due, sum(s.layout.numel for s in each))
+    return Cycle(steps, due)
 
 
 def _plans(
@@ -174,14 +137,13 @@ def _message(
         for plan, times in plans:
             legs = _add(legs, _legs([plan.sections[i] for i in members], islands), times)
     else:
-        size = sum(_size(shape) for _, shape in names) * bytes_per_parameter
+        size = sum(prod(shape) for _, shape in names) * bytes_per_parameter
         legs = [(size * (islands - 1) / islands,) * 2] * 2
     sparse = [s.layout.numel for s in mine if s.codec.sparse]
     transformed = [s.layout.numel for s in mine if s.codec.transform != "none"]
     return Message(
         tuple(leg for leg in legs if leg[0] or leg[1]),
         min(s.channel.schedule.delay for s in mine),
-        mine[0].channel.before_step,
         sum(s.layout.numel for s in mine),
         sum(sparse),
         sum(transformed),
@@ -225,17 +187,10 @@ def releases(names: Tensors, tensors: Tensors) -> tuple[tuple[float, float], ...
         layer = layer_of(name)
         if layer is None:
             layer = layers[0] if name in ahead else layers[-1]
-        left[layer] += _size(shape)
+        left[layer] += prod(shape)
     whole = sum(left.values()) or 1
     return tuple(
         (left[x] / whole, i / len(layers))
         for i, x in sorted(enumerate(layers), reverse=True)
         if left[x]
     )
-
-
-def _size(shape: Sequence[int]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out

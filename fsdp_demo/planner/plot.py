@@ -12,8 +12,7 @@ from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
 from ..errors import counted
-from .bandwidth import words
-from .rows import HSDP, settings, utilisation
+from .rows import HSDP, rate_words, settings, utilisation
 from .situation import Situation
 
 POINTS = 60
@@ -65,7 +64,7 @@ def draw(
     for rate in marked:
         axes.axvline(rate / 1e9, color="grey", linestyle=":", linewidth=1)
         axes.annotate(
-            words(rate / 1e9),
+            rate_words(rate / 1e9),
             (rate / 1e9, 0.01),
             xytext=(-3, 0),
             textcoords="offset points",

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from ..comm.link import Link
 from ..comm.meter import ring_all_reduce_bytes
 from ..config.channel import BLOCK
 from ..config.schema import ExchangeConfig
 from ..exchange.memory import Memory, inner_state, plan_memory
-from .counting import Cycle, Message, count, cycle, releases
+from .counting import Cycle, Message, cycle, releases
 from .gaps import expected_gap
-from .line import message_seconds
-from .playing import BACKWARD, Played, Timed, play
+from .line import BACKWARD, Played, Timed, message_seconds, play
 from .situation import Situation
 
 HSDP = "hsdp"
+LOWEST, HIGHEST = 1e3, 1e15  # bits per second
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,6 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
     sent = found.due.values()
     largest = max((sum(m.bytes_out for m in messages) for messages in sent), default=0.0)
     mean = sum(m.bytes_out for messages in sent for m in messages) / found.steps
-    if s.system.bytes_per_parameter is None:
-        counts = count(config, s.tensors, s.islands, s.shards)
-        largest, mean = counts.largest.bytes_sent, counts.average[0]
     ways = [
         8e-9 * s.crossing * max(m.bytes_out, m.bytes_in) / (max(m.delay, 1) * s.step_seconds)
         for messages in sent
@@ -141,6 +139,29 @@ def utilisation(situation: Situation, config: ExchangeConfig | None) -> float:
     played = _played(situation, config)
     t = situation.step_seconds
     return t / (t + played.waiting + played.working)
+
+
+def gbit_s(situation: Situation, config: ExchangeConfig | None, target: float) -> float | None:
+    """The lowest rate, in Gbit/s, at which the compute utilisation is `target`; to 0.1 %.
+
+    Args:
+        config: None is HSDP. The link's rate does not matter, its round trip does.
+
+    Returns:
+        None where no rate does: round trips and the work of compression alone take more.
+    """
+    rtt = situation.link.rtt
+
+    def reached(rate: float | None) -> bool:
+        return utilisation(replace(situation, link=Link(rate, rtt)), config) >= target
+
+    if not reached(HIGHEST):
+        return None
+    low, high = LOWEST, HIGHEST
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high / 1e9
 
 
 def _row(
@@ -246,6 +267,11 @@ def _cycle(
 
 
 # ---- words -------------------------------------------------------------------------------------
+
+
+def rate_words(rate: float) -> str:
+    """Gbit/s as a person says them: `48 Mbit/s`."""
+    return f"{rate:.3g} Gbit/s" if rate >= 1 else f"{1e3 * rate:.3g} Mbit/s"
 
 
 def settings(config: ExchangeConfig) -> str:

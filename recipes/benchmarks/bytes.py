@@ -36,15 +36,38 @@ from fsdp_demo import (  # noqa: E402
     ring_all_reduce_bytes,
 )
 from fsdp_demo.comm.link import parse_rtt  # noqa: E402
+from fsdp_demo.comm.meter import Meter  # noqa: E402
 from fsdp_demo.comm.peers import TCP_SHARE  # noqa: E402
 from fsdp_demo.compression.positions import form  # noqa: E402
 from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
 from fsdp_demo.config.channel import BLOCK  # noqa: E402
 from fsdp_demo.config.fragments import layer_of  # noqa: E402
-from fsdp_demo.planner.counting import count  # noqa: E402
-from fsdp_demo.planner.models import load  # noqa: E402
+from fsdp_demo.exchange.plan import plan_model  # noqa: E402
+from fsdp_demo.planner.models import Tensors, load, numel  # noqa: E402
 from fsdp_demo.planner.rows import settings  # noqa: E402
-from fsdp_demo.planner.shapes import Tensors, numel  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What island 0 moves: in its largest exchange, and per step on average (bytes sent, received,
+    messages one after the other).
+    """
+
+    largest: Meter
+    average: tuple[float, float, float]
+
+
+def count(config: ExchangeConfig, tensors: Tensors, islands: int, shards: int = 1) -> Counts:
+    """The plan of the library, summed over the ranks of the island; they work side by side, so
+    messages are not.
+    """
+    plans, largest = plan_model(config, tensors, islands, shards), Meter()
+    for plan in plans:
+        largest.add(plan.most())
+    largest.messages = max(p.most().messages for p in plans)
+    sent, received, messages = zip(*(p.average() for p in plans), strict=True)
+    return Counts(largest, (sum(sent), sum(received), max(messages)))
+
 
 # ---- published figures -------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Linux, no root, some minutes.
     python recipes/benchmarks/chaos.py --kinds kill_island,stop --events 4 --islands 3
 
 Islands are processes that train a small model on the Python library's sources (`chaos_island.py`),
-joined by ISLAND_TRANSPORT=zeromq over TCP relays of this process. Events come at random moments,
+joined over TCP relays of this process. Events come at random moments,
 and some on purpose in a change of members, in a join or in a save (`chaos_events.py` has the
 kinds). An island that ends by a signal or with status 75 is started again. Then the same steps are
 run once more without events.

@@ -6,21 +6,19 @@ rehearsed (`--link`) pace?
 
 Run the same script by `torchrun` on machines (or in network namespaces) whose link really is that
 slow, and compare the tables. It runs the library's own exchanges: `gather` (sparse payloads, one
-round trip) and `reduce` (dense vectors, header and two legs, three round trips). Prints one table
-on island 0: payload bytes, median seconds of `--repeat` exchanges (the mean of the islands), and
-what rate and round trip alone predict. `--ring` adds gloo's own all_gather, which the library does
-not use: it passes everything on from neighbour to neighbour, R - 1 round trips. (It is not paced:
-compare it on a link that is slow by itself.)
+way of the link) and `reduce` (dense vectors, there and back). Prints one table on island 0: payload
+bytes, median seconds of `--repeat` exchanges (the mean of the islands), and what rate and round
+trip alone predict.
 
-`--transport` and `--connections` compare what carries the exchanges, each with a line of its own.
-They take turns, exchange by exchange, so that what else the machines do falls on all alike; the
-last column is the time over that of the first transport with as many connections. `processor`
-counts what this process computes meanwhile, checksums and sums included, on all its cores:
+`--connections` compares numbers of connections, each with a peer group of its own. They take turns,
+exchange by exchange, so that what else the machines do falls on all alike; the last column is the
+time over that of the first number. `processor` counts what this process computes meanwhile,
+checksums and sums included, on all its cores:
 
-    ... recipes/benchmarks/link.py --transport gloo zeromq zeromq+curve --connections 1 8 --sizes 1000 1000000 32000000
+    ... recipes/benchmarks/link.py --connections 1 8 --sizes 1000 1000000 32000000
 
 `--busy` trains on something small in the main thread meanwhile, as a step under way would.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -28,29 +26,24 @@ import argparse
 import statistics
 import threading
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 
 from fsdp_demo import Link, Topology
-from fsdp_demo.comm import peers
-from fsdp_demo.comm.collectives import reduce
-from fsdp_demo.comm.environment import TRANSPORTS
+from fsdp_demo.comm import elastic_peers, peers
 from fsdp_demo.comm.header import PAYLOAD
 from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.comm.position import ShardPosition
 
-CURVE = "+curve"  # a transport with keys from a token
-TOKEN = "of a benchmark, not a secret"
+WAYS = {"gather": 1, "reduce": 2}  # how often it crosses the link, half a round trip each
 
 
 @dataclass
 class Candidate:
-    """A line to be measured, and what carries it."""
+    """A peer group to be measured."""
 
-    name: str
     connections: int
     line: PeerGroup
 
@@ -65,13 +58,8 @@ def seconds(line: PeerGroup, kind: str, size: int) -> tuple[float, float]:
     start, work = time.perf_counter(), time.process_time()
     if kind == "gather":
         line.gather(line.header(PAYLOAD), body)
-    elif kind == "ring":
-        line.group.allgather(
-            [[torch.empty(size, dtype=torch.uint8) for _ in range(line.size)]], [body]
-        ).wait()
     else:
-        line.gather(line.header(PAYLOAD), body[:0])
-        reduce(line, line.header(PAYLOAD), [(vector, "fp32")], [[1.0] * line.size])
+        line.mean(line.header(PAYLOAD), [(vector, "fp32")])
     return time.perf_counter() - start, time.process_time() - work
 
 
@@ -98,21 +86,20 @@ def medians(
     return [(float(took), float(work)) for took, work in torch.stack(all_of).mean(0)]
 
 
-def meet(topology: Topology, name: str, connections: int) -> Candidate:
-    """A line over a transport; 0 connections: as many as the round trip asks for."""
-    transport, keys = (
-        name.removesuffix(CURVE),
-        TOKEN if name.endswith(CURVE) else topology.token * (name != "gloo"),
-    )
-    as_many = (
-        mock.patch.object(peers, "streams", lambda rtt, num_peers: connections)
-        if connections
-        else nullcontext()
-    )
-    with as_many:
-        line, _ = replace(topology, transport=transport, token=keys).join(ShardPosition())
+def meet(topology: Topology, connections: int) -> Candidate:
+    """A peer group with so many connections to each island; 0: as many as the round trip asks
+    for.
+    """
+    made: list[int] = []
+
+    def streams(rtt: float, num_peers: int) -> int:
+        made.append(connections or peers.streams(rtt, num_peers))
+        return made[-1]
+
+    with mock.patch.object(elastic_peers, "streams", streams):
+        line, _ = topology.join(ShardPosition())
     assert line is not None
-    return Candidate(name, 1 + len(line.more), line)
+    return Candidate(made[-1], line)
 
 
 def train(work: threading.Thread) -> int:
@@ -129,9 +116,7 @@ def train(work: threading.Thread) -> int:
     return steps
 
 
-def measure(
-    candidates: list[Candidate], kinds: list[tuple[str, int]], args: argparse.Namespace
-) -> None:
+def measure(candidates: list[Candidate], args: argparse.Namespace) -> None:
     """Measure all cells, and print each on island 0."""
     say = (
         (lambda text: print(text, flush=True))
@@ -143,23 +128,19 @@ def measure(
         candidates[0].line.size,
     )
     say(f"{size} islands")
-    names = (
-        f"{'exchange':>8} {'bytes':>9} {'over':>13} {'connections':>11} {'seconds':>8} "
-        f"{'processor':>9}"
-    )
+    names = f"{'exchange':>8} {'bytes':>9} {'connections':>11} {'seconds':>8} {'processor':>9}"
     say(f"{names} {'rate and rtt alone':>18} {'ratio':>6}")
-    for kind, legs in kinds:
+    for kind in args.kinds:
         for n in args.sizes:
             sent = n * (size - 1) * (2 / size if kind == "reduce" else 1)
-            expected = legs * link.rtt + (
+            expected = WAYS[kind] * link.rtt / 2 + (
                 8 * sent / link.bits_per_second if link.bits_per_second else 0.0
             )
             found = medians(candidates, kind, n, args.repeat)
-            first: dict[int, float] = {}
             for c, (took, work) in zip(candidates, found, strict=True):
-                ratio = took / first.setdefault(c.connections, took)
+                ratio = took / found[0][0]
                 say(
-                    f"{kind:>8} {n:>9} {c.name:>13} {c.connections:>11} {took:>8.4f} {work:>9.4f} "
+                    f"{kind:>8} {n:>9} {c.connections:>11} {took:>8.4f} {work:>9.4f} "
                     f"{expected:>18.4f} {ratio:>6.2f}"
                 )
 
@@ -171,13 +152,7 @@ def main() -> None:
         "--sizes", type=int, nargs="*", default=sizes, help="bytes of one island's payload"
     )
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument(
-        "--kinds", nargs="*", default=["gather", "reduce"], choices=["gather", "reduce"]
-    )
-    known = [*TRANSPORTS, *(name + CURVE for name in TRANSPORTS if name != "gloo")]
-    parser.add_argument(
-        "--transport", nargs="*", default=[], choices=known, help="default: ISLAND_TRANSPORT"
-    )
+    parser.add_argument("--kinds", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument(
         "--connections",
         type=int,
@@ -185,7 +160,6 @@ def main() -> None:
         default=[0],
         help="to each island; 0: as the round trip asks for",
     )
-    parser.add_argument("--ring", action="store_true", help="gloo's all_gather, too")
     parser.add_argument("--busy", action="store_true", help="train on something small meanwhile")
     parser.add_argument(
         "--expect",
@@ -193,24 +167,15 @@ def main() -> None:
         help="rate,rtt of a real link, for a column (default: the rehearsed one)",
     )
     args = parser.parse_args()
-    if args.ring and set(args.transport) - {"gloo"}:
-        parser.error("--ring is gloo's own: leave --transport out")
     topology = Topology.from_env()
-    candidates = [
-        meet(topology, name, n)
-        for n in args.connections
-        for name in args.transport or [topology.transport]
-    ]
-    kinds = [(kind, {"gather": 1, "reduce": 3}[kind]) for kind in args.kinds] + [
-        ("ring", topology.islands - 1)
-    ] * args.ring
+    candidates = [meet(topology, n) for n in args.connections]
     steps = 0
     if args.busy:
-        work = threading.Thread(target=measure, args=(candidates, kinds, args))
+        work = threading.Thread(target=measure, args=(candidates, args))
         work.start()
         steps = train(work)
     else:
-        measure(candidates, kinds, args)
+        measure(candidates, args)
     for c in candidates:
         c.line.all_gather(torch.zeros(1, dtype=torch.uint8))
         c.line.release()

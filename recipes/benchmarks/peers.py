@@ -41,7 +41,7 @@ from fsdp_demo import Link  # noqa: E402
 from fsdp_demo.comm.link import parse_rtt  # noqa: E402
 
 NAME = "peers"  # of the lab
-NAMES = ("rtt", "transport", "period", "rows", "length", "layers")  # settings of all rows
+NAMES = ("rtt", "period", "rows", "length", "layers")  # settings of all rows
 TURN = 1.5  # seconds that a turn takes at least
 SHORT = 2.0  # seconds of a cycle up to which one settles before each turn
 Times = dict[bool, list[dict[str, float]]]  # of ours and of theirs: turn by turn, per step
@@ -124,7 +124,6 @@ def _parser() -> Parser:
     parser.add_argument("--peers", default=",".join(PEERS), metavar="A,B", help="presets")
     parser.add_argument("--links", default="none,100Mbit,10Mbit", help="rates")
     parser.add_argument("--rtt", default="20ms", help="round trip of all links but `none`")
-    parser.add_argument("--transport", default="zeromq", choices=["zeromq", "gloo"], help="of ours")
     parser.add_argument("--period", type=int, default=4, help="of local_sgd and diloco")
     parser.add_argument("--torchft", metavar="DIR", help="folder of packages, with torchft")
     parser.add_argument("--repeat", type=int, default=4, help="pairs per cell, an even number")
@@ -185,7 +184,6 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     peers, links = _checked(parser, args)
-    os.environ["ISLAND_TRANSPORT"] = args.transport
     if args.torchft is not None:
         os.environ[FOLDER] = str(Path(args.torchft).resolve())
         sys.path.append(os.environ[FOLDER])

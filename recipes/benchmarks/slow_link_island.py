@@ -100,13 +100,10 @@ class Island:
         new, _ = Topology.from_env().join(ShardPosition())
         old: Any = self.exchange._peers
         old.meter.setup_bytes += new.meter.setup_bytes
-        if old.elastic:
-            old.release()
-            old._me, old._next = new._me, new._next
-            old.drive(new._driver, new._num_connections)
-            return {"connections": old._num_connections}
-        old.group, old.more = new.group, getattr(new, "more", [])
-        return {"connections": 1 + len(old.more)}
+        old.release()
+        old._me, old._next = new._me, new._next
+        old.drive(new._driver, new._num_connections)
+        return {"connections": old._num_connections}
 
     def step(self) -> None:
         """One step of an ordinary training loop."""

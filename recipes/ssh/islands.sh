@@ -38,8 +38,7 @@ OUTPUT=${OUTPUT:-outputs/islands}
 FOLDER=${FOLDER:-$PWD}                    # the repository on the hosts
 PYTHON=${PYTHON:-$FOLDER/.venv/bin/python}
 RUN=${RUN:-$(date +%Y%m%d-%H%M%S)-$$}     # a run id is used once per store
-[ "${ISLAND_TRANSPORT:-}" = gloo ] || RESTARTS=${RESTARTS:-9}
-RESTARTS=${RESTARTS:-0}                   # how often an island is started again
+RESTARTS=${RESTARTS:-9}                   # how often an island is started again
 again="--resume auto"
 case ${RESUME:-} in "") ;; auto) OPTIONS="$OPTIONS --resume auto"; again= ;; *) OPTIONS="$OPTIONS --resume" ;; esac
 
@@ -79,9 +78,7 @@ finish() {
 trap finish EXIT
 
 endpoint=${addresses[0]}:$PORT
-keep=""
-[ "${ISLAND_TRANSPORT:-}" = gloo ] || { endpoint=zmq://$endpoint; keep="--file $(file store).sqlite"; } # the durable one
-start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind $endpoint $keep"
+start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind $endpoint --file $(file store).sqlite"
 store=$!
 watch() { # a store that ends at once (its port is taken, say) ends the islands, too: they would wait for it
     for _ in $(seq 60); do sleep 1; kill -0 "$store" 2>/dev/null || { kill -TERM $$; return; }; done

@@ -16,7 +16,7 @@ from fsdp_demo.checkpoint.choice import NOWHERE, Held, alike, choose, look, supe
 from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.errors import NeedsDecision, see
 
 
@@ -186,9 +186,7 @@ class Told(CheckpointRegistry):
     """A board on which the other islands have left their notes already."""
 
     def __init__(self, *others):
-        super().__init__(
-            fsdp_demo.Topology("islands", islands=1 + len(others), name="island0", transport="gloo")
-        )
+        super().__init__(fsdp_demo.Topology("mesh", islands=1 + len(others), name="island0"))
         self.others = list(others)
 
     def meet(self, note):
@@ -269,7 +267,7 @@ def test_islands_that_have_not_begun_are_not_asked():
     """What they hold is not waited for, folders are those of slots, and rotation goes on without
     them until they say something.
     """
-    store = Asker(dist.HashStore(), "the test", 5.0)
+    store = WorldStore(dist.HashStore(), "the test", 5.0)
     boards = {
         i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0))
         for i in (0, 1, 2, 3)

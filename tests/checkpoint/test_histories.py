@@ -140,9 +140,7 @@ def trained(me: Any) -> Any:
 
 def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
     pytest.importorskip("zmq")
-    one, died, two = run_ranks(
-        trained, 3, 1, env={"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "8"}
-    )
+    one, died, two = run_ranks(trained, 3, 1, env={"ISLAND_DEAD": "8"})
     assert died == 9 and one == two
     heads, saved, unsaid, now = one
     (first, all_three), (last, two_of_them) = heads

@@ -25,7 +25,7 @@ from fsdp_demo.comm import attempts, presence
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.rendezvous import Rendezvous
-from fsdp_demo.comm.stores import LARGEST
+from fsdp_demo.comm.store_wire import LARGEST
 from fsdp_demo.exchange import connections
 
 from ..support import threaded
@@ -38,18 +38,14 @@ def quick(everywhere: Any) -> None:
     everywhere.setattr(attempts, "BEAT", 0.2)
 
 
-@pytest.fixture(params=["torch", "zmq"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """One run for several calls of `run_ranks`, over each kind of store."""
-    name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
-    if request.param == "torch":
-        yield {**name, "ISLAND_TRANSPORT": "gloo"}
-        return
-    pytest.importorskip("zmq")
-    from fsdp_demo.launch.durable_store import DurableStore, InThread
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """One run for several calls of `run_ranks`, over the durable store."""
+    from fsdp_demo.launch.store import InThread, StoreServer
 
-    served = InThread(DurableStore("zmq://127.0.0.1:0", tmp_path / "keys"))
-    yield {**name, "ISLAND_ENDPOINT": served.endpoint, "ISLAND_TRANSPORT": "zeromq"}
+    name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
+    served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys"))
+    yield {**name, "ISLAND_ENDPOINT": served.endpoint}
     served.end()
 
 
@@ -79,7 +75,7 @@ def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
         "import fsdp_demo\n"
         "fsdp_demo.Topology.from_env().prefix()\n"
     )
-    place = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "zmq://127.0.0.1:9"}
+    place = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "127.0.0.1:9"}
     ended = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, **place},
@@ -144,7 +140,7 @@ def test_a_run_goes_on_with_more_islands_whoever_comes_first(run_ranks, run) -> 
         topology = Topology.from_env()
         if me.island != 2:
             store = topology.open_store()
-            while store.peek(f"{topology.run}/attempt") != "1":
+            while store.get(f"{topology.run}/attempt") != "1":
                 time.sleep(0.05)
         exchange = attach()
         step(exchange)
@@ -173,7 +169,7 @@ def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_on
         second = attach()
         step(second)
         if me.island == 0:
-            while not store.peek("told"):
+            while not store.get("told"):
                 time.sleep(0.05)
             return None
         for exchange in (first, second):  # nobody answers here any more, as after a death
@@ -193,11 +189,11 @@ def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_on
 def test_who_joins_under_way_has_one_exchange(run_ranks, run) -> None:
     def fn(me: Any) -> str:
         store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
-        while me.island == 2 and not store.peek("0/begun"):
+        while me.island == 2 and not store.get("0/begun"):
             time.sleep(0.05)
         exchange = attach()
         if me.island < 2:
-            while not store.peek("told"):
+            while not store.get("told"):
                 step(exchange)
                 time.sleep(0.05)
             return ""
@@ -219,7 +215,7 @@ def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) 
         store = Topology.from_env().open_store().under("test-" + run["ISLAND_RUN"])
         if me.island == 1:
             first = joins(me)
-            store.set("here", "")
+            store.set("here", "yes")
             store.get("joined")
             return [first]
         store.get("here")
@@ -230,7 +226,7 @@ def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) 
         first = os.read(reader, 9).decode()
         os.wait()
         again = joins(me)
-        store.set("joined", "")
+        store.set("joined", "yes")
         return [first, again]
 
     assert run_ranks(fn, 2, 1, env=run) == [["0", "1"], ["0"]]
@@ -277,14 +273,14 @@ def test_a_second_process_with_the_same_rank_is_refused(run_ranks, run) -> None:
         except ValueError as error:
             return str(error)
         store = topology.open_store()
-        while not store.check([f"{run['ISLAND_RUN']}/told"]):
+        while not store.get(f"{run['ISLAND_RUN']}/told"):
             time.sleep(0.05)
         return "in"
 
     def twin(me: Any) -> str:
         out = fn(me)
         if out != "in":
-            Topology.from_env().open_store().set(f"{run['ISLAND_RUN']}/told", "")
+            Topology.from_env().open_store().set(f"{run['ISLAND_RUN']}/told", "yes")
         return out
 
     first, second = run_ranks(twin, 2, 1, env={**run, "ISLAND_RANK": "0"})
@@ -334,47 +330,10 @@ def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
 # ---- presence ----------------------------------------------------------------------------------
 
 
-def test_islands_tell_each_other_when_they_stop(run_ranks, run) -> None:
-    if "ISLAND_ENDPOINT" in run:
-        pytest.skip("where islands come and go nobody stops because another does")
-
-    def fn(me: Any) -> Any:
-        exchange = attach()
-        calls: list[int] = []
-        presence = Presence(exchange.topology, lambda: calls.append(1))
-        presence.start()
-        if me.island == 0:
-            presence.tell_stop(7)
-        else:
-            while not calls:
-                time.sleep(0.05)
-            presence.tell_stop(9)
-        together = presence.wait_for_stops(20.0)
-        presence.close()
-        exchange.detach()
-        return together, presence.stopping, calls
-
-    assert run_ranks(fn, 3, 1, env=run) == [
-        (True, {j: 7 if j == 0 else 9 for j in range(3) if j != i}, [1]) for i in range(3)
-    ]
-
-
-def test_waiting_for_an_island_that_says_nothing_ends(run_ranks, run) -> None:
-    def fn(me: Any) -> tuple[bool, dict[int, int]]:
-        exchange = attach()
-        presence = Presence(exchange.topology)
-        presence.start()
-        return (presence.wait_for_stops(0.3) if me.island == 0 else True), presence.stopping
-
-    assert run_ranks(fn, 2, 1, env=run) == [(False, {}), (True, {})]
-
-
 def test_there_is_no_presence_without_islands() -> None:
     before = threading.active_count()
     presence = Presence(Topology.from_env({"ISLAND_COUNT": "1"}))
     presence.start()
-    presence.tell_stop(3)
-    assert presence.wait_for_stops(5.0) and presence.stopping == {}
     presence.end("left")
     presence.close()
     assert threading.active_count() == before
@@ -419,14 +378,15 @@ def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: st
 
 def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
     """The last look is as good as all before it, however late it ends."""
-    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05, transport="gloo")
+    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05)
     rendezvous = Rendezvous(topology, ShardPosition(), None)
+    rendezvous._starters = (0, 1)
     fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
 
     class Slow:
-        def check(self, keys: list[str]) -> bool:
+        def get(self, key: str) -> str:
             time.sleep(0.1)
-            return True
+            return "here"
 
         def note(self, *args: Any) -> dict[str, Any]:
             return fields
@@ -458,7 +418,7 @@ def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
     may.
     """
 
-    def fn(me: Any) -> tuple[list[str], bool]:
+    def fn(me: Any) -> list[str]:
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -475,13 +435,10 @@ def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
         done = [pulse.ask(silent, 5.0), pulse.ask(silent, 5.0)]
         assert done == [False, False]
         assert pulse.ask(lambda at: None, 5.0) and not pulse.silent
-        return lines, presence.wait_for_stops(0.1)
+        return lines
 
-    ((lines, together),) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    assert (
-        len([line for line in lines if "does not answer; training goes on" in line]) == 1
-        and not together
-    )
+    (lines,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    assert len([line for line in lines if "does not answer; training goes on" in line]) == 1
 
 
 # ---- islands that come and go, and attempts ----------------------------------------------------
@@ -546,7 +503,7 @@ def test_a_store_from_an_older_copy_of_its_file_is_noticed(run_ranks, run, every
             os._exit(9)
         step(exchange)
         topology = exchange.topology
-        topology.open_store().under(topology.meeting()).delete("record/1")
+        topology.open_store().under(topology.meeting()).set("record/1", "")
         for _ in range(25):
             step(exchange)
             time.sleep(0.1)

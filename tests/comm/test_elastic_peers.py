@@ -168,7 +168,7 @@ def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
                 time.sleep(0.01)
             for _ in range(2):
                 with pytest.raises(
-                    PeerLost, match="the membership thread has failed: ZeroDivisionError"
+                    PeerLost, match="the network thread has failed: ZeroDivisionError"
                 ):
                     exchanged(line, 1)
             assert not line.wait_stable(5.0)
@@ -322,7 +322,7 @@ def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
     def gone(wanted: Any) -> Any:
         raise PeerLost("island 0 (a) is gone")
 
-    line.follow(SimpleNamespace(begun=False, followed=gone))  # type: ignore[arg-type]
+    line.follow(SimpleNamespace(begun=False, followed=gone), [0])  # type: ignore[arg-type]
     header, nothing = line.header(PAYLOAD, 3), torch.empty(0, dtype=torch.uint8)
     with pytest.raises(PeerLost, match="is gone"):
         line.gather(header, nothing)

@@ -126,21 +126,16 @@ def test_the_time_to_stop_is_checked(text: str) -> None:
         ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "; to join a run later, set ISLAND_SLOTS on"),
         ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "2.5"}, "ISLAND_SLOTS='2.5' must be a whole number"),
         ({"ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
-        (
-            {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_TRANSPORT": "gloo"},
-            "needs ISLAND_TRANSPORT=zeromq",
-        ),
     ],
 )
 def test_slots_are_checked(variables: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        Topology.from_env({"ISLAND_ENDPOINT": "host:1", "ISLAND_TRANSPORT": "zeromq", **variables})
+        Topology.from_env({"ISLAND_ENDPOINT": "host:1", **variables})
 
 
 def test_slots_are_the_parts_of_the_data() -> None:
     env = {
-        "ISLAND_ENDPOINT": "zmq://host:1",
-        "ISLAND_TRANSPORT": "zeromq",
+        "ISLAND_ENDPOINT": "host:1",
         "ISLAND_COUNT": "2",
         "ISLAND_RANK": "2",
     }
@@ -153,7 +148,7 @@ def test_slots_are_the_parts_of_the_data() -> None:
     assert Topology.from_env({**env, "ISLAND_MIN": "2"} | {"ISLAND_RANK": "0"}).suffice == 2
 
 
-@pytest.mark.parametrize("endpoint", ["zmq://10.0.0.1:1", "10.0.0.1:1"])
+@pytest.mark.parametrize("endpoint", ["10.0.0.1:1", "zmq://10.0.0.1:1"])
 def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> None:
     env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, "ISLAND_TOKEN": "short"}
     with pytest.raises(ValueError, match="ISLAND_TOKEN has 5 characters, allowed are 16 or more"):
@@ -166,28 +161,18 @@ def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> Non
         (
             "zmq://8.8.8.8:1",
             {},
-            "ISLAND_ENDPOINT=zmq://8.8.8.8:1: a PUBLIC address, and ISLAND_TOKEN is not set",
+            "ISLAND_ENDPOINT=8.8.8.8:1: a PUBLIC address, and ISLAND_TOKEN is not set",
         ),
-        ("zmq://[2606:4700::1]:1", {}, "ISLAND_TOKEN is not set"),
+        ("[2606:4700::1]:1", {}, "ISLAND_TOKEN is not set"),
         (
-            "zmq://10.0.0.1:1",
+            "10.0.0.1:1",
             {"ISLAND_ADDRESS": "8.8.4.4"},
             "ISLAND_ADDRESS=8.8.4.4: a PUBLIC address, and ISLAND_TOKEN is not set",
         ),
-        (
-            "8.8.8.8:1",
-            {"ISLAND_TOKEN": "a secret of 16 and more"},
-            "Take the store of `fsdp-demo store --bind zmq://8.8.8.8:1`",
-        ),
-        (
-            "8.8.8.8:1",
-            {"ISLAND_TOKEN": "a secret of 16 and more", "ISLAND_TRANSPORT": "gloo"},
-            "gloo asks for no token",
-        ),
-        ("zmq://8.8.8.8:1", {"ISLAND_TOKEN": "a secret of 16 and more"}, ""),
-        ("zmq://10.0.0.1:1", {"ISLAND_ADDRESS": "192.168.1.5"}, ""),
-        ("zmq://[fd00::1]:1", {}, ""),
-        ("zmq://100.100.1.1:1", {}, ""),
+        ("8.8.8.8:1", {"ISLAND_TOKEN": "a secret of 16 and more"}, ""),
+        ("10.0.0.1:1", {"ISLAND_ADDRESS": "192.168.1.5"}, ""),
+        ("[fd00::1]:1", {}, ""),
+        ("100.100.1.1:1", {}, ""),
     ],
 )
 def test_a_public_address_without_a_token_is_warned_of_once(
@@ -203,7 +188,7 @@ def test_a_public_address_without_a_token_is_warned_of_once(
         raise StoreSilent("ISLAND_ENDPOINT= nobody answers")
 
     monkeypatch.setattr(Topology, "open_store", silent)
-    env = {"ISLAND_COUNT": "2", "ISLAND_TRANSPORT": "zeromq", "ISLAND_ENDPOINT": endpoint, **more}
+    env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, **more}
     for _ in range(2):
         with pytest.raises(StoreSilent):
             Topology.from_env(env).join(ShardPosition())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from fsdp_demo.comm import moves, settlement
 from fsdp_demo.comm.epochs import (
@@ -31,7 +32,7 @@ from ..support.bench import A, B, Bench, C, D
 
 def test_in_health_all_deliver_free_and_seal() -> None:
     bench = Bench()
-    for n, kind in enumerate(("gather", "reduce", "mixed")):
+    for n, kind in enumerate(("gather", "mixed", "gather")):
         bench.launch(n, kind)
         bench.let()
         bench.vote()
@@ -142,7 +143,7 @@ def test_k5_expelled_does_nothing_more() -> None:
 def test_k6_a_reduce_without_all_parts_is_repeated() -> None:
     """C dies in leg 1: part C of C's vector never left it."""
     bench = Bench()
-    bench.launch(0, "reduce")
+    bench.launch(0, "mixed")
     bench.let(sender=(A, B), to=(A, B))
     bench.let(sender=C, to=A)
     record = bench.change(A, B)
@@ -151,7 +152,8 @@ def test_k6_a_reduce_without_all_parts_is_repeated() -> None:
     bench.let()
     bench.vote()
     (a,), (b,) = ([x for x in bench.did[m, 0] if isinstance(x, moves.Deliver)] for m in (A, B))
-    assert a == b and a.pieces == {Piece("part", m, 1) for m in (A, B)}
+    parts = {Piece("part", m, 1) for m in (A, B)}
+    assert a == b and a.pieces == parts | {Piece("body", m) for m in (A, B)}
 
 
 @pytest.mark.parametrize("peer_groups", [(0,), (0, 1)])
@@ -160,7 +162,7 @@ def test_k7_a_whole_mean_is_kept_and_a_torn_one_repeated(peer_groups: tuple[int,
     has that part.
     """
     bench = Bench()
-    bench.launch(0, "reduce")
+    bench.launch(0, "mixed")
     bench.let(to=(A, B, C), sender=(A, B))
     # shares of C come to all, its part only in these peer groups, and only to A
     for peer_group in (0, 1):
@@ -184,9 +186,9 @@ def test_k7_a_whole_mean_is_kept_and_a_torn_one_repeated(peer_groups: tuple[int,
 
 
 def test_k7_parts_of_another_attempt_do_not_count() -> None:
-    rank, _ = entered(A, 0, 1, first_record([A, B]), 1).step(moves.Launched(0, "reduce"))
+    rank, _ = entered(A, 0, 1, first_record([A, B]), 1).step(moves.Launched(0, "mixed"))
     for old in (Piece("part", B, 7), Piece("share", B, 7)):
-        assert rank.step(moves.PieceReceived(0, 0, B, 0, "reduce", old)) == (rank, ())
+        assert rank.step(moves.PieceReceived(0, 0, B, 0, "mixed", old)) == (rank, ())
 
 
 def test_k8_one_set_for_a_mixed_message() -> None:
@@ -267,7 +269,7 @@ def test_k10_all_open_messages_are_settled_in_one_record() -> None:
 
 def test_k11_k12_messages_have_numbers_of_their_own_and_may_come_in_any_order() -> None:
     bench = Bench("AB", peer_groups=1)
-    bench.launch(0, "reduce")
+    bench.launch(0, "mixed")
     bench.launch(1)
     bench.let(n=1)
     assert (
@@ -404,8 +406,8 @@ def test_k21_what_a_leaver_sent_early_counts() -> None:
 
 def test_k22_k23_what_is_delivered_stays_and_what_is_repeated_has_another_attempt() -> None:
     bench = Bench(peer_groups=1)
-    bench.launch(0, "reduce")
-    bench.launch(1, "reduce")
+    bench.launch(0, "mixed")
+    bench.launch(1, "mixed")
     bench.let(n=0)
     bench.let(n=1, sender=(A, B), to=(A, B))
     bench.change(A, B)
@@ -524,6 +526,39 @@ def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
     assert bench.delivered(A, 4) == bench.delivered(D, 4) == ["ABD"]
 
 
+def test_a_newcomer_is_asked_nothing_before_it_begins() -> None:
+    """Messages 3 to 5 are questions, 3 is its base. A change comes when A has launched 5, and B has
+    not; B launches it while it is frozen.
+    """
+    bench = Bench("AB", peer_groups=1, window=1)
+    record = planned(bench)
+    assert record.base == (0, 0, 3)
+    bench.members.append(D)
+    bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
+    for m in (A, B):
+        bench.tell((m, 0), moves.RecordSeen(record))
+    for n in range(5):
+        for m in (A, B):
+            bench.tell((m, 0), moves.Launched(n, "gather", question=n >= 3))
+        bench.let()
+        bench.beats()
+        assert bench.delivered(A, n) == bench.delivered(B, n) == ["AB"]
+        assert bench.sealed(A) == n + 1, "nobody waits for who has not begun"
+    bench.tell((A, 0), moves.Launched(5, "gather", question=True))
+    bench.freeze(A, B, D)
+    bench.tell((B, 0), moves.Launched(5, "gather", question=True))
+    after = bench.propose((D, 0))
+    assert after is not None and (after.base, after.stable) == ((0, 0, 6), 5)
+    bench.record = after
+    bench.adopt(A, B, D)
+    bench.let()
+    assert bench.delivered(A, 5) == bench.delivered(B, 5) == ["AB"]
+    for m in (A, B, D):
+        bench.tell((m, 0), moves.Launched(6, "gather"))
+    bench.let()
+    assert bench.delivered(A, 6) == bench.delivered(D, 6) == ["ABD"]
+
+
 def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
@@ -572,9 +607,9 @@ def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
         record,
         [
             report,
-            replace(report, view=1, rank=1),
-            replace(report, member=D),
-            replace(report, rank=1),
+            structs.replace(report, view=1, rank=1),
+            structs.replace(report, member=D),
+            structs.replace(report, rank=1),
         ],
         2,
     )

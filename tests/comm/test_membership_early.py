@@ -32,7 +32,7 @@ def left(bench: Bench) -> Record:
     return record
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
+@pytest.mark.parametrize("kind", ["gather", "mixed"])
 @pytest.mark.parametrize("guess", ["gather", "mixed"])
 @pytest.mark.parametrize("launched", [(), (A,), (A, B)])
 def test_held_by_one_in_every_peer_group_it_counts_and_is_forwarded(
@@ -59,7 +59,7 @@ def test_held_by_one_in_every_peer_group_it_counts_and_is_forwarded(
     assert bench.delivered(A) == bench.delivered(B) == ["ABC"] * 2
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
+@pytest.mark.parametrize("kind", ["gather", "mixed"])
 def test_held_in_one_peer_group_it_does_not_count(kind: Kind) -> None:
     bench = Bench()
     early(bench, A, 0, kind)
@@ -71,7 +71,7 @@ def test_held_in_one_peer_group_it_does_not_count(kind: Kind) -> None:
     assert bench.delivered(A) == bench.delivered(B) == ["AB"] * 2
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce", "mixed"])
+@pytest.mark.parametrize("kind", ["gather", "mixed"])
 def test_nobody_makes_a_part_without_it(kind: Kind) -> None:
     """B has all shares before A has forwarded."""
     bench = Bench(peer_groups=1)

@@ -176,7 +176,7 @@ def test_k19_beats_come_from_a_thread_of_the_training_process_and_of_every_rank(
 
         def fn(line: Any) -> Any:
             rank = line._driver.machine.rank
-            assert line._driver._thread in threading.enumerate() and "membership" not in names
+            assert line._driver._hub.thread in threading.enumerate() and "network" not in names
             out = []
             for n in range(4):
                 if n == 1:

@@ -27,6 +27,14 @@ def test_lives_with_one_rank_each_and_many_messages_open() -> None:
     assert happened["change"] > 100
 
 
+@pytest.mark.parametrize("options", [{}, {"peer_groups": 1, "window": 1}])
+def test_lives_of_newcomers(options: dict[str, int]) -> None:
+    """Many begin, and many of these behind a question that lies at their base."""
+    among = ("join", "join", "join", "suspect")
+    happened = storms(range(80), faults=6, messages=24, among=among, **options)
+    assert happened["begun"] > 30 and happened["behind"] > 10
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("part", range(10))

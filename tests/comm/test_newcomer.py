@@ -1,5 +1,5 @@
-"""A newcomer whose first message is a question that the others ask between two steps: it takes
-part, and its answer counts for nothing.
+"""A newcomer whose base is a question that the others ask between two steps: it is not asked, and
+begins with the first message of a step behind it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=2
 
 from fsdp_demo.comm import agreement, meet, newcomer
 from fsdp_demo.comm.collectives import ReceivedMessage, part_of_mean, shares, whole
-from fsdp_demo.comm.coming import Coming
 from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.guests import Guests
-from fsdp_demo.comm.header import DIGESTS, HEADER, NORM, PARAMETERS, PAYLOAD, QUESTION, Header
+from fsdp_demo.comm.header import DIGESTS, HEADER, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import PeerPosition
-from fsdp_demo.comm.transport import Meeting
 from fsdp_demo.comm.worker import CommWorker
+from fsdp_demo.comm.zeromq import Meeting
 from fsdp_demo.errors import WireError
 
 from ..support.elastic import Islands
@@ -274,32 +273,6 @@ def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[...
     assert run_ranks(fn, 1, 1) == [True]
 
 
-def test_what_comes_in_another_form() -> None:
-    good = {
-        "n": 3,
-        "kind": DIGESTS,
-        "step": 4,
-        "flags": 0,
-        "body": 16,
-        "longest": None,
-        "spans": [[9, "fp32"]],
-    }
-    assert Coming.read(good, 36) == Coming(3, DIGESTS, 4, 0, 16, None, [(9, "fp32")])
-    for wrong in (
-        {"body": -1},
-        {"body": LONGEST + 1},
-        {"spans": [[10, "fp32"]]},
-        {"spans": [[-1, "fp32"]]},
-        {"spans": 3},
-        {"kind": "x"},
-    ):
-        with pytest.raises(WireError):
-            Coming.read({**good, **wrong}, 36)
-    with pytest.raises(WireError):
-        Coming.read({}, 36)
-    assert NORM != DIGESTS
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_means_travel_in_their_code(count: int) -> None:
     """In as many bytes as among the members, and to the same bits."""
@@ -345,7 +318,7 @@ def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> N
     said = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"[0]", b"[1, 2]")]
     sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, said, [], slots=(0, 1)))
     line = object.__new__(ElasticPeerGroup)
-    follow = SimpleNamespace(begun=False, followed=lambda wanted: unpacked(sent, wanted))
+    follow = SimpleNamespace(followed=lambda wanted: unpacked(sent, wanted))
     monkeypatch.setattr(line, "_follow", follow, raising=False)
     monkeypatch.setattr(line, "_set", lambda slots: None, raising=False)
     monkeypatch.setattr(line, "meter", SimpleNamespace(count=lambda *sizes: None), raising=False)

@@ -136,45 +136,6 @@ def test_who_leaves_is_in_the_last_message_though_a_connection_is_late(
     alone(run_ranks, run)
 
 
-def test_the_last_word_leaves_though_another_thread_has_the_connections(run_ranks) -> None:
-    """As when it drops one of them at that moment."""
-
-    def run() -> None:
-        here, met, seen = Islands(2), threading.Barrier(2), list[tuple[Any, int]]()
-
-        def fn(line: Any) -> None:
-            exchanged(line, 0)
-            line.wait_stable(10)
-            signs, hub = line._driver.signs, line._driver._hub
-            met.wait(10)
-            if line.slot == 1:
-                say = signs.say
-
-                def say_meanwhile(word: list[Any], wires: Any) -> None:
-                    if word == ["bye"]:
-                        taken = threading.Event()
-                        threading.Thread(target=hold, args=(taken,)).start()
-                        taken.wait(10)
-                    say(word, wires)
-
-                def hold(taken: threading.Event) -> None:
-                    with hub.alone():
-                        taken.set()
-                        time.sleep(0.3)
-
-                signs.say = say_meanwhile
-                return
-            until = time.monotonic() + 10
-            while not all(w.gone for w in signs.wires) and time.monotonic() < until:
-                time.sleep(0.01)
-            seen.append((line._driver.machine.state, len(signs.leaving)))
-
-        here.run(fn)
-        assert seen == [("running", 1)]
-
-    alone(run_ranks, run)
-
-
 def test_what_the_kernel_knows_of_a_connection() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(server.getsockname())

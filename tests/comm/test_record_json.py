@@ -25,13 +25,13 @@ from fsdp_demo.comm.epochs import (
 )
 from fsdp_demo.comm.record_json import MOST, read_record, read_report, record_text, report_text
 from fsdp_demo.comm.settlement import propose
-from fsdp_demo.comm.stores import LARGEST, value_bytes
+from fsdp_demo.comm.store_wire import LARGEST
 
 number = st.integers(0, 2**31)
 members = st.builds(Member, st.integers(0, 127), st.integers(0, 50))
 several = st.lists(members, max_size=6, unique=True).map(lambda found: tuple(sorted(found)))
 pieces = st.builds(Piece, st.sampled_from(["body", "share", "part"]), members, number)
-kinds = st.sampled_from(["gather", "reduce", "mixed"])
+kinds = st.sampled_from(["gather", "mixed"])
 
 
 @st.composite
@@ -122,7 +122,7 @@ REPORT = json.loads(
         json.dumps({**RECORD, "who": [[1, 0], [0, 0]]}),
         json.dumps({**RECORD, "who": [[0, 0], [0, 0]]}),
         json.dumps({**RECORD, "who": [[0, 0], 1]}),
-        json.dumps({**RECORD, "who": [[0], [1]]}),
+        json.dumps({**RECORD, "who": [[], []]}),
         json.dumps({**RECORD, "who": [[n, 0] for n in range(MOST + 1)]}),
         json.dumps({**RECORD, "settlements": [[1, "1"]]}),
         json.dumps({**RECORD, "pieces": [["body", "ab", 0]]}),
@@ -145,12 +145,12 @@ def test_what_is_no_record_is_refused(text: str) -> None:
         "{}",
         "null",
         "[" * 5000,
-        json.dumps(REPORT[:-1]),
+        json.dumps(REPORT[:5]),
         json.dumps([*REPORT, 0]),
         json.dumps([float("inf"), *REPORT[1:]]),
         json.dumps([0, "ab", *REPORT[2:]]),
         json.dumps([*REPORT[:5], [[3, "gossip", False, []]], True]),
-        json.dumps([*REPORT[:5], [[3, "gather", False, [["body", [0, 0]]]]], True]),
+        json.dumps([*REPORT[:5], [[3, "gather", False, [["body", []]]]], True]),
     ],
 )
 def test_what_is_no_report_is_refused(text: str) -> None:
@@ -189,7 +189,7 @@ def test_the_record_of_64_islands_of_64_ranks_fits() -> None:
     record = large("mixed")
     assert len(record.members) == 63 and len(record.forwards) > 64 * 4 * 60
     text = record_text(record)
-    assert len(value_bytes("record/1", text)) <= LARGEST
+    assert len(text.encode()) <= LARGEST
     assert read_record(text) == record
 
 

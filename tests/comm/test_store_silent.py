@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +23,30 @@ import torch
 import fsdp_demo
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
-from fsdp_demo.comm import attempts, topology
+from fsdp_demo.comm import attempts, replica
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
+from fsdp_demo.comm.store_client import StoreClient
 from fsdp_demo.errors import StoreSilent
 
 runs = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["", "zmq://"])
+@pytest.fixture(scope="module")
 def process(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A store of either kind in a process of its own, and its endpoint."""
-    if request.param:
-        pytest.importorskip("zmq")
+    """A store in a process of its own, and its endpoint."""
     file = tmp_path_factory.mktemp("store") / "port"
-    kept = ["--file", str(file.with_name("keys"))] if request.param else []
-    words = [
-        "store",
-        "--bind",
-        f"{request.param}127.0.0.1:0",
-        *kept,
-        "--quiet",
-        "--port-file",
-        str(file),
-    ]
-    started = subprocess.Popen([sys.executable, "-m", "fsdp_demo.cli", *words])
+    words = ["store", "--bind", "127.0.0.1:0", "--file", str(file.with_name("keys")), "--quiet"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_demo.cli", *words, "--port-file", str(file)]
+    )
     try:
         while not file.exists():
             assert started.poll() is None
             time.sleep(0.05)
-        yield started, f"{request.param}127.0.0.1:{file.read_text().strip()}"
+        yield started, f"127.0.0.1:{file.read_text().strip()}"
     finally:
         started.kill()
         started.wait()
@@ -65,11 +56,7 @@ def process(
 def store(process: tuple[subprocess.Popen[bytes], str]) -> Iterator[dict[str, str]]:
     """Variables that lead to it, and its process id in STORE; it goes on when the test ends."""
     started, endpoint = process
-    where = {
-        "ISLAND_ENDPOINT": endpoint,
-        "ISLAND_TIMEOUT": "1.5",
-        "ISLAND_TRANSPORT": "zeromq" if "//" in endpoint else "gloo",
-    }
+    where = {"ISLAND_ENDPOINT": endpoint, "ISLAND_TIMEOUT": "1.5"}
     yield {**where, "ISLAND_RUN": f"silent-{next(runs)}", "STORE": str(started.pid)}
     started.send_signal(signal.SIGCONT)
 
@@ -127,7 +114,7 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
     """It freezes after the meeting: steps and finish() need it no more, words to the others wait
     only so long, and it is said once.
     """
-    everywhere.setattr(topology, "ANSWER", 1.5)
+    everywhere.setattr(replica, "ANSWER", 1.5)
     everywhere.setattr(attempts, "PATIENCE", 1.5)
 
     def fn(me: Any) -> Any:
@@ -148,8 +135,6 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
             exchange.digests_equal()  # both are here
             if me.island == island == 0:
                 freeze()
-        presence.tell_stop(3)
-        met = presence.wait_for_stops(5.0)
         presence.end("left")
         with pytest.raises(StoreSilent):
             registry.exchange([2])
@@ -158,28 +143,28 @@ def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -
             optimizer.step()
         exchange.finish()
         return (
-            met,
             exchange.step,
             len(
                 [line for line in lines if "does not answer" in line or "no store answers" in line]
             ),
         )
 
-    for met, step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "30"}):
-        assert (met, step, said) == (False, 3, 1)
+    for step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "30"}):
+        assert (step, said) == (3, 1)
 
 
 EXIT = """
 import os, signal, time
 from fsdp_demo import Topology
 from fsdp_demo.comm.presence import Presence
+from fsdp_demo.comm.store_client import StoreClient
 for run in "ab":
     Presence(Topology.from_env({**os.environ, "ISLAND_RUN": run})).start()
 presence = Presence(Topology.from_env())
 presence.start()
 os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
 time.sleep(0.5)
-presence.tell_stop(3)
+presence.end("left")
 print("the end")
 """
 
@@ -233,31 +218,26 @@ def test_no_store_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 FILLED = """
-import sys
-from fsdp_demo.launch.store import bound_memory, serve
-served = serve("127.0.0.1:0")
+from fsdp_demo.launch.store import StoreServer, bound_memory
+served = StoreServer("127.0.0.1:0", ":memory:", room=1 << 40)
 print(bound_memory(64 << 20), served.port, flush=True)
-sys.stdin.read()
+served.serve_while(lambda: True)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 @pytest.mark.slow
 def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", FILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as filled:
+    with subprocess.Popen([sys.executable, "-c", FILLED], stdout=subprocess.PIPE, text=True) as one:
         try:
-            assert filled.stdout is not None
-            limit, port = map(int, filled.stdout.readline().split())
-            client = torch.distributed.TCPStore(
-                "127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False
-            )
+            assert one.stdout is not None
+            limit, port = map(int, one.stdout.readline().split())
+            client = StoreClient(f"127.0.0.1:{port}", deadline=5.0)
             client.set("first", "kept")
-            with pytest.raises(RuntimeError):
-                for n in range(32):  # 224 MiB
-                    client.set(f"value{n}", "x" * (7 << 20))
-            status = Path(f"/proc/{filled.pid}/status")
+            with pytest.raises(StoreSilent):
+                for n in range(128):
+                    client.set(f"value{n}", "x" * (1 << 20))
+            status = Path(f"/proc/{one.pid}/status")
             held = [
                 int(line.split()[1])
                 for line in status.read_text().splitlines()
@@ -265,4 +245,4 @@ def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
             ]
             assert not held or 1024 * held[0] <= limit
         finally:
-            filled.kill()
+            one.kill()

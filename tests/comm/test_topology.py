@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
@@ -26,6 +25,7 @@ from fsdp_demo.comm.hub import Hub
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.errors import StoreSilent
+from fsdp_demo.launch.store import InThread, StoreServer
 
 from ..support import probe
 
@@ -239,8 +239,7 @@ def test_who_attaches_again_alone_is_told_so(run_ranks) -> None:
         first.detach()
         return ""
 
-    env = {"ISLAND_TIMEOUT": "1.5", "ISLAND_TRANSPORT": "gloo"}
-    text, _ = run_ranks(fn, 2, 1, env=env)
+    text, _ = run_ranks(fn, 2, 1, env={"ISLAND_TIMEOUT": "1.5"})
     assert "missing 1." in text and "This is attach number 2 of this process" in text, text
     assert "find_executable_batch_size" in text
 
@@ -256,7 +255,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
-    store = dist.TCPStore("::1", 0, None, True, wait_for_workers=False)
+    store = InThread(StoreServer("[::1]:0", ":memory:"))
 
     def fn(me: Any) -> bool | None:
         exchange = fsdp_demo.attach(
@@ -264,9 +263,9 @@ def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
         )
         return exchange.digests_equal()
 
-    assert run_ranks(
-        fn, 2, 1, env={"ISLAND_ENDPOINT": f"[::1]:{store.port}", "ISLAND_ADDRESS": ""}
-    ) == [True, True]
+    env = {"ISLAND_ENDPOINT": store.endpoint, "ISLAND_ADDRESS": ""}
+    assert run_ranks(fn, 2, 1, env=env) == [True, True]
+    store.end()
 
 
 # ---- what islands must agree on ----------------------------------------------------------------
@@ -350,14 +349,14 @@ def test_a_late_thread_still_hears_why_the_other_island_left(run_ranks) -> None:
 
     def fn(me: Any) -> str:
         os.environ["ISLAND_RUN"] = run
-        drive = Hub.drive
+        move = Hub.move
 
         def late(self: Hub, *given: Any) -> None:
             time.sleep(0.3)
-            drive(self, *given)
+            move(self, *given)
 
         if me.island == 0:
-            Hub.drive = late  # type: ignore[method-assign]
+            Hub.move = late  # type: ignore[method-assign]
         params = [torch.nn.Parameter(torch.zeros(2))]
         return refusal(
             lambda: fsdp_demo.attach(sgd(params), "full", must_match={"steps": me.island})

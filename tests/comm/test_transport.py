@@ -1,5 +1,5 @@
-"""A line of ranks: order of sends and receives, several connections, and what the meter makes of
-them.
+"""A peer group over gloo: order of sends and receives, its round trip; and how many connections
+islands open.
 """
 
 from __future__ import annotations
@@ -15,27 +15,18 @@ import torch.distributed as dist
 import fsdp_demo
 from fsdp_demo import PeerLost, preset
 from fsdp_demo.comm import peers
-from fsdp_demo.comm.collectives import reduce
-from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.peers import PeerGroup, streams
 
 from ..support import probe, threaded
 
 
-def on_lines(fn: Any, count: int, connections: int = 1, timeout: float = 10.0) -> list[Any]:
+def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
     """fn(line) on `count` threads, over gloo; what each returned, or the exception it raised."""
     store, results = dist.HashStore(), [None] * count
 
-    def connect(rank: int, k: int) -> Any:
-        return dist.ProcessGroupGloo(
-            dist.PrefixStore(str(k), store), rank, count, datetime.timedelta(seconds=timeout)
-        )
-
     def work(rank: int) -> None:
-        line = PeerGroup(
-            connect(rank, 0), rank, count, [f"island{i}" for i in range(count)], timeout
-        )
-        line.more = [connect(rank, k) for k in range(1, connections)]
+        group = dist.ProcessGroupGloo(store, rank, count, datetime.timedelta(seconds=timeout))
+        line = PeerGroup(group, rank, count, [f"island{i}" for i in range(count)], timeout)
         try:
             results[rank] = fn(line)
         except Exception as error:
@@ -50,85 +41,32 @@ def on_lines(fn: Any, count: int, connections: int = 1, timeout: float = 10.0) -
 class Noting:
     """Stands before a process group and notes what is posted, in order."""
 
-    def __init__(self, group: Any, notes: list[tuple[str, int, int]], name: int = 0):
-        self.group, self.notes, self.name = group, notes, name
+    def __init__(self, group: Any, notes: list[tuple[str, int]]):
+        self.group, self.notes = group, notes
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self.notes.append(("send", rank, self.name))
+        self.notes.append(("send", rank))
         return self.group.send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self.notes.append(("recv", rank, self.name))
+        self.notes.append(("recv", rank))
         return self.group.recv(tensors, rank, tag)
 
 
-def exchanges(line: PeerGroup) -> tuple[list[Any], list[int], dict[str, Any]]:
-    """A gather, a swap of unequal sizes and a reduce; what came, as lists, and the counts."""
-    generator = torch.Generator().manual_seed(line.rank)
-    body = torch.randint(0, 256, (2500,), dtype=torch.uint8, generator=generator)
-    header = line.header(PAYLOAD, 2)
-    _, bodies = line.gather(header, body)
-    # sizes[i][j]: what i sends to j
-    sizes = [[700 * i + 1300 * j for j in range(line.size)] for i in range(line.size)]
-    outgoing = [
-        torch.full((HEADER.size + n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]
-    ]
-    _, unequal = line.swap(
-        line.header(QUESTION, 2), outgoing, [sizes[j][line.rank] for j in range(line.size)]
-    )
-    vectors = [
-        (torch.randn(3001, generator=generator), "fp32"),
-        (torch.randn(5000, generator=generator), "int8"),
-    ]
-    means = reduce(
-        line, header, vectors, [[1.0] * line.size, [float(j + 1) for j in range(line.size)]]
-    )
-    counts = {k: v for k, v in vars(line.meter).items() if not k.startswith("seconds")}
-    return (
-        [t.tolist() for t in (*bodies, *means)],
-        [[len(t), *set(t.tolist())] for t in unequal],
-        counts,
-    )
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_connections_change_neither_a_bit_nor_a_count(run_ranks, everywhere, count) -> None:
+def test_receives_are_posted_before_sends(run_ranks, everywhere) -> None:
     everywhere.setattr(peers, "PIECE", 1000)
 
-    def run(me: Any) -> None:
-        one, several = (on_lines(exchanges, count, connections) for connections in (1, 3))
-        assert one == several
-        for (rows, unequal, counts), first in zip(one, [one[0]] * count, strict=True):
-            assert rows == first[0]  # bit-equal on all ranks
-            assert (
-                counts["messages"] == 4 and counts["bytes_sent"] > 0 and counts["setup_bytes"] == 0
-            )
-            assert len(unequal) == count
-        assert [row[1] for row in one] == [
-            [[n, j] if (n := 700 * j + 1300 * i) else [0] for j in range(count)]
-            for i in range(count)
-        ]  # sizes and senders
-
-    run_ranks(run, 1, 1)
-
-
-def test_receives_are_posted_before_sends_and_pieces_take_turns(run_ranks, everywhere) -> None:
-    everywhere.setattr(peers, "PIECE", 1000)
-
-    def watched(line: PeerGroup) -> list[tuple[str, int, int]]:
-        notes: list[tuple[str, int, int]] = []
-        line.group, line.more = (
-            Noting(line.group, notes),
-            [Noting(g, notes, k + 1) for k, g in enumerate(line.more)],
-        )
+    def watched(line: PeerGroup) -> list[tuple[str, int]]:
+        notes: list[tuple[str, int]] = []
+        line.group = Noting(line.group, notes)
         line.all_gather(torch.zeros(2500, dtype=torch.uint8))
         return notes
 
     def run(me: Any) -> None:
-        for rank, notes in enumerate(on_lines(watched, 3, connections=2)):
+        for rank, notes in enumerate(on_lines(watched, 3)):
             others = [j for j in range(3) if j != rank]
             assert notes == [
-                (what, j, k) for what in ("recv", "send") for j in others for k in (0, 1, 0)
+                (what, j) for what in ("recv", "send") for j in others for _ in range(3)
             ]
 
     run_ranks(run, 1, 1)
@@ -159,7 +97,7 @@ def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late
     the same number.
     """
 
-    def widened(line: PeerGroup) -> tuple[list[int], int, int]:
+    def counted(line: PeerGroup) -> tuple[int, int]:
         if line.rank == 1 and late:
             whole = line.all_gather
 
@@ -170,25 +108,18 @@ def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late
                 return out
 
             line.all_gather = slow  # type: ignore[method-assign]
-        made: list[int] = []
-
-        def connect(k: int) -> Any:
-            made.append(k)
-            return line.group
-
-        line.widen(connect)
-        return made, len(line.more), line.meter.bytes_sent
+        return streams(line.round_trip(), 2), line.meter.bytes_sent
 
     def run(me: Any) -> None:
-        outs = on_lines(widened, 3)
+        outs = on_lines(counted, 3)
         assert all(out == outs[0] for out in outs)
-        made, more, sent = outs[0]
-        assert more >= expected - 1 and made == list(range(1, more + 1)) and sent == 0
+        count, sent = outs[0]
+        assert count >= expected and sent == 0
 
     run_ranks(run, 1, 1)
 
 
-def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, everywhere) -> None:
+def test_a_peer_that_goes_is_named(run_ranks, everywhere) -> None:
     everywhere.setattr(peers, "PIECE", 1000)
 
     def goes(line: PeerGroup) -> Any:
@@ -198,14 +129,13 @@ def test_a_peer_that_goes_is_named_on_any_connection(run_ranks, everywhere) -> N
         return line.all_gather(torch.zeros(5000, dtype=torch.uint8))
 
     def run(me: Any) -> None:
-        left, gone = on_lines(goes, 2, connections=3, timeout=2.0)
+        left, gone = on_lines(goes, 2, timeout=2.0)
         assert gone == "gone" and isinstance(left, PeerLost) and "island 1 (island1)" in str(left)
 
     run_ranks(run, 1, 1)
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-@pytest.mark.gloo
 def test_training_over_several_connections_is_the_same_training(
     run_ranks, everywhere, name
 ) -> None:
@@ -227,15 +157,14 @@ def test_training_over_several_connections_is_the_same_training(
         counts = {
             k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
         }
-        more = len(exchange._peers.more)
+        connections = exchange._peers._num_connections
         exchange.finish()
-        return out, counts, more
+        return out, counts, connections
 
     found = []
-    everywhere.setattr(peers, "PIECE", 1000)
     for rtt in (1e9, 1e-9):
         everywhere.setattr(peers, "STREAM_RTT", rtt)
         found.append(run_ranks(run, 2, 1))
     for one, several in zip(*found, strict=True):
-        assert (one[2], several[2]) == (0, peers.STREAMS - 1) and one[1] == several[1]
+        assert (one[2], several[2]) == (1, peers.STREAMS) and one[1] == several[1]
         assert all(torch.equal(one[0][n], several[0][n]) for n in one[0])

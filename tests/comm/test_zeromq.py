@@ -1,53 +1,41 @@
-"""ZeroMQ between islands: the same bytes as gloo, and what gloo cannot: refusals, cancelled waits,
-one dead peer among others, keys.
-"""
+"""The connections between islands: bytes, refusals, one dead peer among others, keys."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 
 import fsdp_demo
 from fsdp_demo import PeerLost, WireError, preset
 from fsdp_demo.comm import peers
-from fsdp_demo.comm.collectives import reduce
 from fsdp_demo.comm.frames import LARGEST, PIECE, Frame, read
-from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
+from fsdp_demo.comm.header import HEADER, PAYLOAD
 from fsdp_demo.comm.inbox import EARLY, Inbox, NoRoom
 from fsdp_demo.comm.peers import PeerGroup
-from fsdp_demo.comm.position import ShardPosition
-from fsdp_demo.comm.store_client import Asker
-from fsdp_demo.comm.topology import Topology
-from fsdp_demo.comm.transport import Meeting, opener
-from fsdp_demo.config.names import FORMATS
+from fsdp_demo.comm.store_client import WorldStore
+from fsdp_demo.comm.zeromq import Meeting, ZeroMQ
+from fsdp_demo.launch.store import InThread, StoreServer
 
 from ..support import probe
 from ..support.relay import Relay
+from ..support.world import replica
 
-try:
-    import zmq
-except ModuleNotFoundError:
-    zmq = None  # type: ignore[assignment]
-
-needs_zmq = pytest.mark.skipif(
-    zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
-)
 TOKEN = "a secret of these tests only"
 SECOND = timedelta(seconds=1)
 
 
-class Store(Asker):
+class Store(WorldStore):
     """A store in memory, whose notes of addresses can be changed on the way."""
 
     def __init__(self, change: Callable[[str, dict[str, Any]], None] | None = None):
@@ -64,7 +52,6 @@ class Store(Asker):
 def on_transports(
     fn: Callable[[Any, int], Any],
     count: int,
-    name: str = "zeromq",
     store: Store | None = None,
     timeout: float = 10.0,
     **each: Any,
@@ -78,9 +65,7 @@ def on_transports(
     def work(rank: int) -> None:
         own = {"address": "127.0.0.1", **{key: values[rank] for key, values in each.items()}}
         try:
-            transport = opener(
-                name, Meeting(store, "line", rank, count, names, timeout=timeout, **own)
-            )
+            transport = ZeroMQ(Meeting(store, "line", rank, count, names, timeout=timeout, **own))
             results[rank] = fn(transport, rank)
         except Exception as error:
             results[rank] = error.with_traceback(None)
@@ -94,24 +79,17 @@ def on_transports(
     return results
 
 
-def on_lines(
-    fn: Callable[[PeerGroup], Any], count: int, connections: int = 1, **how: Any
-) -> list[Any]:
+def on_lines(fn: Callable[[PeerGroup], Any], count: int, **how: Any) -> list[Any]:
     """fn(line) on `count` threads."""
 
     def work(transport: Any, rank: int) -> Any:
-        line = PeerGroup(
-            transport.open(0),
-            rank,
-            count,
-            [f"island{i}" for i in range(count)],
-            how.get("timeout", 10.0),
-        )
-        line.more = [transport.open(k) for k in range(1, connections)]
+        names, timeout = [f"island{i}" for i in range(count)], how.get("timeout", 10.0)
+        line = PeerGroup(transport.open(0), rank, count, names, timeout)
+        first = line.group
         try:
             return fn(line)
         finally:
-            line.release()
+            first.close()
 
     return on_transports(work, count, **how)
 
@@ -146,49 +124,9 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
     return run_ranks(lambda me: run(), 1, 1)[0]
 
 
-# ---- the same as gloo --------------------------------------------------------------------------
+# ---- the same bytes ----------------------------------------------------------------------------
 
 
-def exchanges(line: PeerGroup) -> tuple[Any, ...]:
-    """A gather, a swap of unequal sizes and a reduce of every code; what came, as lists, and the
-    counts.
-    """
-    generator = torch.Generator().manual_seed(line.rank)
-    header = line.header(PAYLOAD, 2)
-    _, bodies = line.gather(
-        header, torch.randint(0, 256, (2500,), dtype=torch.uint8, generator=generator)
-    )
-    # sizes[i][j]: what i sends to j
-    sizes = [[700 * i + 1300 * j for j in range(line.size)] for i in range(line.size)]
-    outgoing = [
-        torch.full((HEADER.size + n,), line.rank, dtype=torch.uint8) for n in sizes[line.rank]
-    ]
-    _, unequal = line.swap(
-        line.header(QUESTION, 2), outgoing, [sizes[j][line.rank] for j in range(line.size)]
-    )
-    vectors = [(torch.randn(5000, generator=generator), code) for code in sorted(FORMATS)]
-    means = reduce(line, header, vectors, [[float(j + 1) for j in range(line.size)]] * len(vectors))
-    counts = {k: v for k, v in vars(line.meter).items() if not k.startswith("seconds")}
-    return [t.tolist() for t in (*bodies, *unequal, *means)], counts
-
-
-@needs_zmq
-@pytest.mark.parametrize(("count", "connections", "token"), [(2, 1, ""), (3, 3, ""), (2, 2, TOKEN)])
-def test_the_same_bytes_and_counts_as_gloo(
-    run_ranks, everywhere, count: int, connections: int, token: str
-) -> None:
-    everywhere.setattr(peers, "PIECE", 1000)
-
-    def run() -> None:
-        ours = good(on_lines(exchanges, count, connections, token=[token] * count))
-        theirs = good(on_lines(exchanges, count, connections, name="gloo"))
-        assert ours == theirs
-        assert [row[0][-1] for row in ours] == [ours[0][0][-1]] * count
-
-    alone(run_ranks, run)
-
-
-@needs_zmq
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_whole_pieces_go_both_ways_and_the_tensor_is_not_read_later(run_ranks, token: str) -> None:
     def swap(line: PeerGroup) -> int:
@@ -206,17 +144,19 @@ def test_whole_pieces_go_both_ways_and_the_tensor_is_not_read_later(run_ranks, t
     alone(run_ranks, run)
 
 
-@needs_zmq
-def test_training_over_it_is_the_same_training(run_ranks) -> None:
-    """Islands that find each other in a real store, by ISLAND_TRANSPORT."""
+def test_training_over_it_is_the_same_training(run_ranks, tmp_path: Path) -> None:
+    """Islands that find each other in a real store, and replicas of one world."""
     config = preset("diloco", period=2, momentum_warmup=0).changed(
         {"clip": None, "inner_optimizers": ["as_is"]}
     )
 
-    def trained(me: Any) -> Any:
+    def trained(me: Any, mesh: bool = False) -> Any:
+        topology = None
+        if mesh:
+            me, topology, _ = replica(me)
         model = probe.Probe()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
         for t in range(4):
             probe.backward(model, me, t, 0, False)
             optimizer.step()
@@ -226,15 +166,17 @@ def test_training_over_it_is_the_same_training(run_ranks) -> None:
         exchange.finish()
         return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, kind
 
-    env = [{"ISLAND_TRANSPORT": "gloo"}, {}, {"ISLAND_TRANSPORT": "zeromq", "ISLAND_TOKEN": TOKEN}]
-    found = [run_ranks(trained, 2, 1, env=changes) for changes in env]
+    found = [run_ranks(trained, 1, 2, args=(True,))]
+    store = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", TOKEN))
+    for env in ({}, {"ISLAND_TOKEN": TOKEN, "ISLAND_ENDPOINT": store.endpoint}):
+        found.append(run_ranks(trained, 2, 1, env=env))
+    store.end()
     assert [each[0][2] for each in found] == ["PeerGroup", "ElasticPeerGroup", "ElasticPeerGroup"]
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert one[1] == two[1] and all(torch.equal(one[0][n], two[0][n]) for n in one[0])
 
 
-@needs_zmq
 def test_bytes_on_the_wire_are_as_documented(run_ranks) -> None:
     """Through a relay that counts: 47 bytes a piece (40 where it is short), with keys 66 more."""
 
@@ -344,7 +286,6 @@ def test_a_piece_that_does_not_belong_is_refused(frame: Frame, says: str) -> Non
         inbox.place(frame)
 
 
-@needs_zmq
 @pytest.mark.parametrize("early", [False, True])
 def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: bool) -> None:
     met = threading.Barrier(3)
@@ -360,7 +301,7 @@ def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: boo
             connections.send([piece(1)], 2, 5).wait(10 * SECOND)
             time.sleep(0.2)
             with pytest.raises(RuntimeError, match="nothing came"):
-                # drives: what is early is put aside
+                # what is early is put aside meanwhile
                 connections.recv([piece(1)], 2, 9).wait(0.2 * SECOND)
             works.append(connections.recv([room], 1, 1))
         text = ""
@@ -386,7 +327,6 @@ def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: boo
     assert "101 bytes, there is room for 100" in alone(run_ranks, run)[0]
 
 
-@needs_zmq
 def test_more_than_the_largest_piece_ends_the_connection_unread(run_ranks) -> None:
     def talk(connections: Any, rank: int) -> Any:
         if rank == 1:
@@ -403,7 +343,6 @@ def test_more_than_the_largest_piece_ends_the_connection_unread(run_ranks) -> No
 # ---- keys --------------------------------------------------------------------------------------
 
 
-@needs_zmq
 def test_tokens_must_be_the_same(run_ranks) -> None:
     def run() -> list[list[str]]:
         cases = [["a secret of one kind", "a secret of another"], [TOKEN, ""], ["short", "short"]]
@@ -423,7 +362,6 @@ def test_tokens_must_be_the_same(run_ranks) -> None:
     assert all("5 characters, allowed are 16 or more" in text for text in short)
 
 
-@needs_zmq
 def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
     """Nor does a stranger who comes first keep the right one out."""
 
@@ -475,7 +413,6 @@ def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
     assert met == [[0, 1], [0, 1]]
 
 
-@needs_zmq
 def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
     ports, met = [], threading.Barrier(2)
 
@@ -506,37 +443,6 @@ def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
 # ---- cancelled, dead, silent, overtaken --------------------------------------------------------
 
 
-@needs_zmq
-def test_a_cancelled_wait_ends_at_once_and_later_messages_pass(run_ranks) -> None:
-    met = threading.Barrier(2)
-
-    def talk(connections: Any, rank: int) -> Any:
-        text = ""
-        if rank == 0:
-            waiting = connections.recv([piece(10)], 1, 5)
-            canceller = threading.Thread(
-                target=lambda: (time.sleep(0.2), connections.cancel("a new epoch"))
-            )
-            canceller.start()
-            with pytest.raises(RuntimeError) as error:
-                waiting.wait(600 * SECOND)
-            text = str(error.value)
-            canceller.join()
-            with pytest.raises(RuntimeError, match="message 4 was cancelled"):
-                connections.recv([piece(10)], 1, 4).wait(SECOND)
-        met.wait()
-        got = connections.recv([room := piece(10)], 1 - rank, 6)
-        if rank == 1:
-            connections.send([piece(10, 66)], 0, 5)  # too late: dropped
-        connections.send([piece(10, rank + 1)], 1 - rank, 6).wait(10 * SECOND)
-        got.wait(10 * SECOND)
-        met.wait()
-        return text, int(room[0])
-
-    assert alone(run_ranks, lambda: good(on_pieces(talk, 2))) == [("a new epoch", 2), ("", 1)]
-
-
-@needs_zmq
 @pytest.mark.parametrize("how", ["closed", "cut", "reset", "silent"])
 def test_a_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
     """Of three, one is lost to another: their connection ends, a message of three others passes."""
@@ -593,7 +499,6 @@ def test_a_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
     )
 
 
-@needs_zmq
 def test_what_a_peer_sent_before_it_left_is_still_there(run_ranks) -> None:
     met = threading.Barrier(2)
 
@@ -616,7 +521,6 @@ def test_what_a_peer_sent_before_it_left_is_still_there(run_ranks) -> None:
     assert alone(run_ranks, lambda: good(on_pieces(talk, 2)))[0] == [1, 2, 3]
 
 
-@needs_zmq
 def test_a_short_message_overtakes_a_long_one(run_ranks) -> None:
     """48 pieces wait behind a relay that holds them; a short message is handed over last and comes
     before the last of them.
@@ -659,7 +563,6 @@ def test_a_short_message_overtakes_a_long_one(run_ranks) -> None:
     assert alone(run_ranks, run)[1] < 40
 
 
-@needs_zmq
 def test_only_one_of_two_must_be_reachable(run_ranks) -> None:
     def talk(line: PeerGroup) -> list[int]:
         return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
@@ -674,7 +577,6 @@ def test_only_one_of_two_must_be_reachable(run_ranks) -> None:
     assert all(text.startswith("ValueError") and "ISLAND_ADDRESS" in text for text in none), none
 
 
-@needs_zmq
 def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> None:
     def talk(connections: Any, rank: int) -> None:
         got = connections.recv([piece(100_000)], 1 - rank, 1)
@@ -698,49 +600,6 @@ def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> No
 
     before, after = alone(run_ranks, run)
     assert after <= before
-
-
-# ---- the choice --------------------------------------------------------------------------------
-
-
-def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(
-        ValueError, match="ISLAND_TRANSPORT='udp' is not known: allowed are zeromq, gloo"
-    ):
-        Topology.from_env(
-            {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": "host:1", "ISLAND_TRANSPORT": "udp"}
-        )
-
-
-def test_islands_with_two_transports_are_told_at_once(run_ranks) -> None:
-    def fn(me: Any) -> str:
-        os.environ["ISLAND_TRANSPORT"] = ["gloo", "zeromq"][me.island]
-        with pytest.raises(ValueError) as error:
-            Topology.from_env().join(ShardPosition())
-        return str(error.value)
-
-    one, two = run_ranks(fn, 2, 1)
-    assert "ISLAND_TRANSPORT=zeromq, island0 has gloo: set one everywhere" in one
-    assert "ISLAND_TRANSPORT=gloo, island1 has zeromq: set one everywhere" in two
-
-
-def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
-    for name in [
-        n
-        for n in sys.modules
-        if n.partition(".")[0] == "zmq" or n.startswith("fsdp_demo.comm.zeromq")
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    for name in ("curve", "hub", "wire"):
-        monkeypatch.delitem(sys.modules, f"fsdp_demo.comm.{name}", raising=False)
-    with pytest.raises(ValueError, match=r"pip install \"pyzmq>=27,<28\""):
-        importlib.import_module("fsdp_demo.comm.zeromq")
-
-
-def test_gloo_says_that_it_ignores_a_token(caplog) -> None:
-    opener("gloo", Meeting(Store(), "line", 0, 1, ("island0",), "127.0.0.1", 1.0, TOKEN))
-    assert "gloo neither authenticates nor encrypts" in caplog.text
 
 
 def test_a_peer_that_goes_is_named_by_the_line() -> None:

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
 import deepspeed_ext  # noqa: E402
 import fsdp_demo  # noqa: E402
-from deepspeed_ext.engine_topology import compare_environment  # noqa: E402
+from deepspeed_ext.node_mesh import compare_environment  # noqa: E402
 from deepspeed_ext.refusals import refuse  # noqa: E402
 from fsdp_demo import MuonAdamW, Topology, preset  # noqa: E402
 
@@ -358,17 +358,18 @@ def test_a_world_over_several_nodes_that_says_nothing(run_ranks):
         text = said(lambda: deepspeed_ext.attach(made, "demo"))
         mesh = Topology("mesh", me.rank // 2, 2, rank=me.rank % 2, world=2)
         meshed = said(lambda: deepspeed_ext.attach(made, "demo", topology=mesh))
-        confinement = deepspeed_ext.shard_within_node(2)
+        os.environ["ISLAND_COUNT"] = "1"  # all nodes are one replica: as was said
+        exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
+        kind = exchange.topology.kind
+        exchange.detach()
+        os.environ["ISLAND_COUNT"] = ""
+        deepspeed_ext.shard_within_node(2)
         late = said(lambda: deepspeed_ext.attach(made, "demo"))
         os.environ.update(ISLAND_COUNT="2", ISLAND_RANK="0", ISLAND_ENDPOINT="localhost:1")
         both = said(
             lambda: deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
         )
-        confinement.remove()
-        os.environ.update(ISLAND_COUNT="1")
-        # all nodes are one replica: as was said
-        exchange = deepspeed_ext.attach(zero.engine(zero.settings("zero1"), zero.sgd), "demo")
-        return text, meshed, late, both, exchange.topology.kind, dist.get_world_size()
+        return text, meshed, late, both, kind, dist.get_world_size()
 
     for text, meshed, late, both, kind, world in run_ranks(
         work, islands=1, procs=4, env={"ISLAND_COUNT": ""}, timeout=60

@@ -195,8 +195,8 @@ def test_low_precision_resumes(run_ranks, tmp_path, wrapper) -> None:
 
 def in_mesh(me: Any, root: Path, config: dict[str, Any], preset: str) -> Any:
     me = type(me)(me.rank // 2, me.rank % 2, 2, 2, me.rank, me.folder)
-    with deepspeed_ext.shard_within_node(2):
-        return through(me, root, config, preset, {})
+    deepspeed_ext.shard_within_node(2)
+    return through(me, root, config, preset, {})
 
 
 @pytest.mark.parametrize(
@@ -691,36 +691,36 @@ class Tied(zero.Model):
 
 
 def apart(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    with deepspeed_ext.shard_within_node(2) as mesh:
-        torch.manual_seed(7)
-        made = zero.engine(config, zero.adamw, Tied())
-        separate(made, mesh.mpu.replica)
-        zero.train(made, range(2), me.rank)
-        made.save_checkpoint(str(root), client_state={"who": mesh.mpu.replica})
-        wanted, whole = copied(made.optimizer.optimizer.state_dict()), zero.whole(made)
-        made = zero.engine(config, zero.adamw, Tied())
-        separate(made, mesh.mpu.replica)
-        path, client = made.load_checkpoint(str(root))
-        got = copied(made.optimizer.optimizer.state_dict())
-        same = differences(wanted, got) + differences(whole, zero.whole(made))
-        merged = get_fp32_state_dict_from_zero_checkpoint(
-            str(root / "replica1" if mesh.mpu.replica else root)
-        )
-        assert all(torch.equal(merged[n], w) for n, w in whole.items())
-        # known to rank 0 of the world only, in plain DeepSpeed
-        assert torch.equal(merged["layers.1.weight"], whole["layers.0.weight"])
-        torch.distributed.barrier()
-        if me.rank == 0:
-            shutil.rmtree(root / "replica1")
-        torch.distributed.barrier()
-        taken, _ = made.load_checkpoint(str(root))
-        return {
-            "path": path,
-            "client": client["who"],
-            "differences": same,
-            "whole": whole,
-            "taken": taken,
-        }
+    mesh = deepspeed_ext.shard_within_node(2)
+    torch.manual_seed(7)
+    made = zero.engine(config, zero.adamw, Tied())
+    separate(made, mesh.replica)
+    zero.train(made, range(2), me.rank)
+    made.save_checkpoint(str(root), client_state={"who": mesh.replica})
+    wanted, whole = copied(made.optimizer.optimizer.state_dict()), zero.whole(made)
+    made = zero.engine(config, zero.adamw, Tied())
+    separate(made, mesh.replica)
+    path, client = made.load_checkpoint(str(root))
+    got = copied(made.optimizer.optimizer.state_dict())
+    same = differences(wanted, got) + differences(whole, zero.whole(made))
+    merged = get_fp32_state_dict_from_zero_checkpoint(
+        str(root / "replica1" if mesh.replica else root)
+    )
+    assert all(torch.equal(merged[n], w) for n, w in whole.items())
+    # known to rank 0 of the world only, in plain DeepSpeed
+    assert torch.equal(merged["layers.1.weight"], whole["layers.0.weight"])
+    torch.distributed.barrier()
+    if me.rank == 0:
+        shutil.rmtree(root / "replica1")
+    torch.distributed.barrier()
+    taken, _ = made.load_checkpoint(str(root))
+    return {
+        "path": path,
+        "client": client["who"],
+        "differences": same,
+        "whole": whole,
+        "taken": taken,
+    }
 
 
 def test_separate_folders_for_the_trainer(run_ranks, tmp_path) -> None:

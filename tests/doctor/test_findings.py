@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo.doctor import local, paths, rates
+from fsdp_demo.doctor import findings as island_rules
+from fsdp_demo.doctor import paths, rates
 from fsdp_demo.doctor.findings import RULES, findings
 from fsdp_demo.doctor.measured import (
     OK,
@@ -108,10 +109,6 @@ def test_a_firewall_on_the_other_side_stops_joins_only() -> None:
     assert "cannot join" in finding.says
 
 
-def test_gloo_needs_both_directions() -> None:
-    assert only(seen(reached(0, 1, TIMEOUT), transport=["gloo"] * 2)).stops
-
-
 def test_no_direction_is_told_once() -> None:
     finding = only(seen(reached(0, 1, TIMEOUT), reached(1, 0, REFUSED)))
     assert (finding.name, finding.stops) == ("unreachable", True)
@@ -151,7 +148,7 @@ def test_where_no_packet_passes_it_is_no_black_hole() -> None:
     assert (finding.name, finding.stops) == ("stalled", True)
 
 
-def test_an_error_of_the_transport_is_told_once_and_only_where_connections_stand() -> None:
+def test_an_error_of_the_connections_is_told_once_and_only_where_connections_stand() -> None:
     errors = direction(0, 1, error="nothing came"), direction(1, 0, error="closed")
     finding = only(seen(*errors))
     assert (finding.name, finding.stops) == ("not-measured", True)
@@ -255,7 +252,7 @@ def test_a_slow_island(slow, named) -> None:
 
 
 def test_one_step_time_is_not_compared() -> None:
-    assert list(local.unequal_islands(seen(step_seconds=[None, 2.0]))) == []
+    assert list(island_rules.unequal_islands(seen(step_seconds=[None, 2.0]))) == []
 
 
 @pytest.mark.parametrize("speed, named", [(49.0, True), (51.0, False), (None, False)])
@@ -294,7 +291,7 @@ def test_what_stops_a_run_comes_first() -> None:
 def test_rules_name_what_they_are_called() -> None:
     assert set(RULES) == {
         rule.__name__.replace("_", "-")
-        for module in (local, paths, rates)
+        for module in (island_rules, paths, rates)
         for rule in vars(module).values()
         if getattr(rule, "__module__", "") == module.__name__
         and rule.__annotations__.get("return") == "Iterator[Finding]"

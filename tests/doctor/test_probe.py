@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.comm.tcp import Counted
-from fsdp_demo.comm.transport import Meeting
+from fsdp_demo.comm.zeromq import Meeting
 from fsdp_demo.doctor.measured import Direction
 from fsdp_demo.doctor.pair import Pair, pieces
 from fsdp_demo.doctor.probe import Probe, lost
@@ -23,15 +23,15 @@ from fsdp_demo.doctor.probe import Probe, lost
 from ..support.threads import warm
 
 
-def paired(fn: Callable[[Pair, int], Any], transport: str = "zeromq", **how: Any) -> list[Any]:
+def paired(fn: Callable[[Pair, int], Any], **how: Any) -> list[Any]:
     """fn(pair, rank) on two threads; what each returned."""
-    store, found = Asker(dist.HashStore(), "the test", 5.0), [None, None]
+    store, found = WorldStore(dist.HashStore(), "the test", 5.0), [None, None]
     warm()
 
     def work(rank: int) -> None:
         names = ("a", "b")
         meeting = Meeting(store, "pair", rank, 2, names, "127.0.0.1", 10.0, **how)
-        pair = Pair(transport, meeting, time.monotonic() + 60)
+        pair = Pair(meeting, time.monotonic() + 60)
         try:
             found[rank] = fn(pair, rank)
         finally:

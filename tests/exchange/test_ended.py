@@ -26,7 +26,7 @@ from fsdp_demo.exchange.saved_state import History
 def test_the_end_says_who_took_part(
     slots: tuple[int, ...], equal: bool | None, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    topology = Topology("islands", 0, 3, count=3, transport="zeromq", name="island0")
+    topology = Topology("islands", 0, 3, count=3, name="island0")
     queue = SimpleNamespace(history=History(3, slots=slots))
     runtime: Any = SimpleNamespace(topology=topology, peers=1, queue=queue, step=9, drift=0.25)
     found = {"exchanges": 4, "bytes_sent": 10, "seconds_waiting": 0.0}

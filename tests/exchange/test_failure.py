@@ -28,6 +28,7 @@ from fsdp_demo import ExchangeConfig, PeerLost, WireError, preset
 from .. import conftest
 from ..support import probe, threaded
 from ..support.threaded import Tap, values
+from ..support.world import replica
 
 SILENCE = 3.0  # ISLAND_TIMEOUT here, seconds
 runs = itertools.count()
@@ -57,7 +58,6 @@ class Case:
     with_signal: int = signal.SIGKILL
     at: int = 3
     message: int | None = None
-    sharded: bool = True
     timed_out: bool = False  # some survivor can only learn of it by silence
 
 
@@ -69,7 +69,6 @@ LOST = {
     "silent": Case(CONSENSUS, with_signal=signal.SIGSTOP, timed_out=True),
     "2x2, all of it killed": Case(DEMO, 2, (0, 1)),
     "2x2, one rank killed inside an exchange": Case(CONSENSUS, 2, (1,), message=0, timed_out=True),
-    "2x2 unsharded, one rank killed": Case(DEMO, 2, (1,), sharded=False, timed_out=True),
     "2x2, one rank silent inside a reduce": Case(
         DILOCO, 2, (1,), signal.SIGSTOP, message=1, timed_out=True
     ),
@@ -82,12 +81,13 @@ def job(me: Any, case: Case) -> None:
     """
     logging.basicConfig(level=logging.INFO, force=True)
     (me.folder / f"pid{me.rank}").write_text(str(os.getpid()))
+    me, topology, mesh = replica(me, case.procs, SILENCE)
     model = probe.Probe()
-    sharded = case.sharded and me.procs > 1
+    sharded = me.procs > 1
     if sharded:
-        probe.shard(model, me.mesh())
+        probe.shard(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    exchange = fsdp_demo.attach(optimizer, case.config, model=model)
+    exchange = fsdp_demo.attach(optimizer, case.config, model=model, topology=topology)
 
     def save() -> None:
         state = exchange.state_dict()
@@ -127,11 +127,10 @@ def job(me: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", LOST)
-@pytest.mark.gloo
 def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -> None:
     case = LOST[name]
-    env = {"ISLAND_TIMEOUT": str(SILENCE), "ISLAND_STATUS": str(tmp_path / "status")}
-    outcomes = run_ranks(job, 2, case.procs, timeout=45, env=env, check=False, args=(case,))
+    env = {"ISLAND_STATUS": str(tmp_path / "status")}
+    outcomes = run_ranks(job, 1, 2 * case.procs, timeout=45, env=env, check=False, args=(case,))
     folder = next(tmp_path.glob("ranks-*"))
     struck = float((folder / "struck").read_text())
     due = case.at if case.config.channels[0].schedule.due(case.at) else case.at + 1
@@ -169,8 +168,7 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
 
 
 @pytest.mark.parametrize("name", ["2x2, every step", "in flight", "every few steps"])
-@pytest.mark.gloo
-def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None:
+def test_sigterm_to_one_rank_ends_a_mesh(run_ranks, tmp_path, name) -> None:
     config, procs = {
         "2x2, every step": (DEMO, 2),
         "in flight": (DEMO.changed({"schedule.delay": 2}), 1),
@@ -179,11 +177,12 @@ def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None
 
     def run(me: Any) -> None:
         logging.basicConfig(level=logging.INFO, force=True)
+        me, topology, mesh = replica(me, procs, 10.0)
         model = probe.Probe()
         if me.procs > 1:
-            probe.shard(model, me.mesh())
+            probe.shard(model, mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
 
         def save() -> None:
             state = copy.deepcopy(exchange.state_dict())
@@ -201,8 +200,8 @@ def test_sigterm_to_one_rank_ends_all_islands(run_ranks, tmp_path, name) -> None
                 optimizer.step()
                 optimizer.zero_grad()
 
-    env = {"ISLAND_TIMEOUT": "10", "ISLAND_STATUS": str(tmp_path / "status")}
-    outcomes = run_ranks(run, 2, procs, timeout=45, env=env, check=False)
+    env = {"ISLAND_STATUS": str(tmp_path / "status")}
+    outcomes = run_ranks(run, 1, 2 * procs, timeout=45, env=env, check=False)
     assert [o.status for o in outcomes] == [75] * (2 * procs), [o.log for o in outcomes]
     saved = [torch.load(next(tmp_path.glob("ranks-*")) / f"saved{r}") for r in range(2 * procs)]
     steps = [s[0] for s in saved]

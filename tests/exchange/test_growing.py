@@ -5,8 +5,10 @@ ZeroMQ, and all end with the same bits.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
+from fsdp_demo.comm import guests, spool
 
 from .test_survivors import Small, backward
 
@@ -70,7 +73,6 @@ def agree(found: list[Any]) -> None:
 def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int) -> None:
     def env(me: Any) -> dict[str, str]:
         return {
-            "ISLAND_TRANSPORT": "zeromq",
             "ISLAND_MIN": "2",
             "ISLAND_TIMEOUT": "40" if me.island == 1 else "5",
         }
@@ -89,7 +91,7 @@ def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
     def env(me: Any) -> dict[str, str]:
         if early and me.island == 2:
             (me.folder / "begun").touch()
-        return {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+        return {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
 
     found = run_ranks(grown, 3, 1, timeout=120, env=env, args=("full", 2, 3))
     agree(found)
@@ -98,7 +100,80 @@ def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
 
 
 def test_a_run_of_one_grows(run_ranks) -> None:
-    env = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
+    env = {"ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
     found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, 2))
     agree(found)
     assert found[0][1] == (0,) and found[1][0] >= 4
+
+
+def dies_as_a_donor(moment: str) -> None:
+    """This process hands half a snapshot over and is killed, or some steps or messages later; it
+    plans no join."""
+    put, read, seen = spool.put, guests._word, list[str]()
+
+    def half(hub: Any, wire: Any, head: dict[str, Any], parts: Any) -> None:
+        seen.append(head["item"])
+        if moment == head["item"] == "snapshot":
+            put(SimpleNamespace(changed=hub.changed, nudge=lambda wire: None), wire, head, parts)
+            wire._queue.pop()  # its last part
+            hub.nudge(wire)
+        else:
+            put(hub, wire, head, parts)
+        if seen.count(moment) == (1 if moment == "snapshot" else 3):
+            threading.Timer(0.3, os._exit, (9,)).start()
+
+    spool.put = half
+    guests._word = lambda note: [w if w != "ready" else "" for w in read(note)]
+
+
+def handed_over(me: Any, case: str, moment: str) -> Any:
+    """Islands 0 and 1 train, 2 joins them while island 0 dies as its donor."""
+    begun, together = me.folder / "begun", me.folder / "end"
+    if me.island == 0:
+        dies_as_a_donor(moment)
+    if me.island == 2:
+        wait_for(begun)
+    model = Small()
+    kind = torch.optim.SGD if case == "full" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
+    first = exchange.step
+    while not together.exists() or exchange.step < int(together.read_text()):
+        backward(model, me.island, exchange.step)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+        if exchange.step == 4:
+            begun.touch()
+        if me.island == 1 and not together.exists() and exchange._peers.slots == (1, 2):
+            part = me.folder / f"part{os.getpid()}"
+            part.write_text(str(exchange.step + MORE))
+            part.rename(together)
+    exchange.finish()
+    values = [p.detach().clone() for p in model.parameters()]
+    return first, exchange.newcomer, exchange.digests_equal(), exchange.step, values
+
+
+@pytest.mark.parametrize(
+    ("case", "procs", "moment"),
+    [
+        ("full", 1, "snapshot"),
+        ("full", 1, "tick"),
+        ("diloco", 1, "snapshot"),
+        ("diloco", 1, "message"),
+        ("full", 2, "tick"),
+    ],
+)
+def test_a_newcomer_whose_donor_dies_takes_another(
+    run_ranks, case: str, procs: int, moment: str
+) -> None:
+    """In the same process, and without what came of the first one."""
+    env = {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+    more: dict[str, Any] = {"timeout": 120, "env": env, "check": False, "grace": 60.0}
+    outcomes = run_ranks(handed_over, 3, procs, args=(case, moment), **more)
+    assert 9 in [o.status for o in outcomes[:procs]]
+    logs = [o.log for o in outcomes]
+    one, two = (outcomes[procs * i].value for i in (1, 2))
+    assert one and two and "another island is asked for its state" in logs[2 * procs], logs
+    assert one[2] and two[2] and one[3] == two[3] and not one[1] and two[1] and two[0] >= 4
+    assert all(torch.equal(a, b) for a, b in zip(one[4], two[4], strict=True))

@@ -16,7 +16,8 @@ import fsdp_demo
 
 from ..support import journey
 
-MOST = {"demo": 37, "streaming_diloco": 34}  # files, as docs/architecture.md says
+MOST = {"demo": 49, "streaming_diloco": 47}  # files, as docs/architecture.md says
+HEARTBEATS = {"comm/standing.py", "comm/tcp.py"}  # entered twice a second, whatever a step does
 
 
 @pytest.fixture
@@ -28,21 +29,20 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "changes"),
     [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})],
 )
-@pytest.mark.gloo
 def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
     def run(me: Any) -> set[str]:
         return journey.step(name, **changes).files
 
     for files in run_ranks(run, 2, 1):
-        # it has seen both threads
-        assert "exchange/runtime.py" in files and "comm/peers.py" in files
+        # it has seen the three threads
+        assert files >= {"exchange/runtime.py", "comm/elastic_peers.py", "comm/membership.py"}
         assert not files & {
             "exchange/exchange.py",
             "exchange/readings.py",
             "exchange/connections.py",
             "exchange/resume.py",
         }
-        assert len(files) <= MOST[name], sorted(files)
+        assert len(files - HEARTBEATS) <= MOST[name], " ".join(sorted(files))
 
 
 def test_the_hooks_are_the_step_itself(alone: Any) -> None:

@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 pytestmark = pytest.mark.skipif(
     zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
 )
-ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
+ENV = {"ISLAND_DEAD": "4", "ISLAND_STOP": "20"}
 GRADIENTS = (15.0, 30.0, 45.0)  # of each island, in every step
 VICTIM, AT, STEPS = 1, 5, 12  # told to end in step 5, the second of the second round of 4
 SAID = "it counts in their exchange of step 8"

@@ -63,7 +63,6 @@ def test_where_islands_come_and_go(run_ranks: Any) -> None:
             lambda me, name=name: rolled_back(fsdp_demo.Topology.from_env(), name),
             2,
             1,
-            env={"ISLAND_TRANSPORT": "zeromq"},
         )
 
 

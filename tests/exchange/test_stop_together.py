@@ -31,7 +31,7 @@ except ModuleNotFoundError:
 pytestmark = pytest.mark.skipif(
     zmq is None, reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'"
 )
-ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "8", "ISLAND_STOP": "20"}
+ENV = {"ISLAND_DEAD": "8", "ISLAND_STOP": "20"}
 STEPS = 24
 CASES = {
     "full": preset("full"),

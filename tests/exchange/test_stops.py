@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import fsdp_demo
 from fsdp_demo import Topology, preset
-from fsdp_demo.exchange import local_status
 
-from ..support.everywhere import Everywhere
 from .test_failure import Small, same
 
 PERIOD = 500
@@ -89,52 +86,6 @@ def test_all_islands_told_at_one_moment_stop_and_go_on(
     again, whole = run_ranks(on, 2, 1, args=(True,)), run_ranks(on, 2, 1, args=(False,))
     assert [b for b, _, _ in again] == steps and all(equal for _, _, equal in again)
     assert all(same(a[1], b[1]) for a, b in zip(again, whole, strict=True))
-
-
-@pytest.mark.gloo
-def test_one_island_told_brings_the_others_to_a_stop(
-    run_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    """The others hear of it in the store, long before the next exchange."""
-
-    def strike(me: Any, small: Small, t: int) -> None:
-        if t == 12 and me.island == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    outcomes = run_ranks(
-        stopped, 3, 1, timeout=40, env={"ISLAND_TIMEOUT": "30"}, check=False, args=(CONFIG, strike)
-    )
-    assert [o.status for o in outcomes] == [75] * 3, [o.log for o in outcomes]
-    saved = saved_by(tmp_path, 3)
-    assert all(s[3]["step"] < 350 and s[3]["applied"] == {"delta": -1} for s in saved)
-    assert max(s[0] for s in saved) - min(s[0] for s in saved) < 8  # seconds; the timeout is 30
-
-
-@pytest.mark.parametrize("procs", [1, 2])
-@pytest.mark.gloo
-def test_who_waits_for_an_island_that_stops_is_told(
-    run_ranks: Callable[..., Any], everywhere: Everywhere, tmp_path: Path, procs: int
-) -> None:
-    """Island 0 stands in the exchange of step 20, to which island 1 will not come."""
-    everywhere.setattr(local_status, "VOTE_EVERY", 0.0)  # else the ranks vote in that exchange
-    config = preset("diloco", period=20, inner_optimizers="as_is")
-
-    def strike(me: Any, small: Small, t: int) -> None:
-        if me.island == 1 and t == 18:
-            time.sleep(2.0)
-            if me.proc == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.3)
-
-    def run(me: Any) -> None:
-        stopped(me, config, strike)
-
-    outcomes = run_ranks(run, 2, procs, timeout=60, env={"ISLAND_TIMEOUT": "50"}, check=False)
-    assert [o.status for o in outcomes] == [75] * (2 * procs), [o.log for o in outcomes]
-    saved = saved_by(tmp_path, 2 * procs)
-    here, there = saved[0], saved[procs]
-    assert here[3]["step"] == 20 and there[3]["step"] == 18 and here[0] - there[0] < 12
-    assert "island 1 stops after step 18" in "".join(o.log for o in outcomes[:procs])
 
 
 def test_a_run_that_has_finished_is_marked_and_one_that_stopped_can_start_again(

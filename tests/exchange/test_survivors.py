@@ -42,7 +42,7 @@ CASES = {
     "muloco": preset("muloco", period=3),
 }
 BY_SGD = ("demo", "random", "full")
-ENV = {"ISLAND_TRANSPORT": "zeromq", "ISLAND_DEAD": "4"}
+ENV = {"ISLAND_DEAD": "4"}
 
 
 class Small(torch.nn.Module):

@@ -238,28 +238,26 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
 @pytest.mark.parametrize(
     "preset, changes, fsdp, slow",
     [
-        # island 1 stands in the exchange of step 8 when it hears
         ("diloco", {"period": 4}, False, False),
-        ("diloco", {"period": 50}, False, True),  # no exchange near: it hears in the store
+        ("diloco", {"period": 50}, False, True),  # no exchange near
         ("demo", {}, True, False),
         ("decoupled_momentum", {"period": 4}, True, False),
         # stops with fragments under way
         ("streaming_diloco", {"period": 4, "delay": 2}, False, False),
     ],
 )
-@pytest.mark.gloo
 def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(
     run_ranks, preset, changes, fsdp, slow
 ):
-    """Each island saves after its own step, ends with status 75, and what was cut off in between is
-    made up for.
+    """All islands are told to end: each saves after its own step and ends with status 75, and what
+    was cut off in between is made up for.
     """
 
     class Term(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 4 and self.signals:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if slow:  # steps that end before island 1 has heard would be all
+            if slow:  # steps that end before both are told would be all
                 time.sleep(0.2)
 
     def run(rank):
@@ -269,7 +267,7 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(
             where = rank.folder / name
             callbacks = term
             for one in term:
-                one.signals = rank.rank == 0
+                one.signals = rank.proc == 0
             os.environ["ISLAND_RUN"] += f"-{name}-{resume}"
             extra = one_line(preset, **changes)
             if preset == "demo":
@@ -278,13 +276,8 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(
             how = None
             try:
                 trained.train(resume_from_checkpoint=resume)
-            except (SystemExit, fsdp_demo.PeerLost) as error:
-                # the second: it stood in an exchange to which the other did not come
-                how = (
-                    error.code
-                    if isinstance(error, SystemExit)
-                    else "stops after step" in str(error)
-                )
+            except SystemExit as error:
+                how = error.code
             losses = {
                 row["step"]: row["loss"] for row in trained.state.log_history if "loss" in row
             }
@@ -299,19 +292,13 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(
         return out
 
     out = run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120)
-    first = out[0]["cut", None]
-    assert first[0] == 75 and first[1] in (5, 8) and first[2] == [f"checkpoint-{first[1]}"]
     for o in out:
         whole, cut, resumed = o["whole", None], o["cut", None], o["cut", True]
-        assert (whole[:2], resumed[:2]) == ((None, 12), (None, 12)) and cut[0] in (75, True)
-        assert first[1] <= cut[1] < 12 and cut[2] == [f"checkpoint-{cut[1]}"]
+        assert (whole[:2], resumed[:2]) == ((None, 12), (None, 12)) and cut[0] == 75
+        assert 5 <= cut[1] < 12 and cut[2] == [f"checkpoint-{cut[1]}"]
         assert torch.equal(resumed[4], whole[4])
         # a step whose exchange was cut off is not logged
         assert resumed[3].items() <= whole[3].items() and len(resumed[3]) >= 11
-    if preset == "diloco":
-        assert out[1]["cut", None][0] == (75 if slow else True) and (
-            slow or out[1]["cut", None][1] == 8
-        )
 
 
 def test_resume_needs_the_exchanges_state(run_ranks):
@@ -618,7 +605,6 @@ def _wait_for_nobody(rank):
         trained.train()
 
 
-@pytest.mark.gloo
 def test_sigterm_twice_ends_the_process(run_ranks):
     """Told once more it ends as any process does; within seconds of the first that is only the
     launcher's repetition.
@@ -637,9 +623,8 @@ def test_sigterm_twice_ends_the_process(run_ranks):
         trained = script.trainer(
             rank.folder / "out", one_line("diloco", period=10), callbacks=callbacks, max_steps=20
         )
-        with pytest.raises(fsdp_demo.PeerLost):
-            trained.train()
+        trained.train()
         return trained.state.global_step
 
     stays, killed = run_ranks(run, islands=2, procs=1, check=False)
-    assert killed.status == -signal.SIGTERM and stays.value == 10
+    assert killed.status == -signal.SIGTERM and stays.value == 20

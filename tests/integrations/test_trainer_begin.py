@@ -27,7 +27,6 @@ from fsdp_demo.integrations.trainer import (  # noqa: E402
 )
 
 from ..support import trainer_script as script  # noqa: E402
-from .test_trainer import one_line  # noqa: E402
 
 
 def alone(rank, callbacks, **settings):
@@ -86,37 +85,6 @@ def test_a_lost_peer_beside_a_full_disk_must_not_start_again(run_ranks, full):
         work, islands=1, procs=1, env=lambda rank: {"ISLAND_STATUS": str(rank.folder / "status")}
     )
     assert out == (full, {} if full else {"rank0": "75"})
-
-
-@pytest.mark.gloo
-def test_an_island_lost_before_the_first_step_may_come_again(run_ranks):
-    """Nothing is saved: nothing was trained. The launcher of the other starts it again."""
-
-    def work(rank):
-        if rank.island == 1:
-
-            class Fails(session.Saves):
-                def begin(self, *args):
-                    raise RuntimeError("a disk that is gone")
-
-            session.Saves = Fails
-        trained = script.trainer(rank.folder / "out", one_line("local_sgd", period=2))
-        with pytest.raises((RuntimeError, fsdp_demo.PeerLost)) as ended:
-            trained.train()
-        saved = list(Path(trained.args.output_dir).glob("checkpoint-*"))
-        return type(ended.value).__name__, saved, told(os.environ["ISLAND_STATUS"])
-
-    lost, failed = run_ranks(
-        work,
-        islands=2,
-        procs=1,
-        env=lambda rank: {
-            "ISLAND_TIMEOUT": "10",
-            "ISLAND_STATUS": str(rank.folder / f"status{rank.island}"),
-        },
-    )
-    assert lost == ("PeerLost", [], {"rank0": "75"})
-    assert failed == ("RuntimeError", [], {})
 
 
 @pytest.mark.parametrize("behind", [False, True])

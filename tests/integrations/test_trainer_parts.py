@@ -230,31 +230,6 @@ def test_only_island_0_pushes(run_ranks):
     assert second[2] == ["island1 does not push to the hub: island 0 does"]
 
 
-@pytest.mark.gloo
-def test_a_lost_island_ends_the_training_of_the_others(run_ranks):
-    class Dies(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise ZeroDivisionError("a bug on one island")
-
-    def run(rank):
-        trained = script.trainer(
-            rank.folder / "out",
-            one_line("diloco", period=2),
-            callbacks=[Dies()] if rank.island else [],
-        )
-        with pytest.raises(ZeroDivisionError if rank.island else fsdp_demo.PeerLost) as caught:
-            trained.train()
-        return (
-            str(caught.value),
-            trained.state.global_step,
-            script.exchange_of(trained).closed,
-        )
-
-    alive, dead = run_ranks(run, islands=2, procs=1)
-    assert alive[1] == 4 and "island 1 (island1) is gone" in alive[0] and alive[2] and dead[2]
-
-
 class Plain(torch.nn.Module):
     """Not of transformers: `config` is missing, or of the user's own kind."""
 

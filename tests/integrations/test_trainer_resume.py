@@ -111,7 +111,6 @@ class Dies(TrainerCallback):
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
-@pytest.mark.gloo
 @pytest.mark.slow
 def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, fsdp):
     """Island 1 ends after island 0 has saved step 8: step 4 must still be there, with
@@ -159,7 +158,6 @@ def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, 
         assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2
 
 
-@pytest.mark.gloo
 def test_none_in_common_is_refused_with_what_each_holds(run_ranks):
     def run(rank):
         settings = {"max_steps": 8, "save_steps": 4 + rank.island * 2, "eval_strategy": "no"}
@@ -171,7 +169,7 @@ def test_none_in_common_is_refused_with_what_each_holds(run_ranks):
             ValueError, match=r"\(island0: 4; island1: 6\).*Trainer: name it by its path"
         ):
             script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings).train(
-                resume_from_checkpoint="auto"
+                resume_from_checkpoint=True
             )
 
     run_ranks(run, islands=2, procs=1)

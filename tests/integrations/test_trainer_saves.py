@@ -106,7 +106,6 @@ def test_no_checkpoint_of_a_nan(run_ranks):
 
 @pytest.mark.parametrize("where", ["exchange", "model"])
 @pytest.mark.parametrize("always", [False, True])
-@pytest.mark.gloo
 def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, always):
     def work(rank):
         def full(*args, **kwargs):
@@ -134,7 +133,7 @@ def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, alw
 
     zero, one = run_ranks(work, islands=2, procs=1, env={"ISLAND_TIMEOUT": "10"})
     if always:
-        assert "No space left" in one[0] and one[1] == [] and zero[0] == "PeerLost"
+        assert "No space left" in one[0] and one[1] == [] and zero == ("", [2, 4, 6, 8])
     else:
         assert (zero, one) == (("", [2, 4, 6, 8]), ("", [2, 6, 8]))
 
@@ -170,33 +169,6 @@ class Late(TrainerCallback):
         time.sleep(1.0)  # it waits for this island's payload by now
         os.kill(int(self.place.read_text()), signal.SIGTERM)
         time.sleep(0.5)
-
-
-@pytest.mark.gloo
-def test_sigterm_while_an_island_waits_in_an_exchange(run_ranks):
-    """The exchange comes to its end; its checkpoint goes on as if nothing had been."""
-
-    def work(rank):
-        whole = made(rank, max_steps=9, save_steps=100)
-        whole.train()
-        shutil.rmtree(own(rank))
-        again()
-        ended = None
-        try:
-            made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
-        except SystemExit as end:
-            ended = end.code
-        except fsdp_demo.PeerLost as lost:  # it stood in the next exchange before it had heard
-            ended = 75 if "stops after step" in str(lost) else str(lost)
-        saved = whole_steps(own(rank))
-        again()
-        resumed = made(rank, max_steps=9, save_steps=100)
-        resumed.train(resume_from_checkpoint=True)
-        return ended, saved, torch.equal(script.parameters(resumed), script.parameters(whole))
-
-    zero, one = run_ranks(work, islands=2, procs=1)
-    # the optimizer was in its third step
-    assert zero == (75, [4], True) and (one[0], one[2]) == (75, True) and 3 < one[1][0] <= 6
 
 
 def test_sigterm_in_an_exchange_where_islands_may_leave(run_ranks):

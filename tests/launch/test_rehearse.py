@@ -35,39 +35,40 @@ from .rehearsals import (
 # right if this ends.
 MEET = """
 import os, sys, time
-from datetime import timedelta
 import torch, torch.distributed as dist
+from fsdp_demo import Topology
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-host, port = os.environ["ISLAND_ENDPOINT"].rsplit(":", 1)
-store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=60), wait_for_workers=False)
-store = dist.PrefixStore(os.environ["ISLAND_RUN"], store)
-store.add("ranks", 1)
-while store.add("ranks", 0) < int(os.environ["ISLAND_COUNT"]) * dist.get_world_size():
-    time.sleep(0.05)
+topology = Topology.from_env()
+store = topology.open_store().under(topology.run)
+
+def all_say(word):
+    store.set(f"{word}/{topology.island}.{topology.rank}", "1")
+    ranks = [(i, r) for i in range(topology.islands) for r in range(topology.world)]
+    while not all(store.get_all([f"{word}/{i}.{r}" for i, r in ranks])):
+        time.sleep(0.05)
+
+all_say("here")
 names = ("ISLAND_RANK", "ISLAND_NAME", "ISLAND_ADDRESS", "ISLAND_LINK", "RANK")
 words = ["met", str(int(total)), *(os.environ[name] for name in names), *sys.argv[1:]]
 sys.stdout.write(" ".join(words) + "\\n")  # in one piece: the launchers run ranks unbuffered, and ranks share a pipe
-store.add("done", 1)
-while store.add("done", 0) < int(os.environ["ISLAND_COUNT"]) * dist.get_world_size():
-    time.sleep(0.05)
+all_say("done")
 dist.destroy_process_group()
 """  # noqa: E501
 
-# The same over the durable store: by the library, for torch cannot speak to it.
 MEET_DURABLE = """
 import os, sys, time
 from fsdp_demo import Topology
 topology = Topology.from_env()
 store = topology.open_store().under(topology.run)
-store.add("ranks", 1)
-while store.add("ranks", 0) < topology.islands:
-    time.sleep(0.05)
-sys.stdout.write(f"met {topology.island} {topology.endpoint.partition('1')[0]} {store.identity().generation}\\n")
-store.add("done", 1)
-while store.add("done", 0) < topology.islands:
-    time.sleep(0.05)
+def come(where):
+    store.set(f"{where}/{topology.island}", "here")
+    while not all(store.get_all([f"{where}/{i}" for i in range(topology.islands)])):
+        time.sleep(0.05)
+come("ranks")
+sys.stdout.write(f"met {topology.island} {store.identity().generation}\\n")
+come("done")
 """  # noqa: E501
 
 OUTLIVE = """
@@ -76,9 +77,11 @@ from fsdp_demo import Topology
 from fsdp_demo.errors import StoreSilent
 topology = Topology.from_env()
 store = topology.open_store().under(topology.run)
-store.add("ranks", 1)
-while store.add("ranks", 0) < topology.islands:
-    time.sleep(0.05)
+def come(where):
+    store.set(f"{where}/{topology.island}", "here")
+    while not all(store.get_all([f"{where}/{i}" for i in range(topology.islands)])):
+        time.sleep(0.05)
+come("ranks")
 name, generation = store.identity()
 sys.stdout.write("have met\\n")
 sys.stdout.flush()
@@ -89,19 +92,15 @@ while True:  # until it was started again
     except StoreSilent:  # it takes its time on a busy machine
         pass
     time.sleep(0.2)
-assert store.identity().name == name and store.add("ranks", 0) == topology.islands
+assert store.identity().name == name and store.get("ranks/0")
 sys.stdout.write(f"goes on {store.identity().generation}\\n")
-store.add("done", 1)
-while store.add("done", 0) < topology.islands:
-    time.sleep(0.05)
+come("done")
 """
 
 
-@pytest.mark.gloo
 def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
-    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_id: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")  # the script meets at torch's own store
     script = tmp_path / "meet.py"
     script.write_text(MEET)
     words = (
@@ -127,11 +126,9 @@ def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
     ], output
 
 
-def test_rehearse_over_zeromq_has_a_durable_store(
+def test_rehearse_has_a_store_with_a_file(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("zmq")
-    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
     monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
     script = tmp_path / "meet.py"
     script.write_text(MEET_DURABLE)
@@ -139,18 +136,14 @@ def test_rehearse_over_zeromq_has_a_durable_store(
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert sorted(line for line in output.splitlines() if "met" in line) == [
-        f"[island{i}] met {i} zmq:// 1" for i in range(2)
+        f"[island{i}] met {i} 1" for i in range(2)
     ], output
     assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
 
 
 @ON_LINUX
 @pytest.mark.slow
-def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
-    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("zmq")
-    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
+def test_rehearse_starts_its_store_again_and_the_islands_go_on(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "outlive.py"
     script.write_text(OUTLIVE)
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
@@ -172,19 +165,14 @@ def test_no_island_rewrites_what_another_launcher_reads(tmp_path: Path) -> None:
 
 
 def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
     supervisor, started = (
         Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO()),
         list[str](),
     )
     monkeypatch.setattr(supervisor, "launch_store", lambda bind, *words: started.append(bind))
-    supervisor.endpoint = "zmq://127.0.0.1:7"
+    supervisor.endpoint = "127.0.0.1:7"
     supervisor.store_has_ended(100.0)
-    assert (
-        started == ["zmq://127.0.0.1:7"]
-        and not supervisor.store_lost
-        and supervisor.stop_at is None
-    )
+    assert started == ["127.0.0.1:7"] and not supervisor.store_lost and supervisor.stop_at is None
     supervisor.store_has_ended(100.0 + rehearse.BRIEF / 2)
     assert (
         len(started) == 1
@@ -193,17 +181,6 @@ def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.Mo
     )
     supervisor.selector.close()
     # not `leave_nothing`, which ends all that this process has started
-    shutil.rmtree(supervisor.folder)
-
-
-def test_without_a_file_the_end_of_the_store_ends_the_islands(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")
-    supervisor = Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO())
-    supervisor.store_has_ended(100.0)
-    assert supervisor.store_lost and supervisor.stop_at == 100.0
-    supervisor.selector.close()
     shutil.rmtree(supervisor.folder)
 
 
@@ -247,19 +224,18 @@ def test_rehearse_runs_a_module(
 
 
 @ON_LINUX
-@pytest.mark.gloo
-def test_a_dying_island_ends_the_others_and_its_status_counts(run_id: str, tmp_path: Path) -> None:
+def test_an_island_that_needs_a_decision_ends_the_others(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     act = (
         "signal.signal(signal.SIGTERM, lambda *_: leave(75))\nif island == '1' and rank == '1': "
-        "time.sleep(1); sys.exit(3)"
+        "time.sleep(1); leave(78)"
     )
     script.write_text(WAIT.format(act=act))
     process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 3, output
-    assert "[rehearse] island1 ended with status 3" in output
-    assert "status 3 (island0 75, island1 3)" in output.splitlines()[-1]
+    assert process.returncode == 78, output
+    assert "[rehearse] island1 ended with status 78" in output
+    assert "status 78 (island0 75, island1 78)" in output.splitlines()[-1]
 
 
 @ON_LINUX
@@ -281,15 +257,10 @@ def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> 
 
 
 @ON_LINUX
-@pytest.mark.gloo
 @pytest.mark.slow
 def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
-    act = (
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave(75)))\nif island == '1': "
-        "leave(75)"
-    )
-    script.write_text(WAIT.format(act=act))
+    script.write_text(WAIT.format(act="leave(75)"))
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--grace", "0.5")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
@@ -297,13 +268,9 @@ def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path)
 
 
 @ON_LINUX
-@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rehearse", "launcher"])
-def test_nothing_is_left_when_a_parent_is_killed(
-    victim: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ISLAND_TRANSPORT", "gloo")  # the others end when an island does
+def test_nothing_is_left_when_a_parent_is_killed(victim: str, run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     script.write_text(WAIT.format(act=""))
     process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
@@ -319,6 +286,8 @@ def test_nothing_is_left_when_a_parent_is_killed(
         if b"fsdp_demo.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(launchers[0], signal.SIGKILL)
+    lines_until(process, "ended with status 137", 1)  # the other trains on
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 137, output
 

@@ -5,7 +5,6 @@ torchrun's own restarts.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,34 +24,7 @@ from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Supervisor
 
-from .rehearsals import ON_LINUX, WAIT, lines_until, rehearsal
-
-# Trains 12 steps of a line with one number, and keeps it; rank 0 of island 1 is killed in its first
-# life.
-TRAIN = """
-import os, pathlib, signal, sys
-import torch, fsdp_demo
-torch.set_num_threads(1)
-if int(os.environ["WORLD_SIZE"]) > 1:
-    torch.distributed.init_process_group("gloo")
-start, folder = os.environ[sys.argv[1]], pathlib.Path(sys.argv[2])
-kept = folder / ("kept" + os.environ["ISLAND_RANK"])
-weight = torch.nn.Parameter(torch.zeros(3))
-done = int(kept.read_text()) if "--resume" in sys.argv else 0
-weight.data.fill_(float(done))
-optimizer = torch.optim.SGD([weight], lr=1.0)
-exchange = fsdp_demo.attach(optimizer, "full", clip=None)
-exchange.step = done
-with fsdp_demo.guard(exchange, lambda: kept.write_text(str(exchange.step))):
-    while exchange.step < 12:
-        if (start, os.environ["ISLAND_RANK"], exchange.step) == ("0", "1", 5):
-            kept.write_text("5")
-            os.kill(os.getpid(), signal.SIGKILL)
-        weight.grad = torch.full((3,), -1.0)
-        optimizer.step()
-exchange.finish()
-print(f"start {start} from {done} to {weight.tolist()[0]} {sys.argv[3:]}", flush=True)
-"""
+from .rehearsals import ON_LINUX, WAIT, lines_until
 
 
 @pytest.fixture
@@ -168,35 +140,6 @@ def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 @ON_LINUX
 @pytest.mark.timeout(300)
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_rehearse_restarts_islands_and_they_go_on(run_id: str, tmp_path: Path) -> None:
-    """Island 1 is killed; island 0 saves and leaves; both come back and meet in a new attempt."""
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    options = [
-        "--procs",
-        "1",
-        "--launcher",
-        "torchrun",
-        "--restarts",
-        "2",
-        "--resume-args=--resume now",
-    ]
-    process = rehearsal(
-        run_id, script, *options, "--", str(script), "ISLAND_ATTEMPT", str(tmp_path)
-    )
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, output
-    for n in range(2):
-        assert f"[island{n}] start 1 from 5 to 12.0 ['--resume', 'now']" in output, output
-    assert "[island0] fsdp_demo.launch: ended with status 75; restart 1 of 2" in output
-    assert "[island1] fsdp_demo.launch: ended with status 137; restart 1 of 2" in output
-    assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
-
-
-@ON_LINUX
-@pytest.mark.timeout(300)
 def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: Path) -> None:
     """And 75 stays 75."""
     script = tmp_path / "wait.py"
@@ -230,67 +173,6 @@ def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: P
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75 and "restart" not in output, output
-
-
-@ON_LINUX
-@pytest.mark.gloo
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_restarts_of_torchrun_itself(run_id: str, tmp_path: Path) -> None:
-    """`torchrun --max-restarts` on two islands of two ranks: one rank is killed, both launchers
-    start theirs again, and the run ends.
-    """
-    script = tmp_path / "train.py"
-    script.write_text(
-        TRAIN.replace('"--resume" in sys.argv', 'os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"')
-    )
-    port = tmp_path / "port"
-    store = subprocess.Popen(
-        [
-            sys.executable,
-            *shlex.split(f"-m fsdp_demo.cli store --bind 127.0.0.1:0 --quiet --port-file {port}"),
-        ]
-    )
-    islands = []
-    try:
-        while not port.exists():
-            assert store.poll() is None
-        here = {
-            "ISLAND_COUNT": "2",
-            "ISLAND_ENDPOINT": f"127.0.0.1:{port.read_text().strip()}",
-            "ISLAND_RUN": run_id,
-        }
-        for n in range(2):
-            env = {
-                **os.environ,
-                **here,
-                "ISLAND_RANK": str(n),
-                "ISLAND_ADDRESS": "127.0.0.1",
-                "ISLAND_STATUS": str(tmp_path / f"s{n}"),
-            }
-            words = shlex.split("torchrun --standalone --nproc-per-node 2 --max-restarts 2")
-            command = [
-                sys.executable,
-                "-m",
-                "fsdp_demo.launch",
-                *words,
-                str(script),
-                "TORCHELASTIC_RESTART_COUNT",
-                str(tmp_path),
-            ]
-            islands.append(
-                subprocess.Popen(
-                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                )
-            )
-        outputs = [p.communicate(timeout=100)[0] for p in islands]
-    finally:
-        for process in [*islands, store]:
-            process.kill()
-            process.wait()
-    assert [p.returncode for p in islands] == [0, 0], "\n".join(outputs)
-    for output in outputs:
-        assert output.count("start 1 from 5 to 12.0") == 2, output
 
 
 SLOW = """

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo.planner.models import load
-from fsdp_demo.planner.shapes import KNOWN, equal_layers, numel
+from fsdp_demo.planner.models import KNOWN, equal_layers, load, numel
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "models"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_demo.planner.playing import Played, Timed, play
+from fsdp_demo.planner.line import Played, Timed, play
 
 
 def ticking(steps: int, due: dict[int, list[Timed]], step: int, cycles: int) -> Played:

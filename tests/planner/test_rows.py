@@ -13,10 +13,10 @@ import pytest
 from fsdp_demo import Link, preset, presets
 from fsdp_demo.exchange.memory import inner_state, plan_memory
 from fsdp_demo.planner import Situation, gbit_s, load, plan_rows
-from fsdp_demo.planner.devices import DEVICES, guessed_step
 from fsdp_demo.planner.gaps import expected_gap
 from fsdp_demo.planner.line import System
 from fsdp_demo.planner.rows import utilisation
+from fsdp_demo.planner.situation import DEVICES, guessed_step
 
 TINY = load("tiny")
 THERE = Situation(TINY, 3, Link(1e7, 0.02), 0.1, shards=2, device="cpu")

@@ -405,7 +405,7 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
     )
     lines = sorted(line for line in output.splitlines() if line.startswith("island "))
     assert [line.split(" run ")[0] for line in lines] == [
-        f"island {n} of 2 at zmq://127.0.0.1:29400" for n in range(2)
+        f"island {n} of 2 at 127.0.0.1:29400" for n in range(2)
     ]
     assert all(
         f" run 4711-{count or 0}: " in line and line.endswith("--resume auto") == bool(count)
@@ -449,16 +449,16 @@ def test_a_mesh_over_ssh_resumes(launch, tmp_path, resume, word):
 @pytest.mark.parametrize(
     ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
 )
-def test_islands_over_zeromq_have_a_durable_store(launch, tmp_path, file, hosts):
+def test_islands_have_a_durable_store(launch, tmp_path, file, hosts):
     stub = tmp_path / "python"
     stub.write_text(
         STUB.replace("*store*)", '*store*) [ -z "$ISLAND_RANK" ] && echo "$@" >>"$FAKE_LOG.store";')
     )
     stub.chmod(0o755)
     output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, RUN="z")))
-    assert output.count("at zmq://127.0.0.1:29400 run ") == 2
+    assert output.count("at 127.0.0.1:29400 run ") == 2
     (words,) = Path(f"{launch.hosts}.store").read_text().splitlines()
-    assert "--bind zmq://127.0.0.1:" in words and ".sqlite" in words.partition("--file ")[2]
+    assert "--bind 127.0.0.1:" in words and ".sqlite" in words.partition("--file ")[2]
 
 
 @pytest.mark.parametrize(
@@ -466,19 +466,18 @@ def test_islands_over_zeromq_have_a_durable_store(launch, tmp_path, file, hosts)
 )
 def test_what_the_user_sets_reaches_every_island(launch, tmp_path, file, hosts):
     stub = tmp_path / "python"
-    said = "has $ISLAND_TRANSPORT $ISLAND_MIN $ISLAND_TOKEN $ISLAND_TIMEOUT $ISLAND_NAME"
+    said = "has $ISLAND_MIN $ISLAND_TOKEN $ISLAND_TIMEOUT $ISLAND_NAME"
     stub.write_text(STUB.replace('echo "island', f'echo "{said}"; echo "island'))
     stub.chmod(0o755)
     token = 'it\'s a "secret" $HOME \\ `x` \u00e9'
     given = {
-        "ISLAND_TRANSPORT": "zeromq",
         "ISLAND_MIN": "1",
         "ISLAND_TOKEN": token,
         "ISLAND_TIMEOUT": "77",
         "RUN": "v",
     }
     output = ended(launch(file, **hosts(2, PYTHON=stub, STUB_STATUS=0, PORT=29400, **given)))
-    assert output.count(f"has zeromq 1 {token} 77 \n") == 2, output
+    assert output.count(f"has 1 {token} 77 \n") == 2, output
 
 
 LOST = """#!/usr/bin/env bash
@@ -499,29 +498,20 @@ esac
     ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
 )
 def test_a_lost_island_is_started_again(launch, tmp_path, file, hosts):
-    """Over ZeroMQ, by the supervisor of `fsdp_demo.launch`; what it starts is killed in its first
-    life.
-    """
+    """By the supervisor of `fsdp_demo.launch`; what it starts is killed in its first life."""
     stub = tmp_path / "python"
     stub.write_text(LOST.replace("{python}", sys.executable))
     stub.chmod(0o755)
-    for transport, lives in (("zeromq", 2), ("gloo", 1)):
-        process = launch(
-            file, **hosts(2, PYTHON=stub, ISLAND_TRANSPORT=transport, RUN=f"{RUN}-{transport}")
-        )
-        output = process.communicate(timeout=280)[0]
-        assert (process.returncode == 0) == (lives == 2), output
-        found = sorted(
-            line[line.index("life ") :] for line in output.splitlines() if line.startswith("life ")
-        )
-        assert [line.partition(":")[0] for line in found] == [
-            "life 0 of island 0",
-            "life 0 of island 1",
-            "life 1 of island 1",
-        ][: 1 + lives]
-        assert not any(line.endswith("--resume auto") for line in found[:2]) and (
-            lives == 1 or found[2].endswith("--resume auto")
-        ), output
+    output = ended(launch(file, **hosts(2, PYTHON=stub, RUN=RUN)))
+    found = sorted(
+        line[line.index("life ") :] for line in output.splitlines() if line.startswith("life ")
+    )
+    assert [line.partition(":")[0] for line in found] == [
+        "life 0 of island 0",
+        "life 0 of island 1",
+        "life 1 of island 1",
+    ]
+    assert [line.endswith("--resume auto") for line in found] == [False, False, True], output
 
 
 @pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (78, 78), (3, 1)])

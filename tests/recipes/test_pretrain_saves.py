@@ -42,56 +42,6 @@ def last(source, where, island):  # noqa: F811
     )
 
 
-@pytest.mark.parametrize("preset", ["diloco", "demo"])
-@pytest.mark.gloo
-def test_a_kill_before_the_first_common_save_goes_on_by_itself(run_ranks, source, preset):  # noqa: F811
-    """Island 0 holds what it saved on its way out, island 1 nothing: the survivor's work is taken
-    over, model, anchors and step.
-    """
-    options = [
-        "--no-shard",
-        "--exchange",
-        preset,
-        *(["--set", "period=4"] if preset == "diloco" else []),
-        "--save-every",
-        20,
-    ]
-
-    def dies(rank):
-        raise_at = {2: lambda rank: rank.island == 1 and exit(9)}
-        apart(rank, source, "run", options, raise_at)
-
-    first = run_ranks(dies, **ONE, check=False)
-    assert [o.status for o in first] == [75, 9]
-    (left,) = held(source, "run")
-    assert left.startswith("0/checkpoint-")
-    refused = run_ranks(apart, **ONE, args=(source, "run", [*options, "--resume"]), check=False)
-    assert [o.status for o in refused] == [78, 78] and held(source, "run") == [left]
-    assert (
-        "no checkpoint is held by all islands" in refused[0].log
-        and "--resume auto" in refused[0].log
-    )
-    again = run_ranks(
-        apart, **ONE, args=(source, "run", [*options, "--resume", "auto"]), check=False
-    )
-    assert [o.status for o in again] == [0, 0], again[1].log
-    step = int(left.split("-")[1])
-    assert all(o.value["steps"] == list(range(step + 1, 11)) for o in again)
-    assert (
-        last(source, "run", 0)["digests_equal"] is True
-        and "takes over from the other islands" in again[1].log
-        and "the count of tokens begin anew here" in again[1].log
-    )
-    common = [
-        key
-        for key in again[0].value["end"]
-        if key.endswith(("/anchor", "/momentum")) and "/channels/" in key and preset == "diloco"
-    ]
-    assert all(again[0].value["end"][key] == again[1].value["end"][key] for key in common) and (
-        common or preset == "demo"
-    )
-
-
 def test_islands_stopped_at_unlike_steps_go_on_together(run_ranks, source):  # noqa: F811
     """Stopped between the same exchanges, at steps 2 and 3, before the first regular checkpoint:
     nobody's work is thrown away.

@@ -45,6 +45,7 @@ class Everything:
 
     Args:
         join: whether one island more may come; its record is one of `changes`.
+        questions: numbers of the messages in which a newcomer is not asked.
         window: of each rank; as many as there are messages if None.
         machine: the class of the machine, for mutants.
 
@@ -62,6 +63,7 @@ class Everything:
         changes: int = 1,
         crashes: int = 1,
         join: bool = False,
+        questions: frozenset[int] = frozenset(),
         window: int | None = None,
         machine: type[Rank] = Rank,
     ):
@@ -72,7 +74,7 @@ class Everything:
             changes,
             crashes,
         )
-        self.join, self.machine = join, machine
+        self.join, self.questions, self.machine = join, questions, machine
         self.window = len(kinds) if window is None else window
         self.endings: set[Any] = set()
         self.worlds = 0
@@ -111,13 +113,20 @@ class Everything:
         ]
         return [self.machine(**vars(rank)) for rank in made]
 
-    def _may_launch(self, w: World, rank: Rank) -> bool:
-        """A newcomer first applies what comes before its base: the others have delivered that."""
-        base = rank.record.base[rank.record.members.index(rank.me)]
-        others = [r.landed for r in w.ranks if r is not None and r.me != rank.me]
-        return rank.next < min(len(self.kinds), rank.landed + rank.window) and (
-            rank.next > base or base <= max(others, default=base)
-        )
+    def _launch(self, w: World, rank: Rank) -> moves.Launched | None:
+        """A newcomer first applies what comes before the message that it begins with: the others
+        have delivered that.
+        """
+        n = rank.next if rank.begun else self._begins(rank.next)
+        others = [r.landed for r in w.ranks if r is not None and r.me != rank.me and r.begun]
+        if n >= len(self.kinds) or not rank.begun and n > max(others, default=n):
+            return None
+        if rank.begun and n >= rank.landed + rank.window:
+            return None
+        return moves.Launched(n, self.kinds[n], n in self.questions)
+
+    def _begins(self, base: int) -> int:
+        return next(n for n in itertools.count(base) if n not in self.questions)
 
     def _progress(self, w: World) -> Iterator[World]:
         """All that can happen without a new fault."""
@@ -126,8 +135,8 @@ class Everything:
         for at, rank in enumerate(w.ranks):
             if rank is None or rank.state == "expelled":
                 continue
-            if self._may_launch(w, rank):
-                yield self._fed(w, at, moves.Launched(rank.next, self.kinds[rank.next]))
+            if (launched := self._launch(w, rank)) is not None:
+                yield self._fed(w, at, launched)
             for link, frames in w.frames:
                 if link[1] == at and frames[0].epoch <= rank.record.epoch:
                     left = {**dict(w.frames), link: frames[1:]}
@@ -155,7 +164,7 @@ class Everything:
                 rank is not None
                 and rank.state == "running"
                 and more
-                and rank.record == w.records[-1].bare()
+                and rank.record.epoch == w.records[-1].epoch
             ):
                 for m in rank.record.members:
                     yield self._fed(w, at, moves.ConnectionLost(m)) if m != rank.me else w
@@ -254,7 +263,8 @@ class Everything:
         newest = w.records[-1]
         bases = {m.slot: base for m, base in zip(newest.members, newest.base, strict=True)}
         for k in members:
-            rank, base = w.ranks[k], bases[k // self.peer_groups]
+            rank, base = w.ranks[k], self._begins(bases[k // self.peer_groups])
+            base = base if bases[k // self.peer_groups] else 0
             lacks = rank is None or None in w.got[k][base:] or rank.state != "running" or rank.open
             if lacks:
                 raise Violation("stuck", f"{rank}")

@@ -144,6 +144,9 @@ class Fed:
     def caught_up(self, step: int) -> None:
         self.goes_on = step
 
+    def another(self) -> None:
+        raise PeerLost("the record has no more messages, and is the only one")
+
 
 class Follower(PeerGroup):
     """A newcomer's line, which sends nothing. said: step and weight of each payload that it would

@@ -8,7 +8,8 @@ docs/architecture.md counts it.
     fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
 
 What counts is a function of the package that is entered for the first time, in the thread that
-trains or, at the place where it was given its work, in the thread that sends. A function whose body
+trains or, at the places where they were given their work, in the threads that exchange and that
+move messages. A function whose body
 is one simple statement looks something up or hands on: it does not count. Functions that follow
 each other in one file are a stay. A stay in a file that was left before is a return.
 
@@ -22,6 +23,7 @@ import ast
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,8 +36,8 @@ import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
 
 ROOT = Path(fsdp_demo.__file__).parent
-SENDS = "CommWorker.submit"
-"""Behind it stands what the thread that sends has entered."""
+THREADS = {"CommWorker.submit": "exchange", "Driver._post": "network"}
+"""Functions that give work to a thread: behind them stands what that thread has entered."""
 
 
 class Journey:
@@ -44,7 +46,7 @@ class Journey:
     def __init__(self) -> None:
         self._entered: dict[str, dict[tuple[str, str, int], None]] = {
             "MainThread": {},
-            "exchange": {},
+            **{thread: {} for thread in THREADS.values()},
         }
         self._calls: set[tuple[str, str]] = set()
         self._on = False
@@ -80,10 +82,8 @@ class Journey:
     @property
     def stays(self) -> list[tuple[str, list[str]]]:
         """(file below the package, functions), in order."""
-        main, sent = (list(entered) for entered in self._entered.values())
-        at = next((i + 1 for i, (_, name, _) in enumerate(main) if name == SENDS), 0)
         out: list[tuple[str, list[str]]] = []
-        for file, name, line in dict.fromkeys([*main[:at], *(sent if at else ()), *main[at:]]):
+        for file, name, line in dict.fromkeys(self._way("MainThread", set(THREADS.values()))):
             if line not in works(file):
                 continue
             where = short(file)
@@ -91,6 +91,14 @@ class Journey:
                 out.append((where, []))
             out[-1][1].append(name.replace(".<locals>", ""))
         return out
+
+    def _way(self, thread: str, others: set[str]) -> Iterator[tuple[str, str, int]]:
+        """What a thread has entered, with what `others` have where it gave them their work."""
+        for entered in self._entered[thread]:
+            yield entered
+            if (other := THREADS.get(entered[1], "")) in others:
+                others.remove(other)
+                yield from self._way(other, others)
 
     @property
     def files(self) -> set[str]:

@@ -138,7 +138,7 @@ KEPT = {
     "launch/test_rehearse.py": {
         "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
         "test_rehearse_by_torchrun_runs_every_rank_of_every_island": "",
-        "test_rehearse_over_zeromq_has_a_durable_store": "",
+        "test_rehearse_has_a_store_with_a_file": "",
     },
     "recipes/test_launch_recipes.py": {
         "test_a_lost_island_is_started_again": r"slurm",

@@ -1,6 +1,7 @@
 """Ways to get the membership protocol wrong. Each must be found by the explorer: seven by any
 message that is launched at the start, one by a message that somebody launches late, one by a
-reduce before a gather, one by a join that the store confirms late."""
+mixed message before a gather, one by a join that the store confirms late, one by a join whose base
+is a question."""
 
 from __future__ import annotations
 
@@ -99,8 +100,7 @@ class LeavesLateOut(Rank):
 
 def _has_sent(report: Report, n: int) -> bool:
     return n < report.landed or any(
-        h.n == n and (h.kind == "reduce" or Piece("body", report.member) in h.pieces)
-        for h in report.held
+        h.n == n and Piece("body", report.member) in h.pieces for h in report.held
     )
 
 
@@ -135,6 +135,13 @@ class WaitsForNoStore(Rank):
         return self.state != "running"
 
 
+class AsksNewcomers(Rank):
+    """Who is a member and has not begun is asked what the others ask each other."""
+
+    def _asked(self, n: int) -> Rank:
+        return self
+
+
 MUTANTS: dict[type[Rank], str] = {
     NoFreeze: "no freeze",
     PeerGroupDecides: "decide by peer group",
@@ -146,4 +153,5 @@ MUTANTS: dict[type[Rank], str] = {
     LeavesLateOut: "who launches late is left out",
     BeginsAgain: "all behind a repeat is made anew",
     WaitsForNoStore: "a join is not waited for",
+    AsksNewcomers: "newcomers are asked",
 }

@@ -9,7 +9,9 @@ must have delivered all messages and stand still in one epoch.
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from fsdp_demo.comm import moves
@@ -28,7 +30,12 @@ from fsdp_demo.comm.membership import Rank, entered
 from .invariants import Outcome, Violation
 
 At = tuple[Member, int]
-KINDS: tuple[Kind, ...] = ("gather", "reduce", "mixed")
+KINDS: tuple[Kind, ...] = ("gather", "mixed")
+FAULTS = ("crash", "suspect", "suspect", "leave", "join", "join")
+"""One of these is drawn."""
+
+QUESTIONS = 0.4
+"""Share of the messages in which a newcomer is not asked."""
 
 
 class Storm:
@@ -50,8 +57,9 @@ class Storm:
         messages: int = 12,
         faults: int = 4,
         window: int = 2,
+        among: tuple[str, ...] = FAULTS,
     ):
-        self.random = random.Random(seed)
+        self.random, self.among = random.Random(seed), among
         self.slots, self.peer_groups, self.messages, self.faults, self.window = (
             slots,
             peer_groups,
@@ -60,6 +68,8 @@ class Storm:
             window,
         )
         self.kinds = [self.random.choice(KINDS) for _ in range(messages + 8 * window * slots)]
+        count = len(self.kinds)
+        self.asked = {n for n in range(count - 4) if self.random.random() < QUESTIONS}
         self.records = [first_record(Member(i) for i in range(first))]
         self.ranks: dict[At, Rank] = {}
         self.frames: dict[tuple[At, At], list[moves.PieceReceived]] = {}
@@ -72,7 +82,7 @@ class Storm:
         self.sealed: dict[int, Outcome] = {}
         self.incarnations = dict.fromkeys(range(slots), 0)
         self.events = dict.fromkeys(
-            ("crash", "suspect", "leave", "early", "join", "change", "counted early", "all gone"), 0
+            (*FAULTS, "early", "change", "counted early", "all gone", "begun", "behind"), 0
         )
         self.frozen: set[int] = set()
         for m in self.records[0].members:
@@ -146,25 +156,37 @@ class Storm:
 
     def _launch(self, at: At) -> bool:
         rank = self.ranks[at]
-        if (
-            rank.state not in ("running", "frozen")
-            or rank.next >= self._end()
-            or rank.next >= rank.landed + rank.window
-        ):
+        if rank.state not in ("running", "frozen"):
             return False
-        if (
-            0
-            < rank.next
-            == self._base(at)
-            > max((r.landed for m, r in self.ranks.items() if self._has_begun(m)), default=0)
-        ):
-            return False  # a newcomer first applies all that comes before its base
-        return self._feed(at, moves.Launched(rank.next, self.kinds[rank.next]))
+        n = rank.next if rank.begun else self._begins(rank.next)
+        if n >= self._end() or (rank.begun and n >= rank.landed + rank.window):
+            return False
+        begun = [r.landed for m, r in self.ranks.items() if self._has_begun(m)]
+        if not rank.begun and n > max(begun, default=0):
+            return False  # a newcomer first applies all that comes before
+        return self._feed(at, moves.Launched(n, self.kinds[n], n in self.asked))
+
+    def _joined(self) -> Iterator[tuple[Member, int]]:
+        """Who has joined, and its base as it was planned."""
+        for old, new in itertools.pairwise(self.records):
+            for m, base in zip(new.members, new.base, strict=True):
+                if m not in old.members:
+                    yield m, base
 
     def _has_begun(self, at: At) -> bool:
-        return at[0] in self.records[-1].members and (
-            self._base(at) == 0 or self.ranks[at].next > self._base(at)
-        )
+        return at[0] in self.records[-1].members and self.ranks[at].begun
+
+    def _begins(self, base: int) -> int:
+        """The first message from there on that is no question."""
+        while base in self.asked:
+            base += 1
+        return base
+
+    def _behind(self, record: Record) -> Record:
+        """With all questions that come."""
+        for n in sorted(self.asked):
+            record = record.asked(n)
+        return record
 
     def _may_go_on(self, m: Member) -> bool:
         """Whether an island counts as begun in a change: each of its ranks has launched its base,
@@ -183,7 +205,8 @@ class Storm:
 
     def _end(self) -> int:
         """The last joiner takes part in two messages at least."""
-        return max(self.messages, *(b + 2 for record in self.records for b in record.base))
+        base = max(b for record in self.records for b in record.base)
+        return max(self.messages, self._begins(base) + 2)
 
     def _any_frame(self, at: At) -> bool:
         links = [k for k, frames in self.frames.items() if k[1] == at and frames]
@@ -285,7 +308,7 @@ class Storm:
     # ---- faults --------------------------------------------------------------------------------
 
     def _fault(self) -> None:
-        kind = self.random.choice(("crash", "suspect", "suspect", "leave", "join", "join"))
+        kind = self.random.choice(self.among)
         alive = sorted({m for m, _ in self.ranks if m in self.records[-1].members})
         at = (self.random.choice(alive), self.random.randrange(self.peer_groups)) if alive else None
         if at is None or at not in self.ranks:
@@ -396,10 +419,11 @@ class Storm:
             return
         self.events["change"] += 1
         self.events["counted early"] += any(s.early for s in record.settlements)
+        behind = self._behind(record)
         for (m, peer_group), got in self.got.items():
             for n, outcome in got.items() if m in record.members else ():
                 if n >= record.stable:
-                    new = record.settlement(n)
+                    new = behind.settlement(n)
                     same = outcome == (new.contributors, needed(self.kinds[n], new))
                     self._check(
                         "I2",
@@ -412,7 +436,8 @@ class Storm:
                         new,
                     )
         for n in range(record.stable, max(r.next for r in self.ranks.values()) + 1):
-            grown = set(record.settlement(n).contributors) - set(old.settlement(n).contributors)
+            before = self._behind(old).settlement(n).contributors
+            grown = set(behind.settlement(n).contributors) - set(before)
             self._check("I3", not grown, "{} in record {} has {} again", n, record.epoch, grown)
 
     # ---- invariants ----------------------------------------------------------------------------
@@ -436,7 +461,7 @@ class Storm:
             if m in self._members()
         )
         self._check("I1", same, "{} delivers {} with {}", at, n, outcome)
-        lacks = set(self.records[-1].contributors(n)) - set(outcome[0])
+        lacks = set(self._behind(self.records[-1]).contributors(n)) - set(outcome[0])
         self._check("I4", not lacks, "{} delivers {} without what {} gave", at, n, lacks)
         sealed = self.sealed.get(n, outcome)
         self._check(
@@ -484,7 +509,7 @@ class Storm:
         """Whether it knows how far all members have landed."""
         peers = [self.ranks.get((m, rank.rank)) for m in rank.record.members]
         return all(
-            p is not None and p.landed == h or m == rank.me
+            p is not None and p.landed <= h or m == rank.me
             for m, p, h in zip(rank.record.members, peers, rank.heard, strict=True)
         )
 
@@ -493,6 +518,10 @@ class Storm:
         one history.
         """
         histories = set()
+        for m, base in self._joined():
+            begun = any(n >= base for n in self.got[m, 0])
+            self.events["begun"] += begun
+            self.events["behind"] += begun and base in self.asked
         newest = self.records[-1]
         whole = [
             (m, b)
@@ -504,6 +533,7 @@ class Storm:
             # checkpoint
             self.events["all gone"] += 1
             return
+        newest = self._behind(newest)
         first = max(newest.base)
         for m in newest.members:
             for peer_group in range(self.peer_groups):

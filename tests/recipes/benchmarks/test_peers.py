@@ -39,7 +39,6 @@ pytestmark = pytest.mark.slow
 def call(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str, str]:
     """Status, output and errors of the command, in this process."""
     monkeypatch.setattr(sys, "argv", ["peers.py", *words])
-    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")  # the command sets it
     status = 0
     try:
         peers.main()
@@ -179,7 +178,6 @@ def test_both_sides_train_and_end_as_equal_as_is_said(name: str, tmp_path, monke
     if importlib.util.find_spec(PEERS[name].module.partition(".")[0]) is None:
         pytest.skip(PEERS[name].missing())
     monkeypatch.setattr(lab, "PORT", free_ports(6))
-    monkeypatch.setenv("ISLAND_TRANSPORT", "zeromq")
     args = peers._parser().parse_args(["--repeat", "2", "--patience", "0", "--period", "2"])
     monkeypatch.setattr(peers, "TURN", 0.0)
     pairs: Any = peers.Pairs(Loopback(), (1, 16, 1), str(tmp_path))  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""Which replica of which run a rank belongs to, and how its store is reached: the data of a
+`Topology`, for the modules that it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from ..status import end_by_lost_peers
+from .store_client import Store, WorldStore, connect
+
+ANSWER = 15.0
+"""Seconds that a question to the store may take once the islands have met. Its one thread asks the
+name server for every address that connects, and a name server that does not answer holds it for
+5 s each time (seen)."""
+
+
+@dataclass
+class Replica:
+    """Where a rank stands: see `topology.Topology`, which says how its peer group is reached."""
+
+    kind: str = "single"
+    island: int = 0
+    islands: int = 1
+    name: str = "island0"
+    run: str = "run"
+    endpoint: str = ""
+    address: str = ""
+    timeout: float = 600.0
+    rank: int = 0
+    world: int = 1
+    group: Any = None
+    peer_group: Any = None
+    stop_timeout: float = 25.0
+    dead: float = 10.0
+    stall: float = 0.0
+    least: int = 1
+    count: int = 0
+    suffice: int = 0
+    token: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        self.count = self.count or self.islands
+        if self.islands > 1:
+            end_by_lost_peers()
+
+    @property
+    def elastic(self) -> bool:
+        """Whether islands may come and go."""
+        return self.kind == "islands"
+
+    @property
+    def question(self) -> float:
+        """Seconds that one question to the store may take."""
+        return min(self.timeout, ANSWER)
+
+    def open_store(self, limit: float | None = None) -> Store:
+        """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the
+        world. Each question has a deadline.
+
+        Args:
+            limit: seconds until it must stand; default `timeout`.
+
+        Raises:
+            StoreSilent: nobody answers there by then.
+        """
+        if self.kind == "mesh":
+            return WorldStore(
+                dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question
+            )
+        limit = self.timeout if limit is None else limit
+        return connect(self.endpoint, limit, self.question, self.token)
