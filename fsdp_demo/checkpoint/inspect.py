@@ -427,7 +427,7 @@ def _resumed(
     try:
         chosen = choose([f"island {i}" for i in islands], list(held.values()), "newest", islands)
     except NeedsDecision as error:
-        yield f"with --resume auto over zeromq: {error}"
+        yield f"with --resume auto: {error}"
         return
     steps = {i: state and state.step for i, state in zip(islands, chosen or (), strict=False)}
     if set(steps.values()) <= set(whole[-1:]):
@@ -438,7 +438,7 @@ def _resumed(
     ]
     if others := [i for i, step in steps.items() if step is None]:
         parts.append(f"{_named(others)} take{'s' * (len(others) == 1)} over from them")
-    yield f"with --resume auto over zeromq: {', '.join(parts)}"
+    yield f"with --resume auto: {', '.join(parts)}"
 
 
 def _named(islands: Iterable[int]) -> str:
