@@ -69,7 +69,7 @@ def rank_server(
 
 @pytest.fixture
 def exchange_store(rank_server: RankServer) -> Iterator[tuple[str, int]]:
-    """(host, port) of a TCPStore in a process of its own, for a test that starts its processes
+    """(host, port) of a store in a process of its own, for a test that starts its processes
     itself.
     """
     name = f"test-{secrets.token_hex(6)}"

@@ -20,12 +20,12 @@ from torch.distributed import HashStore
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
-from fsdp_demo.automatic import earlier_choice, first_steps, link_health
+from fsdp_demo.automatic import earlier_choice, first_steps
 from fsdp_demo.automatic.situation import chosen as chosen_in
 from fsdp_demo.automatic.situation import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.comm.ranks import Ranks
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.doctor import quick
 from fsdp_demo.doctor.reading import LinkReading
@@ -175,7 +175,7 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
         known = again.config == chosen
         known = known and again.auto_choice == why
         before_, after = exchange._runtime.at_end, again._runtime.at_end
-        watched = isinstance(after, link_health.LinkHealth) and after.planned == before_.planned
+        watched = isinstance(after, first_steps.LinkHealth) and after.planned == before_.planned
         again.detach()
 
         before = fsdp_demo.attach(optimizer, "auto", model=model, state=early)
@@ -256,7 +256,7 @@ def test_a_state_of_an_earlier_release_is_refused() -> None:
 def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
     why = AutoChoice("slow", "20Mbit,40ms", 0.3, 900)
     note = {"config": preset("sparse_loco").to_dict(), "auto_choice": why.to_dict()}
-    store, silent = Asker(HashStore(), "a store", 5.0), [False]
+    store, silent = WorldStore(HashStore(), "a store", 5.0), [False]
     store.set("run/0/auto", json.dumps(note))
 
     def open_store(limit: float) -> Any:
@@ -283,7 +283,7 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
     store.set("run/0/auto", "{")  # of another release, or damaged
     with pytest.raises(ValueError, match="of the run's choice cannot be read"):
         found()
-    store.delete("run/0/auto")  # it comes before the choice, and measures with the others
+    store.set("run/0/auto", "")  # it comes before the choice, and measures with the others
     assert undecided(found()[0])
 
 
@@ -452,10 +452,10 @@ def test_a_link_that_gets_slower_is_said_once(
     model = model_of()
     exchange = fsdp_demo.attach(optimizer_of("adamw", model), "full", model=model)
     situation = Situation([("layers.0.w", (2048, 2048))], 4, Link(1e7, 0.02), 0.5, device="cpu")
-    health = link_health.LinkHealth(exchange, situation)
+    health = first_steps.LinkHealth(exchange, situation)
     exchange._queue.flown = deque(maxlen=2)  # it forgets old ones, and does not grow
     with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
-        for n in range(3 * link_health.ROUNDS):
+        for n in range(3 * first_steps.ROUNDS):
             took = slower * health.planned + (0.06 if slower > 2 else 0.0)
             exchange._queue.flown.append(
                 ExchangeRecord(n, n, ("delta",), 10.0 * n, 10.0 * n + took)

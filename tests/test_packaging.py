@@ -96,7 +96,7 @@ def test_commands_that_need_no_torch_start_without_it() -> None:
     """
     modules = (
         "cli",
-        "launch.durable_store",
+        "launch.store",
         "launch.rehearse",
         "launch.restarts",
         "launch.run",

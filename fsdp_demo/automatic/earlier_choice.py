@@ -11,7 +11,7 @@ from typing import Any
 
 from ..comm import attempts
 from ..comm.ranks import Ranks
-from ..comm.store_client import Asker
+from ..comm.store_client import Store
 from ..comm.topology import Topology
 from ..config.auto import AutoChoice, undecided
 from ..config.schema import ExchangeConfig
@@ -94,7 +94,7 @@ def _in_store(topology: Topology) -> Any:
     try:
         store = topology.open_store(topology.question)
         key = f"{topology.prefix()}/{KEY}"
-        return store.note(key, "the run's choice") if store.peek(key) else {}
+        return store.note(key, "the run's choice") if store.get(key) else {}
     except PeerLost:
         return {}
 
@@ -112,7 +112,7 @@ def _together(
         store.set(str(topology.island), json.dumps(own))
         said, end = dict[int, str](), time.monotonic() + topology.timeout
         while missing := [i for i in topology.starters if i not in said]:
-            said |= {i: text for i in missing if (text := store.peek(str(i)))}
+            said |= {i: text for i in missing if (text := store.get(str(i)))}
             if time.monotonic() > end or own:
                 break
             time.sleep(LOOK)
@@ -136,7 +136,7 @@ def tell(topology: Topology, told: dict[str, Any]) -> None:
     """
     pulse, text = attempts.join(topology), json.dumps(told)
 
-    def put(at: Asker) -> None:
+    def put(at: Store) -> None:
         at.set(KEY, text)
         pulse.no_more(put)
 

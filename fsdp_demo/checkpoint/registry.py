@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager
 from typing import Any
 
-from ..comm.store_client import Asker
+from ..comm.store_client import Store
 from ..comm.topology import Topology
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
 from .choice import Held, alike, choose
@@ -43,8 +44,8 @@ class CheckpointRegistry:
         global _made
         _made += 1
         self.topology, self._number = topology, _made
-        self._asker: Asker | None = None
-        self._opening: Future[Asker] | None = None
+        self._asker: Store | None = None
+        self._opening: Future[Store] | None = None
         self._silent = False
 
     def choose(
@@ -113,9 +114,10 @@ class CheckpointRegistry:
         with self._asking(t.timeout, opening=t.question) as attempt:
             return self._meet(attempt, note)
 
-    def _meet(self, attempt: Asker, note: dict[str, Any]) -> list[dict[str, Any]]:
+    def _meet(self, attempt: Store, note: dict[str, Any]) -> list[dict[str, Any]]:
         t, store = self.topology, self._below(attempt)
-        if store.add(f"start/{t.island}", 1) > 1:
+        me = secrets.token_hex(8)
+        if store.compare_set(f"start/{t.island}", "", me) != me:
             raise ValueError(
                 f"ISLAND_RUN={t.run!r} was already started by an island with "
                 f"ISLAND_RANK={t.island}: set a different ISLAND_RANK on each "
@@ -123,8 +125,8 @@ class CheckpointRegistry:
             )
         store.set(f"note/{t.island}", json.dumps(note))
         deadline, keys = time.monotonic() + t.timeout, {i: f"note/{i}" for i in t.starters}
-        while missing := [i for i, key in keys.items() if not store.check([key])]:
-            if by := attempt.peek("ended"):
+        while missing := [i for i, key in keys.items() if not store.get(key)]:
+            if by := attempt.get("ended"):
                 raise PeerLost(
                     f"{t.name} waited for islands {missing} to say which checkpoints they hold, "
                     f"when the attempt ended: the process of island {by} was lost, or left. Start "
@@ -164,7 +166,7 @@ class CheckpointRegistry:
             said = {
                 i: store.note(key, f"island {i}")
                 for i in range(t.islands)
-                if store.check([key := f"held/{i}"])
+                if store.get(key := f"held/{i}")
             }
         return [
             held if i == t.island else said.get(i)
@@ -179,7 +181,7 @@ class CheckpointRegistry:
     @contextmanager
     def _asking(
         self, deadline: float, opening: float = 0.0, absent: float = math.inf
-    ) -> Iterator[Asker]:
+    ) -> Iterator[Store]:
         """The store, below the keys of the attempt, whose questions may take `deadline` seconds;
         given up when it is silent. A connection may take `opening` seconds more: at the start its
         own error says what to do.
@@ -193,7 +195,7 @@ class CheckpointRegistry:
             self._asker, self._silent = None, True
             raise
 
-    def _connect(self, deadline: float) -> Asker:
+    def _connect(self, deadline: float) -> Store:
         where = self.topology.endpoint or "the world of this mesh"
         self._opening = self._opening or _in_thread(self._open)
         try:
@@ -209,10 +211,10 @@ class CheckpointRegistry:
         self._opening, self._silent = None, False
         return store
 
-    def _open(self) -> Asker:
+    def _open(self) -> Store:
         return self.topology.open_store().under(self.topology.prefix())
 
-    def _below(self, attempt: Asker) -> Asker:
+    def _below(self, attempt: Store) -> Store:
         return attempt.under(f"checkpoints{self._number}")
 
 

@@ -13,12 +13,12 @@ import logging
 import warnings
 from typing import Any
 
-from ..comm import stores
+from ..comm import store_wire
 from ..config.schema import ExchangeConfig
 
 log = logging.getLogger("fsdp_demo")
 
-LARGEST = stores.LARGEST // 2
+LARGEST = store_wire.LARGEST // 2
 """Bytes of JSON that a donor's host tells: counters and settings, no data of the training. The rest
 of the note, and what is quoted in it, have as much room.
 """

@@ -7,10 +7,7 @@ import ipaddress
 import socket
 from typing import NamedTuple
 
-SCHEMES = ("", "zmq")
-"""What a store speaks: torch's own way, and what stands before "://" otherwise."""
-
-ENDPOINT = "host:port of the store or zmq://host:port, as `fsdp-demo store` prints it"
+ENDPOINT = "host:port of the store, as `fsdp-demo store` prints it"
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -44,36 +41,30 @@ def join_address(host: str, port: int) -> str:
 
 
 class Endpoint(NamedTuple):
-    """Where a store is: one of `SCHEMES`, the host without brackets, the port. As text it is what
-    `split_endpoint` reads.
-    """
+    """Where a store is: the host without brackets, and the port."""
 
-    scheme: str
     host: str
     port: int
 
     def __str__(self) -> str:
-        place = join_address(self.host, self.port)
-        return f"{self.scheme}://{place}" if self.scheme else place
+        return join_address(self.host, self.port)
 
 
 def split_endpoint(text: str) -> Endpoint:
-    """`"zmq://[fd00::1]:29500"` -> `Endpoint("zmq", "fd00::1", 29500)`.
+    """`"[fd00::1]:29500"` -> `Endpoint("fd00::1", 29500)`; "zmq://" may stand before it.
 
     Raises:
         ValueError: another scheme, no host, or no port within 1..65535.
 
-    >>> split_endpoint("zmq://10.0.0.5:29500")
-    Endpoint(scheme='zmq', host='10.0.0.5', port=29500)
+    >>> split_endpoint("10.0.0.5:29500")
+    Endpoint(host='10.0.0.5', port=29500)
     """
-    scheme, colon, place = text.rpartition("://")
     host, port = "", 0
-    if scheme in SCHEMES and bool(scheme) == bool(colon):
-        with contextlib.suppress(ValueError):
-            host, port = split_address(place)
+    with contextlib.suppress(ValueError):
+        host, port = split_address(text.removeprefix("zmq://"))
     if not port:
         raise ValueError(f"{text!r} must be {ENDPOINT}")
-    return Endpoint(scheme, host, port)
+    return Endpoint(host, port)
 
 
 def is_public(host: str) -> bool:

@@ -4,10 +4,9 @@ makes them that restarts what has died.
 Keys of a run in the store:
 
     <run>/attempt             number of the attempt that islands join now
-    <run>/<n>/slot/<island>   who plays this island in attempt n: compare_set, the first wins
+    <run>/<n>/slot/<island>   who plays this island in attempt n, and how often its place was taken anew: compare_set
     <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them
-    <run>/<n>/life/<island>   how often its place was taken anew
-    <run>/<n>/beat/<island>   counts up every second while that process lives, until the islands have met
+    <run>/<n>/beat/<island>   another value every second while that process lives, until the islands have met
     <run>/<n>/came, starters  who begins the attempt (`roll.py`)
     <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
     <run>/<n>/finished        island that came to the end of the run
@@ -38,7 +37,7 @@ from ..errors import PeerLost, StoreSilent, see
 from ..status import leave
 from . import environment, roll
 from .replica import Replica
-from .store_client import Asker
+from .store_client import Store, WorldStore
 
 log = logging.getLogger("fsdp_demo")
 
@@ -58,7 +57,7 @@ class Finished(ValueError):
     """The run has come to its end."""
 
 
-def join(topology: Replica, store: Asker | None = None) -> Pulse:
+def join(topology: Replica, store: Store | None = None) -> Pulse:
     """The attempt in which this process takes part; decided by rank 0 of the island at the first
     call, and told to the others.
 
@@ -134,7 +133,7 @@ def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
     """
     if topology.world == 1:
         return decide()
-    own = Asker(
+    own = WorldStore(
         dist.distributed_c10d._get_default_store(), "the island's own rendezvous", topology.timeout
     )
     # torchrun's ranks may find the store of those before them
@@ -160,9 +159,9 @@ def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
     return taken
 
 
-def _told(own: Asker, key: str, seconds: float) -> Taken:
+def _told(own: Store, key: str, seconds: float) -> Taken:
     end = time.monotonic() + seconds
-    while not own.check([key]):
+    while not own.get(key):
         if time.monotonic() > end:
             raise PeerLost(
                 f"rank 0 of this island did not say within {seconds:g} s which attempt of the run "
@@ -176,7 +175,7 @@ def _told(own: Asker, key: str, seconds: float) -> Taken:
     return Taken(number, life, late, tuple(starters))
 
 
-def _begin(topology: Replica, store: Asker) -> Taken:
+def _begin(topology: Replica, store: Store) -> Taken:
     """A place in an attempt, once it is known who begins it; where it ends before that, one in the
     next.
     """
@@ -190,7 +189,7 @@ def _begin(topology: Replica, store: Asker) -> Taken:
             return taken._replace(late=called.late, starters=called.starters)
 
 
-def _take(topology: Replica, store: Asker) -> Taken:
+def _take(topology: Replica, store: Store) -> Taken:
     """Take this island's place in the attempt that has not ended, opening one if needed."""
     t, me = topology, secrets.token_hex(8)
     once = (
@@ -205,36 +204,31 @@ def _take(topology: Replica, store: Asker) -> Taken:
                 "a new ISLAND_RUN"
             )
         at = store.under(f"{t.run}/{text}")
-        if by := at.peek("finished"):
+        if by := at.get("finished"):
             raise Finished(
                 f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all "
                 f"islands{see('run-finished')}"
             )
-        if at.peek("ended"):
+        if at.get("ended"):
             store.compare_set(f"{t.run}/attempt", text, str(int(text) + 1))
             continue
-        before = at.compare_set(f"slot/{t.island}", "", me)
-        if before == me:
-            at.add(f"beat/{t.island}", 1)
-            return Taken(int(text), 0, bool(at.peek("begun")))
+        slot = f"slot/{t.island}"
+        before = at.compare_set(slot, "", f"{me} 0")
+        if before == f"{me} 0":
+            roll.beat(at, t.island)
+            return Taken(int(text), 0, bool(at.get("begun")))
         if _live(t, at, [t.island]):
             cure = (
                 "set a different ISLAND_RANK on each, or a new ISLAND_RUN on all "
                 f"islands{see('rank-taken')}"
             )
             raise ValueError(f"{once}, which still runs: {cure}")
-        # nobody has begun with it
-        if _waits(t, at) and at.compare_set(f"slot/{t.island}", before, me) == me:
-            at.add(f"beat/{t.island}", 1)
-            return Taken(int(text), at.add(f"life/{t.island}", 1))
-        others = [j for j in range(t.islands) if j != t.island]
-        if (
-            at.peek("begun")
-            and _live(t, at, others)
-            and at.compare_set(f"slot/{t.island}", before, me) == me
-        ):
-            at.add(f"beat/{t.island}", 1)
-            return Taken(int(text), at.add(f"life/{t.island}", 1), True)
+        life, others = _lives(before) + 1, [j for j in range(t.islands) if j != t.island]
+        waits = _waits(t, at)  # else: do the others train?
+        if waits or (at.get("begun") and _live(t, at, others)):
+            if at.compare_set(slot, before, f"{me} {life}") == f"{me} {life}":
+                roll.beat(at, t.island)
+                return Taken(int(text), life, late=not waits)
         log.info(
             "island %d was started before and is gone: attempt %s of run %r has ended",
             t.island,
@@ -244,11 +238,21 @@ def _take(topology: Replica, store: Asker) -> Taken:
         at.compare_set("ended", "", str(t.island))
 
 
-def _waits(topology: Replica, at: Asker) -> bool:
+def _lives(slot: str) -> int:
+    """How often a place was taken anew, by what its key says."""
+    number = slot.partition(" ")[2]
+    if not (number.isascii() and number.isdigit()):
+        raise ValueError(
+            f"{slot!r:.60} in the store names no life of an island: set a new ISLAND_RUN"
+        )
+    return int(number)
+
+
+def _waits(topology: Replica, at: Store) -> bool:
     """Whether this island does not begin an attempt that has not begun: the end of its process
     before then ends nothing.
     """
-    if at.peek("begun"):
+    if at.get("begun"):
         return False
     starters = roll.decided(at, topology.count)
     return topology.island >= topology.count or (
@@ -256,23 +260,24 @@ def _waits(topology: Replica, at: Asker) -> bool:
     )
 
 
-def _live(topology: Replica, at: Asker, islands: Sequence[int]) -> bool:
+def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
     """Whether any of these islands lives: its door answers, or, before they have come together, its
     beat moves.
     """
-    if meeting := at.peek("begun"):
+    if meeting := at.get("begun"):
         from .look import answers  # it needs ZeroMQ
 
         return answers(at.under(meeting), islands, topology.token)
-    first, end = [at.add(f"beat/{i}", 0) for i in islands], time.monotonic() + BEATS * BEAT
-    while time.monotonic() < end and not at.peek("ended"):
+    keys, end = [f"beat/{i}" for i in islands], time.monotonic() + BEATS * BEAT
+    first = at.get_all(keys)
+    while time.monotonic() < end and not at.get("ended"):
         time.sleep(BEAT / 5)
-        if any(at.add(f"beat/{i}", 0) != n for i, n in zip(islands, first, strict=True)):
+        if at.get_all(keys) != first:
             return True
     return False
 
 
-Job = Callable[[Asker], Any]
+Job = Callable[[Store], Any]
 
 
 class Pulse:
@@ -288,19 +293,15 @@ class Pulse:
     """
 
     def __init__(
-        self, topology: Replica, taken: Taken, beats: bool = False, store: Asker | None = None
+        self, topology: Replica, taken: Taken, beats: bool = False, store: Store | None = None
     ):
         self.taken, self.deadline = taken, min(topology.question, PATIENCE)
         self.prefix = prefix = f"{topology.run}/{taken.number}"
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
-        self._beat: Job = lambda at: at.add(f"beat/{topology.island}", 1)
+        self._beat: Job = lambda at: roll.beat(at, topology.island)
         self._each: list[Job] = [self._beat] if beats else []
-        self._at = (
-            None
-            if store is None
-            else Asker(store.store, topology.endpoint, topology.question).under(prefix)
-        )
+        self._at = None if store is None else store.within(topology.question).under(prefix)
         self._pause, self.silent = BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()

@@ -25,7 +25,7 @@ from . import moves
 from .epochs import Member, Record, Report
 from .moves import Event
 from .record_json import read_record, read_report, record_text, report_text
-from .store_client import Asker
+from .store_client import Store
 
 log = logging.getLogger("fsdp_demo")
 
@@ -60,7 +60,7 @@ class ChangeDesk:
 
     def __init__(
         self,
-        open_store: Callable[[], Asker],
+        open_store: Callable[[], Store],
         ranks: int,
         dead: float,
         patience: float,
@@ -70,9 +70,9 @@ class ChangeDesk:
         self._open, self._ranks, self._dead, self._tell = open_store, ranks, dead, tell
         self._patience, self._failed = patience, failed
         self.epoch = 0
-        self._at: Asker | None = None
+        self._at: Store | None = None
         self._met, self._own = False, ""
-        self._jobs: queue.SimpleQueue[Callable[[Asker], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[Store], None] | None] = queue.SimpleQueue()
         self._watched: Watched | None = None
         self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
         self._thread.start()
@@ -86,7 +86,7 @@ class ChangeDesk:
         that follows `epoch`.
         """
 
-        def job(at: Asker) -> None:
+        def job(at: Store) -> None:
             self._met, self._own = True, _report_key(report.view, report.member, report.rank)
             self._write(lambda: at.set(self._own, report_text(report)))
             self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
@@ -98,7 +98,7 @@ class ChangeDesk:
         seconds after its beginning.
         """
 
-        def job(at: Asker) -> None:
+        def job(at: Store) -> None:
             if self._watched is not None:
                 self._watched.lost |= set(members)
 
@@ -113,7 +113,7 @@ class ChangeDesk:
         and tell the reports again.
         """
 
-        def job(at: Asker) -> None:
+        def job(at: Store) -> None:
             if self._watched is not None:
                 self._watched.epoch = epoch + 1
                 self._tell(
@@ -124,7 +124,7 @@ class ChangeDesk:
 
     def fetch(self, epoch: int) -> None:
         """Read a record that somebody has announced."""
-        self._jobs.put(lambda at: self._seen(at, at.get(record_key(epoch)).decode()))
+        self._jobs.put(lambda at: self._seen(at, self._known(at, epoch)))
 
     def close(self) -> None:
         """End the thread, unless a silent store holds it."""
@@ -164,21 +164,27 @@ class ChangeDesk:
                     log.error("membership: %s", error)
                 job, said = None, str(error)
 
-    def _opened(self) -> Asker:
+    def _opened(self) -> Store:
         """A connection to a store that knows what this rank knows."""
         at = self._open()
-        if self._met and not at.peek(record_key(self.epoch)):
-            raise StoreSilent(
-                f"the store does not know record {self.epoch} of this run: it was started anew "
-                "without its file, or from an older copy of it"
-            )
+        if self._met:
+            self._known(at, self.epoch)
         return at
 
-    def _begin(self, at: Asker, record: Record) -> None:
+    def _known(self, at: Store, epoch: int) -> str:
+        """The text of a record that stands."""
+        if not (text := at.get(record_key(epoch))):
+            raise StoreSilent(
+                f"the store does not know record {epoch} of this run: it was started anew "
+                "without its file, or from an older copy of it"
+            )
+        return text
+
+    def _begin(self, at: Store, record: Record) -> None:
         self._hand_in(at, record)
         self._met = True
 
-    def _hand_in(self, at: Asker, record: Record) -> None:
+    def _hand_in(self, at: Store, record: Record) -> None:
         key, text = record_key(record.epoch), record_text(record)
         if stands := self._write(lambda: at.compare_set(key, "", text)):
             self._seen(at, stands)
@@ -193,20 +199,20 @@ class ChangeDesk:
             self._failed(str(error))
             return None
 
-    def _seen(self, at: Asker, text: str) -> None:
+    def _seen(self, at: Store, text: str) -> None:
         record = read_record(text)
         over = self._watched is not None and record.view == record.epoch > self._watched.view
         if over:
             self._watched = None
         self._tell(moves.RecordSeen(record))
         if over:  # nobody acts on reports once the record stands, and a run of weeks makes many
-            at.delete(self._own)
+            at.set(self._own, "")
 
-    def _look(self, at: Asker) -> None:
+    def _look(self, at: Store) -> None:
         watched = self._watched
         if watched is None:
             return
-        if text := at.peek(record_key(watched.epoch)):
+        if text := at.get(record_key(watched.epoch)):
             watched.epoch += 1
             self._seen(at, text)
             return
@@ -215,7 +221,7 @@ class ChangeDesk:
         for member in watched.members:
             keys = [_report_key(watched.view, member, rank) for rank in range(self._ranks)]
             keys = [k for k in keys if k not in watched.found and k not in watched.damaged]
-            for key, text in zip(keys, at.peek_all(keys), strict=True):
+            for key, text in zip(keys, at.get_all(keys), strict=True):
                 if text:
                     watched.take(key, text)
         now, awaited = time.monotonic(), watched.awaited(self._ranks)

@@ -23,7 +23,7 @@ VARIABLES = {
     "ISLAND_COUNT": "number of islands that are expected at the start",
     "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default "
     "ISLAND_COUNT",
-    "ISLAND_ENDPOINT": "host:port of the store or zmq://host:port",
+    "ISLAND_ENDPOINT": "host:port of the store",
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
@@ -33,8 +33,7 @@ VARIABLES = {
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on",
     "ISLAND_STALL": "seconds that an island which still sends heartbeats may stand while the "
     "others wait for it; default ISLAND_TIMEOUT",
-    "ISLAND_STOP": "seconds that islands which stop wait for each other",
-    "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
+    "ISLAND_STOP": "seconds from SIGTERM to the end of an island, its save included",
     "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
@@ -64,15 +63,16 @@ def patience(env: Mapping[str, str] | None = None) -> float:
 
 
 def stop_timeout(env: Mapping[str, str]) -> float:
-    """ISLAND_STOP in seconds, default 10.
+    """ISLAND_STOP in seconds, default 25: torch's launcher kills its ranks after 30.
 
     Raises:
         ValueError: it is no number, or out of range.
     """
-    value = number(env, "ISLAND_STOP", 10.0)
-    if not 0 <= value <= LONGEST:
+    value = number(env, "ISLAND_STOP", 25.0)
+    if not 0 < value <= LONGEST:
         raise ValueError(
-            f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, 0 to {LONGEST}"
+            f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, more than 0 and at "
+            f"most {LONGEST}"
         )
     return value
 
@@ -254,23 +254,13 @@ def warn_of_open(place: Endpoint, address: str, token: str) -> None:
     """
     reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
     public = [said for said, host in reached.items() if host and is_public(host)]
-    if not token:
-        lacks = "ISLAND_TOKEN is not set"
-        cure = "set ISLAND_TOKEN on all islands and at the store (openssl rand -hex 32)"
-    elif not place.scheme:
-        lacks = "the store at host:port asks for no token"
-        cure = f"take the store of `fsdp-demo store --bind zmq://{place}`"
-    else:
-        return
-    if public and "open" not in _said:
+    if public and not token and "open" not in _said:
         _said.add("open")
         log.warning(
-            "%s: a PUBLIC address, and %s: WHOEVER REACHES IT CAN READ, CHANGE AND END THE RUN. "
-            "%s, or give private addresses "
-            "(docs/wireguard.md)",
+            "%s: a PUBLIC address, and ISLAND_TOKEN is not set: WHOEVER REACHES IT CAN READ, "
+            "CHANGE AND END THE RUN. Set ISLAND_TOKEN on all islands and at the store (openssl "
+            "rand -hex 32), or give private addresses (docs/wireguard.md)",
             " and ".join(public),
-            lacks,
-            cure[0].upper() + cure[1:],
         )
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from ..errors import counted
 from .address import split_address
-from .guests import knock
+from .guests import Request, knock
 from .newcomer import newest
-from .store_client import Asker
+from .store_client import Store
+
+STATUS = Request(ask="status")
 
 
-def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
+def members(store: Store, run: str, token: str = "") -> dict[str, Any]:
     """The members of a run, each with what the door of its first peer group says.
 
     Returns:
@@ -32,7 +34,7 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
 
     from .curve import Keys
 
-    attempt = store.peek(f"{run}/attempt")
+    attempt = store.get(f"{run}/attempt")
     found: dict[str, Any] = {
         "run": run,
         "attempt": attempt,
@@ -43,31 +45,31 @@ def members(store: Asker, run: str, token: str = "") -> dict[str, Any]:
     if not attempt:
         return found
     above = store.under(f"{run}/{attempt}")
-    prefix = f"{run}/{attempt}/{above.peek('begun') or 0}"
+    prefix = f"{run}/{attempt}/{above.get('begun') or 0}"
     at = store.under(prefix)
     record = newest(at)
     if record is None:
         return found
     found["state"] = (
-        "finished" if above.peek("finished") else "left" if above.peek("ended") else "members"
+        "finished" if above.get("finished") else "left" if above.get("ended") else "members"
     )
     found["epoch"] = record.epoch
     keys, context = Keys(token, prefix) if token else None, zmq.Context()
     try:
         for member in record.members:
             one: dict[str, Any] = {"slot": member.slot, "life": member.incarnation}
-            door = at.peek(f"door/{member.slot}.{member.incarnation}.0")
+            door = at.get(f"door/{member.slot}.{member.incarnation}.0")
             answer = None
             if door:
                 host, port = split_address(door)
-                answer = knock(context, keys, host, port, {"ask": "status"}, 3.0)
+                answer = knock(context, keys, host, port, STATUS, 3.0)
             found["members"].append({**one, **(answer or {"silent": True})})
     finally:
         context.destroy(0)
     return found
 
 
-def answers(at: Asker, slots: Sequence[int], token: str = "") -> bool:
+def answers(at: Store, slots: Sequence[int], token: str = "") -> bool:
     """Whether any of these islands of a run (`at`: below its keys) answers at the door of its first
     peer group.
     """
@@ -80,14 +82,9 @@ def answers(at: Asker, slots: Sequence[int], token: str = "") -> bool:
     try:
         for member in record.members if record is not None else ():
             door = (
-                at.peek(f"door/{member.slot}.{member.incarnation}.0")
-                if member.slot in slots
-                else ""
+                at.get(f"door/{member.slot}.{member.incarnation}.0") if member.slot in slots else ""
             )
-            if (
-                door
-                and knock(context, keys, *split_address(door), {"ask": "status"}, 3.0) is not None
-            ):
+            if door and knock(context, keys, *split_address(door), STATUS, 3.0) is not None:
                 return True
         return False
     finally:

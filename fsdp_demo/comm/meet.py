@@ -23,7 +23,7 @@ from .link import Link
 from .membership import entered
 from .peers import most_streams
 from .signs import Signs
-from .store_client import Asker
+from .store_client import Store
 from .zeromq import Meeting, ZeroMQ
 
 log = logging.getLogger("fsdp_demo")
@@ -70,7 +70,7 @@ class PeerPosition:
 def elastic_peers(
     meeting: Meeting,
     place: PeerPosition,
-    open_store: Callable[[], Asker],
+    open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
 ) -> ElasticPeerGroup:
@@ -123,7 +123,7 @@ def newcomer_peers(
     meeting: Meeting,
     place: PeerPosition,
     life: int,
-    open_store: Callable[[], Asker],
+    open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
 ) -> ElasticPeerGroup:
@@ -221,7 +221,7 @@ class Starter:
         place: PeerPosition,
         me: Member,
         siblings: Mapping[int, Any],
-        open_store: Callable[[], Asker],
+        open_store: Callable[[], Store],
         limits: Limits,
         peers: ElasticPeerGroup,
     ):

@@ -13,7 +13,7 @@ from typing import Literal
 from ..errors import see
 from . import attempts
 from .change import record_key
-from .store_client import Asker
+from .store_client import Store
 from .topology import Topology
 
 log = logging.getLogger("fsdp_demo")
@@ -76,17 +76,17 @@ class Presence:
                 knows. begun_anew: called in the thread, with what to say.
         """
 
-        def look(at: Asker) -> None:
+        def look(at: Store) -> None:
             now, known = time.monotonic(), epoch()
             slept, self._turn = now - self._turn > SLEPT, now
             if self._ended or not (slept or (now - self._asked >= ASK and missing())):
                 return
             self._asked = now
-            if by := at.peek("ended"):
+            if by := at.get("ended"):
                 begun_anew(
                     f"island {by} found none of this attempt's islands, and has begun another one"
                 )
-            elif not self._warned and not at.under(keys).peek(record_key(known)):
+            elif not self._warned and not at.under(keys).get(record_key(known)):
                 self._warned = True
                 log.warning(
                     "the store at %s lacks record %d of this run's members: it was started from an "
@@ -120,7 +120,7 @@ class Presence:
         if self._pulse is not None and self._look is not None:
             self._pulse.no_more(self._look)
 
-    def _ask(self, job: Callable[[Asker], object]) -> None:
+    def _ask(self, job: Callable[[Store], object]) -> None:
         self.start()
         if self._pulse is not None:
             self._pulse.ask(job, self._pulse.deadline)

@@ -22,7 +22,7 @@ from .meet import Limits, PeerPosition, elastic_peers, newcomer_peers
 from .peers import PeerGroup
 from .position import ShardPosition, form
 from .replica import Replica
-from .store_client import Asker
+from .store_client import Store
 from .zeromq import Meeting
 
 # how often this process joined a run: every attach gets keys of its own
@@ -47,7 +47,7 @@ class Rendezvous:
         self._attempt = ""  # what its keys begin with
         self._starters: tuple[int, ...] = ()
         self._late = False  # the others train already
-        self._store: Asker | None = None
+        self._store: Store | None = None
 
     def join(self) -> tuple[PeerGroup | None, int]:
         """The peers of this rank, None for a copy that is not active, and the number of active
@@ -75,7 +75,7 @@ class Rendezvous:
         names = self._names(infos)
         return self._peers(store, active_copies, names), active_copies
 
-    def _connect(self) -> Asker:
+    def _connect(self) -> Store:
         """Open the store, and settle which keys this meeting has."""
         topology = self._topology
         if topology.rank == 0:
@@ -90,11 +90,11 @@ class Rendezvous:
         epoch = attached(topology)
         pulse = attempts.join(topology, store)
         self._attempt, self._starters = pulse.prefix, pulse.taken.starters
-        if epoch and store.peek(f"{self._attempt}/finished"):
+        if epoch and store.get(f"{self._attempt}/finished"):
             # by an exchange of this process, which now has another one
             store.set(f"{self._attempt}/finished", "")
         self._late = not epoch and pulse.taken.late
-        if self._late and (begun := int(store.peek(f"{self._attempt}/begun") or 0)):
+        if self._late and (begun := int(store.get(f"{self._attempt}/begun") or 0)):
             raise self._one_of(begun + 1)
         if epoch and topology.island not in self._starters:
             raise self._one_of(epoch + 1)
@@ -114,7 +114,7 @@ class Rendezvous:
 
     # -- who is there -----------------------------------------------------------------------------
 
-    def _meet(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _meet(self, store: Store) -> dict[int, dict[str, Any]]:
         """Announce this rank, wait for one rank of every island that begins and compare layouts;
         returns each one's announcement.
         """
@@ -123,14 +123,14 @@ class Rendezvous:
         self._compare(infos)
         return infos
 
-    def _look(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _look(self, store: Store) -> dict[int, dict[str, Any]]:
         """As `_meet`, for an island that comes when the run is under way: those that have been
         announced, and this one.
         """
         topology, position, mine = self._topology, self._position, self._announcement()
         infos = {}
         for i in range(topology.islands):
-            if store.check([self._first(i)]):
+            if store.get(self._first(i)):
                 infos[i] = self._note(store, i)
         self._compare({i: info for i, info in infos.items() if i != topology.island})
         active_copies = min(info["copies"] for info in infos.values())
@@ -153,7 +153,7 @@ class Rendezvous:
         """Where the first rank of an island does."""
         return f"{self.prefix}/join/{island}/0.0"
 
-    def _note(self, store: Asker, island: int) -> dict[str, Any]:
+    def _note(self, store: Store, island: int) -> dict[str, Any]:
         """What the first rank of an island has announced."""
         fields = {name: type(value) for name, value in self._announcement().items()}
         return store.note(self._first(island), f"island {island}", fields)
@@ -167,14 +167,14 @@ class Rendezvous:
             "copies": self._position.num_copies,
         }
 
-    def _gather(self, store: Asker) -> dict[int, dict[str, Any]]:
+    def _gather(self, store: Store) -> dict[int, dict[str, Any]]:
         """The announcements of all islands that begin, as they come."""
         topology, wanted = self._topology, self._starters
         infos: dict[int, dict[str, Any]] = {}
         deadline, look = time.monotonic() + topology.timeout, time.monotonic()
         while True:
             for i in wanted:
-                if i not in infos and store.check([self._first(i)]):
+                if i not in infos and store.get(self._first(i)):
                     infos[i] = other = self._note(store, i)
                     # at once: the larger number would wait for islands that nobody starts
                     if other["count"] != topology.count:
@@ -216,11 +216,11 @@ class Rendezvous:
             "what fits before attach, and start this island again"
         )
 
-    def _refuse_in_vain(self, store: Asker, missing: Sequence[int]) -> None:
+    def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
         """Raise where those that are missing will not come to this attempt."""
         topology = self._topology
         roll.compare(store.under(self._attempt), topology, list(missing))
-        if by := store.peek(f"{self._attempt}/ended"):
+        if by := store.get(f"{self._attempt}/ended"):
             raise PeerLost(
                 f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
                 f"the attempt {self._attempt}: start this island again to join the next"
@@ -252,7 +252,7 @@ class Rendezvous:
 
     # -- how they are reached ---------------------------------------------------------------------
 
-    def _peers(self, store: Asker, active_copies: int, names: Sequence[str]) -> PeerGroup:
+    def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
         """Peers that may come and go."""
         topology, pulse = self._topology, attempts.join(self._topology)
         meeting = self._meeting(store, self.prefix, names, among=self._starters)
@@ -268,7 +268,7 @@ class Rendezvous:
         return met
 
     def _meeting(
-        self, store: Asker, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
+        self, store: Store, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
     ) -> Meeting:
         """What `ZeroMQ` is told."""
         topology = self._topology
@@ -296,7 +296,7 @@ class Rendezvous:
             self._topology.rank,
         )
 
-    def _own_store(self) -> Asker:
+    def _own_store(self) -> Store:
         """A connection of its own, below the keys of this meeting."""
         return self._topology.open_store(self._topology.question).under(self.prefix)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..status import end_by_lost_peers
-from .store_client import Asker, connect
+from .store_client import Store, WorldStore, connect
 
 ANSWER = 15.0
 """Seconds that a question to the store may take once the islands have met. Its one thread asks the
@@ -33,7 +33,7 @@ class Replica:
     world: int = 1
     group: Any = None
     peer_group: Any = None
-    stop_timeout: float = 10.0
+    stop_timeout: float = 25.0
     dead: float = 10.0
     stall: float = 0.0
     least: int = 1
@@ -56,7 +56,7 @@ class Replica:
         """Seconds that one question to the store may take."""
         return min(self.timeout, ANSWER)
 
-    def open_store(self, limit: float | None = None) -> Asker:
+    def open_store(self, limit: float | None = None) -> Store:
         """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the
         world. Each question has a deadline.
 
@@ -67,8 +67,8 @@ class Replica:
             StoreSilent: nobody answers there by then.
         """
         if self.kind == "mesh":
-            return Asker(
+            return WorldStore(
                 dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question
             )
         limit = self.timeout if limit is None else limit
-        return connect(self.endpoint, limit, self.question, self.timeout, self.token)
+        return connect(self.endpoint, limit, self.question, self.token)

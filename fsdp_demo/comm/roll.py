@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ..errors import PeerLost, counted, see
 from .replica import Replica
-from .store_client import Asker
+from .store_client import Store
 
 log = logging.getLogger("fsdp_demo")
 
@@ -50,7 +51,7 @@ def _somebody(islands: Sequence[int]) -> bool:
 
 
 def call(
-    at: Asker,
+    at: Store,
     place: Replica,
     late: bool,
     beat: float,
@@ -98,7 +99,7 @@ def call(
     return Called(roll.decided() or roll.everyone, True) if roll.wait_for_begin() else None
 
 
-def compare(at: Asker, place: Replica, islands: Sequence[int]) -> None:
+def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
     """Refuse these islands, as far as they have come, if they have other numbers: they may have
     refused this one already, and left.
 
@@ -107,17 +108,17 @@ def compare(at: Asker, place: Replica, islands: Sequence[int]) -> None:
     """
     roll = _Roll(at, place, 0.0, 0.0)
     for i in islands:
-        if at.check([f"came/{i}"]):
+        if at.get(f"came/{i}"):
             roll.hear(i)
 
 
-def decided(at: Asker, count: int) -> tuple[int, ...] | None:
+def decided(at: Store, count: int) -> tuple[int, ...] | None:
     """The islands that begin; None while that is open.
 
     Raises:
         ValueError: what stands there cannot be read.
     """
-    text = at.peek("starters")
+    text = at.get("starters")
     return _read(text, count) if text else None
 
 
@@ -137,15 +138,20 @@ def _read(text: str, count: int) -> tuple[int, ...]:
         ) from None
 
 
+def beat(at: Store, island: int) -> None:
+    """Show that this island lives: whoever looks again finds another value."""
+    at.set(f"beat/{island}", secrets.token_hex(8))
+
+
 class _Roll:
     """One island's wait."""
 
-    def __init__(self, at: Asker, place: Replica, beat: float, silence: float):
+    def __init__(self, at: Store, place: Replica, beat: float, silence: float):
         self._at, self._place, self._each, self._silence = at, place, beat, silence
         self._beat_at = 0.0
         self._names: dict[int, str] = {}
         # beats of an island, and when they were last seen to move
-        self._moved: dict[int, tuple[int, float]] = {}
+        self._moved: dict[int, tuple[str, float]] = {}
         self.everyone = tuple(range(place.count))
 
     def decided(self) -> tuple[int, ...] | None:
@@ -155,7 +161,7 @@ class _Roll:
     def came(self) -> list[int]:
         """The other islands that have said something of themselves, whether they live or not."""
         others = (i for i in range(self._place.islands) if i != self._place.island)
-        return [i for i in others if self._at.check([f"came/{i}"])]
+        return [i for i in others if self._at.get(f"came/{i}")]
 
     def of_an_earlier_start(self, late: bool, lives: Callable[[Sequence[int]], bool]) -> bool:
         """Whether who has come has other numbers and is gone: a start with those numbers is over,
@@ -198,7 +204,7 @@ class _Roll:
         while True:
             if (known := self.decided()) is not None:
                 return known
-            if self._at.peek("ended"):
+            if self._at.get("ended"):
                 return None
             here, over = self._here(), time.monotonic() > end
             if len(here) == p.count or (over and len(here) >= p.suffice):
@@ -212,8 +218,8 @@ class _Roll:
         """Until the others have met; False where the attempt has ended before."""
         p, end = self._place, time.monotonic() + self._place.timeout
         log.info("%s waits for run %r to begin, and joins it then", p.name, p.run)
-        while not self._at.peek("begun"):
-            if self._at.peek("ended"):
+        while not self._at.get("begun"):
+            if self._at.get("ended"):
                 return False
             if time.monotonic() > end:
                 raise PeerLost(
@@ -231,11 +237,11 @@ class _Roll:
         for i in self.everyone:
             if i != self._place.island:
                 if i not in self._names:
-                    if not self._at.check([f"came/{i}"]):
+                    if not self._at.get(f"came/{i}"):
                         continue
                     self.hear(i)
-                beats = self._at.add(f"beat/{i}", 0)
-                if self._moved.get(i, (-1, now))[0] != beats:
+                beats = self._at.get(f"beat/{i}")
+                if i not in self._moved or self._moved[i][0] != beats:
                     self._moved[i] = beats, now
                 if now - self._moved[i][1] > self._silence:
                     continue
@@ -259,7 +265,7 @@ class _Roll:
     def _beat(self) -> None:
         if (now := time.monotonic()) - self._beat_at >= self._each:
             self._beat_at = now
-            self._at.add(f"beat/{self._place.island}", 1)
+            beat(self._at, self._place.island)
 
     def _too_few(self, here: list[int]) -> str:
         p = self._place

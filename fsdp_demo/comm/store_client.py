@@ -1,9 +1,8 @@
-"""Questions to a store with a deadline: a store that is frozen, or behind a dead cable, must not
-stop whoever asks.
+"""The store as islands and ranks ask it: `get`, `set`, `compare_set`, each with a deadline.
 
-`torch.distributed.TCPStore` waits for an answer without a limit when it connects and in `check`,
-`add`, `set` and `delete_key`, inside C++, where no signal is served. Here each question runs in a
-thread of its own, and the thread that asked waits `deadline` seconds at most.
+`StoreClient` speaks to the durable store (`launch/store.py`) at ISLAND_ENDPOINT, where islands
+meet. `WorldStore` asks the store of a torch.distributed world, for what its own ranks tell each
+other.
 """
 
 from __future__ import annotations
@@ -14,108 +13,78 @@ import math
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, TypeVar
 
 from ..errors import StoreSilent, see
-from .address import Endpoint, split_endpoint
-from .stores import LARGEST, BoundedStore, Identity
+from .address import join_address, split_endpoint
+from .store_line import Identity, Line, identity_in
+from .store_wire import AT_ONCE, LARGEST, LONGEST
+
+Kind = TypeVar("Kind", bound="Store")
 
 
-class Asker:
-    """The methods of a store that the islands use, each with a deadline.
+class Store(ABC):
+    """A store whose every question ends within `deadline` seconds, from any thread. Keys and values
+    are text; a key that is not there has the value "".
 
-    After a question that torch's store has not answered the connection is given up: later ones fail
-    at once. A `BoundedStore` may be asked again.
+    All methods raise StoreSilent where no answer comes, and ValueError where the store refuses the
+    question: a key or value that is too long, or no room.
 
     Args:
-        store: a `torch.distributed.Store` or a `BoundedStore`.
-        where: how errors name it.
+        where: the endpoint, for errors.
         deadline: seconds that one question may take.
 
     Attributes:
-        prefix: stands before every key. absent: as of `BoundedStore`.
+        prefix: stands before every key.
+        absent: seconds after which a question is given up while nobody listens there, if that is
+            sooner than `deadline`: who can do without the answer need not wait for a store that is
+            being started again.
     """
 
-    def __init__(self, store: Any, where: str, deadline: float):
-        self._store = store
-        self._where = where
-        self.deadline = deadline
-        self.prefix = ""
-        self.absent = math.inf
+    def __init__(self, where: str, deadline: float):
+        self.where, self.deadline, self.absent, self.prefix = where, deadline, math.inf, ""
 
-    @property
-    def store(self) -> Any:
-        """The store itself, without prefix and deadlines: for a process group, which has a timeout
-        of its own.
-        """
-        if self._store is None:
-            raise StoreSilent(f"the store at {self._where} has not answered before")
-        return self._store
-
-    def under(self, prefix: str) -> Asker:
-        """The same store with `prefix` and a slash before every key."""
+    def under(self: Kind, prefix: str) -> Kind:
+        """The same store, on the same connection, with `prefix` and a slash before every key."""
         below = copy.copy(self)
         below.prefix = f"{self.prefix}{prefix}/"
         return below
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter; its new value."""
-        return int(self._ask(lambda store: store.add(self.prefix + key, amount)))
+    def within(self: Kind, seconds: float) -> Kind:
+        """The same store, on the same connection, with another deadline."""
+        other = copy.copy(self)
+        other.deadline = seconds
+        return other
 
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        return bool(self._ask(lambda store: store.check([self.prefix + key for key in keys])))
+    def get(self, key: str) -> str:
+        """The value of a key, "" if it is not there."""
+        return self.get_all([key])[0]
 
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Set the key if it has the expected value (or is not there and "" is expected); its value
-        now.
-        """
-        return self._bounded(
-            key, self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))
-        ).decode(errors="replace")
+    @abstractmethod
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """The values of keys, "" for one that is not there."""
 
-    def get(self, key: str) -> bytes:
-        """The value of a key that is there (waits for it otherwise, to the deadline).
-
-        Raises:
-            ValueError: it is longer than `LARGEST`: none of the islands has written it.
-        """
-        return self._bounded(key, self._ask(lambda store: store.get(self.prefix + key)))
-
-    def peek(self, key: str) -> str:
-        """The value of a key, "" if it is not there: one question."""
-        return self.peek_all([key])[0]
-
-    def peek_all(self, keys: Sequence[str]) -> list[str]:
-        """The values of keys, "" for one that is not there: one question of a durable store, which
-        writes nothing; one for each key of torch's, which keeps "" for a missing key.
-        """
-        if not keys or not isinstance(self.store, BoundedStore):
-            return [self.compare_set(key, "", "") for key in keys]
-        found = self._ask(lambda store: store.find_all([self.prefix + key for key in keys]))
-        return [
-            self._bounded(key, value).decode(errors="replace")
-            for key, value in zip(keys, found, strict=True)
-        ]
-
-    def delete(self, key: str) -> None:
-        """Delete a key; nothing happens if it is not there."""
-        self._ask(lambda store: store.delete_key(self.prefix + key))
-
+    @abstractmethod
     def set(self, key: str, value: str) -> None:
-        """Set a key."""
-        self._ask(lambda store: store.set(self.prefix + key, value))
+        """Set a key; "" takes it away. Each such key has one writer: a repeated question may set it
+        again.
+        """
+
+    @abstractmethod
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Set a key if it has the expected value ("": it is not there); its value now.
+
+        Success is that the value now is `desired`. So where it matters who has set it, `desired`
+        holds something of its writer that nobody else writes.
+        """
 
     def identity(self) -> Identity | None:
-        """Which store answers; None if it cannot say, as torch's own cannot."""
-        store = self.store
-        return store.within(self.deadline).identity() if isinstance(store, BoundedStore) else None
+        """Which store answers; None if it cannot say."""
+        return None
 
     def note(self, key: str, who: str, fields: Mapping[str, type] | None = None) -> Any:
         """The JSON value of a key that is there.
@@ -125,12 +94,10 @@ class Asker:
             fields: keys that the note, an object, must have, with the types of their values.
 
         Raises:
-            ValueError: it is too long, no JSON, or lacks a field; the message names the key and
-                `who`.
+            ValueError: it is no JSON, or lacks a field; the message names the key and `who`.
         """
-        data = self.get(key)
         try:
-            value = json.loads(data)
+            value = json.loads(self.get(key))
             wrong = next(
                 (f for f, kind in (fields or {}).items() if type(value[f]) is not kind), None
             )
@@ -138,146 +105,182 @@ class Asker:
         except (ValueError, RecursionError, KeyError, TypeError, IndexError) as error:
             reason = f"{type(error).__name__}: {str(error)[:80]}"
         if reason is not None:
-            raise ValueError(f"{self._wrong(key)} of {who} cannot be read ({reason}): {self._cure}")
+            raise ValueError(
+                f"the note {self.prefix}{key} in the store at {self.where} of {who} cannot be read "
+                f"({reason}): somebody else writes into this store, or runs another release; start "
+                "a store on a port that only the islands reach"
+            )
         return value
 
-    def _bounded(self, key: str, value: bytes) -> bytes:
-        if len(value) > LARGEST:
-            raise ValueError(
-                f"{self._wrong(key)} has {len(value)} bytes, allowed are {LARGEST}: {self._cure}"
-            )
-        return bytes(value)
 
-    def _wrong(self, key: str) -> str:
-        return f"the note {self.prefix}{key!s} in the store at {self._where}"
+class WorldStore(Store):
+    """The store of a torch.distributed world, which waits for an answer without a limit, inside
+    C++, where no signal is served. So each question runs in a thread of its own. After one that was
+    not answered the connection is given up: later ones fail at once.
+    """
 
-    _cure = (
-        "somebody else writes into this store, or runs another release; start a store on a port "
-        "that only the islands reach"
-    )
+    def __init__(self, store: Any, where: str, deadline: float):
+        super().__init__(where, deadline)
+        self._store = store
+
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """See `Store`."""
+
+        def values(store: Any) -> list[str]:
+            return [
+                _text(store.get(key)) if store.check([key]) else ""
+                for key in (self.prefix + key for key in keys)
+            ]
+
+        found: list[str] = self._ask(values)
+        return found
+
+    def set(self, key: str, value: str) -> None:
+        """See `Store`."""
+        self._ask(lambda store: store.set(self.prefix + key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """See `Store`."""
+        return _text(
+            self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))
+        )
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        store = self.store
-        if isinstance(store, BoundedStore):
-            return question(store.within(self.deadline, self.absent))
+        if self._store is None:
+            raise StoreSilent(f"the store at {self.where} has not answered before")
+        answer, store = Future[Any](), self._store
+
+        def run() -> None:
+            try:
+                answer.set_result(question(store))
+            except BaseException as error:  # handed to the thread that waits
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="store", daemon=True).start()
         try:
-            return within(self.deadline, lambda: question(store))
+            return answer.result(self.deadline)
         except Late:
             self._store = None  # the thread still stands in it
             raise StoreSilent(
-                f"the store at {self._where} does not answer within {self.deadline:g} s"
+                f"the store at {self.where} does not answer within {self.deadline:g} s"
             ) from None
         except RuntimeError as error:
             # torch's DistStoreError and DistNetworkError are RuntimeErrors
             raise StoreSilent(
-                f"the store at {self._where} does not answer: {first_line(error)}"
+                f"the store at {self.where} does not answer: {first_line(error)}"
             ) from None
 
 
-# where a store has answered this process before: a connection is dear to torch's store
-_reached: set[str] = set()
-
-
-def connect(
-    endpoint: str, limit: float, deadline: float, patience: float, secret: str = ""
-) -> Asker:
-    """A connection of its own to the store at `endpoint`.
+def connect(endpoint: str, limit: float, deadline: float, token: str = "") -> StoreClient:
+    """A connection of its own to the store at `endpoint`, which has answered.
 
     Args:
-        endpoint: host:port (torch's store) or zmq://host:port (`store_zeromq.py`).
-        limit: seconds until it must stand.
+        endpoint: host:port or host:port.
+        limit: seconds until it must have answered.
         deadline: seconds that one question may take afterwards.
-        patience: seconds that torch's store itself waits for a key, when a process group asks it.
-        secret: ISLAND_TOKEN, for zmq.
+        token: ISLAND_TOKEN.
 
     Raises:
         StoreSilent: nobody answers there.
-        ValueError: whoever answers is no such store, or does not know the secret; or a library is
-            missing.
+        ValueError: whoever answers is no such store, or has another token.
     """
     place, end = split_endpoint(endpoint), time.monotonic() + limit
-    probe, reason = _reach(place.host, place.port, end) if endpoint not in _reached else (None, "")
+    reason = _why_out_of_reach(place.host, place.port, end)
     if not reason:
+        store = StoreClient(endpoint, token, deadline)
         try:
-            left = max(end - time.monotonic(), 0.1)
-            store = (
-                _durable(endpoint, secret, left) if place.scheme else _torchs(place, patience, left)
-            )
-            _reached.add(endpoint)
-            return Asker(store, endpoint, deadline)
-        except Late:
+            store.within(max(end - time.monotonic(), 0.1)).identity()
+            return store
+        except StoreSilent:
+            store.close()
             reason = (
                 "the port is open, but nothing answers: the store hangs, or another program "
                 "listens there"
             )
-        except RuntimeError as error:
-            reason = first_line(error)
-        finally:
-            if probe is not None:
-                # not before: the store asks the name server about a connection that is gone
-                probe.close()
-    start = f"start there `fsdp-demo store --bind {endpoint}`"
-    where = f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s"
+        except BaseException:
+            store.close()
+            raise
     raise StoreSilent(
-        f"{where}: {start} and check that this port is open ({reason}){see('no-store')}"
+        f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s: start there `fsdp-demo "
+        f"store --bind {join_address(place.host, place.port)}` and check that this port is open "
+        f"({reason}){see('no-store')}"
     )
 
 
-def _durable(endpoint: str, secret: str, seconds: float) -> BoundedStore:
-    """The durable store, which has answered."""
-    from .store_zeromq import ZeroMQStore
-
-    store = ZeroMQStore(endpoint, secret)
-    try:
-        store.within(seconds).identity()
-    except BaseException:
-        store.close()
-        raise
-    return store
-
-
-def _torchs(place: Endpoint, patience: float, seconds: float) -> Any:
-    options: dict[str, Any] = {
-        "is_master": False,
-        "wait_for_workers": False,
-        "timeout": timedelta(seconds=patience),
-    }
-    try:
-        return within(seconds, lambda: dist.TCPStore(place.host, place.port, None, **options))
-    except ValueError as error:
-        raise RuntimeError(first_line(error)) from None
-
-
-def _reach(host: str, port: int, end: float) -> tuple[socket.socket | None, str]:
-    """Wait until somebody listens: a connection, or why nobody does. By a socket of our own: torch
-    prints forty lines of frames for a try that fails."""
+def _why_out_of_reach(host: str, port: int, end: float) -> str:
+    """Wait until somebody listens there; why nobody does, "" if somebody does. ZeroMQ says nothing
+    of names that are not known.
+    """
     while True:
         left = end - time.monotonic()
         try:
-            return socket.create_connection((host, port), timeout=max(min(left, 10.0), 0.05)), ""
+            socket.create_connection((host, port), timeout=max(min(left, 10.0), 0.05)).close()
+            return ""
         except OSError as error:
             if left < 0.3:
-                return None, first_line(error)
+                return first_line(error)
         time.sleep(0.2)
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What `call()` returns or raises, from a thread of its own that is left behind after
-    `seconds`.
+class StoreClient(Store):
+    """The store at ISLAND_ENDPOINT; connects at the first question."""
 
-    Raises:
-        concurrent.futures.TimeoutError: it has not returned by then.
-    """
-    answer: Future[Any] = Future()
-    threading.Thread(target=_run, args=(call, answer), name="store", daemon=True).start()
-    return answer.result(seconds)
+    def __init__(self, endpoint: str, token: str = "", deadline: float = 15.0):
+        super().__init__(endpoint, deadline)
+        self._line = Line(endpoint, token)
+
+    def _ask(self, verb: str, keys: Sequence[str], *values: str) -> list[str]:
+        return self._line.ask(verb, list(keys), list(values), self.deadline, self.absent)
+
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """See `Store`: one question, and more where the values do not fit in one answer."""
+        wanted, found = [self._key(key) for key in keys], list[str]()
+        while len(found) < len(wanted):
+            found += self._ask("get", wanted[len(found) : len(found) + AT_ONCE])
+        return found
+
+    def set(self, key: str, value: str) -> None:
+        """See `Store`."""
+        self._ask("set", [self._key(key)], self._value(key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """See `Store`."""
+        values = self._value(key, expected), self._value(key, desired)
+        return self._ask("compare_set", [self._key(key)], *values)[0]
+
+    def identity(self) -> Identity:
+        """Which store answers, asked anew; StoreSilent if it is another one than before."""
+        now = identity_in(self._ask("hello", []))
+        if self._line.known is not None and now.name != self._line.known.name:
+            raise StoreSilent(
+                f"the store at {self.where} was made anew since, without what it held "
+                f"before{see('store-made-anew')}"
+            )
+        return now
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._line.close()
+
+    def _key(self, key: str) -> str:
+        whole = self.prefix + key
+        if not 0 < len(whole.encode()) <= LONGEST:
+            raise ValueError(
+                f"the key {whole!r:.60} has {len(whole.encode())} bytes, allowed are 1 to "
+                f"{LONGEST}: take a shorter ISLAND_RUN"
+            )
+        return whole
+
+    def _value(self, key: str, value: str) -> str:
+        if (size := len(value.encode())) > LARGEST:
+            raise ValueError(
+                f"the value of {self.prefix}{key} has {size} bytes, allowed are {LARGEST}"
+            )
+        return value
 
 
-def _run(call: Callable[[], Any], answer: Future[Any]) -> None:
-    try:
-        answer.set_result(call())
-    except BaseException as error:  # handed to the thread that waits
-        answer.set_exception(error)
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else bytes(value).decode(errors="replace")
 
 
 def first_line(error: BaseException) -> str:

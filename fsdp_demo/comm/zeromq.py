@@ -26,7 +26,7 @@ from torch import Tensor
 from ..errors import PeerLost, see
 from .curve import Keys
 from .hub import Hub
-from .store_client import Asker
+from .store_client import Store
 from .wire import Piece, Wire
 
 log = logging.getLogger("fsdp_demo")
@@ -50,7 +50,7 @@ class Meeting:
         among: the ranks that meet, where they are not all of them.
     """
 
-    store: Asker
+    store: Store
     prefix: str
     rank: int
     size: int
@@ -208,7 +208,7 @@ class ZeroMQ:
         at.set(f"at/{m.rank}", json.dumps(mine))
         while missing := [j for j in m.others if j not in notes]:
             for j in missing:
-                if at.check([f"at/{j}"]):
+                if at.get(f"at/{j}"):
                     notes[j] = note = at.note(
                         f"at/{j}", m.label(j), {"host": str, "ports": dict, "key": str}
                     )

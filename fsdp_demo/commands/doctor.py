@@ -11,7 +11,7 @@ from pathlib import Path
 from ..launch.command_line import Commands
 
 EXAMPLE = (
-    "ISLAND_ENDPOINT=zmq://10.0.0.1:29400 ISLAND_COUNT=2 ISLAND_RANK=0 fsdp-demo doctor --json "
+    "ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_COUNT=2 ISLAND_RANK=0 fsdp-demo doctor --json "
     "doctor.json"
 )
 

@@ -8,7 +8,7 @@ import os
 
 from ..launch.command_line import Commands
 
-EXAMPLE = "ISLAND_ENDPOINT=zmq://10.0.0.1:29400 ISLAND_RUN=first-try fsdp-demo status"
+EXAMPLE = "ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_RUN=first-try fsdp-demo status"
 
 
 def add(commands: Commands) -> None:

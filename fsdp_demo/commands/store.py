@@ -7,28 +7,24 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from ..launch.command_line import Commands
 
-EXAMPLE = "fsdp-demo store --bind zmq://10.0.0.1:29400"
+EXAMPLE = "fsdp-demo store --bind 10.0.0.1:29400"
 
 OPEN_FILES = 1 << 16  # descriptors: one for each connection of each rank of all islands
 
-BIND_HELP = (
-    "a private address of this machine; port 0 picks a free one; zmq:// keeps what it is told in a "
-    "file, and knows ISLAND_TOKEN"
-)
+BIND_HELP = "a private address of this machine; port 0 picks a free one"
 
 
 def add(commands: Commands) -> None:
     sub = commands.add_parser("store", help="serve the store where islands meet, until stopped")
     sub.example(EXAMPLE)
-    sub.add_argument("--bind", required=True, metavar="[zmq://]ADDR:PORT", help=BIND_HELP)
+    sub.add_argument("--bind", required=True, metavar="ADDR:PORT", help=BIND_HELP)
     sub.add_argument(
         "--file",
         metavar="PATH",
-        help="where a zmq:// store keeps its keys (default: fsdp_demo_store.sqlite in this folder)",
+        help="where it keeps its keys (default: fsdp_demo_store.sqlite in this folder)",
     )
     sub.add_argument(
         "--port-file", metavar="FILE", help="write the port into this file when the store listens"
@@ -39,17 +35,17 @@ def add(commands: Commands) -> None:
 
 def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
-    from ..comm import descriptors
+    from ..comm import descriptors, environment
     from ..comm.address import join_address
     from ..files import in_one_piece
-    from ..launch.store import bound_memory
+    from ..launch.store import FILE, StoreServer, bound_memory
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait`
     # below.
     signals = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        served = _store(args)
+        served = StoreServer(args.bind, args.file or FILE, environment.token(os.environ))
     except BaseException:
         # whoever called main() in a process of its own goes on
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -63,30 +59,10 @@ def store(args: argparse.Namespace) -> int:
         in_one_piece(Path(args.port_file), lambda part: part.write_text(f"{served.port}\n"))
     listening = join_address(served.host, served.port)
     if not args.quiet:
-        kept = f", keys in {served.file}" if served.file else ""
         print(
-            f"store listening on {listening}{kept}; on every island: export "
+            f"store listening on {listening}, keys in {served.file}; on every island: export "
             f"ISLAND_ENDPOINT={served.endpoint}",
             flush=True,
         )
     served.serve_until(signals)
     return 0
-
-
-def _store(args: argparse.Namespace) -> Any:
-    """The store that `--bind` asks for."""
-    from ..comm import environment
-    from ..comm.stores import FILE, SCHEME
-    from ..launch.store import serve
-
-    token = environment.token(os.environ)
-    if args.bind.startswith(SCHEME):
-        from ..launch.durable_store import DurableStore
-
-        return DurableStore(args.bind, args.file or FILE, token)
-    if args.file:
-        raise ValueError(
-            f"--file {args.file}: this store keeps nothing in a file; take --bind "
-            f"{SCHEME}{args.bind}"
-        )
-    return serve(args.bind, token)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .finding import Finding
-from .measured import OK, OTHER, REFUSED, TIMEOUT, Examination, Reach
+from .measured import OK, OTHER, REFUSED, TIMEOUT, Examination, Finding, Reach
 
 BECAME = {
     TIMEOUT: "nothing comes back",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from .finding import Finding
-from .measured import Direction, Examination
+from .measured import Direction, Examination, Finding
 
 PORT = (85.0, 99.0)
 """Mbit/s that TCP gets of a port of 100 Mbit/s: 1448 of 1538 bytes on the wire are data, 94.1; a

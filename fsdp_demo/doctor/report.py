@@ -6,8 +6,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from .finding import Finding
-from .measured import Direction, Examination
+from .measured import Direction, Examination, Finding
 from .reading import FORMAT
 
 LINE = "  {:24} {:>9} {:>7} {:>7} {:>6} {:>9} {:>9} {:>9} {:>8}"

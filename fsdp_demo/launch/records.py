@@ -1,6 +1,4 @@
-"""What the durable store keeps: keys and values in one sqlite file. Whatever was answered is on the
-disk.
-"""
+"""What the store keeps: keys and values in one sqlite file. What was answered is on the disk."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..comm.store_wire import Answer, Kind, Question, Status
-from ..comm.stores import LARGEST, LONGEST
+from ..comm.store_wire import LARGEST, Answer, Question
 from ..errors import see
 
 log = logging.getLogger("fsdp_demo")
@@ -27,24 +24,20 @@ more memory than that.
 """
 
 CLIENTS = 1 << 16
-"""Clients whose last question is remembered, and changes for which an answer is."""
+"""Clients of which the number of the last question is remembered."""
 
 MEMORY = ":memory:"
 """Instead of a file: nothing outlives the process."""
 
-_MARK, _FORM = 0x46445354, 1  # "FDST" in the file's head, and the form of the tables
+_MARK, _FORM = 0x46445354, 2  # "FDST" in the file's head, and the form of the tables
 _TABLES = """
 CREATE TABLE IF NOT EXISTS store (name BLOB NOT NULL, generation INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, value BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS answered (client BLOB PRIMARY KEY, number INTEGER NOT NULL, answer BLOB NOT NULL, change INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS answered_change ON answered (change);
-"""  # noqa: E501
-_CHANGES = (Kind.SET, Kind.ADD, Kind.COMPARE_SET, Kind.DELETE)
-_HIGHEST = 2**63 - 1
+CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
 
 
 class Records:
-    """Keys, values and the last answer to each client, for one thread at a time.
+    """Keys and values, for one thread at a time.
 
     Args:
         file: made if it is not there; `MEMORY` for none.
@@ -105,9 +98,6 @@ class Records:
         self.name, self.generation = self._sql.execute(
             "SELECT name, generation FROM store"
         ).fetchone()
-        (self._change,) = self._sql.execute(
-            "SELECT coalesce(max(change), 0) FROM answered"
-        ).fetchone()
         self._count()
 
     def _count(self) -> None:
@@ -116,8 +106,6 @@ class Records:
     def close(self) -> None:
         """Close the file."""
         self._sql.close()
-
-    # ---- answers -------------------------------------------------------------------------------
 
     def answer(self, questions: Sequence[Question]) -> list[Answer | None]:
         """Answers in order, None for a question that is too old to be answered. Changes are on the
@@ -128,13 +116,8 @@ class Records:
             if len(questions) > 1:
                 return [answer for question in questions for answer in self.answer([question])]
             log.error("the store cannot write %s: %s", self._file, error)
-            return [
-                Answer(
-                    Status.FAILED,
-                    questions[0].number,
-                    (f"it cannot write its file: {error}".encode(),),
-                )
-            ]
+            text = f"it cannot write its file: {error}"
+            return [Answer("failed", questions[0].number, text=text)]
 
     def _together(self, questions: Sequence[Question]) -> list[Answer | None]:
         self._sql.execute("BEGIN")
@@ -157,121 +140,61 @@ class Records:
         self._seen.move_to_end(question.client)
         if len(self._seen) > CLIENTS:
             self._seen.popitem(last=False)
-        if question.kind is Kind.HELLO:
-            return Answer(Status.DONE, question.number, (self.name, b"%d" % self.generation))
+        if question.verb == "hello":
+            return Answer("done", question.number, [self.name.hex(), str(self.generation)])
         if question.store != self.name:
             gone = (
-                b"it was made anew since, without what it held before (its file was lost, or it "
-                b"had none)"
+                "it was made anew since, without what it held before (its file was lost, or it had "
+                "none)"
             )
-            return Answer(Status.FAILED, question.number, (gone,))
+            return Answer("failed", question.number, text=gone)
         try:
-            status, fields = (
-                self._changed(question) if question.kind in _CHANGES else self._read(question)
-            )
+            return Answer("done", question.number, self._values(question))
         except ValueError as error:
-            status, fields = Status.REFUSED, (str(error).encode(),)
-        return Answer(status, question.number, fields)
+            return Answer("refused", question.number, text=str(error))
 
-    def _read(self, question: Question) -> tuple[Status, tuple[bytes, ...]]:
-        if question.kind is Kind.FIND:
-            return Status.DONE, self._found(question.fields)
-        values = [self._value(_key(key)) for key in question.fields]
-        if question.kind is Kind.CHECK:
-            return Status.DONE, (b"0" if None in values else b"1",)
-        return (Status.MISSING, ()) if values[0] is None else (Status.DONE, (values[0],))
+    def _values(self, question: Question) -> list[str]:
+        """What the answer holds, after the change."""
+        if question.verb == "get":
+            return self._found(question.keys)
+        key, now = question.keys[0], self._value(question.keys[0])
+        if question.verb == "set":
+            self._put(key, question.values[0], now)
+            return []
+        expected, desired = question.values
+        if now != expected:
+            return [now]
+        self._put(key, desired, now)
+        return [desired]
 
-    def _found(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    def _found(self, keys: Sequence[str]) -> list[str]:
         """The values of the first keys, as many as one answer has room for: one at least."""
-        found, room = list[bytes](), LARGEST
+        found, room = list[str](), LARGEST
         for key in keys:
-            value = self._value(_key(key)) or b""
-            room -= len(value)
+            value = self._value(key)
+            room -= len(value.encode())
             if found and room < 0:
                 break
             found.append(value)
-        return tuple(found)
+        return found
 
-    def _changed(self, question: Question) -> tuple[Status, tuple[bytes, ...]]:
-        """Make a change, or give the answer that was given when it was made."""
-        before = self._sql.execute(
-            "SELECT number, answer FROM answered WHERE client = ?", (question.client,)
-        ).fetchone()
-        if before is not None and before[0] == question.number:
-            return Status.DONE, (before[1],)
-        answer, written = self._change_of(question)
-        if written:
-            self._change += 1
-            row = (question.client, question.number, answer, self._change)
-            self._sql.execute("INSERT OR REPLACE INTO answered VALUES (?, ?, ?, ?)", row)
-            if self._change % 256 == 0:
-                self._sql.execute(
-                    "DELETE FROM answered WHERE change <= ?", (self._change - CLIENTS,)
-                )
-        return Status.DONE, (answer,)
-
-    def _change_of(self, question: Question) -> tuple[bytes, bool]:
-        """The answer, and whether something was written."""
-        key, *values = question.fields
-        now = self._value(_key(key))
-        if question.kind is Kind.DELETE:
-            return self._delete(key) if now is not None else (b"0", False)
-        if question.kind is Kind.SET:
-            self._put(key, values[0], now)
-            return b"", True
-        if question.kind is Kind.ADD:
-            total = b"%d" % _sum(key, now, values[0])
-            return total, total != now and self._put(key, total, now)
-        expected, desired = values
-        if now is None and expected:
-            return expected, False  # as torch's store does
-        if (now or b"") != expected:
-            return now or b"", False
-        return desired, desired != now and self._put(key, desired, now)
-
-    def _value(self, key: bytes) -> bytes | None:
+    def _value(self, key: str) -> str:
         found = self._sql.execute("SELECT value FROM records WHERE key = ?", (key,)).fetchone()
-        return None if found is None else bytes(found[0])
+        return "" if found is None else str(found[0])
 
-    def _put(self, key: bytes, value: bytes, now: bytes | None) -> bool:
-        if len(value) > LARGEST:
-            raise ValueError(
-                f"the value of {key.decode(errors='replace')!r} has {len(value)} bytes, allowed "
-                f"are {LARGEST}"
-            )
-        if now is None and self._held >= self._most:
+    def _put(self, key: str, value: str, now: str) -> None:
+        if value == now:
+            return
+        if not value:
+            self._sql.execute("DELETE FROM records WHERE key = ?", (key,))
+        elif not now and self._held >= self._most:
             raise ValueError(
                 f"it holds {self._held} keys, and no more are allowed: start a store with a new "
                 "--file"
             )
-        self._sql.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (key, value))
-        self._held += now is None
-        return True
-
-    def _delete(self, key: bytes) -> tuple[bytes, bool]:
-        self._sql.execute("DELETE FROM records WHERE key = ?", (key,))
-        self._held -= 1
-        return b"1", True
-
-
-def _key(key: bytes) -> bytes:
-    if not 0 < len(key) <= LONGEST:
-        raise ValueError(f"a key has {len(key)} bytes, allowed are 1 to {LONGEST}")
-    return key
-
-
-def _sum(key: bytes, now: bytes | None, amount: bytes) -> int:
-    try:
-        total = int(now or b"0") + int(amount)
-    except ValueError:
-        total = _HIGHEST + 1
-    if abs(total) > _HIGHEST or len(amount) > 20:
-        text = (now or b"0")[:40].decode(errors="replace")
-        raise ValueError(
-            f"{text!r} of {key.decode(errors='replace')!r} and {amount[:40]!r} have no sum of 64 "
-            "bits"
-        )
-    return total
+        else:
+            self._sql.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (key, value))
+        self._held += (not now) - (not value)
 
 
 def _cure(error: Exception) -> str:

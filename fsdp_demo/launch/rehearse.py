@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ..comm.stores import FILE, SCHEME
 from ..errors import counted
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
@@ -26,6 +25,7 @@ from .console import Console, Splitter
 from .launchers import LAUNCHED, shell_status
 from .processes import adopt_orphans, descendants, end_with_parent, reap, send, start
 from .rehearsal import LOCALHOST, Rehearsal, command, devices, environment
+from .store import FILE
 
 STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""
@@ -92,7 +92,7 @@ class Supervisor:
     # Start
 
     def launch_first_store(self) -> None:
-        self.launch_store(f"{SCHEME}{LOCALHOST}:0", "--port-file", str(self.folder / "port"))
+        self.launch_store(f"{LOCALHOST}:0", "--port-file", str(self.folder / "port"))
 
     def await_store(self) -> None:
         port_file = self.folder / "port"
@@ -104,9 +104,7 @@ class Supervisor:
                     f"the store did not start (status {self.store.poll()}); its error is above"
                 )
             time.sleep(0.05)
-        self.endpoint = (
-            f"{SCHEME}{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
-        )
+        self.endpoint = f"{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
 
     def launch_store(self, bind: str, *words: str) -> None:
         kept = ["--file", str(self.folder / FILE)]

@@ -1,12 +1,10 @@
-"""The store: the meeting point of the islands, a `torch.distributed.TCPStore` in a process of its
-own.
+"""The store: the meeting point of the islands, in a process of its own (`fsdp-demo store`).
 
 It holds a few keys (who came, addresses, the run specification) and no data of the training. It
-knows no passwords: whoever reaches the port can read and write every key, so it should listen on
-one private address, not on all. `TCPStore` takes values of 8 MiB at most, and as many of them as
-come: `bound_memory` limits what they can take in all. `TCPStore` by itself listens on every address
-of the machine, whatever host it is given; here it gets a socket that is already bound
-(`master_listen_fd`), so that the address asked for is the address used.
+keeps them in a file: every change is on the disk before its answer, so that a store which is killed
+and started again on its file knows all that it said. Values, keys and their number are bounded.
+With ISLAND_TOKEN only who knows it gets in, and all bytes are encrypted (CURVE). One thread takes
+what questions have come, makes their changes with one commit (`records.py`), and answers them.
 """
 
 from __future__ import annotations
@@ -16,113 +14,203 @@ import ipaddress
 import signal
 import socket
 import sys
-from dataclasses import dataclass
-from datetime import timedelta
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import zmq
 
 from ..comm.address import join_address, split_address
+from ..comm.curve import Keys
+from ..comm.store_wire import (
+    LARGEST_MESSAGE,
+    SALT,
+    Answer,
+    Question,
+    pack,
+    read_question,
+)
+from ..comm.tcp import HANDSHAKE_MS, keep_alive
+from ..errors import WireError
+from .records import KEYS, MEMORY, ROOM, Records
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-BACKLOG = 4096
-"""Connections that may wait to be accepted: every rank of every island connects at about the same
-moment.
+FILE = "fsdp_demo_store.sqlite"
+"""The file of a store where none is named: in the folder where it is started, so that it is found
+again there.
 """
 
-MEMORY = 512 << 20
-"""Bytes that the keys of a store may take: those of a run are a few hundred each."""
+BYTES = 512 << 20
+"""Bytes that the process of a store may take beyond what it has at its start."""
+
+TOGETHER = 256  # questions that share one commit at most
+# questions of one connection that wait in the library at most; a client has one open at a time
+WAITING = 2
+LOOK = 0.2  # seconds between two looks whether to end
 
 
-@dataclass(frozen=True)
-class Served:
-    """A store that is being served, as long as this object lives.
-
-    Attributes:
-        server: keeps the server alive.
-        host, port: what it listens on; the port is the real one where 0 was asked for.
-        endpoint: the text for `ISLAND_ENDPOINT`; for a wildcard address, this machine's address on
-            its default route.
-        warnings: sentences that a user must see.
-        file: where it keeps its keys: nowhere.
-    """
-
-    server: TCPStore
-    host: str
-    port: int
-    endpoint: str
-    warnings: tuple[str, ...]
-    file: str = ""
-
-    def serve_until(self, signals: set[signal.Signals]) -> None:
-        """Return when one of these signals comes, which must be blocked."""
-        signal.sigwait(signals)
-
-
-def serve(bind: str, token: str = "") -> Served:
-    """Serve a store on exactly one address.
+class StoreServer:
+    """A store that is served while `serve_until` or `serve_while` runs.
 
     Args:
         bind: `ADDR:PORT`; ADDR is an address or name of this machine (`0.0.0.0` or `[::]`: all),
-            PORT 0 picks a free one.
-        token: ISLAND_TOKEN, of which this store knows nothing: a warning.
+            PORT 0 picks a free one. "zmq://" may stand before it.
+        file: where it keeps its keys; ":memory:" for nowhere.
+        token: ISLAND_TOKEN; "" lets everybody in.
+        keys, room: how many keys, and how many bytes the file may have.
+
+    Attributes:
+        host, port: what it listens on; the port is the real one where 0 was asked for.
+        endpoint: the text for ISLAND_ENDPOINT; for a wildcard address, this machine's address on
+            its default route.
+        warnings: sentences that a user must see. file: the whole path of the file.
 
     Raises:
-        ValueError: the text is no address, the name is unknown, or the address cannot be listened
-            on.
+        ValueError: the address, the file or the token cannot be used.
     """
-    # late: the durable store, which uses this module, starts without torch
-    from torch.distributed import TCPStore
 
-    family, target = resolved(bind, *split_address(bind))
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ValueError(
-            f"--bind {bind}: cannot listen there: {error.strerror or error}{cure(error.errno)}"
-        ) from None
-    host, port = listener.getsockname()[:2]
-    address = ipaddress.ip_address(host.partition("%")[0])
-    # The server's own client connects to the host given here; the descriptor belongs to the server
-    # from now on.
-    own = ("::1" if address.version == 6 else "127.0.0.1") if address.is_unspecified else host
-    server = TCPStore(
-        own,
-        port,
-        None,
-        True,
-        timedelta(seconds=60),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+    def __init__(
+        self,
+        bind: str,
+        file: str | Path = FILE,
+        token: str = "",
+        keys: int = KEYS,
+        room: int = ROOM,
+    ):
+        name, port = split_address(bind.removeprefix("zmq://"))
+        host = _resolved(bind, name, port)
+        lock = Keys(token, SALT) if token else None
+        self._records = Records(file, keys, room)
+        self._context: Any = zmq.Context()
+        self._socket = self._listen(bind, host, port, lock)
+        self.file = MEMORY if str(file) == MEMORY else str(Path(file).absolute())
+        address = ipaddress.ip_address(host.partition("%")[0])
+        self.host = host
+        self.port = int(self._socket.last_endpoint.decode().rstrip("\0").rpartition(":")[2])
+        self.endpoint = _reached_at(address, self.port)
+        self.warnings = (*_open_to(address, token), *_short_lived(file))
+
+    def _listen(self, bind: str, host: str, port: int, lock: Keys | None) -> Any:
+        made = self._context.socket(zmq.ROUTER)
+        made.linger, made.ipv6, made.backlog = 0, ":" in host, 4096
+        made.maxmsgsize, made.rcvhwm, made.sndhwm = LARGEST_MESSAGE, WAITING, WAITING
+        made.handshake_ivl = HANDSHAKE_MS
+        keep_alive(made)
+        if lock is not None:
+            lock.listen(made)
+        try:
+            made.bind(
+                f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
+            )
+        except zmq.ZMQError as error:
+            made.close()
+            self._context.term()
+            self._records.close()
+            raise ValueError(
+                f"--bind {bind}: cannot listen there: {error.strerror}{_cure(error.errno)}"
+            ) from None
+        return made
+
+    # ---- serving -------------------------------------------------------------------------------
+
+    def serve_until(self, signals: set[signal.Signals]) -> None:
+        """Serve until one of these signals comes, which must be blocked."""
+        self.serve_while(lambda: not signals & signal.sigpending())
+
+    def serve_while(self, wanted: Callable[[], bool]) -> None:
+        """Serve in this thread, then close."""
+        try:
+            while wanted():
+                if self._socket.poll(round(1e3 * LOOK)):
+                    self._turn()
+        finally:
+            self._socket.close(0)
+            self._context.term()
+            self._records.close()
+
+    def _turn(self) -> None:
+        """Answer what has come."""
+        taken: list[tuple[bytes, Question]] = []
+        try:
+            while len(taken) < TOGETHER:
+                who, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    if len(parts) != 1:
+                        raise WireError(f"a question in {len(parts)} parts")
+                    taken.append((who, read_question(parts[0])))
+                except WireError as error:
+                    # a client of another release sees by it that this is a store
+                    refused = pack(Answer("refused", 0, text=str(error)))
+                    self._socket.send_multipart([who, refused], zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+        answers = self._records.answer([question for _, question in taken])
+        for (who, _), answer in zip(taken, answers, strict=True):
+            if answer is not None:
+                # dropped where the client is gone
+                self._socket.send_multipart([who, pack(answer)], zmq.NOBLOCK)
+
+
+class InThread:
+    """A store that a thread of this process serves, until `end`: for tests, and whoever is the only
+    process.
+    """
+
+    def __init__(self, store: StoreServer):
+        self.endpoint, self._end = store.endpoint, threading.Event()
+        self._thread = threading.Thread(
+            target=store.serve_while,
+            args=(lambda: not self._end.is_set(),),
+            name="store",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop serving."""
+        self._end.set()
+        self._thread.join()
+
+
+def _open_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address, token: str) -> tuple[str, ...]:
+    if token or not (address.is_unspecified or address.is_global):
+        return ()
+    what = "every address of this machine" if address.is_unspecified else "a PUBLIC address"
+    cure = (
+        "set ISLAND_TOKEN here and on all islands (openssl rand -hex 32), or bind to a private "
+        "address"
     )
-    return Served(
-        server, host, port, reached_at(address, port), _warnings(address) + _useless(token)
+    return (
+        f"{address} is {what}, and without ISLAND_TOKEN whoever reaches it can read, change and "
+        f"end the run: {cure}",
     )
 
 
-def resolved(bind: str, name: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """Family and address to bind to.
+def _short_lived(file: str | Path) -> tuple[str, ...]:
+    if str(file) != MEMORY:
+        return ()
+    return (
+        "--file :memory: keeps nothing: when this process ends, the islands cannot go on from what "
+        "they have agreed",
+    )
+
+
+def _resolved(bind: str, name: str, port: int) -> str:
+    """The address to bind to.
 
     Raises:
         ValueError: the name is unknown.
     """
     try:
-        family, _, _, _, target = socket.getaddrinfo(
-            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ValueError(
             f"--bind {bind}: the name {name!r} has no address ({error.strerror or error})"
         ) from None
-    return family, target
+    return str(found[0][4][0])
 
 
-def bound_memory(more: int = MEMORY) -> int | None:
+def bound_memory(more: int = BYTES) -> int | None:
     """Let this process, which should do nothing but serve, take `more` bytes of memory than it has
     now (Linux); the limit, if there is one.
 
@@ -147,7 +235,7 @@ def bound_memory(more: int = MEMORY) -> int | None:
     return limit
 
 
-def cure(number: int | None) -> str:
+def _cure(number: int | None) -> str:
     """What to do where an address cannot be listened on."""
     if number == errno.EADDRINUSE:
         return (
@@ -160,34 +248,7 @@ def cure(number: int | None) -> str:
     return ""
 
 
-def _warnings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[str, ...]:
-    no_passwords = "The store and the exchange have no passwords and no encryption"
-    if address.is_unspecified:
-        return (
-            f"{address} is every address of this machine. {no_passwords}: bind to one private "
-            "address where you can",
-        )
-    if address.is_global:
-        cure = (
-            "bind to a private address (a VPN such as WireGuard gives one) or close the port to "
-            "everybody else"
-        )
-        return (
-            f"{address} is a PUBLIC address. {no_passwords}: whoever reaches it can read, change "
-            f"and end the run; {cure}",
-        )
-    return ()
-
-
-def _useless(token: str) -> tuple[str, ...]:
-    said = (
-        "ISLAND_TOKEN is set, but this store lets everybody in who reaches it: --bind "
-        "zmq://ADDR:PORT asks for the token"
-    )
-    return (said,) if token else ()
-
-
-def reached_at(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
+def _reached_at(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
     """host:port for the islands; for a wildcard address, this machine's address on its default
     route.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ..doctor.model_hub import reachable
+from ..doctor.steps import model_config
 
 Tensors = list[tuple[str, tuple[int, ...]]]
 """Names and whole shapes of trained parameters, ties once."""
@@ -156,18 +156,14 @@ def load(name: str) -> Tensors:
         raise ValueError(f"--model {name!r}: there is no such file")
     try:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(
             f"the shapes of --model {name!r} need transformers: pip install 'fsdp-demo[hf]', or "
             f"take a known model ({error})"
         ) from None
     try:
-        config = (
-            AutoConfig.from_pretrained(path)
-            if path.exists()
-            else AutoConfig.from_pretrained(name, local_files_only=not reachable())
-        )
+        config = model_config(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever transformers makes of a wrong file, or of no network

@@ -5,7 +5,6 @@ can be done to them.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import signal
@@ -114,7 +113,6 @@ class Lab:
             if self.store_round_trip
             else None
         )
-        self._durable = importlib.util.find_spec("fsdp_demo.comm.stores") is not None
         self._log = (self.folder / "lab.log").open("a", buffering=1)
 
     # ---- start and end -------------------------------------------------------------------------
@@ -125,7 +123,7 @@ class Lab:
         return self._at(self._way.port if self._way is not None else self._port)
 
     def _at(self, port: int) -> str:
-        return f"{'zmq://' if self._durable else ''}127.0.0.1:{port}"
+        return f"127.0.0.1:{port}"
 
     def start(self) -> None:
         self.start_store()
@@ -136,7 +134,7 @@ class Lab:
         """On the same port and file as before."""
         where = self._at(self._port)
         words = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", where, "--quiet"]
-        words += ["--file", str(self.folder / "store.sqlite")] if self._durable else []
+        words += ["--file", str(self.folder / "store.sqlite")]
         self.store = self._start(words, dict(os.environ), self.folder / "store.log")
 
     def start_island(self, slot: int) -> None:

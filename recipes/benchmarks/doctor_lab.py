@@ -53,7 +53,7 @@ def examine(fault: Fault, seconds: float) -> dict[str, Any]:
 def _run(
     lab: FaultyLab, fault: Fault, seconds: float, folder: Path, group: Path | None
 ) -> dict[str, Any]:
-    endpoint = f"zmq://{lab.address(0)}:{PORT}"
+    endpoint = f"{lab.address(0)}:{PORT}"
     command = [sys.executable, "-m", "fsdp_demo.cli"]
     store = [*command, "store", "--bind", endpoint, "--file", str(folder / "store"), "--quiet"]
     serving = lab.popen(0, store, preexec_fn=partial(machine.join, group))

@@ -134,7 +134,7 @@ class Experiment:
         if self.lab is not None:
             self.lab.up()
             introduce(self.lab)
-        self.endpoint = f"zmq://{self.address(0)}:{PORT}"
+        self.endpoint = f"{self.address(0)}:{PORT}"
         words = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", self.endpoint]
         words += ["--file", str(self.folder / "store"), "--quiet"]
         log = (self.folder / "store.log").open("wb")

@@ -77,7 +77,7 @@ finish() {
 }
 trap finish EXIT
 
-endpoint=zmq://${addresses[0]}:$PORT
+endpoint=${addresses[0]}:$PORT
 start "${hosts[0]}" store "$PYTHON -m fsdp_demo.cli store --bind $endpoint --file $(file store).sqlite"
 store=$!
 watch() { # a store that ends at once (its port is taken, say) ends the islands, too: they would wait for it

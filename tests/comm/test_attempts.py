@@ -25,7 +25,7 @@ from fsdp_demo.comm import attempts, presence
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.comm.rendezvous import Rendezvous
-from fsdp_demo.comm.stores import LARGEST
+from fsdp_demo.comm.store_wire import LARGEST
 from fsdp_demo.exchange import connections
 
 from ..support import threaded
@@ -41,10 +41,10 @@ def quick(everywhere: Any) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[dict[str, str]]:
     """One run for several calls of `run_ranks`, over the durable store."""
-    from fsdp_demo.launch.durable_store import DurableStore, InThread
+    from fsdp_demo.launch.store import InThread, StoreServer
 
     name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
-    served = InThread(DurableStore("zmq://127.0.0.1:0", tmp_path / "keys"))
+    served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys"))
     yield {**name, "ISLAND_ENDPOINT": served.endpoint}
     served.end()
 
@@ -75,7 +75,7 @@ def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
         "import fsdp_demo\n"
         "fsdp_demo.Topology.from_env().prefix()\n"
     )
-    place = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "zmq://127.0.0.1:9"}
+    place = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "127.0.0.1:9"}
     ended = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, **place},
@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_more_islands_whoever_comes_first(run_ranks, run) -> 
         topology = Topology.from_env()
         if me.island != 2:
             store = topology.open_store()
-            while store.peek(f"{topology.run}/attempt") != "1":
+            while store.get(f"{topology.run}/attempt") != "1":
                 time.sleep(0.05)
         exchange = attach()
         step(exchange)
@@ -169,7 +169,7 @@ def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_on
         second = attach()
         step(second)
         if me.island == 0:
-            while not store.peek("told"):
+            while not store.get("told"):
                 time.sleep(0.05)
             return None
         for exchange in (first, second):  # nobody answers here any more, as after a death
@@ -189,11 +189,11 @@ def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_on
 def test_who_joins_under_way_has_one_exchange(run_ranks, run) -> None:
     def fn(me: Any) -> str:
         store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
-        while me.island == 2 and not store.peek("0/begun"):
+        while me.island == 2 and not store.get("0/begun"):
             time.sleep(0.05)
         exchange = attach()
         if me.island < 2:
-            while not store.peek("told"):
+            while not store.get("told"):
                 step(exchange)
                 time.sleep(0.05)
             return ""
@@ -215,7 +215,7 @@ def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) 
         store = Topology.from_env().open_store().under("test-" + run["ISLAND_RUN"])
         if me.island == 1:
             first = joins(me)
-            store.set("here", "")
+            store.set("here", "yes")
             store.get("joined")
             return [first]
         store.get("here")
@@ -226,7 +226,7 @@ def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) 
         first = os.read(reader, 9).decode()
         os.wait()
         again = joins(me)
-        store.set("joined", "")
+        store.set("joined", "yes")
         return [first, again]
 
     assert run_ranks(fn, 2, 1, env=run) == [["0", "1"], ["0"]]
@@ -273,14 +273,14 @@ def test_a_second_process_with_the_same_rank_is_refused(run_ranks, run) -> None:
         except ValueError as error:
             return str(error)
         store = topology.open_store()
-        while not store.check([f"{run['ISLAND_RUN']}/told"]):
+        while not store.get(f"{run['ISLAND_RUN']}/told"):
             time.sleep(0.05)
         return "in"
 
     def twin(me: Any) -> str:
         out = fn(me)
         if out != "in":
-            Topology.from_env().open_store().set(f"{run['ISLAND_RUN']}/told", "")
+            Topology.from_env().open_store().set(f"{run['ISLAND_RUN']}/told", "yes")
         return out
 
     first, second = run_ranks(twin, 2, 1, env={**run, "ISLAND_RANK": "0"})
@@ -384,9 +384,9 @@ def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
     fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
 
     class Slow:
-        def check(self, keys: list[str]) -> bool:
+        def get(self, key: str) -> str:
             time.sleep(0.1)
-            return True
+            return "here"
 
         def note(self, *args: Any) -> dict[str, Any]:
             return fields
@@ -503,7 +503,7 @@ def test_a_store_from_an_older_copy_of_its_file_is_noticed(run_ranks, run, every
             os._exit(9)
         step(exchange)
         topology = exchange.topology
-        topology.open_store().under(topology.meeting()).delete("record/1")
+        topology.open_store().under(topology.meeting()).set("record/1", "")
         for _ in range(25):
             step(exchange)
             time.sleep(0.1)

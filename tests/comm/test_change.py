@@ -13,7 +13,7 @@ from fsdp_demo.comm import change, moves
 from fsdp_demo.comm.change import ChangeDesk
 from fsdp_demo.comm.epochs import Member, Record, Report
 from fsdp_demo.comm.record_json import report_text
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 
 A, B, C = MEMBERS = (Member(0), Member(1), Member(2))
 
@@ -27,7 +27,7 @@ class Told:
 
     def __init__(self, dead: float):
         self.store, self._events = (
-            Asker(dist.HashStore(), "the test", 5.0),
+            WorldStore(dist.HashStore(), "the test", 5.0),
             queue.SimpleQueue[moves.ReportsSeen](),
         )
         self.failed = queue.SimpleQueue[str]()
@@ -103,7 +103,7 @@ def test_a_report_that_came_in_time_counts_however_far_the_store_is() -> None:
     and before the limit.
     """
     told = Told(dead=0.5)
-    reads = told.store.peek_all
+    reads = told.store.get_all
 
     def slow(keys: Sequence[str]) -> list[str]:
         found = reads(keys)
@@ -112,7 +112,7 @@ def test_a_report_that_came_in_time_counts_however_far_the_store_is() -> None:
             time.sleep(1.0)
         return found
 
-    told.store.peek_all = slow  # type: ignore[method-assign]
+    told.store.get_all = slow  # type: ignore[method-assign]
     try:
         told.reports(C)
         told.desk.post(report(A, *MEMBERS), MEMBERS, 0)
@@ -129,10 +129,10 @@ def test_a_report_is_deleted_when_the_change_is_over(told: Told) -> None:
     assert told.next() == ([A, B, C], False)
     told.desk.propose(Record(1, 1, MEMBERS, (0, 0, 0)))
     end = time.monotonic() + 20.0
-    while told.store.check(["report/0/0.0.0"]):
+    while told.store.get("report/0/0.0.0"):
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert told.store.check(["report/0/1.0.0", "record/1"])  # B deletes its own
+    assert all(told.store.get_all(["report/0/1.0.0", "record/1"]))  # B deletes its own
 
 
 def test_a_store_that_refuses_ends_the_wait_at_once(told: Told) -> None:

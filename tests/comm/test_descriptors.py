@@ -24,7 +24,7 @@ class NoStore:
     def under(self, prefix: str) -> NoStore:
         raise PeerLost(CLOSED)
 
-    check = peek = set = under
+    get = set = under
 
 
 def start(enter: Any, slots: int) -> Exception:

@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from fsdp_demo import PeerLost
 from fsdp_demo.comm import change
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.errors import StoreSilent
 
 from ..support.elastic import Islands, agree, exchanged
 from ..support.relay import Relay
 
 
-class Network(Asker):
+class Network(WorldStore):
     """A store in memory that leads every connection of two islands through a relay of its own.
 
     Attributes:

@@ -70,16 +70,16 @@ def test_the_library_has_no_timer_that_finds_it(run_ranks) -> None:
 def test_neither_has_the_store(run_ranks) -> None:
     def fn(me: Any) -> Any:
         from fsdp_demo.comm import tcp
-        from fsdp_demo.comm.store_wire import Kind, Question
-        from fsdp_demo.launch import durable_store
+        from fsdp_demo.comm.store_wire import Question, pack
+        from fsdp_demo.launch import store as durable_store
 
         for module in (durable_store, tcp):
             for name in ("SIGN", "NAT"):
                 if hasattr(module, name):
                     setattr(module, name, 1)
-        store = durable_store.DurableStore("zmq://127.0.0.1:0", ":memory:")
-        question = Question(Kind.SET, bytes(16), bytes(16), 1, (b"key", bytes(100_000)))
-        flooded(store.port, zmq.DEALER, question.pack())
+        store = durable_store.StoreServer("127.0.0.1:0", ":memory:")
+        question = Question("set", 1, bytes(16), bytes(16), ["key"], ["x" * 100_000])
+        flooded(store.port, zmq.DEALER, pack(question))
         time.sleep(1.5)
         end = time.monotonic() + 0.5
         store.serve_while(lambda: time.monotonic() < end)

@@ -15,7 +15,7 @@ from fsdp_demo.comm.meet import patience
 from fsdp_demo.comm.newcomer import newest
 from fsdp_demo.comm.record_json import record_text
 from fsdp_demo.comm.signs import Signs
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 
 NEW = Member(1, 1)
 
@@ -82,18 +82,18 @@ def test_a_connection_on_which_nothing_comes_behind_what_could_not_be_decrypted_
 @pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
 def test_the_newest_record_is_found_by_few_questions(records: int) -> None:
     """A run of weeks has hundreds, and a newcomer looks again and again."""
-    at = Asker(dist.HashStore(), "here", 5.0)
+    at = WorldStore(dist.HashStore(), "here", 5.0)
     made = [Record(n, n, (Member(0),), (0,)) for n in range(records)]
     for record in made:
         at.set(f"record/{record.epoch}", record_text(record))
     asked = itertools.count()
-    peeks = at.peek_all
+    gets = at.get_all
 
     def count(keys: Any) -> list[str]:
         next(asked)
-        return peeks(keys)
+        return gets(keys)
 
-    at.peek_all = count  # type: ignore[method-assign]
+    at.get_all = count  # type: ignore[method-assign]
     found = newest(at)
     assert found == (made[-1] if made else None)
     assert next(asked) <= 2 * max(records, 1).bit_length() + 1

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +26,27 @@ from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.comm import attempts, replica
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
+from fsdp_demo.comm.store_client import StoreClient
 from fsdp_demo.errors import StoreSilent
 
 runs = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["", "zmq://"])
+@pytest.fixture(scope="module")
 def process(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A store of either kind in a process of its own, and its endpoint."""
-    if request.param:
-        pytest.importorskip("zmq")
+    """A store in a process of its own, and its endpoint."""
     file = tmp_path_factory.mktemp("store") / "port"
-    kept = ["--file", str(file.with_name("keys"))] if request.param else []
-    words = [
-        "store",
-        "--bind",
-        f"{request.param}127.0.0.1:0",
-        *kept,
-        "--quiet",
-        "--port-file",
-        str(file),
-    ]
-    started = subprocess.Popen([sys.executable, "-m", "fsdp_demo.cli", *words])
+    words = ["store", "--bind", "127.0.0.1:0", "--file", str(file.with_name("keys")), "--quiet"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_demo.cli", *words, "--port-file", str(file)]
+    )
     try:
         while not file.exists():
             assert started.poll() is None
             time.sleep(0.05)
-        yield started, f"{request.param}127.0.0.1:{file.read_text().strip()}"
+        yield started, f"127.0.0.1:{file.read_text().strip()}"
     finally:
         started.kill()
         started.wait()
@@ -166,6 +157,7 @@ EXIT = """
 import os, signal, time
 from fsdp_demo import Topology
 from fsdp_demo.comm.presence import Presence
+from fsdp_demo.comm.store_client import StoreClient
 for run in "ab":
     Presence(Topology.from_env({**os.environ, "ISLAND_RUN": run})).start()
 presence = Presence(Topology.from_env())
@@ -226,31 +218,26 @@ def test_no_store_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 FILLED = """
-import sys
-from fsdp_demo.launch.store import bound_memory, serve
-served = serve("127.0.0.1:0")
+from fsdp_demo.launch.store import StoreServer, bound_memory
+served = StoreServer("127.0.0.1:0", ":memory:", room=1 << 40)
 print(bound_memory(64 << 20), served.port, flush=True)
-sys.stdin.read()
+served.serve_while(lambda: True)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 @pytest.mark.slow
 def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", FILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as filled:
+    with subprocess.Popen([sys.executable, "-c", FILLED], stdout=subprocess.PIPE, text=True) as one:
         try:
-            assert filled.stdout is not None
-            limit, port = map(int, filled.stdout.readline().split())
-            client = torch.distributed.TCPStore(
-                "127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False
-            )
+            assert one.stdout is not None
+            limit, port = map(int, one.stdout.readline().split())
+            client = StoreClient(f"127.0.0.1:{port}", deadline=5.0)
             client.set("first", "kept")
-            with pytest.raises(RuntimeError):
-                for n in range(32):  # 224 MiB
-                    client.set(f"value{n}", "x" * (7 << 20))
-            status = Path(f"/proc/{filled.pid}/status")
+            with pytest.raises(StoreSilent):
+                for n in range(128):
+                    client.set(f"value{n}", "x" * (1 << 20))
+            status = Path(f"/proc/{one.pid}/status")
             held = [
                 int(line.split()[1])
                 for line in status.read_text().splitlines()
@@ -258,4 +245,4 @@ def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
             ]
             assert not held or 1024 * held[0] <= limit
         finally:
-            filled.kill()
+            one.kill()

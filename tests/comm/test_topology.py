@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
@@ -26,6 +25,7 @@ from fsdp_demo.comm.hub import Hub
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.comm.presence import Presence
 from fsdp_demo.errors import StoreSilent
+from fsdp_demo.launch.store import InThread, StoreServer
 
 from ..support import probe
 
@@ -255,7 +255,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
-    store = dist.TCPStore("::1", 0, None, True, wait_for_workers=False)
+    store = InThread(StoreServer("[::1]:0", ":memory:"))
 
     def fn(me: Any) -> bool | None:
         exchange = fsdp_demo.attach(
@@ -263,9 +263,9 @@ def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
         )
         return exchange.digests_equal()
 
-    assert run_ranks(
-        fn, 2, 1, env={"ISLAND_ENDPOINT": f"[::1]:{store.port}", "ISLAND_ADDRESS": ""}
-    ) == [True, True]
+    env = {"ISLAND_ENDPOINT": store.endpoint, "ISLAND_ADDRESS": ""}
+    assert run_ranks(fn, 2, 1, env=env) == [True, True]
+    store.end()
 
 
 # ---- what islands must agree on ----------------------------------------------------------------

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from fsdp_demo.comm.frames import LARGEST, PIECE, Frame, read
 from fsdp_demo.comm.header import HEADER, PAYLOAD
 from fsdp_demo.comm.inbox import EARLY, Inbox, NoRoom
 from fsdp_demo.comm.peers import PeerGroup
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.comm.zeromq import Meeting, ZeroMQ
+from fsdp_demo.launch.store import InThread, StoreServer
 
 from ..support import probe
 from ..support.relay import Relay
@@ -33,7 +35,7 @@ TOKEN = "a secret of these tests only"
 SECOND = timedelta(seconds=1)
 
 
-class Store(Asker):
+class Store(WorldStore):
     """A store in memory, whose notes of addresses can be changed on the way."""
 
     def __init__(self, change: Callable[[str, dict[str, Any]], None] | None = None):
@@ -142,7 +144,7 @@ def test_whole_pieces_go_both_ways_and_the_tensor_is_not_read_later(run_ranks, t
     alone(run_ranks, run)
 
 
-def test_training_over_it_is_the_same_training(run_ranks) -> None:
+def test_training_over_it_is_the_same_training(run_ranks, tmp_path: Path) -> None:
     """Islands that find each other in a real store, and replicas of one world."""
     config = preset("diloco", period=2, momentum_warmup=0).changed(
         {"clip": None, "inner_optimizers": ["as_is"]}
@@ -165,7 +167,10 @@ def test_training_over_it_is_the_same_training(run_ranks) -> None:
         return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, kind
 
     found = [run_ranks(trained, 1, 2, args=(True,))]
-    found += [run_ranks(trained, 2, 1, env=env) for env in ({}, {"ISLAND_TOKEN": TOKEN})]
+    store = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", TOKEN))
+    for env in ({}, {"ISLAND_TOKEN": TOKEN, "ISLAND_ENDPOINT": store.endpoint}):
+        found.append(run_ranks(trained, 2, 1, env=env))
+    store.end()
     assert [each[0][2] for each in found] == ["PeerGroup", "ElasticPeerGroup", "ElasticPeerGroup"]
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):

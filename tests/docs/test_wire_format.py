@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import struct
+import typing
 from itertools import accumulate
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from fsdp_demo.comm import frames, header, store_wire
+from fsdp_demo.comm import frames, header
+from fsdp_demo.comm.store_wire import Answer, Question
 from fsdp_demo.config.names import FORMATS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
@@ -26,12 +29,10 @@ def tables(first: str) -> list[list[list[str]]]:
     return [t[2:] for t in rows if t[0][0] == first]
 
 
-LAYOUTS = dict(zip(("header", "frame", "question", "answer"), tables("offset"), strict=True))
+LAYOUTS = dict(zip(("header", "frame"), tables("offset"), strict=True))
 STRUCTS = {
     "header": header.HEADER,
     "frame": frames.FRAME,
-    "question": store_wire._QUESTION,
-    "answer": store_wire._ANSWER,
 }
 
 
@@ -68,16 +69,22 @@ def test_versions_kinds_flags_and_statuses() -> None:
         versions[header.MAGIC.decode()] == header.VERSION
         and versions[frames.MAGIC.decode()] == frames.VERSION
     )
-    assert versions["FDSQ"] == versions["FDSA"] == store_wire.VERSION
-    messages, questions = ({row[1].strip("`"): int(row[0]) for row in t} for t in tables("kind"))
+    (messages,) = ({row[1].strip("`"): int(row[0]) for row in t} for t in tables("kind"))
     assert len(messages) == len(header.KINDS) and all(
         getattr(header, name) == n for name, n in messages.items()
     )
-    assert questions == {kind.name: kind.value for kind in store_wire.Kind}
     assert all(getattr(header, row[1].strip("`")) == int(row[0]) for row in tables("flag")[0])
-    assert {row[1].strip("`"): int(row[0]) for row in tables("status")[0]} == {
-        s.name: s.value for s in store_wire.Status
-    }
+
+
+def test_questions_and_answers_of_the_store() -> None:
+    versions = {row[1].strip("`"): row[2] for row in tables("what")[0]}
+    for form, rows in zip((Question, Answer), tables("element"), strict=True):
+        said = msgspec.structs.fields(form)
+        assert [row[0] for row in rows] == ["tag", *(field.name for field in said)]
+        tag = form.__struct_config__.tag
+        assert rows[0][2] == f"`{tag}`" and versions[tag[:4]] == tag[4:]
+        words = typing.get_args(typing.get_type_hints(form)[said[0].name])
+        assert [word for word in re.findall("`(.+?)`", rows[1][2]) if word in words] == list(words)
 
 
 def test_number_formats() -> None:

@@ -93,7 +93,7 @@ def test_other_ranks_of_an_island_have_nothing_to_do(capsys, monkeypatch) -> Non
 def test_a_store_that_is_not_there(capsys, monkeypatch) -> None:
     for name, value in {"COUNT": "2", "RANK": "0", "TIMEOUT": "0.5"}.items():
         monkeypatch.setenv(f"ISLAND_{name}", value)
-    monkeypatch.setenv("ISLAND_ENDPOINT", "zmq://127.0.0.1:1")
+    monkeypatch.setenv("ISLAND_ENDPOINT", "127.0.0.1:1")
     assert main(["doctor", "--no-disk"]) == 1
     assert "no store answers" in capsys.readouterr().err
 

@@ -123,7 +123,7 @@ def test_a_single_replica_has_no_links() -> None:
 
 def test_islands_that_come_later_are_refused() -> None:
     late = {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_RANK": "2"}
-    topology = Topology.from_env({**late, "ISLAND_ENDPOINT": "zmq://127.0.0.1:1"})
+    topology = Topology.from_env({**late, "ISLAND_ENDPOINT": "127.0.0.1:1"})
     with pytest.raises(ValueError, match="ISLAND_RANK=2 with ISLAND_COUNT=2"):
         examine(topology, SHORT)
 

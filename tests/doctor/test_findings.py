@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo.doctor import local, paths, rates
+from fsdp_demo.doctor import findings as island_rules
+from fsdp_demo.doctor import paths, rates
 from fsdp_demo.doctor.findings import RULES, findings
 from fsdp_demo.doctor.measured import (
     OK,
@@ -251,7 +252,7 @@ def test_a_slow_island(slow, named) -> None:
 
 
 def test_one_step_time_is_not_compared() -> None:
-    assert list(local.unequal_islands(seen(step_seconds=[None, 2.0]))) == []
+    assert list(island_rules.unequal_islands(seen(step_seconds=[None, 2.0]))) == []
 
 
 @pytest.mark.parametrize("speed, named", [(49.0, True), (51.0, False), (None, False)])
@@ -290,7 +291,7 @@ def test_what_stops_a_run_comes_first() -> None:
 def test_rules_name_what_they_are_called() -> None:
     assert set(RULES) == {
         rule.__name__.replace("_", "-")
-        for module in (local, paths, rates)
+        for module in (island_rules, paths, rates)
         for rule in vars(module).values()
         if getattr(rule, "__module__", "") == module.__name__
         and rule.__annotations__.get("return") == "Iterator[Finding]"

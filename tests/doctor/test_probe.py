@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.comm.tcp import Counted
 from fsdp_demo.comm.zeromq import Meeting
 from fsdp_demo.doctor.measured import Direction
@@ -25,7 +25,7 @@ from ..support.threads import warm
 
 def paired(fn: Callable[[Pair, int], Any], **how: Any) -> list[Any]:
     """fn(pair, rank) on two threads; what each returned."""
-    store, found = Asker(dist.HashStore(), "the test", 5.0), [None, None]
+    store, found = WorldStore(dist.HashStore(), "the test", 5.0), [None, None]
     warm()
 
     def work(rank: int) -> None:

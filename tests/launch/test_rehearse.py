@@ -46,7 +46,7 @@ store = topology.open_store().under(topology.run)
 def all_say(word):
     store.set(f"{word}/{topology.island}.{topology.rank}", "1")
     ranks = [(i, r) for i in range(topology.islands) for r in range(topology.world)]
-    while not all(store.check([f"{word}/{i}.{r}"]) for i, r in ranks):
+    while not all(store.get_all([f"{word}/{i}.{r}" for i, r in ranks])):
         time.sleep(0.05)
 
 all_say("here")
@@ -62,13 +62,13 @@ import os, sys, time
 from fsdp_demo import Topology
 topology = Topology.from_env()
 store = topology.open_store().under(topology.run)
-store.add("ranks", 1)
-while store.add("ranks", 0) < topology.islands:
-    time.sleep(0.05)
-sys.stdout.write(f"met {topology.island} {topology.endpoint.partition('1')[0]} {store.identity().generation}\\n")
-store.add("done", 1)
-while store.add("done", 0) < topology.islands:
-    time.sleep(0.05)
+def come(where):
+    store.set(f"{where}/{topology.island}", "here")
+    while not all(store.get_all([f"{where}/{i}" for i in range(topology.islands)])):
+        time.sleep(0.05)
+come("ranks")
+sys.stdout.write(f"met {topology.island} {store.identity().generation}\\n")
+come("done")
 """  # noqa: E501
 
 OUTLIVE = """
@@ -77,9 +77,11 @@ from fsdp_demo import Topology
 from fsdp_demo.errors import StoreSilent
 topology = Topology.from_env()
 store = topology.open_store().under(topology.run)
-store.add("ranks", 1)
-while store.add("ranks", 0) < topology.islands:
-    time.sleep(0.05)
+def come(where):
+    store.set(f"{where}/{topology.island}", "here")
+    while not all(store.get_all([f"{where}/{i}" for i in range(topology.islands)])):
+        time.sleep(0.05)
+come("ranks")
 name, generation = store.identity()
 sys.stdout.write("have met\\n")
 sys.stdout.flush()
@@ -90,11 +92,9 @@ while True:  # until it was started again
     except StoreSilent:  # it takes its time on a busy machine
         pass
     time.sleep(0.2)
-assert store.identity().name == name and store.add("ranks", 0) == topology.islands
+assert store.identity().name == name and store.get("ranks/0")
 sys.stdout.write(f"goes on {store.identity().generation}\\n")
-store.add("done", 1)
-while store.add("done", 0) < topology.islands:
-    time.sleep(0.05)
+come("done")
 """
 
 
@@ -126,7 +126,7 @@ def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
     ], output
 
 
-def test_rehearse_has_a_durable_store(
+def test_rehearse_has_a_store_with_a_file(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
@@ -136,16 +136,14 @@ def test_rehearse_has_a_durable_store(
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert sorted(line for line in output.splitlines() if "met" in line) == [
-        f"[island{i}] met {i} zmq:// 1" for i in range(2)
+        f"[island{i}] met {i} 1" for i in range(2)
     ], output
     assert "status 0 (island0 0, island1 0)" in output.splitlines()[-1]
 
 
 @ON_LINUX
 @pytest.mark.slow
-def test_rehearse_starts_a_durable_store_again_and_the_islands_go_on(
-    run_id: str, tmp_path: Path
-) -> None:
+def test_rehearse_starts_its_store_again_and_the_islands_go_on(run_id: str, tmp_path: Path) -> None:
     script = tmp_path / "outlive.py"
     script.write_text(OUTLIVE)
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
@@ -172,13 +170,9 @@ def test_a_store_that_ends_again_at_once_ends_the_islands(monkeypatch: pytest.Mo
         list[str](),
     )
     monkeypatch.setattr(supervisor, "launch_store", lambda bind, *words: started.append(bind))
-    supervisor.endpoint = "zmq://127.0.0.1:7"
+    supervisor.endpoint = "127.0.0.1:7"
     supervisor.store_has_ended(100.0)
-    assert (
-        started == ["zmq://127.0.0.1:7"]
-        and not supervisor.store_lost
-        and supervisor.stop_at is None
-    )
+    assert started == ["127.0.0.1:7"] and not supervisor.store_lost and supervisor.stop_at is None
     supervisor.store_has_ended(100.0 + rehearse.BRIEF / 2)
     assert (
         len(started) == 1

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PARENT = """
 import gc, json, os, socket, sys
 from pathlib import Path
-import fsdp_demo.comm.look, fsdp_demo.comm.store_zeromq, fsdp_demo.launch.durable_store
+import fsdp_demo.comm.look, fsdp_demo.comm.store_client, fsdp_demo.launch.store
 from fsdp_demo import Mismatch, PeerLost, Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.comm.position import ShardPosition
@@ -30,7 +30,7 @@ folder = Path(sys.argv[1])
 stores = {"works": Durable(), "full": Durable(folder / "keys", room=40_000)}
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
-    nowhere = f"zmq://127.0.0.1:{probe.getsockname()[1]}"
+    nowhere = f"127.0.0.1:{probe.getsockname()[1]}"
 
 def meet():
     Topology.from_env().join(ShardPosition())

@@ -13,7 +13,8 @@ import pytest
 
 from fsdp_demo import cli
 from fsdp_demo.comm.address import join_address, split_address
-from fsdp_demo.launch.store import serve
+from fsdp_demo.comm.store_client import StoreClient
+from fsdp_demo.launch.store import InThread, StoreServer
 
 from .rehearsals import ON_LINUX, command
 
@@ -23,9 +24,14 @@ TOKEN = "a token that is long enough"
 def test_store_serves_until_stopped(tmp_path: Path) -> None:
     numbers = [signal.SIGINT, signal.SIGTERM]
     files = [tmp_path / number.name for number in numbers]
-    words = ["store", "--bind", "127.0.0.1:0", "--port-file"]
+    words = ["store", "--bind", "127.0.0.1:0", "--file", ":memory:", "--port-file"]
     stores = [
-        subprocess.Popen(command(*words, str(file)), stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command(*words, str(file)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a warning that it keeps nothing
+            text=True,
+        )
         for file in files
     ]
     try:
@@ -34,7 +40,7 @@ def test_store_serves_until_stopped(tmp_path: Path) -> None:
             line = process.stdout.readline()
             port = int(file.read_text())
             assert line == (
-                f"store listening on 127.0.0.1:{port}; on every island: export "
+                f"store listening on 127.0.0.1:{port}, keys in :memory:; on every island: export "
                 f"ISLAND_ENDPOINT=127.0.0.1:{port}\n"
             )
             socket.create_connection(("127.0.0.1", port), 5).close()
@@ -45,10 +51,7 @@ def test_store_serves_until_stopped(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> None:
-    pytest.importorskip("zmq")
-    from fsdp_demo.comm.store_zeromq import ZeroMQStore
-
+def test_the_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> None:
     found, token = [], "a token that is long enough"
     for _ in range(2):
         env = {
@@ -56,7 +59,7 @@ def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> 
             "ISLAND_TOKEN": token,
             "PYTHONPATH": str(Path(cli.__file__).parents[1]),
         }
-        words = command("store", "--bind", "zmq://127.0.0.1:0")
+        words = command("store", "--bind", "127.0.0.1:0")
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env
         ) as process:
@@ -69,15 +72,19 @@ def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> 
                     rf"ISLAND_ENDPOINT=(.+)\n",
                     line,
                 )
-                assert said and said[2] == f"zmq://{said[1]}", line
-                client = ZeroMQStore(said[2], token)
-                found.append((client.add("starts", 1), client.identity()))
+                assert said and said[2] == f"{said[1]}", line
+                client = StoreClient(said[2], token)
+                before = client.get("starts")
+                client.set("starts", before + "x")
+                found.append((client.get("starts"), client.identity()))
                 client.close()
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(30) == 0
             finally:
                 process.kill()
-    assert [count for count, _ in found] == [1, 2] and [who.generation for _, who in found] == [
+    assert [count for count, _ in found] == ["x", "xx"] and [
+        who.generation for _, who in found
+    ] == [
         1,
         2,
     ]
@@ -89,25 +96,20 @@ def test_a_durable_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["127.0.0.1"], "address '127.0.0.1': expected ADDR:PORT"),
         (
-            ["127.0.0.1:0", "--file", "keys"],
-            "this store keeps nothing in a file; take --bind zmq://127.0.0.1:0",
-        ),
-        (["zmq://127.0.0.1"], "address '127.0.0.1': expected ADDR:PORT"),
-        (
-            ["zmq://198.51.100.7:0", "--file", ":memory:"],
-            "--bind zmq://198.51.100.7:0: cannot listen there: .*no such address",
+            ["198.51.100.7:0", "--file", ":memory:"],
+            "--bind 198.51.100.7:0: cannot listen there: .*no such address",
         ),
         (
-            ["zmq://127.0.0.1:0", "--file", "no/such/folder/keys"],
+            ["127.0.0.1:0", "--file", "no/such/folder/keys"],
             "--file no/such/folder/keys: No such file or directory; take a file in a",
         ),
     ],
 )
-def test_a_durable_store_refuses_what_it_cannot_use(
+def test_the_store_refuses_what_it_cannot_use(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("zmq")
     assert cli.main(["store", "--bind", *words]) == 2
     assert re.search(says, capsys.readouterr().err)
 
@@ -115,23 +117,16 @@ def test_a_durable_store_refuses_what_it_cannot_use(
 def test_a_short_token_and_an_open_door_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("zmq")
-    from fsdp_demo.launch.durable_store import DurableStore
-
     for token, warned in (("", 2), ("a token that is long enough", 1)):
-        store = DurableStore("zmq://0.0.0.0:0", ":memory:", token)
+        store = StoreServer("0.0.0.0:0", ":memory:", token)
         store.serve_while(lambda: False)  # closes it
         assert (
             len(store.warnings) == warned
             and "keeps nothing" in store.warnings[-1]
             and "0.0.0.0" not in store.endpoint
         )
-    assert (
-        "ISLAND_TOKEN is set, but this store lets everybody in"
-        in serve("127.0.0.1:0", "a token").warnings[0]
-    )
     monkeypatch.setenv("ISLAND_TOKEN", "short")
-    for bind in ("zmq://127.0.0.1:0", "127.0.0.1:0"):
+    for bind in ("127.0.0.1:0", "zmq://127.0.0.1:0"):
         assert cli.main(["store", "--bind", bind]) == 2
         assert "ISLAND_TOKEN has 5 characters" in capsys.readouterr().err
 
@@ -148,10 +143,7 @@ def test_a_short_token_and_an_open_door_are_told(
 def test_status_ends_whatever_token_it_is_given(
     there: str, here: str, status: int, says: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("zmq")
-    from fsdp_demo.launch.durable_store import DurableStore, InThread
-
-    served = InThread(DurableStore("zmq://127.0.0.1:0", tmp_path / "keys", there))
+    served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", there))
     env = {
         **os.environ,
         "ISLAND_ENDPOINT": served.endpoint,
@@ -184,32 +176,29 @@ def listens_on(port: int) -> list[str]:
 
 
 @ON_LINUX
-def test_store_listens_on_the_address_asked_for_and_no_other() -> None:
-    served = serve("127.0.0.1:0")
+def test_store_listens_on_the_address_asked_for_and_no_other(tmp_path: Path) -> None:
+    served = StoreServer("127.0.0.1:0", tmp_path / "keys")
     assert listens_on(served.port) == ["0100007F"]
     assert served.warnings == ()
-    served.server.set("key", "value")
     with pytest.raises(
         ValueError, match="cannot listen there: Address already in use.*another port"
     ):
-        serve(served.endpoint)
+        StoreServer(served.endpoint, tmp_path / "others")
+    served.serve_while(lambda: False)  # closes it
 
 
-def test_store_on_every_address_says_so() -> None:
-    served = serve("0.0.0.0:0")
-    assert "every address" in served.warnings[0]
-    assert split_address(served.endpoint)[1] == served.port and "0.0.0.0" not in served.endpoint
-
-
-def test_store_warns_of_a_public_address() -> None:
+def test_store_warns_of_open_and_of_public_addresses() -> None:
     import ipaddress
 
-    from fsdp_demo.launch import store
+    from fsdp_demo.launch.store import _open_to
 
-    (warning,) = store._warnings(ipaddress.ip_address("8.8.8.8"))
-    assert "PUBLIC" in warning and "no passwords" in warning
+    (warning,) = _open_to(ipaddress.ip_address("0.0.0.0"), "")
+    assert "every address" in warning
+    (warning,) = _open_to(ipaddress.ip_address("8.8.8.8"), "")
+    assert "PUBLIC" in warning and "without ISLAND_TOKEN" in warning
+    assert _open_to(ipaddress.ip_address("8.8.8.8"), TOKEN) == ()
     for private in ("127.0.0.1", "10.1.2.3", "192.168.1.5", "100.100.1.1", "fd00::1"):
-        assert store._warnings(ipaddress.ip_address(private)) == (), private
+        assert _open_to(ipaddress.ip_address(private), "") == (), private
 
 
 @pytest.mark.parametrize(

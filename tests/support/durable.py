@@ -19,7 +19,7 @@ class Durable:
     """A store that can be killed, stopped and started again on its file and port.
 
     Attributes:
-        endpoint: zmq://127.0.0.1:port, the same after a restart.
+        endpoint: 127.0.0.1:port, the same after a restart.
     """
 
     def __init__(self, file: Path | str = ":memory:", token: str = "", **bounds: int):
@@ -29,7 +29,7 @@ class Durable:
 
     @property
     def endpoint(self) -> str:
-        return f"zmq://127.0.0.1:{self.port}"
+        return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Start it, again if it has ended."""
@@ -49,11 +49,9 @@ class Durable:
         assert self.port, "the store did not start: see the log of the rank"
 
     def _serve(self, writer: int) -> None:
-        from fsdp_demo.launch.durable_store import DurableStore
+        from fsdp_demo.launch.store import StoreServer
 
-        store = DurableStore(
-            f"zmq://127.0.0.1:{self.port}", self._file, self._token, **self._bounds
-        )
+        store = StoreServer(f"127.0.0.1:{self.port}", self._file, self._token, **self._bounds)
         os.write(writer, b"%d" % store.port)
         os.close(writer)
         store.serve_while(lambda: True)
@@ -76,10 +74,10 @@ class Durable:
 
     def client(self, deadline: float = 10.0, token: str | None = None, port: int = 0) -> Any:
         """A client of its own, of the store or of a relay before it."""
-        from fsdp_demo.comm.store_zeromq import ZeroMQStore
+        from fsdp_demo.comm.store_client import StoreClient
 
-        return ZeroMQStore(
-            f"zmq://127.0.0.1:{port or self.port}",
+        return StoreClient(
+            f"127.0.0.1:{port or self.port}",
             self._token if token is None else token,
             deadline,
         )

@@ -24,7 +24,7 @@ from fsdp_demo.comm import collectives, driver, meet
 from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.meet import PeerPosition
-from fsdp_demo.comm.store_client import Asker
+from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.comm.wire import Wire
 from fsdp_demo.comm.zeromq import Meeting
 
@@ -57,7 +57,7 @@ class Islands:
         ranks: int = 1,
         dead: float = 2.0,
         timeout: float = 20.0,
-        store: Asker | None = None,
+        store: WorldStore | None = None,
         token: str = "",
     ):
         warm()
@@ -68,7 +68,7 @@ class Islands:
             timeout,
             token,
         )
-        self.store = store or Asker(dist.HashStore(), "the test", 5.0)
+        self.store = store or WorldStore(dist.HashStore(), "the test", 5.0)
         self.names = {slot: f"island{slot}" for slot in range(count)}
         self.lines: dict[tuple[int, int], ElasticPeerGroup] = {}
         self.expelled: list[tuple[int, int]] = []

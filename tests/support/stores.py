@@ -1,18 +1,11 @@
-"""TCPStores for the ranks, each in a process of its own: its threads must not run where ranks are
-forked.
-
-A store of its own for every call: on a machine without a name server torch's store holds every 25th
-connection for five seconds.
+"""Stores for the ranks, each in a process of its own: its threads must not run where ranks are
+forked. Every call has one of its own.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
-import socket
-
-import torch.distributed as dist
 
 from . import child
 
@@ -43,28 +36,23 @@ class Stores:
             self.end(name)
 
     def _start(self) -> tuple[int, int]:
-        # connections wait here until the store accepts them
-        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        port, parent = listener.getsockname()[1], os.getpid()
-        pid = os.fork()
+        reader, writer = os.pipe()
+        parent, pid = os.getpid(), os.fork()
         if pid:
-            listener.close()
+            os.close(writer)
+            port = int(os.read(reader, 9) or b"0")
+            os.close(reader)
+            assert port, "the store did not start: see the log of the rank server"
             return pid, port
         try:
             child.end_with(parent)
-            for fd in self._close:
+            for fd in (reader, *self._close):
                 os.close(fd)
-            wait = datetime.timedelta(seconds=60)
-            store = dist.TCPStore(
-                "127.0.0.1",
-                port,
-                None,
-                True,
-                wait,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-            while store is not None:
-                signal.pause()
+            from fsdp_demo.launch.store import StoreServer
+
+            store = StoreServer("127.0.0.1:0", ":memory:")
+            os.write(writer, b"%d" % store.port)
+            os.close(writer)
+            store.serve_while(lambda: True)
         finally:
             os._exit(1)

@@ -1,9 +1,5 @@
-"""The client of the durable store (`launch/durable_store.py`): ISLAND_ENDPOINT=zmq://host:port.
-
-A question is sent, and its answer waited for. Where the connection ends, or nothing comes for a
-while, there is another connection, and the question is repeated on it under its number, until the
-deadline: so the store may be restarted between the two. The store remembers what it did under that
-number, and does it once.
+"""The connection of one client to the durable store: it repeats a question until its answer is
+there, and recognises who else may listen at that address.
 """
 
 from __future__ import annotations
@@ -13,29 +9,19 @@ import math
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import StoreSilent, WireError, see
-from .address import split_endpoint
-from .store_wire import LARGEST_MESSAGE, NOBODY, Answer, Kind, Question, Status, read_answer
-from .stores import SALT, BoundedStore, Identity, key_bytes, value_bytes
-
-try:
-    import zmq
-    from zmq.utils.monitor import recv_monitor_message
-
-    from .curve import Keys
-except ModuleNotFoundError as error:
-    if error.name != "zmq":
-        raise
-    raise ValueError(
-        'ISLAND_ENDPOINT=zmq://... needs pyzmq: pip install "pyzmq>=27,<28", or take a store at '
-        "host:port"
-    ) from error
+from .address import join_address, split_endpoint
+from .curve import Keys
+from .store_wire import LARGEST_MESSAGE, SALT, Answer, Question, pack, read_answer
 
 FIRST = 1.0
 """Seconds without an answer after which the question is repeated; each time they double, to
@@ -44,7 +30,6 @@ FIRST = 1.0
 
 RARELY = 10.0
 AGAIN = 0.1  # seconds between two tries to connect
-AT_ONCE = 1024  # keys in one question
 NOBODY_LISTENS = "nobody listens"
 
 ENDED = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
@@ -54,8 +39,21 @@ REFUSED = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 STRANGERS = 5
-"""Connections in a row that end in the handshake, before the first answer, after which the token is
-taken to be wrong: a store that ends at that moment does it once."""
+"""Connections in a row that end in the handshake, before the first answer, after which it is asked
+who listens there: a store that ends at that moment does it once."""
+
+
+class Identity(NamedTuple):
+    """Which store this is.
+
+    Attributes:
+        name: made at random with the store's file: a store that was lost and started empty has
+            another one.
+        generation: how often the file was opened, from 1.
+    """
+
+    name: str
+    generation: int
 
 
 @functools.cache
@@ -104,7 +102,7 @@ class Connection:
             if self._socket in ready:
                 with suppress(zmq.Again):
                     answer = read_answer(self._socket.recv(zmq.NOBLOCK))
-                    if answer.number == number:
+                    if answer.number in (number, 0):  # 0: it could not read the question
                         return answer
             elif self._monitor in ready:
                 self._watch()
@@ -125,24 +123,21 @@ class Connection:
         self._socket.close(0)
 
 
-class Client:
-    """One client: a thread asks at a time. A forked process becomes a client of its own at its
-    first question.
+class Line:
+    """All connections of one client, one at a time; a thread asks at a time. Where the connection
+    ends, or nothing comes for a while, there is another one, and the question is repeated on it
+    under its number, until the deadline: so the store may be restarted between the two. A forked
+    process becomes a client of its own at its first question.
 
     Attributes:
         known: which store it talks to, after the first answer.
     """
 
     def __init__(self, endpoint: str, token: str):
-        where = split_endpoint(endpoint)
+        place = split_endpoint(endpoint)
         if token:
             _keys(token)  # refused here, before there is a socket to close
-        self._where, self._token = endpoint, token
-        self._address = (
-            f"tcp://[{where.host}]:{where.port}"
-            if ":" in where.host
-            else f"tcp://{where.host}:{where.port}"
-        )
+        self._where, self._token, self._place = endpoint, token, place
         self._begin()
 
     def _begin(self) -> None:
@@ -156,10 +151,10 @@ class Client:
         self._strangers = 0
 
     def ask(
-        self, kind: Kind, fields: tuple[bytes, ...], seconds: float, absent: float = math.inf
-    ) -> Answer:
-        """The answer to a question. It is given up after `seconds`, or after `absent` while nobody
-        listens there.
+        self, verb: str, keys: list[str], values: list[str], seconds: float, absent: float
+    ) -> list[str]:
+        """The values of the answer. The question is given up after `seconds`, or after `absent`
+        while nobody listens there.
 
         Raises:
             StoreSilent: none came, or the store cannot keep the change or is another one than
@@ -176,9 +171,8 @@ class Client:
             )
         try:
             if self.known is None:
-                name, generation = self._question(Kind.HELLO, (), end, seconds, absent).fields
-                self.known = Identity(name.hex(), int(generation))
-            return self._question(kind, fields, end, seconds, absent)
+                self.known = identity_in(self._question("hello", [], [], end, seconds, absent))
+            return self._question(verb, keys, values, end, seconds, absent)
         except WireError as error:
             self._drop()
             raise ValueError(
@@ -193,18 +187,23 @@ class Client:
             self._lock.release()
 
     def _question(
-        self, kind: Kind, fields: tuple[bytes, ...], end: float, seconds: float, absent: float
-    ) -> Answer:
+        self,
+        verb: Any,
+        keys: list[str],
+        values: list[str],
+        end: float,
+        seconds: float,
+        absent: float,
+    ) -> list[str]:
         self._number += 1
-        store = NOBODY if self.known is None else bytes.fromhex(self.known.name)
-        answer = self._answer(
-            Question(kind, store, self._id, self._number, fields).pack(), end, seconds, absent
-        )
-        if answer.status is Status.REFUSED:
-            raise ValueError(f"the store at {self._where} refuses: {_text(answer)}")
-        if answer.status is Status.FAILED:
-            raise StoreSilent(f"the store at {self._where} cannot go on: {_text(answer)}")
-        return answer
+        store = b"" if self.known is None else bytes.fromhex(self.known.name)
+        question = Question(verb, self._number, self._id, store, keys, values)
+        answer = self._answer(pack(question), end, seconds, absent)
+        if answer.status == "refused":
+            raise ValueError(f"the store at {self._where} refuses: {answer.text}")
+        if answer.status == "failed":
+            raise StoreSilent(f"the store at {self._where} cannot go on: {answer.text}")
+        return answer.values
 
     def _answer(self, question: bytes, end: float, seconds: float, absent: float) -> Answer:
         """Ask until there is an answer."""
@@ -213,7 +212,8 @@ class Client:
         why = "" if self.known else " (it hangs, or another program listens there)"
         while (left := end - time.monotonic()) > 0:
             if self._connection is None:
-                self._connection = Connection(self._context, self._address, self._token)
+                address = join_address(self._place.host, self._place.port)
+                self._connection = Connection(self._context, f"tcp://{address}", self._token)
             self._connection.ask(question)
             answer = self._connection.answer(self._number, min(left, patience))
             if answer is not None:
@@ -234,29 +234,26 @@ class Client:
         raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s{why}")
 
     def _recognise(self, connection: Connection) -> None:
-        """Give up where the tokens cannot be the same."""
+        """Give up where somebody else listens there, or the tokens cannot be the same."""
         self._strangers = self._strangers + 1 if connection.stranger else 0
-        if self._strangers < STRANGERS or self.known is not None:
+        if self.known is not None or connection.gone == NOBODY_LISTENS:
+            return
+        if _is_torchs(self._place.host, self._place.port):
+            bind = join_address(self._place.host, self._place.port)
+            raise ValueError(
+                f"a store of torch.distributed answers at ISLAND_ENDPOINT={self._where}, where "
+                f"islands cannot meet: start there `fsdp-demo store --bind {bind}`{see('no-store')}"
+            )
+        if self._strangers < STRANGERS:
             return
         self._strangers = 0
-        if self._speaks():
+        if _greets(self._place.host, self._place.port):
             here = f"ISLAND_TOKEN {'is' if self._token else 'is not'} set here"
             raise ValueError(
                 f"whoever listens at ISLAND_ENDPOINT={self._where} refuses this connection: "
                 f"{here}, and must be the same at the store and "
                 f"on all islands; or another program listens there{see('token')}"
             )
-
-    def _speaks(self) -> bool:
-        """Whether somebody greets there: a store does at once; a tunnel without a store behind it
-        only closes.
-        """
-        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0) as probe:
-                return bool(probe.recv(1))
-        except OSError:
-            return False
 
     def _drop(self) -> None:
         if self._connection is not None:
@@ -281,65 +278,26 @@ class Client:
             pass
 
 
-class ZeroMQStore(BoundedStore):
-    """The store at `zmq://host:port`; connects at the first question."""
-
-    def __init__(self, endpoint: str, token: str = "", deadline: float = 15.0):
-        super().__init__(endpoint, deadline)
-        self._client = Client(endpoint, token)
-
-    def _ask(self, kind: Kind, *fields: bytes) -> Answer:
-        return self._client.ask(kind, fields, self.deadline, self.absent)
-
-    def find(self, key: str) -> bytes | None:
-        """See `BoundedStore`."""
-        answer = self._ask(Kind.GET, key_bytes(key))
-        return None if answer.status is Status.MISSING else answer.fields[0]
-
-    def find_all(self, keys: Sequence[str]) -> list[bytes]:
-        """See `BoundedStore`: one question, and more where the values do not fit in one answer."""
-        wanted, found = [key_bytes(key) for key in keys], list[bytes]()
-        while len(found) < len(wanted):
-            found += self._ask(Kind.FIND, *wanted[len(found) : len(found) + AT_ONCE]).fields
-        return found
-
-    def check(self, keys: list[str]) -> bool:
-        """See `BoundedStore`."""
-        return self._ask(Kind.CHECK, *map(key_bytes, keys)).fields[0] == b"1"
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """See `BoundedStore`."""
-        self._ask(Kind.SET, key_bytes(key), value_bytes(key, value))
-
-    def add(self, key: str, amount: int) -> int:
-        """See `BoundedStore`."""
-        return int(self._ask(Kind.ADD, key_bytes(key), b"%d" % amount).fields[0])
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """See `BoundedStore`."""
-        return self._ask(
-            Kind.COMPARE_SET, key_bytes(key), value_bytes(key, expected), value_bytes(key, desired)
-        ).fields[0]
-
-    def delete_key(self, key: str) -> bool:
-        """See `BoundedStore`."""
-        return self._ask(Kind.DELETE, key_bytes(key)).fields[0] == b"1"
-
-    def identity(self) -> Identity:
-        """Which store answers, asked anew; StoreSilent if it is another one than before."""
-        name, generation = self._ask(Kind.HELLO).fields
-        now = Identity(name.hex(), int(generation))
-        if self._client.known is not None and now.name != self._client.known.name:
-            raise StoreSilent(
-                f"the store at {self.where} was made anew since, without what it held "
-                f"before{see('store-made-anew')}"
-            )
-        return now
-
-    def close(self) -> None:
-        """See `BoundedStore`."""
-        self._client.close()
+def identity_in(values: list[str]) -> Identity:
+    """What the answer to "hello" says. Raises WireError: it says something else."""
+    if len(values) != 2 or not values[1].isdigit():
+        raise WireError(f"it gives its name as {values!r:.60}")
+    return Identity(values[0], int(values[1]))
 
 
-def _text(answer: Answer) -> str:
-    return answer.fields[0].decode(errors="replace") if answer.fields else "it does not say why"
+def _greets(host: str, port: int) -> bool:
+    """Whether somebody greets there: a store does at once; a tunnel without a store behind it only
+    closes.
+    """
+    with suppress(OSError), socket.create_connection((host, port), timeout=1.0) as probe:
+        return bool(probe.recv(1))
+    return False
+
+
+def _is_torchs(host: str, port: int) -> bool:
+    """Whether a `torch.distributed.TCPStore` listens there: it gives back the number of a ping."""
+    validate, ping, nonce = 0, 13, b"\x4e\x6f\x6e\x63"
+    with suppress(OSError), socket.create_connection((host, port), timeout=1.0) as probe:
+        probe.sendall(struct.pack("<BIB", validate, 0x3C85F7CE, ping) + nonce)
+        return probe.recv(4) == nonce
+    return False
