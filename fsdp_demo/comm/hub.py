@@ -222,7 +222,7 @@ class Hub:
     def _run(self) -> None:
         try:
             while not self.closed:
-                self.move(IDLE)
+                self._turn(IDLE)
                 self.between()
         finally:
             self._shut()
@@ -234,9 +234,12 @@ class Hub:
         Raises:
             RuntimeError: the connections were closed.
         """
+        if self.closed:
+            raise RuntimeError(CLOSED)
+        self._turn(seconds)
+
+    def _turn(self, seconds: float) -> None:
         with self.changed:
-            if self.closed:
-                raise RuntimeError(CLOSED)
             for wire in self.wires:
                 self._want(wire)
         for end, events in self._poller.poll(min(math.ceil(1e3 * seconds), 10**9)):
