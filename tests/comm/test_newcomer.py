@@ -241,9 +241,9 @@ def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[...
 
         def joins() -> None:
             try:
-                alive, newcomer.SignsOfLife._run = newcomer.SignsOfLife._run, lambda self: None
+                alive, newcomer.SignsOfLife._say = newcomer.SignsOfLife._say, lambda self: None
                 came.append(comes(2))
-                newcomer.SignsOfLife._run = alive
+                newcomer.SignsOfLife._say = alive
                 came.append(comes(3))
                 time.sleep(2 * run.dead)
             finally:
