@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
-from fsdp_demo.automatic import earlier_choice, first_steps, link_health
+from fsdp_demo.automatic import earlier_choice, first_steps
 from fsdp_demo.automatic.situation import chosen as chosen_in
 from fsdp_demo.automatic.situation import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
@@ -175,7 +175,7 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
         known = again.config == chosen
         known = known and again.auto_choice == why
         before_, after = exchange._runtime.at_end, again._runtime.at_end
-        watched = isinstance(after, link_health.LinkHealth) and after.planned == before_.planned
+        watched = isinstance(after, first_steps.LinkHealth) and after.planned == before_.planned
         again.detach()
 
         before = fsdp_demo.attach(optimizer, "auto", model=model, state=early)
@@ -452,10 +452,10 @@ def test_a_link_that_gets_slower_is_said_once(
     model = model_of()
     exchange = fsdp_demo.attach(optimizer_of("adamw", model), "full", model=model)
     situation = Situation([("layers.0.w", (2048, 2048))], 4, Link(1e7, 0.02), 0.5, device="cpu")
-    health = link_health.LinkHealth(exchange, situation)
+    health = first_steps.LinkHealth(exchange, situation)
     exchange._queue.flown = deque(maxlen=2)  # it forgets old ones, and does not grow
     with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
-        for n in range(3 * link_health.ROUNDS):
+        for n in range(3 * first_steps.ROUNDS):
             took = slower * health.planned + (0.06 if slower > 2 else 0.0)
             exchange._queue.flown.append(
                 ExchangeRecord(n, n, ("delta",), 10.0 * n, 10.0 * n + took)

@@ -20,7 +20,7 @@ from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
 from fsdp_demo.commands import step_clock, store
-from fsdp_demo.config.yaml_text import read
+from fsdp_demo.config.parsing import read_yaml
 from fsdp_demo.doctor import reading
 from fsdp_demo.files import in_one_piece
 from fsdp_demo.planner import asking
@@ -233,8 +233,8 @@ def bomb(value: str) -> str:
 )
 def test_yaml_that_stands_for_too_much_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        read(text, "a.yaml")
+        read_yaml(text, "a.yaml")
 
 
 def test_aliases_that_stand_for_little_are_read() -> None:
-    assert read("a: &a [1]\nb: *a", "a.yaml") == {"a": [1], "b": [1]}
+    assert read_yaml("a: &a [1]\nb: *a", "a.yaml") == {"a": [1], "b": [1]}

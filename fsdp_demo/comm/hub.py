@@ -195,6 +195,8 @@ class Hub:
             self._wake()
 
     def _wake(self) -> None:
+        if threading.current_thread() is self.thread:
+            return  # it looks before it waits again
         with suppress(OSError):  # it is full, or closed: who posts late finds nobody
             self._near.send(b"\0")
 

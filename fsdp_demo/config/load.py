@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
 from ..errors import see
-from . import effects, yaml_text
+from . import rules
 from .auto import AUTO, auto
-from .parsing import MEANT, nearest, one_of, paths_of, typed
+from .parsing import MEANT, nearest, one_of, paths_of, read_yaml, typed
 from .presets import presets
 from .schema import ExchangeConfig
 
@@ -41,7 +41,7 @@ def preset(name: str, **changes: Any) -> ExchangeConfig:
 
     Raises:
         ValueError: for an unknown name, key, or value; it says what is allowed and the nearest
-            right name. For a path that has no effect in this method (`effects.py`) it says why.
+            right name. For a path that has no effect in this method (`rules.py`) it says why.
 
     Example:
         >>> from fsdp_demo import preset
@@ -133,7 +133,7 @@ def _meant(key: str, options: list[str], config: ExchangeConfig) -> str:
     same = [path] if path else [p for p in paths if p.endswith(f".{key}")]
     if len(same) != 1:
         return nearest(key, options, 0.5)
-    if why := effects.reason(config.channels, same[0]):
+    if why := rules.no_effect(config.channels, same[0]):
         return f", and {same[0]} has no effect: {why}"
     return f"; did you mean {same[0]!r}?"
 
@@ -169,7 +169,7 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
             raise ValueError(
                 f"override {text!r} must read path=value, as in schedule.sync_every=50"
             )
-        changes[path.strip()] = yaml_text.read(value, f"override {text!r}")
+        changes[path.strip()] = read_yaml(value, f"override {text!r}")
     if not source.endswith((".yaml", ".yml")) and not os.path.isfile(source):
         return preset(source, **changes)
     if not os.path.exists(source):
@@ -178,7 +178,7 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
             f"{', '.join(presets())})"
         )
     with open(source, encoding="utf-8") as file:
-        data = yaml_text.read(file.read(), source)
+        data = read_yaml(file.read(), source)
     if not isinstance(data, dict) or "preset" not in data:
         raise ValueError(
             f"{source} must be a mapping with the key 'preset'; `fsdp-demo presets NAME --yaml` "

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from ..errors import counted
-from . import effects, rules, yaml_text
+from . import rules
 from .channel import BLOCK, Channel
-from .parsing import build, in_range, nearest, one_of, set_path
+from .parsing import build, in_range, nearest, one_of, read_yaml, set_path
 
 CLIP_SCOPES = ("replica", "islands")
 
@@ -192,7 +192,7 @@ class ExchangeConfig:
         """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes:
         see `load_config`.
         """
-        return cls.from_dict(yaml_text.read(text, "the configuration"))
+        return cls.from_dict(read_yaml(text, "the configuration"))
 
     def digest(self) -> int:
         """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on
@@ -233,7 +233,7 @@ class ExchangeConfig:
 
         Raises:
             ValueError: an unknown path or value, or one that has no effect in this method
-                (`effects.py`).
+                (`rules.py`).
 
         Example:
             >>> from fsdp_demo import preset
@@ -244,5 +244,5 @@ class ExchangeConfig:
         for path, value in changes.items():
             set_path(data, top, path, value)
         made = ExchangeConfig.from_dict(data)
-        effects.refuse_unused(made.channels, made.clips_mean, changes)
+        rules.refuse_unused(made.channels, made.clips_mean, changes)
         return made

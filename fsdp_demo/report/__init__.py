@@ -5,8 +5,8 @@ May import torch-free parts of every package below it; drawing needs nothing but
 library, a png needs matplotlib (extra `report`).
 """
 
-from .make import leave, make
 from .metrics import tracked
+from .page import leave, make
 from .progress import ProgressLine
 from .record import RunRecord, ledger_rows
 from .words import size, table

@@ -1,4 +1,6 @@
-"""A report as one html file that needs no other: text, tables and pictures, light and dark."""
+"""The report of runs: one html file that needs no other, with text, tables and pictures, light and
+dark; on request png and markdown.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,23 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from . import picture, timeline
+from . import picture
 from .figures import (
+    MARKS,
     byte_rows,
     comparison,
     curve,
     figures,
+    lanes,
+    marks,
+    said,
     still_everywhere,
 )
-from .load import Run
-from .words import times
+from .files import Run, load, load_all
+from .words import table, times
 
 STYLE = """
 :root { --back: #ffffff; --text: #1c2733; --soft: #5a6775; --grid: #e3e8ee; --box: #f5f7f9;
@@ -64,6 +71,54 @@ table.facts { width: 100% } table.facts :is(th, td) { text-align: left; white-sp
 """
 MOST_EVENTS = 100
 SIGNS = {"lost": "▼", "joined": "▲", "skipped round": "◆"}
+
+
+def make(
+    folders: Sequence[str | Path],
+    out: str | Path | None = None,
+    png: str | Path | None = None,
+    md: str | Path | None = None,
+) -> list[Path]:
+    """Write the report of the runs in these folders; returns what was written.
+
+    Args:
+        out: the html; None: report.html in the folder of the one run, or here for several.
+        png: a picture, by matplotlib. md: the comparison as a table.
+
+    Raises:
+        ValueError: a folder holds no run, or matplotlib is not there. OSError: a file cannot be
+            written.
+    """
+    runs = load_all(folders)
+    out = Path(out) if out else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    out.write_text(page(runs), encoding="utf-8")
+    written = [out]
+    if png is not None:
+        picture.draw(runs, png)
+        written.append(Path(png))
+    if md is not None:
+        Path(md).write_text(markdown(runs), encoding="utf-8")
+        written.append(Path(md))
+    return written
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """The comparison and what must be known of the runs, markdown."""
+    parts = [table(comparison([figures(run) for run in runs]), markdown=True)]
+    for run in runs:
+        if len(rows := byte_rows(run)) > 1:
+            parts.append(f"Bytes of {run.name}:\n\n{table(rows, markdown=True)}")
+        parts += [f"* {run.name}: {note}" for note in run.notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def leave(folder: str | Path) -> list[Path]:
+    """The report of a run that has just ended, in its own folder: html, and png where matplotlib is
+    installed.
+    """
+    folder = Path(folder)
+    load(folder)
+    return make([folder], png=folder / "report.png" if picture.available() else None)
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -192,31 +247,31 @@ def _standing_still(runs: Sequence[Run]) -> str:
 
 def _exchanges(run: Run, named: bool) -> str:
     head = f"<h3>{escape(run.name)}</h3>" if named else ""
-    lanes, events = timeline.rows(run), timeline.marks(run)
-    if not lanes and not events:
+    rows, events = lanes(run), marks(run)
+    if not rows and not events:
         return head + _empty("no exchange has ended and nothing happened")
     channels: dict[str, int] = {}
-    for name, colour, _ in lanes:
+    for name, colour, _ in rows:
         channels.setdefault(name.partition(", ")[2], colour)
     kinds = {str(event["kind"]) for event in events}
-    marks = "".join(
+    signs = "".join(
         f'<li><span class="key {kind.replace(" ", "-")}">{SIGNS.get(kind, "■")}</span>'
         f"{escape(text)}</li>"
-        for kind, text in timeline.MARKS.items()
+        for kind, text in MARKS.items()
         if kind in kinds
     )
-    legend = _legend([*channels.items()]).replace("</ul>", f"{marks}</ul>")
+    legend = _legend([*channels.items()]).replace("</ul>", f"{signs}</ul>")
     drawn = _drawn(partial(picture.exchanges, run))
     return f'{head}{legend}<div class="scroll">{drawn}</div>{_events(run)}'
 
 
 def _events(run: Run) -> str:
-    found = [event for event in timeline.marks(run) if event["kind"] != "checkpoint"]
+    found = [event for event in marks(run) if event["kind"] != "checkpoint"]
     if not found:
         return ""
     seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for event in found:
-        seen.setdefault((timeline.said(event), event["step"]), []).append(event)
+        seen.setdefault((said(event), event["step"]), []).append(event)
     rows = [["event", "step", "seconds", "seen by"]]
     for (text, step), events in [*seen.items()][:MOST_EVENTS]:
         seconds = f"{min(event['seconds'] for event in events):.1f}"

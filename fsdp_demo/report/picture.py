@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import timeline
-from .figures import curve, far_apart, figures, still, still_everywhere
-from .load import Run
+from .figures import curve, far_apart, figures, lanes, marks, still, still_everywhere
+from .files import Run
 from .words import size, times
 
 COLOURS = (
@@ -62,7 +61,7 @@ def draw(runs: Sequence[Run], path: str | Path) -> None:
     """
     if not available():
         raise ValueError("--png needs matplotlib: pip install 'fsdp_demo[report]'")
-    low = 1.2 + 0.28 * sum(len(timeline.rows(run)) for run in runs)
+    low = 1.2 + 0.28 * sum(len(lanes(run)) for run in runs)
     figure = _figure(12, 6.6 + low)
     grid = figure.add_gridspec(3, 3, height_ratios=[3.4, 2.2, low])
     for i, against in enumerate(PLAIN):
@@ -91,7 +90,7 @@ def standing_still(runs: Sequence[Run]) -> str:
 
 def exchanges(run: Run) -> str:
     """The messages and events of a run over time, as SVG."""
-    rows = len(timeline.rows(run)) + 1
+    rows = len(lanes(run)) + 1
     return _svg(11.5, 0.9 + 0.3 * rows, run.name, lambda panel: _exchanges(panel, [run]))
 
 
@@ -212,21 +211,21 @@ def _still(panel: Any, runs: Sequence[Run]) -> None:
 
 
 def _exchanges(panel: Any, runs: Sequence[Run]) -> None:
-    lanes = [(run, name, number, bars) for run in runs for name, number, bars in timeline.rows(run)]
-    ends = [bar.end for *_, bars in lanes for bar in bars]
-    for row, (_, _, number, bars) in enumerate(lanes):
+    rows = [(run, name, number, bars) for run in runs for name, number, bars in lanes(run)]
+    ends = [bar.end for *_, bars in rows for bar in bars]
+    for row, (_, _, number, bars) in enumerate(rows):
         wire = [(bar.start, bar.end - bar.start) for bar in bars]
         waits = [(bar.end - bar.waiting, bar.waiting) for bar in bars if bar.waiting > 0]
         style = {"lw": 0, "rasterized": len(bars) > MANY}
         panel.broken_barh(wire, (row - 0.4, 0.8), color=COLOURS[number % 8], alpha=0.55, **style)
         panel.broken_barh(waits, (row + 0.05, 0.35), color=STILL, alpha=0.75, **style)
     for run in runs:
-        for event in timeline.marks(run):
+        for event in marks(run):
             shape, colour = MARKS.get(event["kind"], ("s", TEXT))
-            panel.plot(event["seconds"], len(lanes), shape, color=colour, ms=5)
+            panel.plot(event["seconds"], len(rows), shape, color=colour, ms=5)
             ends.append(event["seconds"])
     ends += [line["seconds"] for run in runs for i in run.islands for line in i.lines[-1:]]
-    names = [name if len(runs) == 1 else f"{_name(run.name)}: {name}" for run, name, *_ in lanes]
-    panel.set_yticks(range(len(lanes) + 1), [*names, "events"])
-    panel.set_ylim(len(lanes) + 0.6, -0.6)
+    names = [name if len(runs) == 1 else f"{_name(run.name)}: {name}" for run, name, *_ in rows]
+    panel.set_yticks(range(len(rows) + 1), [*names, "events"])
+    panel.set_ylim(len(rows) + 0.6, -0.6)
     _plain(panel, "seconds", ends)

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_demo import preset
 from fsdp_demo.report import files
-from fsdp_demo.report.load import load, load_all
+from fsdp_demo.report.files import load, load_all
 from fsdp_demo.report.record import RunRecord
 
 from . import made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,12 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo.report.metrics import METRICS, PREFIX, known, tracked
+from fsdp_demo.report.metrics import PREFIX, tracked
 
 from ..support import threaded
+from ..support.pages import metric, metrics_table
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-
-
-def test_the_table_is_the_code() -> None:
-    rows = re.findall(r"^\| `([\w/]+)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.M)
-    assert [row for row in rows if row[0] in METRICS] == [
-        (name, m.unit, m.of, m.text, m.when) for name, m in METRICS.items()
-    ]
+TABLE = metrics_table()
 
 
 def test_every_name_that_an_exchange_gives_is_in_the_table(run_ranks: Any) -> None:
@@ -47,22 +40,16 @@ def test_every_name_that_an_exchange_gives_is_in_the_table(run_ranks: Any) -> No
 
     (found,) = run_ranks(run, 1, 1)
     for rank, totals, names in found:
-        of = {name: METRICS[name].of for name in {**rank, **totals}}
+        of = {name: TABLE[name][1] for name in {**rank, **totals}}
         assert all(of[name] != "island" for name in rank if name not in ("drift",))
         assert all(of[name] != "rank" for name in totals)
         assert set(names) == {f"{PREFIX}{n}" for n in totals} | {"exchange/kept_energy/momentum"}
-        assert all(known(name) for name in names)
+        assert all(metric(name) in TABLE for name in names)
         assert names["exchange/tokens"] == 30 and names["exchange/loss"] == 2.5
         assert names["exchange/not_finite"] == 1 and rank["bytes_sent"] == totals["bytes_sent"]
-        always = {n for n, m in METRICS.items() if m.when == "always" and m.of != "rank"}
-        assert always <= set(totals)
-        always = {n for n, m in METRICS.items() if m.when == "always" and m.of != "island"}
-        assert always <= set(rank)
-
-
-@pytest.mark.parametrize("name", ["exchange/other", "bytes_sent", "exchange/kept_energy/"])
-def test_other_names_are_not_known(name: str) -> None:
-    assert not known(name)
+        always = {n: of for n, (_, of, _, when) in TABLE.items() if when == "always"}
+        assert {n for n, of in always.items() if of != "rank"} <= set(totals)
+        assert {n for n, of in always.items() if of != "island"} <= set(rank)
 
 
 def test_a_tracker_of_accelerate_gets_these_names(tmp_path: Path) -> None:
@@ -97,4 +84,5 @@ def test_a_tracker_of_accelerate_gets_these_names(tmp_path: Path) -> None:
     accelerator.log(tracked(exchange), step=7)
     exchange.finish()
     ((step, values),) = kept.logged
-    assert step == 7 and "exchange/seconds_waiting" in values and all(map(known, values))
+    assert step == 7 and "exchange/seconds_waiting" in values
+    assert all(metric(name) in TABLE for name in values)

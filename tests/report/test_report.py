@@ -15,9 +15,8 @@ import pytest
 
 from fsdp_demo import cli
 from fsdp_demo.report import picture as report_png
-from fsdp_demo.report.figures import comparison, curve, figures, still
-from fsdp_demo.report.load import load
-from fsdp_demo.report.timeline import rows
+from fsdp_demo.report.figures import comparison, curve, figures, lanes, still
+from fsdp_demo.report.files import load
 
 from . import made
 
@@ -154,8 +153,8 @@ def test_a_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch) -
 @pytest.mark.parametrize("steps", [40, 400])
 def test_the_timeline_has_every_exchange_once(tmp_path, monkeypatch, steps: int) -> None:
     run = load(made.run(monkeypatch, tmp_path / "run", steps=steps))
-    assert [len(bars) for _, _, bars in rows(run)] == [steps, steps]
-    for _, _, bars in rows(run):
+    assert [len(bars) for _, _, bars in lanes(run)] == [steps, steps]
+    for _, _, bars in lanes(run):
         assert all(0 <= b.waiting <= b.end - b.start for b in bars)
 
 

@@ -30,6 +30,20 @@ def pages() -> list[Path]:
     ]
 
 
+def metrics_table() -> dict[str, tuple[str, str, str, str]]:
+    """Name of a metric -> (unit, whose, what it is, when), by docs/metrics.md."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    table = page.partition("| name | unit | of |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `([\w/]+)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.M)
+    return {name: (unit, of, text, when) for name, unit, of, text, when in rows}
+
+
+def metric(name: str) -> str:
+    """The row of `metrics_table` for what a tracker gets as `exchange/NAME`."""
+    plain = name.removeprefix("exchange/")
+    return "kept_energy/CHANNEL" if plain.startswith("kept_energy/") else plain
+
+
 def name(page: Path) -> str:
     """For the id of a test."""
     return page.relative_to(ROOT).as_posix()
