@@ -163,8 +163,8 @@ class _Followed(Folders):
         """This life writes into the folder from now on: at its first save, and when it has loaded
         from there.
         """
-        if self._fence is None or self._fence.roots != [folder]:
-            fence = Fence([folder], self.exchange.topology.run)
+        if self._fence is None or self._fence.root != folder:
+            fence = Fence(folder, self.exchange.topology.run)
             # in a mesh replicas have locks of their own
             self.world.together(lambda: fence.take(self.ranks), str(folder))
             self._fence = fence

@@ -184,13 +184,6 @@ class TrainArguments(LoopArguments):
         default=False,
         metadata={"help": "with --resume: islands without that step take over from the others"},
     )
-    emergency: str | None = field(
-        default=None,
-        metadata={
-            "help": "a second folder for what is saved on the way out, if OUTPUT is full (or "
-            "ISLAND_EMERGENCY)"
-        },
-    )
     fresh_exchange: bool = field(
         default=False,
         metadata={"help": "with --resume: model and optimizer go on, the exchange starts anew"},
@@ -416,12 +409,8 @@ def main() -> None:
     }
     warn_unsaved(bool(train.resume), train.save_every, topology.rank)
     output = Path(train.output)
-    checkpoints = CheckpointManager(
-        output if cross.mesh else output / topology.name,
-        topology,
-        train.keep,
-        emergency_root=train.emergency,
-    )
+    root = output if cross.mesh else output / topology.name
+    checkpoints = CheckpointManager(root, topology, train.keep)
     state = RunState(checkpoints, model, optimizer, facts)
     try:
         state.restore(
@@ -500,7 +489,7 @@ def main() -> None:
             report.saved()
 
     resume = " ".join(sys.argv if train.resume else [*sys.argv, "--resume"])
-    save = lambda: state.emergency(exchange, loop.extra)  # noqa: E731
+    save = lambda: state.save(exchange, loop.extra, last=True)  # noqa: E731
     with guard(exchange, save=save, resume=resume):  # (*)
         if not exchange.step:
             evaluate(acc, model, held_out, exchange, report)

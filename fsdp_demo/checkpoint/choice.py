@@ -31,7 +31,6 @@ class Held:
 
     Attributes:
         step: optimizer steps done.
-        kind: "checkpoint" or "emergency".
         applied: between which exchanges it lies, as JSON; "" where that is not known, or the number
             of islands was another.
         owner: the island that saved it; -1 where that is not known, or the number of islands was
@@ -43,7 +42,6 @@ class Held:
     """
 
     step: int
-    kind: str = "checkpoint"
     applied: str = ""
     owner: int = -1
     history: str = ""
@@ -71,22 +69,14 @@ NOWHERE: Place = ("", -1, "", "")
 """Where a state says nothing."""
 
 
-def look(exchange: Path, islands: int, ranks: Iterable[int] | None = None) -> Place:
+def look(exchange: Path, islands: int) -> Place:
     """What the heads in a folder `exchange` say, for `Held`; `NOWHERE` where there is no part.
 
-    Args:
-        ranks: of whom to read the parts; None: of all that are there.
-
     Raises:
-        ValueError: a part is torn or missing, or ranks stand between unlike exchanges.
+        ValueError: a part is torn, or ranks stand between unlike exchanges.
     """
-    paths = (
-        sorted(exchange.glob("rank*.json"))
-        if ranks is None
-        else [exchange / f"rank{r}.json" for r in ranks]
-    )
     try:
-        heads = [read_head(path)[0] for path in paths]
+        heads = [read_head(path)[0] for path in sorted(exchange.glob("rank*.json"))]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
     return place_of(heads, islands, exchange)
@@ -150,7 +140,7 @@ def present(held: Sequence[Sequence[Held]], slots: Sequence[int]) -> list[bool]:
         >>> present([[Held(30, participants="[0, 1]")], [Held(20)], [Held(10)]], range(3))
         [True, True, False]
     """
-    newest = max((h for each in held for h in each), key=_rank)
+    newest = max((h for each in held for h in each), key=_step)
     then = json.loads(newest.participants or "null") or slots
     return [bool(each) and slot in then for each, slot in zip(held, slots, strict=True)]
 
@@ -168,7 +158,7 @@ def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
             for each in held
         ]
         if all(mine):
-            found.append([max(each, key=_rank) for each in mine])
+            found.append([max(each, key=_step) for each in mine])
     return max(
         found,
         key=lambda states: (min(h.step for h in states), sum(h.step for h in states)),
@@ -192,13 +182,13 @@ def alike(held: Sequence[Sequence[Held]]) -> list[list[Held]]:
                 for name in ("applied", "history")
             ]
             if all(fitting) and max(map(len, known)) < 2:
-                found.append([max(each, key=_rank) for each in fitting])
+                found.append([max(each, key=_step) for each in fitting])
                 break
     return found
 
 
-def _rank(held: Held) -> tuple[int, bool]:
-    return held.step, held.kind == "checkpoint"
+def _step(held: Held) -> int:
+    return held.step
 
 
 def choose(
@@ -231,12 +221,12 @@ def choose(
         chosen = _joined(held, asked)
     common = chosen is not None
     if not common and how in ("newest", "take_over"):
-        newest = max((h for each in held for h in each), key=_rank)
+        newest = max((h for each in held for h in each), key=_step)
         like = [
             [h for h in each if h.step == newest.step and h.fits(newest.applied, newest.history)]
             for each in held
         ]
-        chosen = [max(each, key=_rank, default=None) for each in like]
+        chosen = [max(each, key=_step, default=None) for each in like]
     if chosen is None:
         raise NeedsDecision(_choices(names, held, how))
     if common and how != "take_over":
@@ -290,7 +280,7 @@ def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> 
         f"{name}: {', '.join(map(str, sorted({h.step for h in each}))) or 'none'}"
         for name, each in pairs
     )
-    newest, name = max((max(each, key=_rank).step, name) for name, each in pairs if each)
+    newest, name = max((max(each, key=_step).step, name) for name, each in pairs if each)
     shared = set.intersection(*({h.step for h in each} for each in held))
     parted = (
         (

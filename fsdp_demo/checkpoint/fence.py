@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..comm.ranks import Ranks
@@ -28,8 +27,7 @@ class Fence:
     """The lock of one replica.
 
     Args:
-        roots: folders of this replica; the first must be writable when a life begins, others (a
-            second one for emergencies) need not.
+        root: folder of this replica.
         run: run id, for people who look into the file.
         name: of the replica; another one of the same run has mistaken this folder for its own.
 
@@ -37,18 +35,18 @@ class Fence:
         token: of this life; empty before `begin`, which the ranks of a replica call with one token.
     """
 
-    def __init__(self, roots: Sequence[Path], run: str, name: str = ""):
-        self.roots, self.run, self.name, self.token = list(roots), run, name, ""
+    def __init__(self, root: Path, run: str, name: str = ""):
+        self.root, self.run, self.name, self.token = root, run, name, ""
 
     def take(self, ranks: Ranks) -> None:
-        """From now on this life owns the folders. All ranks of the replica come together; the first
+        """From now on this life owns the folder. All ranks of the replica come together; the first
         one writes the lock.
         """
         token = ranks.from_first(lambda: secrets.token_hex(6))
-        ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.roots[0]))
+        ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.root))
 
     def begin(self, token: str, writes: bool = True) -> None:
-        """From now on this life owns the folders. `writes`: this rank writes the lock, for all of
+        """From now on this life owns the folder. `writes`: this rank writes the lock, for all of
         its replica.
         """
         self.token = token
@@ -56,33 +54,29 @@ class Fence:
             return
         whose = {"run": self.run, "name": self.name, "token": token}
         text = json.dumps({**whose, "host": socket.gethostname(), "pid": os.getpid()})
-        for i, root in enumerate(self.roots):
-            try:
-                root.mkdir(parents=True, exist_ok=True)
-                in_one_piece(root / LOCK, lambda part: part.write_text(text, encoding="utf-8"))
-            except OSError as error:
-                if i == 0:
-                    raise
-                log.warning("%s cannot be written: %s", root, error)
+        self.root.mkdir(parents=True, exist_ok=True)
+        in_one_piece(self.root / LOCK, lambda part: part.write_text(text, encoding="utf-8"))
 
     def check(self) -> None:
-        """Call it before anything in the folders gets its name. A lock that is gone or cannot be
+        """Call it before anything in the folder gets its name. A lock that is gone or cannot be
         read hinders nobody.
 
         Raises:
             Superseded: the lock is another life's, or another replica's of this run.
         """
-        for root in self.roots if self.token else ():
-            try:
-                lock = read_json(root / LOCK)
-                token, run, name = lock["token"], lock["run"], lock.get("name", "")
-            except (OSError, *UNREADABLE):
-                continue
-            if token != self.token:
-                raise self._superseded(root, run, name)
+        if not self.token:
+            return
+        try:
+            lock = read_json(self.root / LOCK)
+            token, run, name = lock["token"], lock["run"], lock.get("name", "")
+        except (OSError, *UNREADABLE):
+            return
+        if token != self.token:
+            raise self._superseded(run, name)
 
-    def _superseded(self, root: Path, run: str, name: str) -> Superseded:
+    def _superseded(self, run: str, name: str) -> Superseded:
         """Another process owns the folder: a later start, or another replica of this one."""
+        root = self.root
         if run == self.run and name and self.name and name != self.name:
             return Superseded(
                 f"{root} is also the folder of {name!r}: {self.name!r} saves nothing there; give "

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,8 @@ FRESH = (
 )
 
 
-def write_part(
-    folder: Path,
-    name: str,
-    head: Mapping[str, Any],
-    tree: Any,
-    before_last: Callable[[], Any] = lambda: None,
-) -> None:
+def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> None:
     """Write `folder/name.safetensors` and then `folder/name.json`. No collectives.
-
-    Args:
-        before_last: called before the json, with which the part counts; what it raises leaves the
-            part unfinished.
 
     Raises:
         ValueError: the tree holds something else, or is nested too deeply to be read again.
@@ -66,7 +56,6 @@ def write_part(
     )
     # the text as it was: no parser may change a digit of it
     sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "part": text})
-    before_last()
     in_one_piece(folder / f"{name}.json", lambda part: part.write_text(sealed, encoding="utf-8"))
     sync_folder(folder)
 

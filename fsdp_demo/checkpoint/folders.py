@@ -2,7 +2,6 @@
 hidden or put aside.
 
     checkpoint-<step>/manifest.json     version, step, and every file with its size and checksum; written last
-    emergency-<step>/                   what single ranks left on their way out
     .aside/<life>/checkpoint-<step>/    newer than the step a later life went on from: not held, and never written over
 
 What is put aside comes back at the next start, and is deleted when the life that put it there has a
@@ -34,13 +33,13 @@ NEWER = "its manifest has version"
 ASIDE = ".aside"
 KEPT = ".given-up"  # in a folder below .aside: nobody takes it back
 LONGEST_NAME = 255  # bytes of a part of a path, by file systems
-_NAME = re.compile(r"(checkpoint|emergency)-(\d+)")
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def steps(root: Path, kind: str) -> list[int]:
-    """Steps of the folders `root/<kind>-<step>`, ascending."""
+def steps(root: Path) -> list[int]:
+    """Steps of the folders `root/checkpoint-<step>`, ascending."""
     found = (_NAME.fullmatch(p.name) for p in (root.iterdir() if root.is_dir() else ()))
-    return sorted(int(match[2]) for match in found if match and match[1] == kind)
+    return sorted(int(match[1]) for match in found if match)
 
 
 def remove(folder: Path) -> None:
@@ -175,9 +174,7 @@ def put_aside(root: Path, step: int, life: str, given_up: bool = False) -> list[
         life: not used before in this folder.
         given_up: a person named this step: what is newer does not come back by itself.
     """
-    found = [
-        f"{kind}-{s}" for kind in ("checkpoint", "emergency") for s in steps(root, kind) if s > step
-    ]
+    found = [f"checkpoint-{s}" for s in steps(root) if s > step]
     if not found:
         return []
     aside = root / ASIDE / life

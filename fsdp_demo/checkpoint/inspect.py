@@ -25,7 +25,7 @@ from .folders import MANIFEST, sums
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
 DEPTH = 4
-_CHECKPOINT = re.compile(r"(?:checkpoint|emergency)-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Found:
 
 
 def find_checkpoints(root: Path) -> list[Found]:
-    """All checkpoints at or below `root`, those of one island together, by step; among them what
-    ranks saved on their way out.
+    """All checkpoints at or below `root`, those of one island together, by step.
 
     Raises:
         ValueError: there is no such folder, or none in it.
@@ -202,7 +201,6 @@ def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, 
     """By the number of an island, what the choice of a state to resume from knows of its part
     (`Held.note`).
     """
-    kind = "emergency" if folder.name.startswith("emergency") else "checkpoint"
     found = {}
     for island in sorted({int(head["island"]) for head in saved.heads}):
         heads = [head for head in saved.heads if head["island"] == island]
@@ -211,7 +209,7 @@ def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, 
         except ValueError as error:
             problems.append(str(error))
             continue
-        found[str(island)] = Held(saved.step, kind, *known).note()
+        found[str(island)] = Held(saved.step, *known).note()
     return found
 
 
@@ -424,12 +422,12 @@ def _resumed(
         for island, note in info["held"].items() if info["complete"] else ():
             known = Held(*note)
             if info["islands"] != count:  # it says less, see `choice.place_of`
-                known = Held(known.step, known.kind, participants=known.participants)
+                known = Held(known.step, participants=known.participants)
             held.get(int(island), []).append(known)
     try:
         chosen = choose([f"island {i}" for i in islands], list(held.values()), "newest", islands)
     except NeedsDecision as error:
-        yield f"with --resume auto over zeromq: {error}"
+        yield f"with --resume auto: {error}"
         return
     steps = {i: state and state.step for i, state in zip(islands, chosen or (), strict=False)}
     if set(steps.values()) <= set(whole[-1:]):
@@ -440,7 +438,7 @@ def _resumed(
     ]
     if others := [i for i, step in steps.items() if step is None]:
         parts.append(f"{_named(others)} take{'s' * (len(others) == 1)} over from them")
-    yield f"with --resume auto over zeromq: {', '.join(parts)}"
+    yield f"with --resume auto: {', '.join(parts)}"
 
 
 def _named(islands: Iterable[int]) -> str:

@@ -1,162 +1,16 @@
-"""One rank's part of a replica: local parameters, states of the inner optimizers, the rest of the
-model, the exchange. No collectives: peers may be gone.
+"""One rank's shards of a replica, for a mesh in which the host saves one model for all replicas
+(`integrations/trainer`): local parameters and the states of the inner optimizers. No collectives.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..exchange.exchange import Exchange
 from ..hosts.base import local_part, plain_parts
-from ..hosts.optimizers import holders, materialise, misfit, room, take_empty_step
-from .exchange_state import Snapshot, describe_part
-from .files import OPTIMIZER, OTHER, read_part, write_part
-from .finite import refuse_not_finite
-from .reshard import average_states
-from .sharded_state import model_tensors, outside
-
-log = logging.getLogger("fsdp_demo")
-
-
-def save_local(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    exchange: Exchange,
-    loop: Any = None,
-    before_last: Callable[[], Any] = lambda: None,
-) -> None:
-    """Write this rank's shards, optimizer states, the rest of its model, exchange and what its loop
-    keeps; `FOLDER/rank<rank>.json` comes last.
-
-    The rest: persistent buffers, and parameters that no optimizer holds (frozen ones, a teacher
-    that is an average).
-
-    Args:
-        loop: a tree of tensors and JSON values.
-        before_last: called before that json, with which the part counts; what it raises leaves the
-            part unfinished.
-
-    Raises:
-        NotFinite: a tensor of optimizers or exchange holds NaN or Inf; nothing is written.
-    """
-    kept, state = replica_tree(optimizers), exchange.state_dict()
-    # not the rest: a mask of -inf is as it should be, and the step's work is in the others
-    refuse_not_finite(("replica", kept), ("exchange", state))
-    kept |= {"names": _names(model, optimizers), "rest": _rest(model, optimizers)}
-    Snapshot(describe_part(exchange), state).write(folder / "exchange")
-    rank, world = exchange.topology.rank, exchange.topology.world
-    head = {"step": exchange.step, "rank": rank, "world": world, "exchange": True}
-    write_part(folder, f"rank{rank}", head, {**kept, "loop": loop}, before_last)
-
-
-def load_local(
-    shares: Mapping[Path, float],
-    rank: int,
-    model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    kinds: Sequence[str] | None = None,
-    weights_suffice: bool = False,
-) -> tuple[list[Any], bool]:
-    """Put the shards, optimizer states and the rest of the model that `save_local` wrote back, by
-    their names, before `attach`.
-
-    Args:
-        shares: folders of islands and their weights. Several, where the number of islands has
-            changed: the weighted mean; of counters and flags among the buffers the first.
-        kinds, weights_suffice: as for `sharded_state.load_tensors`.
-
-    Returns:
-        What the loop of each folder kept, in their order; whether the optimizers' states were
-        loaded.
-
-    Raises:
-        ValueError: another model, optimizer or number of ranks; a part that is missing or damaged.
-    """
-    contents = [read_part(folder / f"rank{rank}.json")[1] for folder in shares]
-    names, weights = _names(model, optimizers), list(shares.values())
-    where = ", ".join(map(str, shares))
-    kept = [_in_order(content, names, where) for content in contents]
-    params = [p for _, p in _parameters(optimizers)]
-    keys = [{k for k, v in states.items() if v is not None} for states in kept[0]["optimizer"]]
-    why = misfit(optimizers, kinds, zip(names, params, keys, strict=False))
-    if why and not weights_suffice:
-        raise ValueError(f"{where} does not fit this optimizer ({why}): {OPTIMIZER}")
-    if why:
-        log.warning(
-            "%s: only the model is taken, the optimizer's state begins anew (%s)", where, why
-        )
-        kept = [{**tree, "optimizer": [{} for _ in names]} for tree in kept]
-    fill_replica(optimizers, average_states(kept, weights), where)
-    _fill_rest(_rest(model, optimizers), [c["rest"] for c in contents], weights, where)
-    return [content["loop"] for content in contents], not why
-
-
-def _names(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Of the parameters in a `replica_tree`."""
-    held = model_tensors(model)
-    names = {id(p): name for name, p in (held | outside(held, optimizers)).items()}
-    return [names[id(p)] for _, p in _parameters(optimizers)]
-
-
-def _rest(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, torch.Tensor]:
-    """Local parts of what the model has beside the parameters of the optimizers. Without what the
-    file cannot hold, since this save must not fail: tensors of other packages' classes (quantized
-    weights, which may not be made of one tensor), sparse ones, and complex ones of other sizes.
-    """
-    held = {id(p) for _, p in _parameters(optimizers)}
-    rest = {n: local_part(t) for n, t in model_tensors(model).items() if id(t) not in held}
-    return {
-        name: t
-        for name, t in rest.items()
-        if type(t) is torch.Tensor
-        and t.layout == torch.strided
-        and t.dtype not in (torch.complex32, torch.complex128)
-    }
-
-
-def _in_order(content: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
-    """A saved `replica_tree` in the order of the optimizers here."""
-    tree = {key: content[key] for key in ("parameters", "optimizer")}
-    saved = content["names"]
-    if sorted(saved) != sorted(names):
-        there, here = sorted({*saved} - {*names}), sorted({*names} - {*saved})
-        raise ValueError(
-            f"{where} was saved with optimizers over other parameters: {_some(there)} only there, "
-            f"{_some(here)} only here. Give them the same parameters (those that are not in the "
-            f"model: in the same groups, or with names), or {OTHER}"
-        )
-    at = {name: i for i, name in enumerate(saved)}
-    return {key: [values[at[name]] for name in names] for key, values in tree.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "") or "none"
-
-
-@torch.no_grad()
-def _fill_rest(
-    live: Mapping[str, torch.Tensor],
-    saved: Sequence[Mapping[str, torch.Tensor]],
-    weights: Sequence[float],
-    where: str,
-) -> None:
-    """Put the rest of the model back."""
-    for name, tensor in live.items():
-        if any(name not in rest or rest[name].shape != tensor.shape for rest in saved):
-            raise ValueError(
-                f"{where} was saved by another model: {name} of shape {tuple(tensor.shape)} here "
-                f"is not in it. Give the model it was saved with, or {OTHER}"
-            )
-        values = [rest[name] for rest in saved]
-        tensor.copy_(average_states(values, weights) if tensor.is_floating_point() else values[0])
+from ..hosts.optimizers import holders, materialise, room, take_empty_step
 
 
 def _parameters(

@@ -5,7 +5,6 @@ Layout, below a folder of the replica's own (`folders.py`):
 
     checkpoint-<step>/          what `write` put there, and manifest.json: version, step, every file with its size and checksum
     .checkpoint-<step>.part/    a save under way, or one that was cut off: never read
-    emergency-<step>/           what single ranks saved on their way out (`guard`), without asking each other
     .aside/<life>/              what is newer than the step that a later life went on from
     .life.json                  whose folder this is (`fence.py`)
 
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from ..comm.ranks import Ranks
 from ..comm.topology import Topology
-from ..errors import NeedsDecision, NotFinite, Superseded, as_disk_error
+from ..errors import NeedsDecision, NotFinite, Superseded
 from . import folders
 from .choice import Held, superfluous
 from .failures import SaveFailures
@@ -57,8 +56,6 @@ class CheckpointManager(Shelf):
         keep: how many to keep; never fewer than all that follow the newest step which every island
             is known to hold.
         group: process group of the replica's ranks over CPU tensors; default one of its own.
-        emergency_root: a second folder for what ranks save on their way out, where the first cannot
-            be written; default ISLAND_EMERGENCY. Several runs and islands may share it.
 
     Attributes:
         group: that group (None: a single rank), for `torch.distributed.checkpoint`.
@@ -72,7 +69,6 @@ class CheckpointManager(Shelf):
         topology: Topology,
         keep: int = 2,
         group: Any = None,
-        emergency_root: Path | str | None = None,
     ):
         if keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
@@ -90,16 +86,10 @@ class CheckpointManager(Shelf):
                 "gloo",
                 use_local_synchronization=members is not None,
             )
-        second = emergency_root or os.environ.get("ISLAND_EMERGENCY")
-        super().__init__(
-            own,
-            topology,
-            Ranks(group, topology.rank, topology.world),
-            Path(second) if second else None,
-        )
+        super().__init__(own, topology, Ranks(group, topology.rank, topology.world))
         self.group, self.keep, self.common = group, keep, -1
         self._failures = SaveFailures(topology.name)
-        self._fence = Fence(self.roots, topology.run, topology.name)
+        self._fence = Fence(own, topology.run, topology.name)
         self._registry = CheckpointRegistry(topology)
         self._made: set[int] = set()
         self._worker: ThreadPoolExecutor | None = None
@@ -112,7 +102,7 @@ class CheckpointManager(Shelf):
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, step: int, write: Write, wait: bool = True) -> None:
+    def save(self, step: int, write: Write, wait: bool = True, last: bool = False) -> None:
         """Make the checkpoint of `step`. All ranks of the replica call it together; islands need
         not.
 
@@ -127,16 +117,25 @@ class CheckpointManager(Shelf):
                 failed (`ranks.together`).
             wait: False lets training go on; the checkpoint appears when all ranks have written. The
                 one before is waited for.
+            last: the process ends after it (`guard`): a save that fails raises at once, no old
+                checkpoint is removed, and one of this step that this life has made already stays.
 
         Raises:
             PeerLost: what was under way in the exchange is lost, on any rank: no checkpoint is
                 sealed, `guard` saves what is left.
-            OSError, NotFinite: the third save in a row that failed.
+            OSError, NotFinite: the third save in a row that failed, or the last one.
             RuntimeError: any other error of a rank (its own is raised there). The half is not
                 picked up.
             Superseded: the folder belongs to a later life.
         """
-        self.wait()
+        try:
+            self.wait()
+        except Exception as e:
+            if not last:
+                raise
+            log.error("%s: the save before failed: %s", self.topology.name, e)
+        if last and step in self._made:
+            return
         part = self.root / f".checkpoint-{step}.part"
         rest: Callable[[], Any] | None = None
         error = self._start(part)
@@ -144,8 +143,8 @@ class CheckpointManager(Shelf):
             rest = write(part) if error is None else None
         except Exception as e:  # the other ranks wait for this one's vote
             error = e
-        if wait:
-            self._complete(step, part, rest, error)
+        if wait or last:
+            self._complete(step, part, rest, error, last)
             return
         self._worker = self._worker or ThreadPoolExecutor(1, "checkpoint")
         self._pending = self._worker.submit(self._complete, step, part, rest, error)
@@ -167,34 +166,6 @@ class CheckpointManager(Shelf):
             return error
         return None
 
-    def save_alone(self, step: int, write: Callable[[Path, Callable[[], None]], Any]) -> Path:
-        """What this rank saves on its way out (for `guard`), without asking the others; returns the
-        folder.
-
-        Args:
-            write: `write(folder, check)` writes this rank's part, `FOLDER/rank<rank>.json` last,
-                and calls `check()` right before that.
-
-        Raises:
-            OSError: it cannot be written, nor in `emergency_root`.
-            Superseded: the folder belongs to a later life.
-        """
-        problem: OSError | None = None
-        for root in self.roots:
-            self._fence.check()
-            folder = root / f"emergency-{step}"
-            try:
-                write(folder, self._fence.check)
-                return folder
-            except Exception as error:
-                why = as_disk_error(error)
-                if not isinstance(why, OSError):
-                    raise
-                log.error("%s cannot be written: %s", folder, why)
-                problem = why
-        assert problem is not None
-        raise problem
-
     def wait(self) -> None:
         """Wait for a save that is under way; raises what it ran into."""
         pending, self._pending = self._pending, None
@@ -211,21 +182,19 @@ class CheckpointManager(Shelf):
             self._worker = None
             self._registry.close()
 
-    def clear_crash_saves(self) -> None:
-        """Remove what ranks have left on the way: the run came to its end. All ranks of the replica
-        come together.
-        """
-        self.ranks.any(False)
-        for root in self.roots:
-            for step in folders.steps(root, "emergency"):
-                if self.topology.rank == 0:
-                    folders.remove(root / f"emergency-{step}")
-            if self.topology.rank == 0 and self._made:
-                folders.forget_asides(root)
-        self.ranks.any(False)
+    def finish(self) -> None:
+        """The run came to its end: `close`, and delete what this life has put aside."""
+        self.close()
+        if self.topology.rank == 0 and self._made:
+            folders.forget_asides(self.root)
 
     def _complete(
-        self, step: int, part: Path, rest: Callable[[], Any] | None, error: Exception | None
+        self,
+        step: int,
+        part: Path,
+        rest: Callable[[], Any] | None,
+        error: Exception | None,
+        last: bool = False,
     ) -> None:
         """Finish writing, vote, seal, rename, rotate: the same on all ranks, in order."""
         rank, world = self.topology.rank, self.topology.world
@@ -239,19 +208,21 @@ class CheckpointManager(Shelf):
             self.ranks.together(lambda: folders.sum_up(part, rank, world), str(part))
             self.ranks.together(lambda: self._seal(step, part) if rank == 0 else None, str(part))
         except (OSError, NotFinite) as why:
-            self._failed(step, part, why)
+            self._failed(step, part, why, last)
             return
         self._failures.made()
         self._made.add(step)
-        if rank == 0:
+        if rank == 0 and not last:
             self._rotate()
 
-    def _failed(self, step: int, part: Path, why: Exception) -> None:
+    def _failed(self, step: int, part: Path, why: Exception, last: bool) -> None:
         """Of any rank: all come here."""
         # a later life removes what this one was writing
         self.ranks.together(self._fence.check, str(part))
         if self.topology.rank == 0:
             shutil.rmtree(part, ignore_errors=True)  # a disk that is full needs the room
+        if last:
+            raise why
         self._failures.failed(f"checkpoint of step {step} not saved", why)
 
     def _seal(self, step: int, part: Path) -> None:
@@ -293,12 +264,9 @@ class CheckpointManager(Shelf):
     def _remove_before(self, common: int, mine: list[int]) -> None:
         for step in superfluous(mine, common, self.keep):
             folders.remove(self.path(step))
-        for root in self.roots:
-            for step in [s for s in folders.steps(root, "emergency") if s < common]:
-                folders.remove(root / f"emergency-{step}")
-            # this life has got somewhere: what it has left behind is not needed any more
-            if common in self._made:
-                folders.forget_asides(root)
+        # this life has got somewhere: what it has left behind is not needed any more
+        if common in self._made:
+            folders.forget_asides(self.root)
 
     # ---- what all islands hold -----------------------------------------------------------------
 
@@ -374,15 +342,10 @@ class CheckpointManager(Shelf):
 
     def _go_on(self, chosen: list[Held | None]) -> int:
         """Put aside what is newer than what this island goes on from."""
-        self.chosen = mine = chosen[self.topology.starters.index(self.topology.island)]
+        mine = chosen[self.topology.starters.index(self.topology.island)]
         step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
-        self.common = (
-            step
-            if mine is not None
-            and mine.kind == "checkpoint"
-            and len({h and h.step for h in chosen}) == 1
-            else -1
-        )
+        alike = mine is not None and len({h and h.step for h in chosen}) == 1
+        self.common = step if alike else -1
         if mine is None and self.topology.rank == 0:
             log.warning(
                 "%s: %s holds nothing of step %d: it takes over from the other islands",
@@ -391,7 +354,7 @@ class CheckpointManager(Shelf):
                 step,
             )
         life = f"{self.topology.run}-{self._fence.token}".replace(os.sep, "_")
-        self.ranks.from_first(lambda: [folders.put_aside(root, step, life) for root in self.roots])
+        self.ranks.from_first(lambda: folders.put_aside(self.root, step, life))
         return step
 
     def _own(self) -> None:

@@ -35,7 +35,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..channels.channel import ChannelPayload
@@ -97,63 +96,6 @@ def _own(saved: Sequence[int], islands: int) -> dict[int, int]:
     own = {i: i for i in saved if i < islands}
     free = (i for i in range(islands) if i not in own)
     return own | {next(free): j for j in saved if j not in own}
-
-
-def average_states(states: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Weighted mean of trees of tensors and plain values: state dicts of a model or of an inner
-    optimizer, one per saved island.
-
-    Floating tensors are added in fp32 and keep their dtype; "step" becomes the largest; everything
-    else must be equal.
-
-    Raises:
-        ValueError: the trees do not have the same form, or differ in what has no mean.
-    """
-    used = [(s, w) for s, w in zip(states, weights, strict=True) if w]
-    return (
-        used[0][0] if len(used) == 1 else _average([s for s, _ in used], [w for _, w in used], "")
-    )
-
-
-def _average(nodes: Sequence[Any], weights: Sequence[float], where: str) -> Any:
-    first = nodes[0]
-    if isinstance(first, Mapping):
-        if any(set(n) != set(first) for n in nodes):
-            raise ValueError(
-                f"states have different keys at {where or 'the top'}: islands must hold the same "
-                "model and optimizer"
-            )
-        return {
-            k: _average([n[k] for n in nodes], weights, f"{where}.{k}" if where else str(k))
-            for k in first
-        }
-    if isinstance(first, list | tuple):
-        if any(len(n) != len(first) for n in nodes):
-            raise ValueError(
-                f"states have different lengths at {where}: islands must hold the same model and "
-                "optimizer"
-            )
-        return type(first)(
-            _average(list(n), weights, f"{where}.{i}")
-            for i, n in enumerate(zip(*nodes, strict=True))
-        )
-    if where.rpartition(".")[2] == "step":
-        return max(nodes, key=float)
-    if isinstance(first, Tensor) and first.is_floating_point():
-        total = first.float() * weights[0]
-        for n, w in zip(nodes[1:], weights[1:], strict=True):
-            total += n.float() * w
-        return total.to(first.dtype)
-    same = (
-        all(torch.equal(n, first) for n in nodes)
-        if isinstance(first, Tensor)
-        else all(n == first for n in nodes)
-    )
-    if not same:
-        raise ValueError(
-            f"{where} differs between the islands and has no mean: load it from one of them"
-        )
-    return first
 
 
 # -- what is made of it --------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ..comm.ranks import Ranks
 from ..comm.topology import Topology
 from ..exchange.exchange import Exchange
 from .exchange_state import SavedExchange, describe_part, load_exchange
+from .files import read_head
 from .folders import damaged
 from .shelf import Shelf
 
@@ -30,11 +31,24 @@ def described(exchange: Exchange, folder: Path) -> dict[str, Any]:
 
 
 def newest(shelf: Shelf) -> tuple[int, SavedExchange, str] | None:
-    """Step, exchange's state and mark of this rank of the newest whole checkpoint. All ranks of the
-    replica come together.
+    """Step, exchange's state and mark of this rank of the newest whole checkpoint; of one with a
+    mark if there is any: what an island saves on its way out has none. All ranks of the replica
+    come together.
     """
-    step = shelf.ranks.from_first(lambda: max(shelf.complete(), default=-1))
+
+    def fetched_least(step: int) -> tuple[bool, int]:
+        return _has_mark(shelf.path(step)), step
+
+    step = shelf.ranks.from_first(lambda: max(shelf.complete(), key=fetched_least, default=-1))
     return None if step < 0 else opened(shelf.path(step), step, shelf.topology, shelf.ranks)
+
+
+def _has_mark(folder: Path) -> bool:
+    """Whether the first rank's part of a checkpoint says a mark."""
+    try:
+        return MARK in read_head(folder / "exchange" / "rank0.json")[0]
+    except (OSError, ValueError):
+        return False
 
 
 def opened(

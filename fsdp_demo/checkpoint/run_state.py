@@ -4,7 +4,6 @@
                             /exchange/   a part per rank: accumulators, anchors, outer momenta, what was under way
                             /loop/       a part per rank: random states, and what the training loop itself keeps
                             /config.json, facts.json, manifest.json
-    FOLDER/emergency-<step>/             the same from ranks that were on their way out, each alone: local shards, no collectives
 
 The learning rate should be a pure function of the step: then it needs no state.
 """  # noqa: E501
@@ -26,10 +25,9 @@ from ..exchange.refusals import refuse_shown
 from ..exchange.startup import OwnCheckpoint
 from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
-from .exchange_state import SavedExchange, Snapshot, load_exchange
+from .exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
 from .files import copied, read_part, write_part
 from .finite import refuse_not_finite
-from .local_state import load_local, save_local
 from .manager import CheckpointManager
 from .random_state import random_states, set_random_states
 from .reshard import shares
@@ -86,7 +84,7 @@ class RunState:
         >>> model, optimizer, state, exchange = start(resume=False)
         >>> def place():                 # a stop is raised inside optimizer.step(): count nothing after it
         ...     return {"rows": 4 * exchange.step}
-        >>> with fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange, place)):
+        >>> with fsdp_demo.guard(exchange, save=lambda: state.save(exchange, place, last=True)):
         ...     while exchange.step < 3:
         ...         model(torch.randn(4, 2)).square().sum().backward()
         ...         optimizer.step()
@@ -142,11 +140,9 @@ class RunState:
         if step is None:
             self.saved = None if fresh or not self.checkpoints.topology.under_way() else self._own()
             return
-        kind = self.checkpoints.has(step)
-        if kind == "emergency":
-            self._load_left(step, fresh)
-        elif kind or self._siblings("checkpoint", step):
-            self._load(step, bool(kind), fresh)
+        own = self.checkpoints.has(step)
+        if own or self._siblings(step):
+            self._load(step, own, fresh)
         else:
             if self.checkpoints.topology.rank == 0:
                 log.warning(
@@ -156,7 +152,8 @@ class RunState:
                 )
             return  # at step 0, so that attach gives it what the others hold
         self.step = step
-        log.info("resumed from %s of step %d", kind or "the other islands' checkpoints", step)
+        whose = "checkpoint" if own else "the other islands' checkpoints"
+        log.info("resumed from %s of step %d", whose, step)
         if fresh:
             self.saved = None
 
@@ -201,7 +198,7 @@ class RunState:
         rank, mine = self.checkpoints.topology.rank, self.checkpoints.path(step)
         if own:
             self.checkpoints.verify(mine)
-        of = self._replicas([mine] if own else [], self._siblings("checkpoint", step))
+        of = self._replicas([mine] if own else [], self._siblings(step))
         taken, loops = self._weights(), mine if own else next(iter(of.values()))
         for folder in sorted({*(of[i] for i in taken), loops} - ({mine} if own else set())):
             self.checkpoints.verify(folder)
@@ -215,21 +212,6 @@ class RunState:
         )
         loop = read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1]
         self._take(loop, all_of_it)
-
-    def _load_left(self, step: int, fresh: bool) -> None:
-        """From what this rank left on its way out."""
-        mine = self.checkpoints.emergency(step)
-        of = self._replicas([mine], self._siblings("emergency", step))
-        folders = {of[i]: w for i, w in self._weights().items()}
-        loops, all_of_it = load_local(
-            folders,
-            self.checkpoints.topology.rank,
-            self.model,
-            self.optimizers,
-            self._optimizers(),
-            fresh,
-        )
-        self._take(loops[list(folders).index(mine) if mine in folders else 0], all_of_it)
 
     def _optimizers(self) -> list[str]:
         """Kinds of the optimizers that saved what is resumed."""
@@ -263,12 +245,10 @@ class RunState:
             self.checkpoints.topology.island
         ]
 
-    def _siblings(self, kind: str, step: int) -> list[Path]:
+    def _siblings(self, step: int) -> list[Path]:
         """The folders of this step of all replicas that this machine sees."""
-        sign = "manifest.json" if kind == "checkpoint" else "rank0.json"
-        return sorted(
-            p.parent for p in self.checkpoints.root.parent.glob(f"*/{kind}-{step}/{sign}")
-        )
+        found = self.checkpoints.root.parent.glob(f"*/checkpoint-{step}/manifest.json")
+        return sorted(manifest.parent for manifest in found)
 
     def _take(self, loop: dict[str, Any], all_of_it: bool) -> None:
         """Random states only for the rank that saved them.
@@ -305,18 +285,21 @@ class RunState:
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, exchange: Exchange, extra: Extra = dict, wait: bool = True) -> None:
+    def save(
+        self, exchange: Exchange, extra: Extra = dict, wait: bool = True, last: bool = False
+    ) -> None:
         """A checkpoint of this step. All ranks of the replica call it together; islands need not.
 
         Args:
             extra: asked when what is under way in the exchange has arrived.
             wait: False: training goes on while it is written.
+            last: the process ends after it, as under `guard`: see `CheckpointManager.save`.
 
         Raises:
-            PeerLost: what was under way in the exchange is lost: save what is left (`emergency`, by
-                `guard`).
-            OSError, NotFinite: the third save in a row that failed; before that a warning
-                (`CheckpointManager.save`).
+            PeerLost: what was under way in the exchange is lost; called again it saves what was
+                sent, to be sent once more (`guard` does so).
+            OSError, NotFinite: the third save in a row that failed, or the last one; before that a
+                warning (`CheckpointManager.save`).
         """
         refuse_shown(exchange.shows_result, "RunState.save()")
         group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"
@@ -326,7 +309,9 @@ class RunState:
             live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()
             kept = {n: t for n, t in live.items() if n not in self._masks}
             refuse_not_finite(("replica", kept), ("exchange", state))
-            loop, head = self._loop(extra), described(exchange, self.checkpoints.root)
+            loop = self._loop(extra)
+            # an island that ends keeps nothing of what comes
+            head = describe_part(exchange) if last else described(exchange, self.checkpoints.root)
             return (
                 live,
                 Snapshot(head, state if wait else copied(state)),
@@ -345,30 +330,11 @@ class RunState:
 
             return rest
 
-        self.checkpoints.save(exchange.step, write, wait)
-
-    def emergency(self, exchange: Exchange, extra: Extra = dict) -> None:
-        """This rank's own, without collectives: what `guard` calls when a peer is lost or the job
-        is told to stop.
-
-        It has what a checkpoint has, persistent buffers and frozen parameters too. Quantized
-        weights that are classes of other packages are left out.
-        """
-        refuse_shown(exchange.shows_result, "RunState.emergency()")
-        loop = self._loop(extra)
-        self.checkpoints.save_alone(
-            exchange.step,
-            lambda folder, check: save_local(
-                folder, self.model, self.optimizers, exchange, loop, check
-            ),
-        )
+        self.checkpoints.save(exchange.step, write, wait, last)
 
     def finish(self) -> None:
-        """The run came to its end: wait for the last save; what was left on the way is not for a
-        later resume.
-        """
-        self.checkpoints.clear_crash_saves()
-        self.checkpoints.close()
+        """The run came to its end: wait for the last save, and delete what was put aside."""
+        self.checkpoints.finish()
 
     def _loop(self, extra: Extra) -> dict[str, Any]:
         counters = self._counters()

@@ -31,4 +31,4 @@ def whole(folder: Path, islands: int) -> tuple[Held, SavedExchange]:
         )
     if why := misfits(folder, sealed=False):
         raise ValueError(f"{folder} is not complete: {why}")
-    return Held(saved.step, "checkpoint", *look(folder / PARTS, islands)), saved
+    return Held(saved.step, *look(folder / PARTS, islands)), saved

@@ -28,6 +28,7 @@ from torch import Tensor
 from .collectives import ReceivedMessage
 from .header import memory
 from .joining import Snapshot, Tick, packed
+from .spool import Head
 
 log = logging.getLogger("fsdp_demo")
 
@@ -39,7 +40,7 @@ save.
 INDEX = 512
 """Bytes that an item counts beside its own: its place is kept in memory."""
 
-Item = tuple[str, dict[str, Any], list[Tensor]]
+Item = tuple[str, Head, list[Tensor]]
 """The connection it goes on, its head, its parts (uint8)."""
 
 
@@ -61,14 +62,14 @@ class Segment:
     limit: int
     file: Any = None
     at: int = 0
-    items: list[tuple[str, dict[str, Any], list[tuple[int, int]]]] = field(default_factory=list)
+    items: list[tuple[str, Head, list[tuple[int, int]]]] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
         """On disk, and of the index."""
         return self.at + INDEX * len(self.items)
 
-    def add(self, wire: str, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+    def add(self, wire: str, head: Head, parts: Sequence[Tensor]) -> None:
         """Write an item. Raises OSError."""
         places = []
         for part in parts:
@@ -167,10 +168,10 @@ class Backlog:
                 self._segments.append(noted)
             noted.file = tempfile.TemporaryFile(dir=noted.folder, prefix=".since-")
         elif self._segments and isinstance(noted, Tick):
-            self._segments[-1].add("ticks", {"item": "tick"}, [noted.pack()])
+            self._segments[-1].add("ticks", Head("tick"), [noted.pack()])
         elif self._segments and isinstance(noted, tuple):
             self._segments[-1].add(
-                "messages", {"item": "message", "n": noted[0]}, packed(noted[1], noted[2])
+                "messages", Head("message", noted[0]), packed(noted[1], noted[2])
             )
 
     def _bound(self) -> None:

@@ -26,6 +26,9 @@ STRETCH = 1 << 17
 a core.
 """
 
+NOTHING = torch.zeros((), dtype=torch.float32, device="cpu")
+"""What a sum begins with: -0 becomes 0 there."""
+
 
 @dataclass
 class ReceivedMessage:
@@ -96,8 +99,19 @@ def share(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> Tensor:
     """The coded part of the vectors that rank `j` of `size` owns, with room for a header. Values
     are written where they are sent from.
     """
-    parts, codes = _parts(vectors, size, j), [code for _, code in vectors]
-    return _coded([(v.numel(), code) for v, code in zip(parts, codes, strict=True)], parts)
+    parts = _parts(vectors, size, j)
+    spans = [(v.numel(), code) for v, (_, code) in zip(parts, vectors, strict=True)]
+    message = room(coding.total_bytes(spans))
+    _code(parts, spans, message[HEADER.size :])
+    return message
+
+
+def loose_share(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> Tensor:
+    """The same without room for a header: a view, where it is one vector that travels as it is."""
+    parts = _parts(vectors, size, j)
+    if [code for _, code in vectors] == ["fp32"]:
+        return parts[0].view(torch.uint8)
+    return share(vectors, size, j)[HEADER.size :]
 
 
 def own_part(vectors: Sequence[tuple[Tensor, str]], size: int, mine: int) -> list[Tensor]:
@@ -114,15 +128,25 @@ def _parts(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> list[Ten
 
 
 def part_of_mean(
-    bodies: list[Any], spans: Spans, weights: Sequence[Sequence[float]], mine: int, size: int = 0
+    bodies: list[Any],
+    spans: Spans,
+    weights: Sequence[Sequence[float]],
+    mine: int,
+    size: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The coded mean of the part that rank `mine` of `size` owns (0: as many as bodies), with room
     for a header, from everybody's shares in rank order (used up): coded, or the values of each
-    vector as `stretch` and `own_part` give them."""
+    vector as `stretch` and `own_part` give them. `out`: uint8, where it is written without
+    a header, in place of a new message."""
     there, back = legs(spans, size or len(bodies))
+    message = room(coding.total_bytes(back[mine])) if out is None else out
+    data = message[HEADER.size :] if out is None else out
     if all(code in EXACT for _, code in spans):
-        return _exact_means(bodies, there[mine], weights)
-    return _coded(back[mine], _means(bodies, there[mine], weights))
+        _exact_means(bodies, there[mine], weights, data)
+    else:
+        _code(_means(bodies, there[mine], weights), back[mine], data)
+    return message
 
 
 def stretch(coded: Tensor, spans: Spans, mine: int, size: int) -> list[Tensor]:
@@ -181,12 +205,12 @@ def legs(
     return there, [[(n, coding.mean_code(code)) for n, code in part] for part in there]
 
 
-def _exact_means(bodies: list[Any], spans: Spans, weights: Sequence[Sequence[float]]) -> Tensor:
-    """`_means` of codes that are number formats of torch, coded, with room for a header: the same
-    sums in the same order, in stretches that stay in the cache of a core, and written where they
-    are sent from."""
-    message = room(coding.total_bytes(spans))
-    rooms = _split(message[HEADER.size :], spans)
+def _exact_means(
+    bodies: list[Any], spans: Spans, weights: Sequence[Sequence[float]], data: Tensor
+) -> None:
+    """`_means` of codes that are number formats of torch, coded into `data`: the same sums in the
+    same order, in stretches that stay in the cache of a core."""
+    rooms = _split(data, spans)
     parts = [body if isinstance(body, list) else _split(body, spans) for body in bodies]
     bodies.clear()
     acc, its = (
@@ -195,25 +219,27 @@ def _exact_means(bodies: list[Any], spans: Spans, weights: Sequence[Sequence[flo
     )
     for i, (n, code) in enumerate(spans):
         shares = [_values(code, part[i]) for part in parts]
-        out = coding.as_values(code, rooms[i])
+        values = coding.as_values(code, rooms[i])
+        direct = values if values is not None and values.dtype == acc.dtype else None
         for lo in range(0, n, STRETCH):
             hi = min(lo + STRETCH, n)
-            mean = _mean([v[lo:hi] for v in shares], weights[i], acc[: hi - lo], its[: hi - lo])
-            if out is not None:
-                out[lo:hi] = mean
-            else:
+            into = acc[: hi - lo] if direct is None else direct[lo:hi]
+            mean = _mean([v[lo:hi] for v in shares], weights[i], into, its[: hi - lo])
+            if values is None:
                 width = len(rooms[i]) // n
                 rooms[i][lo * width : hi * width] = coding.encode(code, mean)
-    return message
+            elif direct is None:
+                values[lo:hi] = mean
 
 
 def _mean(shares: list[Tensor], weights: Sequence[float], acc: Tensor, its: Tensor) -> Tensor:
     """The weighted mean of `shares` [n] in `acc` fp32 [n]; `its` [n] is room for one of them."""
-    acc.zero_()
+    total: Tensor = NOTHING
     for v, w in zip(shares, weights, strict=True):
         if w:  # a replica without a share may hold NaN: it must not touch the sum
-            acc.add_(v if v.dtype == acc.dtype else its.copy_(v), alpha=w)
-    return acc.div_(sum(weights)) if sum(weights) else acc
+            v = v if v.dtype == acc.dtype else its.copy_(v)
+            total = torch.add(total, v, alpha=w, out=acc)
+    return acc.zero_() if total is NOTHING else acc.div_(sum(weights))
 
 
 def _values(code: str, part: Tensor) -> Tensor:
@@ -224,12 +250,10 @@ def _values(code: str, part: Tensor) -> Tensor:
     return part.clone().view(EXACT[code]) if values is None else values
 
 
-def _coded(spans: Spans, parts: Sequence[Tensor]) -> Tensor:
-    """Values fp32 of each vector as one message, coded, with room for its header."""
-    message = room(coding.total_bytes(spans))
-    for data, v, (_, code) in zip(_split(message[HEADER.size :], spans), parts, spans, strict=True):
-        coding.encode_into(code, v, data)
-    return message
+def _code(parts: Sequence[Tensor], spans: Spans, data: Tensor) -> None:
+    """Write the values fp32 of each vector into `data`, coded."""
+    for of, v, (_, code) in zip(_split(data, spans), parts, spans, strict=True):
+        coding.encode_into(code, v, of)
 
 
 def _split(body: Tensor, spans: Spans) -> list[Tensor]:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor
 
 from . import spool
@@ -78,8 +79,7 @@ class Counter:
 
         def begin() -> None:
             items: list[Item] = [
-                ("messages", {"item": "message", "n": -1}, packed(future.result()))
-                for future in under_way
+                ("messages", spool.Head("message"), packed(future.result())) for future in under_way
             ]
             self._begin(guest, self._next(), parts, items)
 
@@ -115,10 +115,12 @@ class Counter:
         what follows on it.
         """
         ticks = sum(wire == "ticks" for wire, _, _ in items)
-        self._put(guest, "ticks", {"item": "snapshot", "next": first, "more": ticks > 0}, parts)
+        head = spool.Head("snapshot", next=first, more=ticks > 0)
+        self._put(guest, "ticks", head, parts)
         for wire, head, of in items:
             ticks -= wire == "ticks"
-            self._put(guest, wire, {**head, "more": ticks > 0} if wire == "ticks" else head, of)
+            more = wire == "ticks" and ticks > 0
+            self._put(guest, wire, structs.replace(head, more=more), of)
         if guest is not None:
             every = [*parts, *(p for _, _, of in items for p in of)]
             most = max(LEAST, sum(p.numel() for p in every)) // spool.LONGEST
@@ -132,7 +134,7 @@ class Counter:
         self._backlog.tick(tick)
         guest = self._for
         if guest is not None:
-            self.submit(lambda: self._put(guest, "ticks", {"item": "tick"}, [tick.pack()]))
+            self.submit(lambda: self._put(guest, "ticks", spool.Head("tick"), [tick.pack()]))
 
     def launching(self, message: Message) -> None:
         """A message that is sent here now: a newcomer may begin with it, if it is of a step. In the
@@ -140,13 +142,13 @@ class Counter:
         """
         guest, of_step = self._for, message.header.kind in WITHIN
         if of_step and guest is not None and guest.following and guest is self._guests.guest:
-            self._put(guest, "messages", {"item": "launch", "n": message.n}, [])
+            self._put(guest, "messages", spool.Head("launch", message.n), [])
 
     def message(self, n: int, arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> None:
         """A message that has been delivered here; `coded`: see `packed`. In the worker's thread."""
         guest = self._for
         if guest is not None and guest.following and guest is self._guests.guest:
-            self._put(guest, "messages", {"item": "message", "n": n}, packed(arrived, coded))
+            self._put(guest, "messages", spool.Head("message", n), packed(arrived, coded))
         if self._backlog.keeps:
             self._backlog.message(n, arrived, coded)
             self.submit(self._backlog.write)  # after what waits for this message has gone on
@@ -160,6 +162,6 @@ class Counter:
         self._backlog.close()
 
     def _put(
-        self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]
+        self, guest: Guest | None, wire: str, head: spool.Head, parts: Sequence[Tensor]
     ) -> None:
         self._do(lambda: self._guests.put(guest, wire, head, parts))

@@ -56,7 +56,7 @@ class EarlyPieces:
             return
         to = [m for m in rank.record.contributors(early.n) if m != rank.me]
         assert early.data is not None
-        to = to if early.data.numel() <= SHORT else to[:1]
+        to = to if early.data.size <= SHORT else to[:1]
         with self._changed:
             self._offered, self._nobody = set(to), not to
             self._changed.notify_all()

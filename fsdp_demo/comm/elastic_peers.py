@@ -22,7 +22,7 @@ from .collectives import ReceivedMessage
 from .counter import Counter
 from .driver import Driver
 from .epochs import Member
-from .header import HEADER, Header, room
+from .header import Header
 from .held import Due, Early, Message
 from .joining import Expected
 from .link import Link
@@ -172,13 +172,11 @@ class ElasticPeerGroup(PeerGroup):
             return followed
         if self._driver is None:
             raise PeerLost("the connections were closed")
-        body = room(data.numel())
-        body[HEADER.size :] = data
         message = Message(
             self._next,
             self._me,
             header,
-            body,
+            data.clone(),  # it is kept until all have it
             vectors,
             weigh,
             longest,

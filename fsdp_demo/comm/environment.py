@@ -27,14 +27,14 @@ VARIABLES = {
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
-    "ISLAND_TIMEOUT": "seconds to wait for the others at the start",
+    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and in a mesh of silence after "
+    "which a node counts as lost",
     "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to "
     "train on when others are lost",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on",
     "ISLAND_STALL": "seconds that an island which still sends heartbeats may stand while the "
     "others wait for it; default ISLAND_TIMEOUT",
-    "ISLAND_STOP": "seconds that islands which stop wait for each other",
-    "ISLAND_EMERGENCY": "a second folder for what ranks save on their way out",
+    "ISLAND_STOP": "seconds from SIGTERM to the end of an island, its save included",
     "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store",
     "ISLAND_LINK": "rate and round trip of a rehearsal",
     "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
@@ -64,15 +64,16 @@ def patience(env: Mapping[str, str] | None = None) -> float:
 
 
 def stop_timeout(env: Mapping[str, str]) -> float:
-    """ISLAND_STOP in seconds, default 10.
+    """ISLAND_STOP in seconds, default 25: torch's launcher kills its ranks after 30.
 
     Raises:
         ValueError: it is no number, or out of range.
     """
-    value = number(env, "ISLAND_STOP", 10.0)
-    if not 0 <= value <= LONGEST:
+    value = number(env, "ISLAND_STOP", 25.0)
+    if not 0 < value <= LONGEST:
         raise ValueError(
-            f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, 0 to {LONGEST}"
+            f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, more than 0 and at "
+            f"most {LONGEST}"
         )
     return value
 

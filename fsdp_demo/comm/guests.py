@@ -24,12 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+from msgspec import Struct
 from torch import Tensor
 
 from ..errors import UNREADABLE
 from . import spool
 from .epochs import Member
 from .hub import Hub
+from .structs import from_json, to_json
 from .wire import Wire
 from .zeromq import bound, bracketed
 
@@ -54,6 +56,19 @@ def _word(note: bytes) -> list[Any]:
     if word[0] == "follow":
         word[1] = {str(name): str(mark) for name, mark in word[1].items()}
     return word
+
+
+class Request(Struct):
+    """What is said at a door: `ask` is "status", or somebody (slot, life, name) wants to come into
+    peer group `line` of a run.
+    """
+
+    ask: str = ""
+    run: str = ""
+    line: int = -1
+    slot: int = -1
+    life: int = 0
+    name: str = ""
 
 
 @dataclass
@@ -153,7 +168,7 @@ class Guests:
         return self._peer_group == 0
 
     def put(
-        self, guest: Guest | None, wire: str, head: dict[str, Any], parts: Sequence[Tensor]
+        self, guest: Guest | None, wire: str, head: spool.Head, parts: Sequence[Tensor]
     ) -> None:
         """Send an item (`spool.py`) to a guest that is still there."""
         if guest is not None and guest is self.guest and not guest.wires[wire].gone:
@@ -171,30 +186,24 @@ class Guests:
 
     def _answer(self, data: bytes) -> dict[str, Any]:
         try:
-            found = json.loads(data)
-            if found.get("ask") == "status":
-                return self._status()
-            who = Member(int(found["slot"]), int(found["life"]))
-            peer_group = int(found["line"])
-            name = str(found["name"])[:200]
-            run = str(found["run"])
-        except UNREADABLE as error:
-            return {
-                "refused": f"a request that cannot be read ({error!r:.80}): use one release "
-                "everywhere"
-            }
-        if run != self._prefix or peer_group != self._peer_group:
+            found = from_json(data, Request, "a request")
+        except ValueError as error:
+            return {"refused": str(error)}
+        if found.ask == "status":
+            return self._status()
+        if found.run != self._prefix or found.line != self._peer_group:
             return {
                 "refused": f"this is peer group {self._peer_group} of run {self._prefix}, not peer "
-                f"group {peer_group} of {run}"
+                f"group {found.line} of {found.run:.200}"
             }
+        who = Member(found.slot, found.life)
         if self.guest is not None and self.guest.member.slot == who.slot:
             self.drop("it has started again")
         if self.guest is not None:
             return {"later": f"{self.guest.name} joins at the moment"}
         if why := self._refused(who):
             return {"later": why}
-        return self._let_in(who, name)
+        return self._let_in(who, found.name[:200])
 
     def _let_in(self, who: Member, name: str) -> dict[str, Any]:
         wires, ports = {}, []
@@ -282,7 +291,7 @@ class Guests:
 
 
 def knock(
-    context: Any, keys: Any, host: str, port: int, request: dict[str, Any], seconds: float
+    context: Any, keys: Any, host: str, port: int, request: Request, seconds: float
 ) -> dict[str, Any] | None:
     """Ask at a door: its answer, None if nobody answers within so many seconds."""
     made = context.socket(zmq.DEALER)
@@ -293,7 +302,7 @@ def knock(
         made.connect(
             f"tcp://{bracketed(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))}:{port}"  # noqa: E501
         )
-        made.send(json.dumps(request).encode())
+        made.send(to_json(request).encode())
         if not made.poll(1e3 * seconds):
             return None
         found = json.loads(made.recv())

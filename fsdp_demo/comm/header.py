@@ -32,7 +32,7 @@ import sys
 import zlib
 from ctypes import c_char
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,7 +168,12 @@ def fill(message: Tensor, header: Header) -> Tensor:
     """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU,
     contiguous), in place.
     """
-    body = message[HEADER.size :]
+    message[: HEADER.size] = _head(header, message[HEADER.size :])
+    return message
+
+
+def _head(header: Header, body: Tensor) -> Tensor:
+    """The first bytes of a message with this body, uint8 [56]."""
     h, crc, flags = header, checksum(body), header.flags & 0xFF | header.norm << 8
     fields = (
         MAGIC,
@@ -185,31 +190,28 @@ def fill(message: Tensor, header: Header) -> Tensor:
         crc,
     )
     head = HEADER.pack(*fields, 0)[:-4]
-    message[: HEADER.size] = torch.frombuffer(
+    return torch.frombuffer(
         bytearray(head + struct.pack("<I", zlib.crc32(head))), dtype=torch.uint8
     )
-    return message
 
 
-def seal(header: Header, body: Tensor) -> Tensor:
-    """Header and body as one message, uint8 [56 + n] on the CPU."""
-    message = room(body.numel())
-    message[HEADER.size :] = body
-    return fill(message, header)
-
-
-def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tensor]:
-    """Check a whole message against what should come; its header and body (a view). Raises as
-    `open_head` and `check_body`.
+class Sealed(NamedTuple):
+    """A message whose body lies where it was made or is needed: its first bytes, uint8 [56], and
+    the body, uint8 [n]; on the CPU, contiguous.
     """
-    size = message.numel() - HEADER.size
-    if size < 0 or (length := claimed_length(message)) > size:
-        raise WireError(
-            f"message from {sender} is truncated: {message.numel()} bytes, of a header of "
-            f"{HEADER.size} and what it names"
-        )
-    theirs, crc = open_head(message, expected, length, sender)
-    return theirs, check_body(message[HEADER.size :], crc, theirs, sender)
+
+    head: Tensor
+    body: Tensor
+
+    @classmethod
+    def of(cls, header: Header, body: Tensor) -> Sealed:
+        """With a header that is still to be written."""
+        return cls(_head(header, body), body)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return HEADER.size + self.body.numel()
 
 
 def claimed(data: Tensor) -> Header:
@@ -309,9 +311,8 @@ def checksum(body: Tensor) -> int:
     rows = body.numel() // (8 * ROW)
     if rows == 0:
         return zlib.crc32(memory(body))
-    whole = body[: 8 * ROW * rows]
-    aligned = whole.data_ptr() % 8 == 0 and whole.storage_offset() % 8 == 0
-    words = (whole if aligned else whole.clone()).view(torch.int64).view(rows, ROW)
+    whole = memory(body[: 8 * ROW * rows])  # which may begin anywhere
+    words = torch.frombuffer(whole, dtype=torch.int64).view(rows, ROW)
     sums = torch.zeros(ROW + rows, dtype=torch.int64, device="cpu")
     for lo in range(0, rows, AT_ONCE // ROW):
         some = words[lo : lo + AT_ONCE // ROW]

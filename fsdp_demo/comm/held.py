@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import collectives
 from .epochs import Kind, Member, Piece, Settlement
-from .header import EARLY, HEADER, MEANS, PARTS, PAYLOAD, Header, fill
+from .header import EARLY, HEADER, MEANS, PARTS, PAYLOAD, Header, Sealed
 from .peers import Vectors, Weigh
 
 Task = Callable[[], None]
@@ -39,12 +39,12 @@ class Early:
         kind: as who leaves takes the message to be. longest: bytes of body and vectors at most.
 
     Attributes:
-        data, header: when it is here; uint8 with the header before the rest.
+        data, header: when it is here.
     """
 
     def __init__(self, n: int, kind: Kind, longest: int):
         self.n, self.kind, self.longest, self.num_connections = n, kind, longest, 1
-        self.data: Tensor | None = None
+        self.data: Sealed | None = None
         self.header: Header | None = None
 
     @classmethod
@@ -53,9 +53,12 @@ class Early:
         coded = collectives.shares(vectors, 1)[0][HEADER.size :] if vectors else body[:0]
         early = cls(n, "mixed" if vectors else "gather", body.numel() + coded.numel())
         early.header = replace(header, number=n % 2**32, flags=header.flags | EARLY)
-        data = torch.cat([torch.empty(HEADER.size, dtype=torch.uint8, device="cpu"), body, coded])
-        early.data = fill(data, early.header)
+        early.data = Sealed.of(early.header, torch.cat([body, coded]))
         return early
+
+    def room(self, piece: Piece, owners: Sequence[Member], size: int) -> Tensor:
+        """See `Message.room`."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def limit(self, what: str, of: Member, owners: Sequence[Member]) -> int:
         """See `Message.limit`."""
@@ -73,8 +76,7 @@ class Message:
 
     Args:
         n: its number. me: this island. header: what is said with it.
-        body: uint8 with room for a header; the same length is expected from everybody, unless
-            `longest` is given.
+        body: uint8; the same length is expected from everybody, unless `longest` is given.
         vectors, weigh: see `PeerGroup.exchange`.
         longest: bytes of a body at most, where they differ.
         num_connections: connections to which its pieces are dealt. compare: see
@@ -83,8 +85,7 @@ class Message:
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
         tasks: what the thread that waits is to do: a calculation, `Due`, or an error to raise.
-        bodies, headers: of each contributor, with the header before the body. shares, parts: by
-            whose they are, and attempt.
+        bodies, headers: of each contributor. shares, parts: by whose they are, and attempt.
         early: what islands that leave have sent ahead of its time, by whose it is.
         making: parts of the mean that are being calculated, with the view in which they are to be
             sent, and to whom.
@@ -110,18 +111,19 @@ class Message:
         self.vectors, self.weigh = list(vectors), weigh
         self.spans = [(v.numel(), code) for v, code in self.vectors]
         self.tasks: queue.SimpleQueue[Task | Due | BaseException] = queue.SimpleQueue()
-        self.bodies: dict[Member, Tensor] = {me: fill(body, self.header)}
+        self.bodies: dict[Member, Sealed] = {me: Sealed.of(self.header, body)}
         self.headers: dict[Member, Header] = {me: self.header}
-        self.shares: dict[tuple[Member, int], Tensor] = {}
-        self.parts: dict[tuple[Member, int], Tensor] = {}
+        self.shares: dict[tuple[Member, int], Sealed] = {}
+        self.parts: dict[tuple[Member, int], Sealed] = {}
+        self._means: dict[int, Tensor] = {}
         self.early: dict[Member, Early] = {}
         self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
         self.sent = self.received = 0
         self.weighed = self.alike = self.something = False
         self._compare = compare
 
-    def tensor(self, piece: Piece) -> Tensor | None:
-        """The bytes of a body or part that is here, header and all."""
+    def held(self, piece: Piece) -> Sealed | None:
+        """A body or part that is here."""
         return (
             self.bodies.get(piece.of)
             if piece.what == "body"
@@ -136,12 +138,34 @@ class Message:
     def limit(self, what: str, of: Member, owners: Sequence[Member]) -> int:
         """Bytes of the body of a piece: exactly, but for bodies where they may differ."""
         if what == "body":
-            return self.longest or self.bodies[self.me].numel() - HEADER.size
+            return self.longest or self._body
         there, back = collectives.legs(self.spans, len(owners))
         leg = there[owners.index(self.me)] if what == "share" else back[owners.index(of)]
         return collectives.coding.total_bytes(leg)
 
-    def keep(self, piece: Piece, data: Tensor, header: Header) -> None:
+    def room(self, piece: Piece, owners: Sequence[Member], size: int) -> Tensor:
+        """Where the body of a piece is to lie: uint8 [size]."""
+        if piece.what != "part" or not self._in_place:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+        at = collectives.coding.cuts(self.spans[0][0], "fp32", len(owners))
+        j = owners.index(piece.of)
+        return self._mean(piece.attempt)[at[j] : at[j + 1]].view(torch.uint8)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether parts of the mean come, and are made, where it is to lie: values that travel as
+        they are, of a payload, since nobody changes its mean while parts of it may be forwarded.
+        """
+        return self.header.kind == PAYLOAD and [code for _, code in self.spans] == ["fp32"]
+
+    def _mean(self, attempt: int) -> Tensor:
+        """Room for the mean of the only vector, fp32 [n]. Two threads ask for it."""
+        if (found := self._means.get(attempt)) is None:
+            new = torch.empty(self.spans[0][0], dtype=torch.float32, device="cpu")
+            found = self._means.setdefault(attempt, new)
+        return found
+
+    def keep(self, piece: Piece, data: Sealed, header: Header) -> None:
         """A piece that has come, whole and checked."""
         if piece.what == "body":
             self.bodies[piece.of], self.headers[piece.of] = data, header
@@ -153,16 +177,16 @@ class Message:
 
     # ---- calculations, in the thread that waits ------------------------------------------------
 
-    def cut(self, owners: Sequence[Member]) -> dict[Member, Tensor]:
+    def cut(self, owners: Sequence[Member]) -> dict[Member, Sealed]:
         """Each other owner's share of the vectors, coded."""
-        made = collectives.shares(self.vectors, len(owners), but=owners.index(self.me))
+        size, header = len(owners), self.expected("share")
         return {
-            m: fill(share, self.expected("share"))
-            for m, share in zip(owners, made, strict=True)
+            m: Sealed.of(header, collectives.loose_share(self.vectors, size, j))
+            for j, m in enumerate(owners)
             if m != self.me
         }
 
-    def average(self, settled: Settlement) -> Tensor:
+    def average(self, settled: Settlement) -> Sealed:
         """The coded mean of the part that this rank owns, from all shares, which are used up, and
         from what came early.
         """
@@ -175,9 +199,9 @@ class Message:
             if m == self.me:  # it is not sent: it is coded only where bytes are compared
                 if not self._compare:
                     return collectives.own_part(self.vectors, size, mine)
-                return collectives.share(self.vectors, size, mine)[HEADER.size :]
+                return collectives.loose_share(self.vectors, size, mine)
             if m in owners:
-                return self.shares.pop((m, attempt))[HEADER.size :]
+                return self.shares.pop((m, attempt)).body
             return collectives.stretch(self._came_early(m)[self._body :], self.spans, mine, size)
 
         bodies = [share(m) for m in who]
@@ -185,9 +209,11 @@ class Message:
             whole = [body for m, body in zip(who, bodies, strict=True) if m in owners]
             self.alike = all(torch.equal(body, whole[0]) for body in whole)
             self.something = bool(whole[0].any())
-        part = collectives.part_of_mean(bodies, self.spans, weights, mine, size)
-        self.parts[self.me, attempt] = fill(part, self.expected("part"))
-        return self.parts[self.me, attempt]
+        piece, length = Piece("part", self.me, attempt), self.limit("part", self.me, owners)
+        part = self.room(piece, owners, length)
+        collectives.part_of_mean(bodies, self.spans, weights, mine, size, part)
+        self.parts[self.me, attempt] = made = Sealed.of(self.expected("part"), part)
+        return made
 
     def coded(self, due: Due) -> list[Tensor]:
         """The coded parts of the means, without headers, by whose they are; nothing without
@@ -196,7 +222,7 @@ class Message:
         settled = due.settled
         if not self.vectors or settled.early:
             return []
-        return [self.parts[m, settled.attempt][HEADER.size :] for m in settled.owners]
+        return [self.parts[m, settled.attempt].body for m in settled.owners]
 
     def result(self, due: Due) -> tuple[list[Header], list[Tensor], list[Tensor]]:
         """Headers and bodies of the contributors, and the means of the vectors."""
@@ -205,14 +231,13 @@ class Message:
         headers = [self._header(m, settled) for m in who]
         if not self.weighed:
             self.weigh(headers)
-        if self.vectors:
-            means = collectives.whole(
-                [self.parts[m, settled.attempt][HEADER.size :] for m in settled.owners], self.spans
-            )
+        if self._in_place:
+            means = [self._mean(settled.attempt)]
+        elif self.vectors:
+            parts = [self.parts[m, settled.attempt].body for m in settled.owners]
+            means = collectives.whole(parts, self.spans)
         bodies = [
-            self._came_early(m)[: self._body]
-            if m in settled.early
-            else self.bodies[m][HEADER.size :]
+            self._came_early(m)[: self._body] if m in settled.early else self.bodies[m].body
             for m in who
         ]
         return headers, bodies, means
@@ -231,16 +256,16 @@ class Message:
         assert theirs is not None and early.data is not None
         size = self._body + collectives.coding.total_bytes(self.spans)
         same = (theirs.digest, theirs.kind, theirs.step) == (mine.digest, mine.kind, mine.step)
-        return same and self.longest is None and early.data.numel() == HEADER.size + size
+        return same and self.longest is None and early.data.body.numel() == size
 
     @property
     def _body(self) -> int:
-        return self.bodies[self.me].numel() - HEADER.size
+        return self.bodies[self.me].body.numel()
 
     def _came_early(self, m: Member) -> Tensor:
         data = self.early[m].data
         assert data is not None
-        return data[HEADER.size :]
+        return data.body
 
     def _header(self, m: Member, settled: Settlement) -> Header:
         header = self.early[m].header if m in settled.early else self.headers[m]

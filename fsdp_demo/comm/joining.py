@@ -14,21 +14,23 @@ with what it expects itself.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ..compression import dense as coding
-from ..errors import UNREADABLE, WireError
+from ..errors import WireError
 from .collectives import ReceivedMessage, Spans, legs, whole
 from .header import Header
+from .structs import from_json, to_json
+
+T = TypeVar("T")
 
 LONGEST = 16 << 20
 """Bytes of a head."""
@@ -42,8 +44,7 @@ OWN = "own"
 """
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """One step that the donor has taken.
 
     Attributes:
@@ -57,26 +58,12 @@ class Tick:
 
     def pack(self) -> Tensor:
         """As bytes: uint8 [n]."""
-        return to_bytes({"step": self.step, "rates": self.rates})
+        return to_bytes(self)
 
     @classmethod
     def unpack(cls, data: Tensor) -> Tick:
         """The inverse of `pack`. Raises WireError for anything else."""
-        found = from_bytes(data, "a tick")
-        step, rates = found.get("step"), found.get("rates")
-        if not isinstance(step, int) or not isinstance(rates, list):
-            raise WireError(
-                f"a tick of another form came ({found!r:.80}): use one release everywhere"
-            )
-        if not all(
-            isinstance(groups, list) and all(isinstance(g, dict) for g in groups)
-            for groups in rates
-        ):
-            raise WireError(
-                f"a tick came with rates of another form ({rates!r:.80}): use one release "
-                "everywhere"
-            )
-        return cls(step, rates)
+        return from_bytes(data, cls, "a tick")
 
 
 @dataclass(frozen=True)
@@ -84,11 +71,11 @@ class Snapshot:
     """The state of one rank of the donor at the end of a step.
 
     Attributes:
-        head: what it is of, as JSON values. `pack` adds the list of the tensors.
+        head: what it is of, with the list of the tensors (`exchange/snapshot_head.py`).
         tensors: by name, on the CPU, fp32 or uint8 [n], with memory of their own.
     """
 
-    head: dict[str, Any]
+    head: Any
     tensors: dict[str, Tensor]
 
     def pack(self) -> list[Tensor]:
@@ -97,25 +84,12 @@ class Snapshot:
         Raises:
             ValueError: the head is longer than LONGEST.
         """
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        listed = [[name, names[t.dtype], t.numel()] for name, t in self.tensors.items()]
-        return [
-            to_bytes({**self.head, "tensors": listed}),
-            *(t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values()),
-        ]
+        tensors = (t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values())
+        return [to_bytes(self.head), *tensors]
 
 
 Listed = Sequence[tuple[str, str, int]]
 """Name, dtype and number of elements of each tensor of a snapshot, in their order."""
-
-
-def opened(data: Tensor) -> dict[str, Any]:
-    """The head of a snapshot (uint8 [n]), not believed yet. Raises ValueError if it is none."""
-    try:
-        head = from_bytes(data, "the head of a snapshot")
-    except WireError as error:
-        raise ValueError(str(error)) from None
-    return head
 
 
 def sizes(expected: Listed) -> list[int]:
@@ -151,6 +125,22 @@ def filled(parts: Sequence[Tensor], expected: Listed) -> dict[str, Tensor]:
 # ---- what the others have agreed on ------------------------------------------------------------
 
 
+class MessageHead(Struct):
+    """The head of a message that has come back to the donor.
+
+    Attributes:
+        headers, slots, bodies: of each island: its header, its slot where that is known, bytes of
+            its body.
+        means: elements of each mean. coded: they come in their code.
+    """
+
+    headers: list[Header]
+    slots: list[int]
+    bodies: list[int]
+    means: list[int]
+    coded: bool
+
+
 @dataclass(frozen=True)
 class Expected:
     """What a newcomer expects of the next message: kind and step as in its header, bytes of each
@@ -171,40 +161,33 @@ class Expected:
         """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if
         it is another message than this.
         """
-        headers, _, bodies, coded = self.check(head)
+        found = self.check(head)
         means = (
-            [coding.total_bytes(part) for part in legs(self.vectors, len(headers))[1]]
-            if coded
+            [coding.total_bytes(part) for part in legs(self.vectors, len(found.headers))[1]]
+            if found.coded
             else [4 * n for n, _ in self.vectors]
         )
-        return bodies + means
+        return found.bodies + means
 
-    def check(self, data: Tensor) -> tuple[list[Header], list[int], list[int], bool]:
-        """Headers, slots and bytes of each body in the head of a packed message, and whether its
-        means come in their code. Raises WireError if it is another one than this."""
-        head = from_bytes(data, "a message to follow")
-        try:
-            headers, slots = [_header(h) for h in head["headers"]], [int(s) for s in head["slots"]]
-            bodies, means, coded = list(head["bodies"]), list(head["means"]), head["coded"] is True
-        except UNREADABLE as error:
+    def check(self, data: Tensor) -> MessageHead:
+        """The head of a packed message. Raises WireError if it is another one than this."""
+        head = from_bytes(data, MessageHead, "a message to follow")
+        count, bodies, means = len(head.headers), head.bodies, head.means
+        if not 0 < count <= self.islands:
             raise WireError(
-                f"a message to follow is damaged ({error!r:.80}): use one release everywhere"
-            ) from None
-        if not 0 < len(headers) <= self.islands:
-            raise WireError(
-                f"a message to follow is of {len(headers)} islands: allowed are 1 to {self.islands}"
+                f"a message to follow is of {count} islands: allowed are 1 to {self.islands}"
             )
-        theirs, mine = {(h.kind, h.step) for h in headers}, (self.kind, self.step)
+        theirs, mine = {(h.kind, h.step) for h in head.headers}, (self.kind, self.step)
         if theirs != {mine}:
             raise WireError(
                 f"messages to follow are of (kind, step) {sorted(theirs)}, here comes {mine}: the "
                 "newcomer has lost its place"
             )
-        wanted = [self.body] * len(headers)
+        wanted = [self.body] * count
         if (
-            not (self._have_lengths(bodies, len(headers)) if self.longest else bodies == wanted)
+            not (self._have_lengths(bodies, count) if self.longest else bodies == wanted)
             or means != [n for n, _ in self.vectors]
-            or len(slots) not in (0, len(headers))
+            or len(head.slots) not in (0, count)
         ):
             allowed = f"1 to {self.longest} each" if self.longest else f"{wanted}"
             raise WireError(
@@ -212,11 +195,11 @@ class Expected:
                 f"expected are {allowed} and "
                 f"{[n for n, _ in self.vectors]}: use one release everywhere"
             )
-        return headers, slots, bodies, coded
+        return head
 
-    def _have_lengths(self, bodies: Sequence[Any], n: int) -> bool:
+    def _have_lengths(self, bodies: Sequence[int], n: int) -> bool:
         most = self.longest or 0
-        return len(bodies) == n and all(isinstance(b, int) and 0 < b <= most for b in bodies)
+        return len(bodies) == n and all(0 < b <= most for b in bodies)
 
 
 def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -226,13 +209,13 @@ def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tenso
         coded: the coded parts of the means, by whose they are (`collectives.whole`): they go
             instead of the means, which are fp32.
     """
-    head = {
-        "headers": [{k: _plain(v) for k, v in vars(h).items()} for h in arrived.headers],
-        "slots": list(arrived.slots),
-        "bodies": [b.numel() for b in arrived.bodies],
-        "means": [m.numel() for m in arrived.means],
-        "coded": bool(coded),
-    }
+    head = MessageHead(
+        list(arrived.headers),
+        list(arrived.slots),
+        [b.numel() for b in arrived.bodies],
+        [m.numel() for m in arrived.means],
+        bool(coded),
+    )
     means = list(coded) or [m.detach().cpu().contiguous().view(torch.uint8) for m in arrived.means]
     return [to_bytes(head), *(b.cpu() for b in arrived.bodies), *means]
 
@@ -245,19 +228,20 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
     """
     if not parts:
         raise WireError("a message to follow was cut off: nothing came")
-    headers, slots, _, coded = expected.check(parts[0])
+    head = expected.check(parts[0])
     wanted, found = expected.sizes(parts[0]), [p.numel() for p in parts[1:]]
     if found != wanted:
         raise WireError(
             f"a message to follow was cut off: parts of {found} bytes, expected are {wanted}"
         )
-    bodies, rest = list(parts[1 : 1 + len(headers)]), list(parts[1 + len(headers) :])
+    first = 1 + len(head.headers)
+    bodies, rest = list(parts[1:first]), list(parts[first:])
     means = (
         whole(rest, expected.vectors)
-        if coded
+        if head.coded
         else [p.contiguous().view(torch.float32) for p in rest]
     )
-    return ReceivedMessage(headers, bodies, means, slots=tuple(slots))
+    return ReceivedMessage(head.headers, bodies, means, slots=tuple(head.slots))
 
 
 # ---- a peer group's two sides ------------------------------------------------------------------
@@ -403,40 +387,15 @@ class Following(Protocol):
 
 
 def to_bytes(value: Any) -> Tensor:
-    """A JSON value as uint8 [n]. Raises ValueError for one longer than LONGEST."""
-    text = json.dumps(value, allow_nan=False).encode()
+    """A struct as JSON, uint8 [n]. Raises ValueError for one longer than LONGEST."""
+    text = to_json(value).encode()
     if len(text) > LONGEST:
         raise ValueError(f"a head of {len(text)} bytes: allowed are {LONGEST}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def from_bytes(data: Tensor, what: str) -> dict[str, Any]:
-    """The inverse of `to_bytes`, for a dict. Raises WireError for anything else."""
+def from_bytes(data: Tensor, form: type[T], what: str, error: type[Exception] = WireError) -> T:
+    """The inverse of `to_bytes`. Raises `error` for anything else."""
     if data.dtype != torch.uint8 or data.numel() > LONGEST:
-        raise WireError(f"{what} has {data.numel()} bytes: allowed are {LONGEST}")
-    try:
-        found = json.loads(bytes(data.tolist()))
-    except UNREADABLE as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise WireError(f"{what} is no JSON ({error!r:.80}): use one release everywhere") from None
-    if not isinstance(found, dict):
-        raise WireError(f"{what} is of another form ({found!r:.40}): use one release everywhere")
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """A number of a header as JSON: NaN and infinities as their names."""
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _header(fields: dict[str, Any]) -> Header:
-    """The inverse of `_plain` for all numbers of a header. Raises ValueError or TypeError for
-    anything else.
-    """
-    numbers: dict[str, Any] = {
-        k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in fields.items()
-    }
-    if wrong := [
-        k for k, v in numbers.items() if isinstance(v, bool) or not isinstance(v, (int, float))
-    ]:
-        raise ValueError(f"{wrong} are no numbers")
-    return Header(**numbers)
+        raise error(f"{what} has {data.numel()} bytes: allowed are {LONGEST}")
+    return from_json(bytes(data.tolist()), form, what, error)

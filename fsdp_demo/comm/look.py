@@ -11,9 +11,11 @@ from typing import Any
 
 from ..errors import counted
 from .address import split_address
-from .guests import knock
+from .guests import Request, knock
 from .newcomer import newest
 from .store_client import Store
+
+STATUS = Request(ask="status")
 
 
 def members(store: Store, run: str, token: str = "") -> dict[str, Any]:
@@ -60,7 +62,7 @@ def members(store: Store, run: str, token: str = "") -> dict[str, Any]:
             answer = None
             if door:
                 host, port = split_address(door)
-                answer = knock(context, keys, host, port, {"ask": "status"}, 3.0)
+                answer = knock(context, keys, host, port, STATUS, 3.0)
             found["members"].append({**one, **(answer or {"silent": True})})
     finally:
         context.destroy(0)
@@ -82,10 +84,7 @@ def answers(at: Store, slots: Sequence[int], token: str = "") -> bool:
             door = (
                 at.get(f"door/{member.slot}.{member.incarnation}.0") if member.slot in slots else ""
             )
-            if (
-                door
-                and knock(context, keys, *split_address(door), {"ask": "status"}, 3.0) is not None
-            ):
+            if door and knock(context, keys, *split_address(door), STATUS, 3.0) is not None:
                 return True
         return False
     finally:

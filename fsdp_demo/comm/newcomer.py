@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ from . import spool
 from .collectives import ReceivedMessage
 from .epochs import Member, Record
 from .frames import LONGEST
-from .guests import WIRES, connection_names, greeting, knock
+from .guests import WIRES, Request, connection_names, greeting, knock
 from .header import WITHIN
 from .hub import Hub
 from .joining import LONGEST as LONGEST_HEAD
-from .joining import Expected, Tick, unpacked
+from .joining import Expected, MessageHead, Tick, from_bytes, unpacked
 from .record_json import read_record
 from .signs import BEAT
 from .store_client import Store
@@ -82,26 +81,24 @@ class Reached:
 
 class SignsOfLife:
     """Tells the members twice a second that this island lives, while it joins: it may load for
-    minutes without a word. A thread of the process, so a process that stands says nothing (K19).
+    minutes without a word. In the network thread, so a process that stands says nothing (K19);
+    once this island is a member, the driver says so.
 
     Attributes:
         to: whom it has reached so far.
     """
 
     def __init__(self, hub: Hub):
-        self._hub, self.to = hub, list[Reached]()
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="newcomer", daemon=True).start()
+        self._hub, self.to, self._said = hub, list[Reached](), 0.0
+        hub.between = self._say
 
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT) and not self._hub.closed:
-            for wire in [r.wires["notes"] for r in self.to]:
-                if wire.met and not wire.gone:
-                    say(self._hub, wire, '["here"]')
-
-    def end(self) -> None:
-        """From here on the driver says so."""
-        self._ended.set()
+    def _say(self) -> None:
+        if (now := time.monotonic()) - self._said < BEAT:
+            return
+        self._said = now
+        for wire in [r.wires["notes"] for r in self.to]:
+            if wire.met and not wire.gone:
+                say(self._hub, wire, '["here"]')
 
 
 def say(hub: Hub, wire: Wire, text: str) -> None:
@@ -187,13 +184,7 @@ def reach(
         # in the order of slots, and no further than one lets in: nobody waits for the other in a
         # circle
         for m in missing:
-            request = {
-                "run": prefix,
-                "slot": me.slot,
-                "life": me.incarnation,
-                "line": peer_group,
-                "name": name,
-            }
+            request = Request("", prefix, peer_group, me.slot, me.incarnation, name)
             answer = _ask(hub, at, m, peer_group, request)
             if "refused" in answer:
                 raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
@@ -230,9 +221,7 @@ def _wait(hub: Hub, reached: Sequence[Reached]) -> None:
         hub.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
 
 
-def _ask(
-    hub: Hub, at: Store, member: Member, peer_group: int, request: dict[str, Any]
-) -> dict[str, Any]:
+def _ask(hub: Hub, at: Store, member: Member, peer_group: int, request: Request) -> dict[str, Any]:
     text = at.get(f"door/{member.slot}.{member.incarnation}.{peer_group}")
     if not text:
         return {"later": "it has no door: it cannot be reached from outside (ISLAND_ADDRESS)"}
@@ -330,12 +319,11 @@ class Follow:
         found = self._ticks.begin(seconds)
         if found is None:
             return None
-        if found.get("item") != "snapshot":
+        if found.item != "snapshot":
             raise WireError(
-                f"{self._who} sent {found.get('item')!r} instead of a snapshot: use one release "
-                "everywhere"
+                f"{self._who} sent a {found.item} instead of a snapshot: use one release everywhere"
             )
-        self.next, self._more = int(found["next"]), found.get("more") is True
+        self.next, self._more = found.next, found.more
         return self._ticks.part(longest, seconds)
 
     def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
@@ -372,7 +360,7 @@ class Follow:
         part = self._ticks.part(spool.LONGEST * 16, 60.0)
         if part is None:
             raise PeerLost(f"{self._who} sent half a step")
-        self._more = found.get("more") is True
+        self._more = found.more
         self._ticks.end()
         return Tick.unpack(part)
 
@@ -390,8 +378,8 @@ class Follow:
             found = None
             while found is None:
                 found = self._messages.begin(0.5)
-            n = int(found["n"])
-            if found.get("item") == "launch":
+            n = found.n
+            if found.item == "launch":
                 self._messages.end()
                 if self.base is not None and n >= self.base:
                     self.next = n
@@ -412,14 +400,10 @@ class Follow:
     def _skips(self, head: Tensor, expected: Expected) -> bool:
         """Whether it is a question between two steps that a newcomer does not ask: it asks none in
         a step, nor those of the step at which it has caught up and before."""
-        try:
-            headers = json.loads(bytes(head.tolist()))["headers"]
-            asked = {(int(h["kind"]), int(h["step"])) for h in headers}
-        except (ValueError, KeyError, TypeError):
-            return False  # `Expected.sizes` says what is wrong with it
-        if any(kind in WITHIN for kind, _ in asked):
+        headers = from_bytes(head, MessageHead, "a message to follow").headers
+        if any(h.kind in WITHIN for h in headers):
             return False
-        return expected.kind in WITHIN or all(step <= self._caught_up for _, step in asked)
+        return expected.kind in WITHIN or all(h.step <= self._caught_up for h in headers)
 
     def _part(self, longest: int) -> Tensor:
         part = None

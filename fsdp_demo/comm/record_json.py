@@ -73,7 +73,7 @@ def record_text(record: Record) -> str:
         record.stable,
         record.history,
     )
-    return to_json(written).decode()
+    return to_json(written)
 
 
 def read_record(text: str) -> Record:
@@ -128,7 +128,7 @@ def _read(found: Written) -> Record:
 
 def report_text(report: Report) -> str:
     """A report, without blanks."""
-    return to_json(report).decode()
+    return to_json(report)
 
 
 def read_report(text: str) -> Report:

@@ -33,7 +33,7 @@ class Replica:
     world: int = 1
     group: Any = None
     peer_group: Any = None
-    stop_timeout: float = 10.0
+    stop_timeout: float = 25.0
     dead: float = 10.0
     stall: float = 0.0
     least: int = 1

@@ -8,27 +8,45 @@ not read stays with the sender, whose queue has a bound.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
 import torch
+from msgspec import Struct, structs
 from torch import Tensor
 
 from ..errors import PeerLost, WireError
 from .frames import LONGEST
 from .hub import Hub
+from .structs import from_json, to_json
 from .wire import Piece, Wire
 
 AHEAD = 256
 """Notes that a reader keeps at most: 16 MiB."""
 
 
-def put(hub: Hub, wire: Wire, head: dict[str, Any], parts: Sequence[Tensor]) -> None:
+class Head(Struct):
+    """What an item is.
+
+    Attributes:
+        n: of a message, its number; -1 for one that was under way at the snapshot.
+        next: of a snapshot, the number of the first message behind it.
+        more: of a snapshot or tick, whether a tick follows at once.
+        parts: bytes of each part.
+    """
+
+    item: Literal["snapshot", "tick", "message", "launch"]
+    n: int = -1
+    next: int = 0
+    more: bool = False
+    parts: list[int] = []
+
+
+def put(hub: Hub, wire: Wire, head: Head, parts: Sequence[Tensor]) -> None:
     """Send an item. Tensors (uint8, on the CPU) must stay as they are until they have left."""
-    notes = [bytearray(json.dumps({**head, "parts": [p.numel() for p in parts]}).encode())]
-    pieces = [torch.frombuffer(notes[0], dtype=torch.uint8)]
+    head = structs.replace(head, parts=[p.numel() for p in parts])
+    pieces = [torch.frombuffer(bytearray(to_json(head).encode()), dtype=torch.uint8)]
     for part in parts:
         pieces += part.split(LONGEST) if part.numel() else []
     with hub.changed:
@@ -50,12 +68,12 @@ class Reader:
     def __init__(self, hub: Hub, wire: Wire, who: str):
         self._hub, self._wire, self._who = hub, wire, who
         wire.most = AHEAD
-        self.head: dict[str, Any] | None = None
+        self.head: Head | None = None
         self._sizes: list[int] = []
         self._into: Tensor | None = None
         self._at = self.taken = 0
 
-    def begin(self, seconds: float) -> dict[str, Any] | None:
+    def begin(self, seconds: float) -> Head | None:
         """The head of the next item, or of the one that is being read; None: not within so many
         seconds.
 
@@ -63,15 +81,8 @@ class Reader:
             PeerLost: the connection is gone. WireError: this is no head.
         """
         if self.head is None and (data := self._note(seconds)) is not None:
-            try:
-                found = json.loads(data)
-                self._sizes = [int(n) for n in found["parts"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise WireError(
-                    f"{self._who} sent a head that cannot be read ({error!r:.80}): use one release "
-                    "everywhere"
-                ) from None
-            self.head = found
+            self.head = from_json(data, Head, f"what {self._who} sends", WireError)
+            self._sizes = list(self.head.parts)
         return self.head
 
     @property

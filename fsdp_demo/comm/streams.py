@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import Mismatch, WireError
 from .epochs import Member, Piece
 from .frames import LARGEST
-from .header import HEADER, Header, check_body, claimed, claimed_length, open_head
+from .header import HEADER, Header, Sealed, check_body, claimed, claimed_length, open_head
 from .held import Early, Message
 from .hub import Hub
 from .wire import Piece as Moving
@@ -25,8 +25,6 @@ from .wire import Wire
 SLOTS = 128
 """Islands that a run can have at most: pieces are numbered by the slot they are of."""
 
-SMALL = 1 << 16  # bytes of a piece that is copied out of the room of its first megabyte
-
 
 class Stream:
     """A piece that comes from a peer.
@@ -34,38 +32,45 @@ class Stream:
     Attributes:
         message, piece: what it is. sender: who sends it. owners: of the parts of the message, when
             it was asked for.
-        data: header and body, when all is here. header: as it was read.
+        first: the first megabyte, until its header has been read. header: as it was read. sealed:
+            header and body, when all is here.
     """
 
     def __init__(
         self, message: Message | Early, piece: Piece, sender: Member, owners: tuple[Member, ...]
     ):
         self.message, self.piece, self.sender, self.owners = message, piece, sender, owners
-        self.data = torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
+        self.first = torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
+        self.sealed = Sealed(self.first[:0], self.first[:0])
         self.header: Header | None = None
         self.moving: deque[Moving] = deque()
         self._crc = 0
 
-    def open(self, label: str) -> int:
-        """Read the header in the first megabyte; bytes in all. Raises as `open_head`."""
-        length = claimed_length(self.data)
+    def open(self, label: str) -> None:
+        """Read the header in the first megabyte, and make room for the body. Raises as
+        `open_head`."""
+        length = claimed_length(self.first)
         limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
         loose = self.message.longest is not None and self.piece.what in ("body", "early")
         if loose and not 0 < length <= limit:
             raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
         message = self.message
         expected = (
-            message.expected(claimed(self.data))
+            message.expected(claimed(self.first))
             if isinstance(message, Early)
             else message.expected(self.piece.what)
         )
-        self.header, self._crc = open_head(self.data, expected, length if loose else limit, label)
-        return HEADER.size + length
+        self.header, self._crc = open_head(self.first, expected, length if loose else limit, label)
+        body = message.room(self.piece, self.owners, length)
+        here = _cut(body)[0]
+        here.copy_(self.first[HEADER.size : HEADER.size + len(here)])
+        self.sealed = Sealed(self.first[: HEADER.size].clone(), body)
+        self.first = self.first[:0]
 
     def check(self, label: str) -> None:
         """Compare the body with its checksum. Raises WireError."""
         assert self.header is not None
-        check_body(self.data[HEADER.size :], self._crc, self.header, label)
+        check_body(self.sealed.body, self._crc, self.header, label)
 
 
 class Streams:
@@ -90,11 +95,14 @@ class Streams:
         self._labels = labels
         self._waiting: dict[tuple[int, Piece], Stream] = {}
 
-    def send(self, message: Message | Early, piece: Piece, data: Tensor, to: Member) -> None:
-        """Hand a piece to the connections to one peer."""
+    def send(self, message: Message | Early, piece: Piece, data: Sealed, to: Member) -> None:
+        """Hand a piece to the connections to one peer; the body is not copied, but for its first
+        megabyte.
+        """
         wires, touched = self._connections[to][: message.num_connections], []
+        first, rest = _cut(data.body)
         with self._hub.changed:
-            for i, part in enumerate(data.split(LARGEST)):
+            for i, part in enumerate([torch.cat([data.head, first]), *rest]):
                 wire = wires[i % len(wires)]
                 wire.post_send(Moving(self._hub, part), _number(message.n, piece))
                 touched += [wire] if i < len(wires) else []
@@ -112,7 +120,7 @@ class Streams:
         if (message.n, piece) in self._waiting or sender not in self._connections:
             return
         stream = self._waiting[message.n, piece] = Stream(message, piece, sender, owners)
-        self._post(stream, [stream.data], 0)
+        self._post(stream, [stream.first], 0)
 
     def _post(self, stream: Stream, rooms: Sequence[Tensor], first: int) -> None:
         wires = self._connections[stream.sender][: stream.message.num_connections]
@@ -148,7 +156,7 @@ class Streams:
     def _opened(self, key: tuple[int, Piece], stream: Stream) -> bool:
         """Read the header and make room for the rest; False if it is refused."""
         try:
-            size = stream.open(self._labels(stream.piece.of.slot))
+            stream.open(self._labels(stream.piece.of.slot))
         except Mismatch as error:  # the sender does something else: no other members would help
             del self._waiting[key]
             if isinstance(stream.message, Message):
@@ -158,13 +166,7 @@ class Streams:
             del self._waiting[key]
             self._refused(stream.sender, str(error))
             return False
-        first = stream.data[:size]
-        if size <= LARGEST:
-            stream.data = first.clone() if size <= SMALL else first
-            return True
-        stream.data = torch.empty(size, dtype=torch.uint8, device="cpu")
-        stream.data[:LARGEST] = first
-        self._post(stream, stream.data[LARGEST:].split(LARGEST), 1)
+        self._post(stream, _cut(stream.sealed.body)[1], 1)
         return True
 
     def forget(self, n: int) -> None:
@@ -175,6 +177,12 @@ class Streams:
     def clear(self) -> None:
         """Wait for nothing."""
         self._waiting.clear()
+
+
+def _cut(body: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """What goes with the header, and the megabytes behind it."""
+    first = body[: LARGEST - HEADER.size]
+    return first, body[len(first) :].split(LARGEST) if len(first) < len(body) else ()
 
 
 def _number(n: int, piece: Piece) -> int:

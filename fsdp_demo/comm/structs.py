@@ -4,6 +4,7 @@ sentence.
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,9 +12,9 @@ import msgspec
 T = TypeVar("T")
 
 
-def to_json(value: Any) -> bytes:
-    """A value as JSON without blanks; sets are sorted."""
-    return msgspec.json.encode(value, order="deterministic")
+def to_json(value: Any) -> str:
+    """A value as JSON without blanks; NaN and Inf are written as Python does."""
+    return json.dumps(msgspec.to_builtins(value, enc_hook=_plain), separators=(",", ":"))
 
 
 def from_json(
@@ -26,16 +27,23 @@ def from_json(
         what: a noun for the sentence. error: the class of what is raised.
 
     Raises:
-        error: it has another form.
+        error: it is no JSON, or has another form.
 
     Example:
         >>> from_json("[1, 2]", tuple[int, int], "a pair")
         (1, 2)
     """
     try:
-        return msgspec.json.decode(data, type=form)
-    except (ValueError, RecursionError) as why:  # those of msgspec are ValueErrors
+        return msgspec.convert(json.loads(data), form)
+    except (ValueError, RecursionError) as why:  # those of msgspec and json are ValueErrors
         raise unreadable(data, what, why, error) from None
+
+
+def _plain(value: Any) -> Any:
+    """What json knows and msgspec does not: a str, int or float of another class, as torch's
+    version.
+    """
+    return json.loads(json.dumps(value))
 
 
 def unreadable(

@@ -41,7 +41,8 @@ class Topology(Replica):
         name: for logs and paths. run: id of this run, part of every key in the store.
         timeout: seconds of silence after which a peer counts as lost; also how long to wait for
             peers at the start.
-        stop_timeout: seconds that an island which stops waits for the others to tell when they do.
+        stop_timeout: seconds from SIGTERM, or a lost peer, to the end of an island: half of them
+            for the other islands, half for its save.
         dead, stall, least: where islands may come and go, seconds of silence after which one is
             lost, seconds that it may stand while it still beats, at least (0: `timeout`), and how
             many must be left to train on.
@@ -136,6 +137,7 @@ class Topology(Replica):
         peers = _gloo_groups(mesh, axis) if dist.get_backend(peers) != "gloo" else peers
         island = mesh.get_local_rank(axis)
         place = {"rank": rank, "world": world, "group": inner, "peer_group": peers}
+        place["stop_timeout"] = environment.stop_timeout(os.environ)
         return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)
 
     @classmethod

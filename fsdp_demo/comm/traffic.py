@@ -10,12 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import Tensor
-
 from ..errors import PeerLost, WireError
 from . import moves
 from .epochs import Kind, Member, Piece, Record, Settlement, needed
-from .header import WITHIN
+from .header import WITHIN, Sealed
 from .held import Due, Early, Message
 from .hub import Hub
 from .membership import Rank
@@ -156,7 +154,7 @@ class Traffic:
             else:
                 self._do(lambda: self._kept(stream, view))
 
-        if stream.data.numel() <= SHORT:
+        if stream.sealed.size <= SHORT:
             check()
         elif isinstance(stream.message, Message):
             stream.message.tasks.put(check)
@@ -172,8 +170,8 @@ class Traffic:
         elif message.n not in self._messages:
             return
         else:
-            message.keep(piece, stream.data, stream.header)
-            message.received += stream.data.numel()
+            message.keep(piece, stream.sealed, stream.header)
+            message.received += stream.sealed.size
         self._signs.next_of.setdefault(stream.sender, 0)  # heard: silent for `dead` from now on
         wire = self._signs.notes.get(stream.sender)
         epoch = max([w.record for w in self._signs.connections[stream.sender]], default=0)
@@ -186,7 +184,7 @@ class Traffic:
             self._signs.say(["kept", message.n], [self._signs.notes[stream.sender]])
 
     def _keep_early(self, early: Early, stream: Stream) -> None:
-        early.data, early.header = stream.data, stream.header
+        early.data, early.header = stream.sealed, stream.header
         self._early[early.n, stream.piece.of] = early
         if early.n in self._messages:
             self._messages[early.n].early[stream.piece.of] = early
@@ -203,7 +201,7 @@ class Traffic:
         message = self._messages[action.n]
         if piece.what == "share":
             message.tasks.put(lambda: self._cut(message, settled.owners, piece, view))
-        elif (data := message.tensor(piece)) is not None:
+        elif (data := message.held(piece)) is not None:
             self._hand_over(message, piece, data, action.to)
         else:
             begun = piece in message.making
@@ -231,7 +229,7 @@ class Traffic:
     def _average(self, message: Message, settled: Settlement, piece: Piece) -> None:
         made = message.average(settled)
         # now: the message may be complete before this has left
-        message.sent += made.numel() * len(message.making[piece][1])
+        message.sent += made.size * len(message.making[piece][1])
 
         def send() -> None:
             view, to = message.making.pop(piece)
@@ -244,14 +242,14 @@ class Traffic:
         self,
         message: Message,
         piece: Piece,
-        data: Tensor,
+        data: Sealed,
         to: Sequence[Member],
         counted: bool = False,
     ) -> None:
         for member in to:
             if member in self._signs.connections:
                 self._streams.send(message, piece, data, member)
-                message.sent += 0 if counted else data.numel()
+                message.sent += 0 if counted else data.size
 
     # ---- the connections -----------------------------------------------------------------------
 

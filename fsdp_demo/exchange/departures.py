@@ -48,7 +48,7 @@ class Departures:
             together = True
             farewell.stop_with_all(runtime)
         elif stopped and topology.elastic and runtime.stopped_alone and not together:
-            farewell.say(runtime, topology.stop_timeout)
+            farewell.say(runtime, farewell.patience(runtime))
         if together:
             runtime.queue.note_unsent()
         alone = together or peers is None or len(peers.alive) == 1

@@ -272,7 +272,7 @@ class Exchange(Readings):
 
         Args:
             stopped: it was told to stop. Where islands come and go all ranks of the island call it
-                together, and try for at most ISLAND_STOP seconds to send ahead what it has done
+                together, and try for at most half of ISLAND_STOP to send ahead what it has done
                 since its last exchange.
         """
         self._departures.leave(self._runtime, stopped)

@@ -74,16 +74,15 @@ def marks(shards: Sequence[LocalParam]) -> list[str]:
     return [hashlib.sha256(json.dumps(described(s)).encode()).hexdigest()[:8] for s in shards]
 
 
-def described(shard: LocalParam) -> list[Any]:
+Described = tuple[str, list[int], list[int], str, str]
+"""Name, shape, local shape and dtype of a parameter, and whether it is trained."""
+
+
+def described(shard: LocalParam) -> Described:
     """What must be equal of a tensor, as JSON."""
     dtype = str(shard.dtype).removeprefix("torch.")
-    return [
-        shard.name,
-        list(shard.global_shape),
-        list(shard.shape),
-        dtype,
-        "frozen" if shard.frozen else "trained",
-    ]
+    state = "frozen" if shard.frozen else "trained"
+    return shard.name, list(shard.global_shape), list(shard.shape), dtype, state
 
 
 def sentence(described: Sequence[Any] | None) -> str:
@@ -123,16 +122,16 @@ def agree_on_tensors(peers: PeerGroup, shards: Sequence[LocalParam]) -> None:
     )
 
 
-def tensors_apart(shards: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:
+def tensors_apart(shards: Sequence[LocalParam], theirs: Sequence[Described]) -> str:
     """How the parameters here differ from those that are `described` by another island; empty where
     they do not.
     """
     mine = [described(s) for s in shards]
-    if mine == (there := [list(t) for t in theirs]):
+    if mine == theirs:
         return ""
-    at = _parting(mine, there)
-    a, b = (every[at] if at < len(every) else None for every in (mine, there))
-    return _apart(list(map(json.dumps, mine)), list(map(json.dumps, there)), at, a, b)
+    at = _parting(mine, theirs)
+    a, b = (every[at] if at < len(every) else None for every in (mine, theirs))
+    return _apart(list(map(json.dumps, mine)), list(map(json.dumps, theirs)), at, a, b)
 
 
 def _apart(

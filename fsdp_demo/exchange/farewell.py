@@ -40,6 +40,14 @@ signal reaches islands at unlike moments, and Python between two calls: two step
 """
 
 
+def patience(runtime: StepRuntime) -> float:
+    """Seconds for which this island, on its way out, waits for the others: half of what is left of
+    ISLAND_STOP. The other half is for its save.
+    """
+    whole = runtime.topology.stop_timeout
+    return max(whole - runtime.status.stopping_for(), min(GRACE, whole)) / 2
+
+
 def allow(runtime: StepRuntime) -> None:
     """Say how long what another island sends early can be: nobody makes room for more."""
     if runtime.peers is not None:
@@ -54,22 +62,21 @@ def goes_on(runtime: StepRuntime) -> bool:
 
     Such a message is here already, so nobody is waited for. At most `delay` steps are taken.
     """
-    seconds = runtime.topology.stop_timeout
     if runtime.stops_by is None:
-        if not _all_stop(runtime, seconds):
+        if not _all_stop(runtime):
             return False
-        runtime.stops_by = time.monotonic() + seconds
+        runtime.stops_by = time.monotonic() + patience(runtime)
         stop_with_all(runtime)
     late = time.monotonic() >= runtime.stops_by
     return not runtime.island.any(late or runtime.step >= runtime.ends_at)
 
 
-def _all_stop(runtime: StepRuntime, seconds: float) -> bool:
-    """Whether all islands are told to end: waits for that a moment, and for at most half of so many
-    seconds. A collective of the island.
+def _all_stop(runtime: StepRuntime) -> bool:
+    """Whether all islands are told to end: waits for that a moment, and for at most half of its
+    patience. A collective of the island.
     """
     peers, island = runtime.peers, runtime.island
-    end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), seconds / 2)
+    end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), patience(runtime) / 2)
     while True:
         told, over = island.max(
             float(peers is not None and peers.all_end), float(time.monotonic() >= end)
@@ -80,14 +87,10 @@ def _all_stop(runtime: StepRuntime, seconds: float) -> bool:
 
 
 def stop_with_all(runtime: StepRuntime) -> None:
-    """All islands are told to end, and this rank sends nothing more: wait for at most ISLAND_STOP
-    seconds until all have what all have sent. A collective of the island.
+    """All islands are told to end, and this rank sends nothing more: wait, as long as `patience`,
+    until all have what all have sent. A collective of the island.
     """
-    peers, worker, seconds = (
-        runtime.peers,
-        runtime.connections.worker,
-        runtime.topology.stop_timeout,
-    )
+    peers, worker, seconds = runtime.peers, runtime.connections.worker, patience(runtime)
     ends_at: int | None = -1
     if peers is not None and worker is not None:
         end, applied_at = time.monotonic() + seconds, _applied_at(runtime)

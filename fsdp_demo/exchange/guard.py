@@ -7,11 +7,11 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from ..comm.sibling_watch import TORN
 from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
 from ..status import DECIDE, SAVED, leave, tell_launcher
 from .exchange import Exchange
@@ -53,17 +53,21 @@ def guard(
     On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island,
     step, cause and how to resume, and the process ends with status 75 at once (a regular
     interpreter exit could wait for peers that are gone); with 78 where the islands do not do the
-    same (`Mismatch`), which another start would not mend. SIGTERM is `Exchange.request_stop`: an
-    island that is told to end sends the others what it has done since its last exchange first, for
-    at most ISLAND_STOP seconds. The others train on, no loss of another island ends this one, and
-    who is started again joins them. Where all are told to end, all stop after their current steps,
-    and what not all of them have sent is saved to be sent at the resume.
+    same (`Mismatch`), which another start would not mend; with 1 where `save` fails. SIGTERM is
+    `Exchange.request_stop`: an island that is told to end sends the others what it has done since
+    its last exchange first. The others train on, no loss of another island ends this one, and who
+    is started again joins them. Where all are told to end, all stop after their current steps, and
+    what not all of them have sent is saved to be sent at the resume.
+
+    All of it ends within ISLAND_STOP seconds of SIGTERM, or of the loss. Where a rank of the island
+    does not come, or is gone, nothing is saved: the others say so, and end with 75.
 
     In a thread that is not the main one SIGTERM is left alone, since Python handles signals in the
     main thread only; a warning says so.
 
     Args:
-        save: saves what this rank has; must not use collectives.
+        save: saves what the island has; all its ranks call it, so it may use their collectives:
+            `lambda: state.save(exchange, last=True)` of a `RunState`.
         resume: the command that goes on from there, for the log.
 
     Example:
@@ -73,19 +77,61 @@ def guard(
         >>> with fsdp_demo.guard(exchange, save=None, resume="python train.py --resume"):
         ...     pass  # the training loop
     """
-    leaves = threading.Event()
-    with _sigterm(exchange, leaves):
-        try:
-            yield
-        except (PeerLost, WireError, Stopped) as error:
-            leaves.set()
-            _leave(exchange, error, save, resume)
+    deadline = _Deadline(exchange)
+    try:
+        with _sigterm(exchange, deadline):
+            try:
+                yield
+            except (PeerLost, WireError, Stopped) as error:
+                deadline.begin()
+                _leave(exchange, error, save, resume, deadline)
+    finally:
+        deadline.end()
+
+
+class _Deadline:
+    """Ends this process ISLAND_STOP seconds after its way out has begun: a rank of the island that
+    does not come must not keep the others until their launcher kills them.
+
+    Attributes:
+        status: with which it ends.
+        unfinished: what it was at, for the log; empty before it has left the loop.
+    """
+
+    def __init__(self, exchange: Exchange):
+        self.status, self.unfinished = SAVED, ""
+        self._exchange, self._begun, self._over = exchange, False, threading.Event()
+
+    def begin(self) -> None:
+        """The time runs from the first call on. Safe in a signal handler."""
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self._run, name="deadline", daemon=True).start()
+
+    def end(self) -> None:
+        """The way out has come to its end."""
+        self._over.set()
+
+    def _run(self) -> None:
+        exchange, topology = self._exchange, self._exchange.topology
+        if self._over.wait(topology.stop_timeout) or exchange.closed:
+            return
+        verb = "waits for the others" if exchange.waiting else "is under way"
+        log.error(
+            "%s, rank %d: %g s after it was told to end, or has lost its peers, %s: it ends, and "
+            "nothing is saved. ISLAND_STOP says how many seconds there are",
+            topology.name,
+            topology.rank,
+            topology.stop_timeout,
+            self.unfinished or f"step {exchange.step} still {verb}",
+        )
+        tell_launcher(topology.rank, self.status)
+        leave(self.status)
 
 
 @contextmanager
-def _sigterm(exchange: Exchange, leaves: threading.Event) -> Iterator[None]:
-    """SIGTERM is a wish to stop, where this thread may say so. leaves: set when the loop has
-    ended."""
+def _sigterm(exchange: Exchange, deadline: _Deadline) -> Iterator[None]:
+    """SIGTERM is a wish to stop, where this thread may say so."""
     if threading.current_thread() is not threading.main_thread():
         log.warning(
             "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
@@ -95,48 +141,27 @@ def _sigterm(exchange: Exchange, leaves: threading.Event) -> Iterator[None]:
         )
         yield
         return
-    old = signal.signal(signal.SIGTERM, lambda *_: _told(exchange, leaves))
+
+    def told(*_: Any) -> None:
+        exchange.request_stop()
+        deadline.begin()
+
+    old = signal.signal(signal.SIGTERM, told)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, old)
 
 
-def _told(exchange: Exchange, leaves: threading.Event) -> None:
-    """SIGTERM. Where islands come and go, a rank may stand in an exchange for longer than its
-    launcher waits: it ends without saving before that, and may join again.
-    """
-    exchange.request_stop()
-    if exchange.topology.elastic:
-        threading.Thread(
-            target=_end_if_stuck, args=(exchange, leaves), name="stop", daemon=True
-        ).start()
-
-
-def _end_if_stuck(exchange: Exchange, leaves: threading.Event) -> None:
-    """End without saving where one step has stood in an exchange for all of ISLAND_STOP."""
-    limit = exchange.topology.stop_timeout
-    step, since = exchange.step, time.monotonic()
-    while not leaves.wait(0.2) and not exchange.closed:
-        now = time.monotonic()
-        if exchange.step != step or not exchange.waiting:
-            step, since = exchange.step, now
-        elif now - since > limit:
-            log.error(
-                "%s: told to end %g s ago, but step %d still waits for the others: ends, and "
-                "nothing is saved. ISLAND_STOP says how many seconds the launcher leaves",
-                exchange.topology.name,
-                limit,
-                step,
-            )
-            tell_launcher(exchange.topology.rank, SAVED)
-            leave(SAVED)
-
-
 def _leave(
-    exchange: Exchange, error: Exception, save: Callable[[], Any] | None, resume: str
+    exchange: Exchange,
+    error: Exception,
+    save: Callable[[], Any] | None,
+    resume: str,
+    deadline: _Deadline,
 ) -> None:
-    status = DECIDE if isinstance(error, Mismatch) else SAVED
+    deadline.status = status = DECIDE if isinstance(error, Mismatch) else SAVED
+    deadline.unfinished = "it still waits for the other islands"
     where = (
         f"{exchange.topology.name} (island {exchange.topology.island}, rank "
         f"{exchange.topology.rank}), step {exchange.step}"
@@ -144,10 +169,15 @@ def _leave(
     # a stop that was asked for is no error
     level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
     log.log(level, "%s: %s", where, error)
-    exchange.leave(stopped=isinstance(error, Stopped))
     try:
+        exchange.leave(stopped=isinstance(error, Stopped))
+        deadline.unfinished = (
+            "its save has not ended: another rank of the island did not come to it, or it takes "
+            "longer"
+        )
         if save is not None:
             _save(save)
+        deadline.end()
         if exchange.topology.rank == 0:
             done = "saved" if save is not None else "nothing was saved"
             command = resume or "the same command"
@@ -160,9 +190,12 @@ def _leave(
         # what the others have is not known: it must not be saved, and is not needed to start again
         log.error("%s: nothing was saved: %s", where, lost)
         status = SAVED if exchange.topology.elastic else 1
-    except Exception:
-        log.exception("%s: saving failed", where)
-        status = 1
+    except Exception as failure:
+        if exchange.topology.world > 1 and TORN.search(str(failure)):
+            log.error("%s: nothing was saved: a rank of this island is gone (%s)", where, failure)
+        else:
+            log.exception("%s: saving failed", where)
+            status = 1
     tell_launcher(exchange.topology.rank, status)
     leave(status)
 

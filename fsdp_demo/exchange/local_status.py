@@ -93,6 +93,7 @@ class LocalStatus:
         self._weighed: dict[str, float] = {}
         self._losses: list[Tensor] = []  # noted since the last message
         self._wanted = self._sent = self._together = False
+        self._wanted_at = math.inf
 
     def add(self, tokens: int, loss: float | Tensor | None) -> None:
         """Count tokens; keep a loss for the next header, unread."""
@@ -111,7 +112,11 @@ class LocalStatus:
         nothing is under way.
         """
         self._together = together and (self._together or not self._wanted)
-        self._wanted = True
+        self._wanted, self._wanted_at = True, min(self._wanted_at, time.monotonic())
+
+    def stopping_for(self) -> float:
+        """Seconds since a stop was first asked for; 0 where none was."""
+        return max(time.monotonic() - self._wanted_at, 0.0)
 
     def begin(self) -> None:
         """A step begins: a stop requested during it is sent with the next message."""

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ..comm.joining import LONGEST, OWN, Following, Listed, Tick, filled, opened, sizes
+from ..comm.joining import LONGEST, OWN, Following, Listed, Tick, filled, sizes
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
 from . import rates, resume, returning, snapshot
 from .runtime import StepRuntime
@@ -137,8 +138,8 @@ def _take_snapshot(
     )
     # copies that are not active hear where it stands from the first rank
     if island.position.num_copies > runtime.parameters.active_copies:
-        said = island.from_first(lambda: stand and stand.to_json())
-        stand = stand or Stand.from_json(said)
+        said = island.from_first(lambda: stand and msgspec.to_builtins(stand))
+        stand = stand or msgspec.convert(said, Stand)
     assert stand is not None, (
         "a rank with a peer group has a snapshot, the others have heard of one"
     )
@@ -230,7 +231,7 @@ def _compared(
     """Where the donor stands, and what is to come; nothing on a rank without peers."""
     if data is None:
         return None, ()
-    stand, listed = snapshot.expected(runtime, model, told, opened(data))
+    stand, listed = snapshot.expected(runtime, model, told, data)
     if stand.own not in ("", own):
         raise ValueError(
             f"the donor goes by a checkpoint with mark {stand.own!r:.40}, here is {own or 'none'}: "

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
@@ -34,8 +35,8 @@ from ..comm.header import PAYLOAD
 from ..comm.joining import DTYPES, Expected, Following, Listed, Snapshot
 from . import snapshot_head
 from .frozen import shared_tensors
-from .pending import PendingExchange
 from .runtime import StepRuntime
+from .sending import PendingExchange
 from .snapshot_head import Open, Stand
 
 log = logging.getLogger("fsdp_demo")
@@ -78,14 +79,15 @@ def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
         counts(runtime),
         same_rest=theirs is not None and theirs == brings(runtime, model).get("rest"),
     )
-    head = snapshot_head.write(runtime, told, stand, states(runtime))
-    return Snapshot(head, {p.name: p.copy() for p in _parts(runtime, model, stand)})
+    parts = _parts(runtime, model, stand)
+    head = snapshot_head.write(runtime, told, stand, states(runtime), [p.listed for p in parts])
+    return Snapshot(head, {p.name: p.copy() for p in parts})
 
 
 def without_tensors(runtime: StepRuntime, told: Mapping[str, Any], own: str) -> Snapshot:
     """One of this step for who has its tensors in a checkpoint with the mark `own`."""
     # What is under way has come, and is in the checkpoint: nobody will hear of it again.
-    stand = replace(
+    stand = structs.replace(
         Stand.of(runtime, counts(runtime), same_rest=True),
         own=own,
         norms=runtime.queue.norms.state(),
@@ -105,29 +107,29 @@ def expected(
     runtime: StepRuntime,
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
-    head: Mapping[str, Any],
+    data: Tensor,
 ) -> tuple[Stand, Listed]:
     """Compare the head of a snapshot with what this rank runs; where its donor stands, and the
     tensors that are to come.
 
+    Args:
+        data: uint8 [n], not believed yet.
+
     Raises:
         ValueError: see `snapshot_head.read`; or it lists other tensors than this rank needs.
     """
-    stand = snapshot_head.read(runtime, told, head, states(runtime), counts(runtime))
-    mine = [(p.name, p.dtype, p.n) for p in _parts(runtime, model, stand)]
-    theirs = head.get("tensors")
-    if theirs != [list(part) for part in mine]:
-        listed = theirs if isinstance(theirs, list) else []
+    head = snapshot_head.read(runtime, told, data, states(runtime), counts(runtime))
+    mine = [p.listed for p in _parts(runtime, model, head.stand)]
+    if mine != (theirs := head.tensors):
         at = next(
-            (i for i, part in enumerate(mine) if i >= len(listed) or listed[i] != list(part)),
-            len(mine),
+            (i for i, part in enumerate(mine) if i >= len(theirs) or theirs[i] != part), len(mine)
         )
-        here, there = (every[at] if at < len(every) else None for every in (mine, listed))
+        here, there = (every[at] if at < len(every) else None for every in (mine, theirs))
         raise ValueError(
             f"the snapshot lists tensor {at} as {there!r:.80}, this rank needs {here!r:.80}: pass "
             "model= on all islands, or on none"
         )
-    return stand, mine
+    return head.stand, mine
 
 
 # ---- the newcomer ------------------------------------------------------------------------------
@@ -269,6 +271,11 @@ class _Part:
     dtype: str
     n: int
     read: Callable[[], Tensor | None]
+
+    @property
+    def listed(self) -> tuple[str, str, int]:
+        """As the head of a snapshot lists it."""
+        return self.name, self.dtype, self.n
 
     def copy(self) -> Tensor:
         """On the host, with memory of its own."""

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypedDict, cast
+
+from msgspec import Meta, Struct
+from torch import Tensor
 
 from ..channels.channel import ChannelRunner
 from ..comm import agreement
-from ..errors import UNREADABLE
+from ..comm.joining import Listed, from_bytes
 from ..version import __version__
 from . import facts
+from .facts import Described
 from .runtime import StepRuntime
 from .startup import specification
-from .watch import read_norms
+from .watch import Kept
 
 FORMAT = 2
 
@@ -25,23 +28,28 @@ AT_START = ("must_match.at",)
 later: the step from which they go on.
 """
 
-MOST = 1 << 16
-"""Messages that norms are remembered of, and islands in one, at most."""
+Whole = Annotated[int, Meta(gt=-(2**53), lt=2**53)]
 
 
-@dataclass(frozen=True)
-class Open:
+class Open(Struct, frozen=True):
     """A message under way: when it was sent, by which channels, and for each that has not applied
     it the gradients that the donor has ("010", a character for each of its tensors; empty for
     channels of something else)."""
 
-    step: int
+    step: Whole
     members: list[str]
     parts: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Stand:
+class HistoryNote(TypedDict):
+    """What of `History.note` a newcomer goes on from."""
+
+    digest: str
+    slots: list[Whole]
+    at: Whole
+
+
+class Stand(Struct, frozen=True):
     """Where the donor stands.
 
     Attributes:
@@ -58,17 +66,17 @@ class Stand:
         history: see `History.note`.
     """
 
-    step: int
-    applied: dict[str, int]
-    last: dict[str, int]
+    step: Whole
+    applied: dict[str, Whole]
+    last: dict[str, Whole]
     loss: float | None
     flights: list[Open]
-    counts: list[dict[str, float]] | None
-    same_rest: bool = False
-    host: dict[str, Any] = field(default_factory=dict)
-    norms: dict[str, Any] = field(default_factory=dict)
+    counts: list[dict[str, int | float]] | None
+    same_rest: bool
+    host: dict[str, Any]
+    norms: Kept
+    history: HistoryNote
     own: str = ""
-    history: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -89,7 +97,7 @@ class Stand:
         ]
         known = None if math.isnan(loss) else loss
         applied = dict(queue.applied)
-        history = queue.history.note()
+        history = cast("HistoryNote", queue.history.note())
         heard = queue.norms.state([(f.members, f.step) for f in queue.flights])
         return cls(
             runtime.step,
@@ -100,89 +108,66 @@ class Stand:
             counts,
             same_rest,
             runtime.tells(),
-            norms=heard,
-            history=history,
+            heard,
+            history,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The inverse of `from_json`."""
-        return {**vars(self), "flights": [vars(f) for f in self.flights]}
 
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Stand:
-        """Raises ValueError for another form."""
-        try:
-            flights = [
-                Open(whole(f["step"]), [str(m) for m in f["members"]], dict(f["parts"]))
-                for f in tree["flights"]
-            ]
-            applied, last = (
-                {k: whole(v) for k, v in tree[name].items()} for name in ("applied", "last")
-            )
-            loss = None if tree["loss"] is None else float(tree["loss"])
-            counts = tree["counts"]
-            if counts is not None:
-                counts = [{k: number(v) for k, v in entry.items()} for entry in counts]
-            step, host, own = whole(tree["step"]), dict(tree["host"]), str(tree.get("own", ""))
-            heard, told = read_norms(tree["norms"], set(last), MOST), tree["history"]
-            history = {
-                "digest": str(told["digest"]),
-                "slots": [whole(s) for s in told["slots"]],
-                "at": whole(told["at"]),
-            }
-            return cls(
-                step,
-                applied,
-                last,
-                loss,
-                flights,
-                counts,
-                tree["same_rest"] is True,
-                host,
-                heard,
-                own,
-                history,
-            )
-        except UNREADABLE as error:
-            raise ValueError(
-                f"the snapshot is of another form ({error!r:.80}): use one release everywhere"
-            ) from None
+class Head(Struct, frozen=True):
+    """The head of a snapshot of one rank.
+
+    Attributes:
+        format, package: see `read`. island, name: of the donor.
+        place: what decides how workspaces and messages of this rank are laid out.
+        facts: of the run. parameters: see `facts.described`.
+        states: names of the optimizer states that come with it.
+        tensors: name, dtype and elements of each tensor that comes, in their order.
+    """
+
+    format: int
+    package: str
+    island: int
+    name: str
+    place: dict[str, int]
+    facts: dict[str, Any]
+    parameters: list[Described]
+    states: list[str]
+    stand: Stand
+    tensors: list[tuple[str, str, int]]
 
 
-def whole(value: Any) -> int:
-    """An int. Raises ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**53:
-        raise ValueError(f"{value!r:.40} is no whole number")
-    return value
+class Written(Struct):
+    """By which release a head was written."""
 
-
-def number(value: Any) -> float:
-    """An int or float as it is. Raises ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r:.40} is no number")
-    return value
+    format: Any = None
+    package: Any = None
 
 
 def write(
-    runtime: StepRuntime, told: Mapping[str, Any], stand: Stand, states: Sequence[str]
-) -> dict[str, Any]:
+    runtime: StepRuntime,
+    told: Mapping[str, Any],
+    stand: Stand,
+    states: Sequence[str],
+    tensors: Listed = (),
+) -> Head:
     """The head of this rank's snapshot.
 
     Args:
         told: further facts of the run (`Start.facts`).
-        states: names of the optimizer states that come with it.
+        states, tensors: see `Head`.
     """
-    return {
-        "format": FORMAT,
-        "package": __version__,
-        "island": runtime.topology.island,
-        "name": runtime.topology.name,
-        "place": place(runtime),
-        "facts": _run(runtime, told),
-        "parameters": [facts.described(s) for s in runtime.host.params],
-        "states": list(states),
-        "stand": stand.to_json(),
-    }
+    return Head(
+        FORMAT,
+        __version__,
+        runtime.topology.island,
+        runtime.topology.name,
+        place(runtime),
+        _run(runtime, told),
+        [facts.described(s) for s in runtime.host.params],
+        list(states),
+        stand,
+        list(tensors),
+    )
 
 
 def _run(runtime: StepRuntime, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,44 +191,38 @@ def place(runtime: StepRuntime) -> dict[str, int]:
 def read(
     runtime: StepRuntime,
     told: Mapping[str, Any],
-    head: Mapping[str, Any],
+    data: Tensor,
     states: Sequence[str],
     counts: Sequence[Mapping[str, float]] | None,
-) -> Stand:
-    """Compare a head with what this rank runs; where its donor stands.
+) -> Head:
+    """A head that has come, compared with what this rank runs.
 
     Args:
+        data: uint8 [n].
         states: names of the optimizer states that are kept here. counts: the numbers in each.
 
     Raises:
         ValueError: it is of another run, model, preset, place or release, with the values of both
             sides; or no head at all.
     """
-    if head.get("format") != FORMAT:
+    what = "the head of a snapshot"
+    by = from_bytes(data, Written, what, ValueError)
+    if by.format != FORMAT:
         raise ValueError(
-            f"the snapshot has format {head.get('format')!r:.20}, written by fsdp_demo "
-            f"{head.get('package')!r:.40}; this is {__version__}, "
-            f"which reads format {FORMAT}: use one release everywhere"
+            f"the snapshot has format {by.format!r:.20}, written by fsdp_demo {by.package!r:.40}; "
+            f"this is {__version__}, which reads format {FORMAT}: use one release everywhere"
         )
-    try:
-        island, name, found = whole(head["island"]), str(head["name"])[:80], dict(head["facts"])
-        theirs = [
-            [str(t[0]), list(t[1]), list(t[2]), str(t[3]), str(t[4])] for t in head["parameters"]
-        ]
-        where = {str(k): whole(v) for k, v in head["place"].items()}
-        kept = [str(s) for s in head["states"]]
-        stand = Stand.from_json(head["stand"])
-    except UNREADABLE as error:
-        raise ValueError(
-            f"the snapshot is of another form ({error!r:.80}): use one release everywhere"
-        ) from None
+    head = from_bytes(data, Head, what, ValueError)
+    stand, where = head.stand, head.place
 
     def refuse(what: str) -> ValueError:
         return ValueError(
-            agreement.unlike_runs(f"island {island} ({name})", runtime.topology.name, what)
+            agreement.unlike_runs(
+                f"island {head.island} ({head.name:.80})", runtime.topology.name, what
+            )
         )
 
-    may, must = agreement.apart(_run(runtime, told), found, name)
+    may, must = agreement.apart(_run(runtime, told), head.facts, head.name[:80])
     must += [
         f"{k}: {v} here, {where.get(k)} there"
         for k, v in place(runtime).items()
@@ -251,18 +230,19 @@ def read(
     ]
     if must:
         raise refuse("; ".join(must[:6]))
-    if what := facts.tensors_apart(runtime.host.params, theirs):
+    if what := facts.tensors_apart(runtime.host.params, head.parameters):
         raise refuse(what)
-    if (found_states := (kept, _names(stand.counts))) != (mine := (list(states), _names(counts))):
+    mine, theirs = (list(states), _names(counts)), (head.states, _names(stand.counts))
+    if theirs != mine:
         raise refuse(
-            f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*found_states)} "
+            f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*theirs)} "
             "there; one that makes them at its first "
             "step cannot join a run"
         )
     for what in _odd(runtime.queue.channels, stand):
         raise refuse(what)
     runtime.unlike = runtime.queue.watch.unlike = agreement.warned(may)
-    return stand
+    return head
 
 
 def _names(counts: Sequence[Mapping[str, float]] | None) -> list[list[str]] | None:
@@ -286,6 +266,9 @@ def _odd(channels: Sequence[ChannelRunner], stand: Stand) -> list[str]:
         found.append(f"it stands at step {stand.step}")
     if other := sorted({*stand.applied, *stand.last} - set(known)):
         found.append(f"channels {other[:4]} there, {sorted(known)[:4]} here")
+    for key in stand.norms:
+        if not set(key.split(",")) <= known.keys():
+            found.append(f"norms of channels {key!r:.80}")
     limit = sum(c.channel.schedule.in_flight for c in channels)
     if len(stand.flights) > limit:
         found.append(f"{len(stand.flights)} messages are under way there, at most {limit} can be")
@@ -315,5 +298,5 @@ def _under_way(c: ChannelRunner, f: Open, step: int) -> bool:
     """Whether channel `c` may have sent `f` and not applied it after `step` steps."""
     schedule, marks = c.channel.schedule, f.parts[c.channel.name]
     length = len(c.covered) if c.channel.before_step else 0
-    shaped = isinstance(marks, str) and len(marks) == length and set(marks) <= {"0", "1"}
+    shaped = len(marks) == length and set(marks) <= {"0", "1"}
     return shaped and schedule.due(f.step) and f.step + schedule.delay >= step

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from ..comm.digests import odd_ones
@@ -24,7 +25,11 @@ MESSAGES = 16
 LEAST = 4
 """Messages before which nothing finite is left out."""
 
-Kept = Mapping[str, Sequence[tuple[int, Sequence[int]]]]
+MOST = 1 << 16
+"""Messages that norms are remembered of, and islands in one, at most."""
+
+Codes = Annotated[list[Annotated[int, Meta(gt=0, lt=256)]], Meta(min_length=1, max_length=MOST)]
+Kept = dict[str, Annotated[list[tuple[int, Codes]], Meta(max_length=MOST)]]
 """By the channels of a message: its step and the norms in it that counted, oldest first."""
 
 
@@ -95,28 +100,6 @@ class Norms:
         self._kept = {
             key: [(step, list(codes)) for step, codes in entries] for key, entries in kept.items()
         }
-
-
-def read_norms(
-    tree: Any, channels: Collection[str], most: int
-) -> dict[str, list[tuple[int, list[int]]]]:
-    """What `Norms.state` gave, from somebody else. Raises ValueError or TypeError for another form.
-
-    Args:
-        channels: that are known here. most: messages of the same channels that there may be, and
-            norms in each.
-    """
-    found = {}
-    for key, entries in dict(tree).items():
-        if not set(key.split(",")) <= set(channels) or len(entries) > most:
-            raise ValueError(f"norms of channels {key!r:.80}")
-        found[key] = [(int(step), [int(code) for code in codes]) for step, codes in entries]
-        if not all(
-            0 < len(codes) <= most and all(0 < code < 256 for code in codes)
-            for _, codes in found[key]
-        ):
-            raise ValueError(f"norms of channels {key!r:.80} of another form")
-    return found
 
 
 def median(values: Sequence[int]) -> int:

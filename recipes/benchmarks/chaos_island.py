@@ -263,7 +263,7 @@ class Training:
 
     def run(self) -> None:
         """Train until all finish; the last line says how it ended."""
-        with guard(self.exchange, save=lambda: self.state.emergency(self.exchange)):
+        with guard(self.exchange, save=lambda: self.state.save(self.exchange, last=True)):
             while self.exchange.step < self.last_step():
                 began = time.monotonic()
                 self.step()

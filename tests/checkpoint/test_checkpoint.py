@@ -468,17 +468,3 @@ def test_one_that_resumes_beside_one_that_does_not_is_refused(run_ranks):
             ).resolve_resume_step(resume=me.island == 0)
 
     run_ranks(job, islands=2, procs=2)
-
-
-def test_emergency_parts_count_where_all_ranks_left_one(run_ranks):
-    def job(me):
-        kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
-        for step in (5, 7):
-            if step == 5 or me.rank != 3:  # one rank of island 1 did not come to save step 7
-                write_part(kept.emergency(step), f"rank{me.proc}", {"step": step}, {})
-        step = kept.resolve_resume_step()
-        kind = kept.has(step)
-        kept.clear_crash_saves()
-        return step, kind, kept.has(step)
-
-    assert run_ranks(job, islands=2, procs=2) == [(5, "emergency", "")] * 4

@@ -1,5 +1,5 @@
-"""An exchange that was cut off by a loss: the emergency states, taken up again, give the run that
-was never interrupted, bit for bit.
+"""An exchange that was cut off by a loss: the states saved on the way out, taken up again, give the
+run that was never interrupted, bit for bit.
 
 Islands are threads; what is cut off is one of their messages, on its way (`Tap`).
 """
@@ -281,8 +281,8 @@ def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(
 
 
 def test_a_regular_save_that_finds_the_loss_is_refused_once(run_ranks: Callable[..., Any]) -> None:
-    """A checkpoint must not be sealed without what was under way; the emergency that follows holds
-    it.
+    """A checkpoint must not be sealed without what was under way; the save that follows, on the
+    way out, holds it.
     """
     config = CONFIGS["demo, late"]
 

@@ -25,8 +25,8 @@ from ..support.forked import forked
 ALL, TWO = "a" * 16, "b" * 16
 
 
-def held(step: int, history: str, kind: str = "checkpoint", applied: str = "9") -> Held:
-    return Held(step, kind, applied, -1, history)
+def held(step: int, history: str, applied: str = "9") -> Held:
+    return Held(step, applied, -1, history)
 
 
 def steps(*each: list[Held], how: str = "common") -> list[int | None]:
@@ -49,9 +49,9 @@ def test_equal_steps_with_unlike_histories_are_not_common() -> None:
 
 
 def test_unlike_steps_between_the_same_exchanges_need_one_history_too() -> None:
-    a, b = [held(12, ALL)], [held(15, TWO, "emergency")]
+    a, b = [held(12, ALL)], [held(15, TWO)]
     assert together([a, b]) is None
-    assert steps(a, [held(15, ALL, "emergency")]) == [12, 15]
+    assert steps(a, [held(15, ALL)]) == [12, 15]
 
 
 def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_over_it() -> None:

@@ -25,7 +25,7 @@ def test_islands_that_share_a_folder_are_refused_before_attach(run_ranks):
 
 
 def test_a_folder_that_another_island_of_the_run_took_is_no_later_life(tmp_path):
-    mine, other, later = (Fence([tmp_path], "run", f"island{i}") for i in (0, 1, 0))
+    mine, other, later = (Fence(tmp_path, "run", f"island{i}") for i in (0, 1, 0))
     mine.begin("a")
     other.begin("b")
     with pytest.raises(Superseded, match="is also the folder of 'island1': 'island0' saves"):

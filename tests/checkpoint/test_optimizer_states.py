@@ -118,35 +118,30 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def save(self, how):
-        (self.state.save if how == "checkpoint" else self.state.emergency)(self.exchange)
-
     def close(self):
         self.exchange.detach()
         self.state.checkpoints.close()
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-def stopped(folder, kind, how="checkpoint", **more):
-    """The parameters of a run of STEPS that was saved at STOP, in the way `how`."""
+def stopped(folder, kind, **more):
+    """The parameters of a run of STEPS that was saved at STOP."""
     job = Job(folder, kind, **more)
     job.until(STOP)
-    job.save(how)
+    job.state.save(job.exchange)
     job.until(STEPS)
     return job.close()
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "emergency"])
 @pytest.mark.parametrize("kind", [*OF_TORCH, *MORE])
-def test_what_an_optimizer_keeps_comes_back(tmp_path, kind, how):
-    whole = stopped(tmp_path, kind, how)
+def test_what_an_optimizer_keeps_comes_back(tmp_path, kind):
+    whole = stopped(tmp_path, kind)
     again = Job(tmp_path, kind, resume=True, seed=1)
     assert again.exchange.step == STOP
     again.until(STEPS)
     assert all(map(torch.equal, again.close(), whole))
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "emergency"])
 @pytest.mark.parametrize(
     ("before", "after", "what"),
     [
@@ -156,8 +151,8 @@ def test_what_an_optimizer_keeps_comes_back(tmp_path, kind, how):
         ("RMSprop", "NAdam", "RMSprop there, NAdam here"),
     ],
 )
-def test_another_optimizer_is_refused_or_begins_anew(tmp_path, caplog, before, after, what, how):
-    stopped(tmp_path, before, how)
+def test_another_optimizer_is_refused_or_begins_anew(tmp_path, caplog, before, after, what):
+    stopped(tmp_path, before)
     with pytest.raises(ValueError, match=f"does not fit this optimizer .{what}") as found:
         Job(tmp_path, after, resume=True)
     assert "\n" not in str(found.value) and "--fresh-exchange" in str(found.value)
@@ -181,22 +176,19 @@ def test_what_nobody_takes_is_refused(tmp_path):
     job = Job(tmp_path, "AdamW")
     job.model.register_buffer("more", torch.ones(3))
     job.until(STOP)
-    job.save("checkpoint")
+    job.state.save(job.exchange)
     job.close()
     with pytest.raises(ValueError, match=r"model.more is \(3,\) there, absent here"):
         Job(tmp_path, "AdamW", resume=True)
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "emergency"])
-def test_a_scale_that_is_not_finite_is_not_saved(tmp_path, how, caplog):
+def test_a_scale_that_is_not_finite_is_not_saved(tmp_path, caplog):
     job = Job(tmp_path, "foreign")
     job.until(STOP)
     job.optimizer.state[job.model[0].weight]["momentum"].scale.fill_(float("nan"))
-    if how == "checkpoint":
-        job.save(how)
-        assert "momentum.scale holds values that are not finite" in caplog.text
-    else:
-        with pytest.raises(NotFinite, match="holds values that are not finite"):
-            job.save(how)
+    job.state.save(job.exchange)
+    assert "momentum.scale holds values that are not finite" in caplog.text
+    with pytest.raises(NotFinite, match="holds values that are not finite"):
+        job.state.save(job.exchange, last=True)
     assert not job.state.checkpoints.has(STOP)
     job.close()

@@ -15,7 +15,7 @@ import torch
 import fsdp_demo
 from fsdp_demo.channels.channel import Received
 from fsdp_demo.checkpoint import load_exchange
-from fsdp_demo.checkpoint.reshard import average_states, convert, shares
+from fsdp_demo.checkpoint.reshard import convert, shares
 from fsdp_demo.config.patterns import tensor_layout_kind
 
 from ..oracles import resharding as oracle
@@ -450,29 +450,3 @@ def test_low_precision_parameters(tmp_path) -> None:
         state["channels"]["delta"]["written"],
         resharded.local(rank.channels[0], rank.channels[0].position, whole),
     )
-
-
-def test_average_of_states() -> None:
-    a = {
-        "step": 4,
-        "state": {"0": {"exp_avg": torch.tensor([1.0, 3.0]), "step": torch.tensor(4.0)}},
-        "group": [{"lr": 0.1, "n": None}],
-    }
-    b = {
-        "step": 5,
-        "state": {"0": {"exp_avg": torch.tensor([2.0, 5.0]), "step": torch.tensor(5.0)}},
-        "group": [{"lr": 0.1, "n": None}],
-    }
-    mean = average_states([a, b], [0.75, 0.25])
-    assert (
-        mean["state"]["0"]["exp_avg"].tolist() == [1.25, 3.5]
-        and mean["step"] == 5
-        and mean["state"]["0"]["step"] == 5.0
-    )
-    assert average_states([a, b], [1.0, 0.0]) is a
-    with pytest.raises(ValueError, match="group.0.lr differs between the islands"):
-        average_states([a, {**b, "group": [{"lr": 0.2, "n": None}]}], [0.5, 0.5])
-    half = average_states(
-        [torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], [0.5, 0.5]
-    )
-    assert half.dtype == torch.bfloat16 and half.tolist() == [0.5] * 3

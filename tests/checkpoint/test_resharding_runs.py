@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, RunState, load_exchange, save_exchange
-from fsdp_demo.checkpoint.reshard import average_states, shares
+from fsdp_demo.checkpoint.reshard import shares
 
 from ..support import layered, probe
 
@@ -84,6 +84,14 @@ def start(
     return model, optimizer
 
 
+def mean_of(states: list[Any], weights: list[float]) -> Any:
+    """Of trees of tensors; "step" becomes the largest."""
+    if isinstance(states[0], dict):
+        keys = {key: [s[key] for s in states] for key in states[0]}
+        return {k: max(v) if k == "step" else mean_of(v, weights) for k, v in keys.items()}
+    return sum(s * w for s, w in zip(states, weights, strict=True))
+
+
 def run(
     me: Any, name: str, folder: Path, resume: bool, fresh: bool = False, mesh: bool = False
 ) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def run(
         parts = {
             j: torch.load(folder / f"island{j}" / "replica.pt", weights_only=True) for j in row
         }
-        replica = average_states(list(parts.values()), list(row.values()))
+        replica = mean_of(list(parts.values()), list(row.values()))
     model, optimizer = start(me, sharded, name, replica)
     saved = load_exchange(folder / "island0", folder / "island1") if resume and not fresh else None
     topology = (

@@ -78,10 +78,8 @@ def resumed(me, how, delay):
     run = os.environ["ISLAND_RUN"]
     whole = Job(me.folder, False, me.island, delay=delay)
     whole.until(STOP)
-    if how == "emergency":
-        whole.state.emergency(whole.exchange, whole.extra)
-    else:
-        whole.state.save(whole.exchange, whole.extra, wait=how == "waiting")
+    wait, last = how != "behind", how == "last"
+    whole.state.save(whole.exchange, whole.extra, wait=wait, last=last)
     whole.until(STEPS)
     whole.exchange.finish()
     whole.state.checkpoints.close()
@@ -99,12 +97,12 @@ def resumed(me, how, delay):
     )
 
 
-@pytest.mark.parametrize("how", ["waiting", "behind", "emergency"])
+@pytest.mark.parametrize("how", ["waiting", "behind", "last"])
 def test_a_restored_run_is_the_uninterrupted_one(run_ranks, how):
     for whole, again, begun, left in run_ranks(resumed, islands=2, procs=1, args=(how, 1)):
         assert begun == (STOP, True, 3 * STOP, 3 * STOP)
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-        assert left == ([] if how == "emergency" else [f"checkpoint-{STOP}"])
+        assert left == [f"checkpoint-{STOP}"]
 
 
 def other_rank(me):

@@ -44,26 +44,20 @@ def names(root):
     return sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
 
 
-def leave(kept, step, rank=0, island=None, world=1, **applied):
-    """An emergency with an exchange's part, as RunState leaves it."""
+def leave(kept, step, island=None, **applied):
+    """What an island saves on its way out, with an exchange's part, as RunState does. All its ranks
+    come together.
+    """
+    topology = kept.topology
+    head = {"islands": topology.islands, "step": step}
+    head["island"] = topology.island if island is None else island
+    head |= {"applied": applied} if applied else {}
 
-    def write(folder, check):
-        head = {
-            "islands": kept.topology.islands,
-            "island": kept.topology.island if island is None else island,
-            "step": step,
-        }
-        write_part(
-            folder / "exchange",
-            f"rank{rank}",
-            head | ({"applied": applied} if applied else {}),
-            {"t": torch.ones(3)},
-        )
-        write_part(
-            folder, f"rank{rank}", {"step": step, "world": world, "exchange": True}, {}, check
-        )
+    def write(folder):
+        write_part(folder / "exchange", f"rank{topology.rank}", head, {"t": torch.ones(3)})
 
-    return kept.save_alone(step, write)
+    kept.save(step, write, last=True)
+    return kept.path(step)
 
 
 # -- what is newer is put aside, not deleted -----------------------------------------------------
@@ -152,11 +146,11 @@ def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
         kept.save(step, text)
     leave(kept, 4)
     put_aside(tmp_path, 1, "life")
-    assert "checkpoint-2, checkpoint-3, emergency-4" in caplog.text and names(tmp_path) == [
+    assert "checkpoint-2, checkpoint-3, checkpoint-4" in caplog.text and names(tmp_path) == [
         "checkpoint-1"
     ]
     again = single(tmp_path)
-    assert again.resolve_resume_step() == 4 and again.has(4) == "emergency"
+    assert again.resolve_resume_step() == 4 and again.has(4)
 
 
 # -- joined between two exchanges ----------------------------------------------------------------
@@ -171,26 +165,20 @@ def unlike(me):
         write_part(folder / "exchange", f"rank{me.proc}", head, {})
 
     first.save(10, write)
-    leave(first, 17 + 2 * me.island, me.proc, world=me.procs, delta=9)
+    leave(first, 17 + 2 * me.island, delta=9)
     # one has applied what the other lost
-    leave(first, 25, me.proc, world=me.procs, delta=9 + me.island)
-    if me.proc == 0:
-        leave(first, 23, me.proc, world=me.procs, delta=9)  # the other ranks did not come to it
+    leave(first, 25, delta=9 + me.island)
     meet(me, 1)
     second = CheckpointManager(home, topology)
     step = second.resolve_resume_step()
     return step, second.has(step), names(home), second.common
 
 
-def test_emergencies_of_unlike_steps_between_two_exchanges(run_ranks):
+def test_unlike_steps_between_two_exchanges(run_ranks):
     out = run_ranks(unlike, islands=2, procs=2)
-    assert [o[:2] for o in out] == [(25, "emergency")] * 2 + [(19, "emergency")] * 2
-    assert out[2][2] == ["checkpoint-10", "emergency-19"] and out[0][2] == [
-        "checkpoint-10",
-        "emergency-17",
-        "emergency-23",
-        "emergency-25",
-    ]
+    assert [o[:2] for o in out] == [(25, True)] * 2 + [(19, True)] * 2
+    assert out[2][2] == ["checkpoint-10", "checkpoint-19"]
+    assert out[0][2] == ["checkpoint-10", "checkpoint-17", "checkpoint-25"]
 
 
 # -- what cannot be written ----------------------------------------------------------------------
@@ -258,6 +246,21 @@ def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
     assert run_ranks(job, islands=1, procs=2) == [([], 0)] * 2
 
 
+def test_the_last_save_raises_at_once_removes_nothing_and_spares_its_own_step(tmp_path, caplog):
+    kept = single(tmp_path, keep=1)
+    for step in (1, 2):
+        kept.save(step, text, last=True)
+    kept.save(2, full, last=True)  # is there already
+    with pytest.raises(OSError, match="No space left"):
+        kept.save(3, full, last=True)
+    assert kept.complete() == [1, 2] and kept.failed_saves == 0 and "training" not in caplog.text
+    for step in (4, 5):
+        kept.save(step, full, wait=False)
+    kept.save(6, lambda folder: lambda: full(folder), wait=False)
+    kept.save(7, text, last=True)  # a save under way that fails does not hinder it
+    assert kept.complete() == [1, 2, 7] and "the save before failed" in caplog.text
+
+
 def test_values_that_are_not_finite_are_found_by_name():
     fine = {
         "a": torch.full((3,), 3e38),
@@ -281,44 +284,22 @@ def test_values_that_are_not_finite_are_found_by_name():
         )
 
 
-def test_a_second_folder_for_emergencies(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("ISLAND_EMERGENCY", str(tmp_path / "second"))
-    kept = single(tmp_path / "run" / "island0")
-    kept.save(1, text)
-    (kept.root / "emergency-7").write_text("in the way")  # a disk that cannot be written
-    place = leave(kept, 7)
-    assert tmp_path / "second" in place.parents and "cannot be written" in caplog.text
-    again = single(tmp_path / "run" / "island0")
-    assert (
-        again.resolve_resume_step() == 7
-        and again.has(7) == "emergency"
-        and again.emergency(7) == place
-    )
-    other = single(tmp_path / "elsewhere" / "island0")
-    assert other.resolve_resume_step() is None  # another run's
-    monkeypatch.delenv("ISLAND_EMERGENCY")
-    assert single(tmp_path / "run" / "island0").resolve_resume_step() == 1
-    (kept.root / "emergency-7").write_text("in the way")
-    with pytest.raises(OSError):
-        leave(single(tmp_path / "run" / "island0"), 7)
-
-
 # -- torn, nested, swapped -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tear", ["json", "tensors", "all"])
-def test_a_torn_exchange_in_an_emergency_does_not_count(tmp_path, tear):
+def test_a_torn_exchange_does_not_count(tmp_path, tear):
     kept = single(tmp_path)
     kept.save(3, text)
     place = leave(kept, 5)
-    assert kept.crash_saves() == [5]
+    assert kept.complete() == [3, 5]
     if tear == "all":
         shutil.rmtree(place / "exchange")
     elif tear == "json":
         (place / "exchange" / "rank0.json").write_text("{")
     else:
         (place / "exchange" / "rank0.safetensors").unlink()
-    assert kept.crash_saves() == [] and single(tmp_path).resolve_resume_step() == 3
+    assert kept.complete() == [3] and single(tmp_path).resolve_resume_step() == 3
 
 
 def test_nested_json_is_damage(tmp_path):
@@ -368,7 +349,7 @@ def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
     leave(new, 41)
     old.common = 99
     old._rotate()
-    assert new.complete() == [30, 40] and new.crash_saves() == [41]
+    assert new.complete() == [30, 40, 41]
 
 
 def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
@@ -379,7 +360,7 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
 
     def late(part, step, world):
         sealed(part, step, world)
-        Fence([tmp_path], "later").begin("token")
+        Fence(tmp_path, "later").begin("token")
 
     sealed, third = folders.seal, single(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -414,11 +395,10 @@ def test_a_refused_start_does_not_take_the_folder(tmp_path):
 # -- a store that does not answer ----------------------------------------------------------------
 
 SERVE = """
-import time
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+from fsdp_demo.launch.store import StoreServer
+store = StoreServer("127.0.0.1:0", ":memory:")
 print(store.port, flush=True)
-time.sleep(99)
+store.serve_while(lambda: True)
 """
 
 
@@ -482,12 +462,12 @@ def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         kept.save(2, writers[how])
         with pytest.raises(OSError):
-            kept.save_alone(2, lambda folder, check: (folder.mkdir(), writers[how](folder)))
+            kept.save(2, writers[how], last=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         kept.save(3, writers[how])
-        return kept.failed_saves, kept.complete(), kept.crash_saves()
+        return kept.failed_saves, kept.complete()
 
-    assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3], [])]
+    assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3])]
 
 
 # -- one rank that torch has joined --------------------------------------------------------------

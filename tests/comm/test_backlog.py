@@ -44,7 +44,7 @@ def read(backlog: Backlog) -> tuple[list[Tick], list[int]]:
     """Steps and numbers of messages since the mark that is held; every message whole."""
     _, items = backlog.since()
     ticks = [Tick.unpack(parts[0]) for wire, _, parts in items if wire == "ticks"]
-    numbers = [head["n"] for wire, head, _ in items if wire == "messages"]
+    numbers = [head.n for wire, head, _ in items if wire == "messages"]
     for n, parts in zip(
         numbers, [parts for wire, _, parts in items if wire == "messages"], strict=True
     ):

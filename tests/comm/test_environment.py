@@ -103,12 +103,12 @@ def test_the_times_after_which_an_island_is_lost_are_checked(name: str) -> None:
     assert (Topology.from_env({}).dead, Topology.from_env({}).stall) == (10.0, 0.0)
 
 
-@pytest.mark.parametrize("text", ["-1", "inf", "soon"])
+@pytest.mark.parametrize("text", ["-1", "0", "inf", "soon"])
 def test_the_time_to_stop_is_checked(text: str) -> None:
     with pytest.raises(ValueError, match=f"ISLAND_STOP='{text}' must be a number"):
         Topology.from_env({"ISLAND_STOP": text})
     assert Topology.from_env({"ISLAND_STOP": "4"}).stop_timeout == 4.0
-    assert Topology.from_env({}).stop_timeout == 10.0
+    assert Topology.from_env({}).stop_timeout == 25.0
 
 
 @pytest.mark.parametrize(

@@ -418,7 +418,7 @@ def usurped(me: Any, root: Path, config: dict[str, Any]) -> bool:
     made.save_checkpoint(str(root), "one")
     torch.distributed.barrier()
     if me.proc == 0:
-        Fence([root / f"island{me.island}"], "later").begin("token")
+        Fence(root / f"island{me.island}", "later").begin("token")
     torch.distributed.barrier()
     with pytest.raises(Superseded, match="belongs to a later life"):
         made.save_checkpoint(str(root), "two")

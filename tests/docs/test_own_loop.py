@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 def test_the_place_in_the_data_fits_the_step_of_a_stop(run_ranks: Any, tmp_path: Path) -> None:
     texts = [b.code for b in pages.blocks(PAGE.read_text(encoding="utf-8"))]
-    (loop,) = (text for text in texts if "state.emergency" in text)
+    (loop,) = (text for text in texts if "last=True" in text)
     told = "optimizer.zero_grad(); exchange.step == 2 and exchange.request_stop()"
     code = loop.replace("tempfile.mkdtemp()", repr(str(tmp_path / "ck")))
     code = code.replace("optimizer.zero_grad()", told)
@@ -25,7 +25,7 @@ def test_the_place_in_the_data_fits_the_step_of_a_stop(run_ranks: Any, tmp_path:
 
     (found,) = run_ranks(job, islands=1, procs=1, check=False)
     assert found.status == 75, found.log
-    (part,) = (tmp_path / "ck").glob("*/emergency-3/rank0.json")
-    assert read_part(part)[1]["loop"]["rows"] == 12
+    (part,) = (tmp_path / "ck").glob("*/checkpoint-3/loop/rank0.json")
+    assert read_part(part)[1]["rows"] == 12
     assert "ERROR" not in found.log  # a stop that was asked for is none
     assert "saved; to resume, start again with" in found.log

@@ -380,8 +380,8 @@ def into(*path: Any, value: Any) -> Any:
 
 SPOILT = {
     "format": (into("format", value=7), r"has format 7, written by fsdp_demo .* reads format 2"),
-    "no form": (into("stand", value=[]), "is of another form"),
-    "no JSON": (lambda parts: [parts[0][:-9], *parts[1:]], "the head of a snapshot is no JSON"),
+    "no form": (into("stand", value=[]), r"Expected `object`, got `array` - at `\$.stand`"),
+    "no JSON": (lambda parts: [parts[0][:-9], *parts[1:]], "the head of a snapshot cannot be read"),
     "shards": (
         into("place", "shards", value=4),
         r"island 0 \(island0\) runs something else than newcomer: shards: 1 here, 4 there",
@@ -401,10 +401,11 @@ SPOILT = {
         damaged(lambda head: head["stand"]["counts"][0].pop("step")),
         "one that makes them at its first step cannot join",
     ),
-    "no number": (into("stand", "counts", 0, "step", value="x"), "is of another form"),
+    "no number": (into("stand", "counts", 0, "step", value="x"), "got `str` - at"),
     "channel": (into("stand", "last", "other", value=3), r"channels \['other'\] there"),
+    "norms": (into("stand", "norms", value={"b": []}), "norms of channels 'b'"),
     "step": (into("stand", "step", value=-1), "stands at step -1"),
-    "no step": (into("stand", "step", value=2.5), "is of another form"),
+    "no step": (into("stand", "step", value=2.5), "Expected `int`, got `float`"),
     "many": (
         damaged(lambda head: head["stand"]["flights"].extend(head["stand"]["flights"] * 9)),
         "20 messages are under way there",
@@ -419,7 +420,7 @@ SPOILT = {
     ),
     "listed": (
         into("tensors", 1, 2, value=1 << 40),
-        r"the snapshot lists tensor 1 as \['parameters', 'float32', 1099511627776\]",
+        r"the snapshot lists tensor 1 as \('parameters', 'float32', 1099511627776\)",
     ),
     "cut": (lambda parts: parts[:-1], r"the snapshot was cut off: 3 of 4 tensors came"),
     "short": (
@@ -497,7 +498,7 @@ def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
                 r"rates of \[\] groups came, the optimizers here have \[1\]",
             ),
             "no rate": (Tick(3, [[{"lr": "x"}]]).pack(), ValueError, "lr of another form came"),
-            "no tick": (to_bytes({"step": 3}), WireError, "a tick of another form came"),
+            "no tick": (to_bytes({"step": 3}), WireError, "a tick cannot be read"),
         }
         for name, (tick, kind, message) in spoilt.items():
             record.hooks = good | {3: tick}

@@ -281,7 +281,7 @@ def test_ends_and_saves_inside_outer_parameters(tmp_path: Any) -> None:
             exchange.flush,
             exchange.state_dict,
             lambda: state.save(exchange),
-            lambda: state.emergency(exchange),
+            lambda: state.save(exchange, last=True),
         ):
             with pytest.raises(RuntimeError, match=SHOWN):
                 wrong()
@@ -314,7 +314,7 @@ def test_a_loss_in_an_evaluation_saves_the_own_parameters(run_ranks: Any, tmp_pa
             step(net, optimizer, t)
         torch.save(net.copies(), tmp_path / "own.pt")
         with (
-            fsdp_demo.guard(exchange, save=lambda: state.emergency(exchange)),
+            fsdp_demo.guard(exchange, save=lambda: state.save(exchange, last=True)),
             exchange.outer_parameters(net),
         ):
             raise PeerLost("in an evaluation")

@@ -279,7 +279,7 @@ class Usurped(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
-            Fence([Path(args.output_dir)], "later").begin("token")
+            Fence(Path(args.output_dir), "later").begin("token")
 
 
 def test_a_process_of_an_earlier_life_writes_nothing(run_ranks):

@@ -139,7 +139,7 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
         (
             [*(described(s, i, 3, [0, 1]) for i in (0, 1) for s in (95, 100)), described(50, 2, 3)],
             "whole on all islands: no step\nin step 100, the newest, took part: 0 and 1 of 3\n"
-            "with --resume auto over zeromq: islands 0 and 1 from step 100, island 2 takes over "
+            "with --resume auto: islands 0 and 1 from step 100, island 2 takes over "
             "from them",
         ),
         (  # the newest save is that of a newcomer which had not taken part yet
@@ -148,13 +148,13 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
                 *(described(s, i, 3, [1, 2]) for i in (1, 2) for s in (100, 400, 420)),
             ],
             "whole on all islands: 100\nin step 440, the newest, took part: 1 and 2 of 3\n"
-            "with --resume auto over zeromq: islands 1 and 2 from step 420, island 0 takes over "
+            "with --resume auto: islands 1 and 2 from step 420, island 0 takes over "
             "from them",
         ),
         (  # who took part last holds nothing that fits another's
             [described(10, 0, 2), described(20, 1, 2)],
             "whole on all islands: no step\n"
-            "with --resume auto over zeromq: island 1 from step 20, island 0 takes over from them",
+            "with --resume auto: island 1 from step 20, island 0 takes over from them",
         ),
     ],
 )

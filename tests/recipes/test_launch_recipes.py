@@ -358,11 +358,11 @@ def test_a_mesh_that_is_stopped_saves_and_goes_on(launch, file):
     else:
         process.send_signal(signal.SIGTERM)
     output = ended(process, status=75)
-    assert len(list(launch.output.glob("replica*/emergency-*"))) == 2, output
+    assert len(list(launch.output.glob("replica*/checkpoint-*/manifest.json"))) == 2, output
     steps = json.loads(metrics.read_text().splitlines()[-1])["step"] + 50
     again = {"SLURM_RESTART_COUNT": 1} if file.startswith("slurm") else {"RESUME": "auto"}
     output = ended(launch(file, **hosts, **common, **again, STEPS=steps, PORT=reserve_port()))
-    assert "resumed from emergency" in output
+    assert "resumed from checkpoint" in output
     check_mesh(launch.output, replicas=2, preset="demo")
 
 
@@ -377,7 +377,7 @@ def test_ssh_islands_that_are_stopped_save_and_go_on(launch):
     process.send_signal(signal.SIGTERM)
     output = ended(process, status=75)
     assert all(
-        list((launch.output / f"island{n}").glob("emergency-*/rank0.json")) for n in range(2)
+        list((launch.output / f"island{n}").glob("checkpoint-*/manifest.json")) for n in range(2)
     ), output
     # more than were taken between the last line and the stop
     steps = json.loads(metrics.read_text().splitlines()[-1])["step"] + 10

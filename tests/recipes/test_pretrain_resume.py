@@ -348,7 +348,7 @@ def test_a_run_that_was_told_to_stop_goes_on(run_ranks, source, procs):
     outcomes = run_ranks(told, **common, check=False)
     assert {o.status for o in outcomes} == {75}, outcomes[0].log
     assert saves(source / "part") == {
-        f"island{i}": ["checkpoint-3", "emergency-6"] for i in range(2)
+        f"island{i}": ["checkpoint-3", "checkpoint-6"] for i in range(2)
     }
     resumed = run_ranks(train, **common, args=(source, source / "part", [*more, "--resume"]))
     assert_same(whole, resumed, 6, micro=2)

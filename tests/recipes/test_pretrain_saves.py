@@ -42,7 +42,7 @@ def last(source, where, island):  # noqa: F811
     )
 
 
-def test_emergencies_of_unlike_steps_go_on_together(run_ranks, source):  # noqa: F811
+def test_islands_stopped_at_unlike_steps_go_on_together(run_ranks, source):  # noqa: F811
     """Stopped between the same exchanges, at steps 2 and 3, before the first regular checkpoint:
     nobody's work is thrown away.
     """
@@ -62,7 +62,7 @@ def test_emergencies_of_unlike_steps_go_on_together(run_ranks, source):  # noqa:
     again = run_ranks(apart, **ONE, args=(source, "run", [*options, "--resume"]), check=False)
     assert [o.status for o in again] == [0, 0], again[0].error
     assert all(
-        f"resumed from emergency of step {step}" in o.log
+        f"resumed from checkpoint of step {step}" in o.log
         for step, o in zip(steps, again, strict=True)
     )
     assert last(source, "run", 0)["digests_equal"] is True and all(
@@ -137,7 +137,7 @@ def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
                     value, kept[0] = kept[0].clone(), float("nan")
                     before(self, exchange, *args, **kwargs)
                     with pytest.raises(NotFinite, match="not finite"):
-                        self.emergency(exchange)
+                        before(self, exchange, last=True)
                     kept[0] = value
                 else:
                     before(self, exchange, *args, **kwargs)
@@ -155,8 +155,8 @@ def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
 
 
 def test_a_broken_exchange_seals_no_checkpoint(run_ranks, source):  # noqa: F811
-    """The state says that what is under way was lost, once: no regular checkpoint, an emergency,
-    status 75.
+    """The state says that what is under way was lost, once: the save in the loop seals nothing,
+    the one on the way out does; status 75.
     """
 
     def job(rank):
@@ -175,7 +175,7 @@ def test_a_broken_exchange_seals_no_checkpoint(run_ranks, source):  # noqa: F811
     out = run_ranks(job, **ONE, check=False)
     assert [o.status for o in out] == [75, 75], out[0].log
     assert held(source, "run") == [
-        f"{i}/{name}" for i in (0, 1) for name in ("checkpoint-2", "emergency-4")
+        f"{i}/{name}" for i in (0, 1) for name in ("checkpoint-2", "checkpoint-4")
     ]
 
 

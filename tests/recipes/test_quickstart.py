@@ -269,23 +269,20 @@ def test_the_momentum_of_sign_loco_rises_over_half_of_the_rounds(options, fitted
 
 
 def interrupted(rank, preset):
-    """Six steps in one go, and three steps, a save, a new process's worth of objects, three steps:
-    parameters of both.
+    """Six steps in one go, and three steps, a save on the way out, a new process's worth of
+    objects, three steps: parameters of both.
     """
     import pretrain
     from accelerate.state import AcceleratorState, GradientState
 
     import fsdp_demo
-    from fsdp_demo.checkpoint import load_exchange
-    from fsdp_demo.checkpoint.local_state import load_local, save_local
-    from fsdp_demo.hosts.torch_params import unwrap
+    from fsdp_demo.checkpoint import CheckpointManager, RunState
     from fsdp_demo.integrations.accelerate import accelerator as island_accelerator
 
     rows = torch.randint(0, 256, (6, 2, 2, 2, 32), generator=torch.Generator().manual_seed(2))[
         :, rank.island, rank.proc
     ]
     config = fsdp_demo.preset(preset, **({} if preset == "demo" else {"period": 2}))
-    emergency = rank.folder / f"saved{rank.island}"
     run = os.environ["ISLAND_RUN"]
 
     def start(saved):
@@ -297,15 +294,17 @@ def interrupted(rank, preset):
         model = pretrain.load_model("tiny", 258)
         optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), 0.01)
         model, optimizer = accelerator.prepare(model, optimizer)
-        state = None
-        if saved:
-            load_local({emergency: 1.0}, rank.proc, model, [unwrap(optimizer)])
-            state = load_exchange(emergency / "exchange")
         os.environ["ISLAND_RUN"] = f"{run}-{saved}"
-        exchange = fsdp_demo.attach(optimizer, config, model=model, state=state)
-        return accelerator, model, optimizer, exchange
+        topology = fsdp_demo.Topology.from_env()
+        manager = CheckpointManager(rank.folder / topology.name, topology)
+        state = RunState(manager, model, optimizer)
+        state.restore(saved)
+        exchange = fsdp_demo.attach(
+            optimizer, config, model=model, topology=topology, state=state.saved
+        )
+        return accelerator, model, optimizer, exchange, state
 
-    def steps(accelerator, model, optimizer, exchange, until):
+    def steps(accelerator, model, optimizer, exchange, state, until):
         while exchange.step < until:
             batch = rows[exchange.step]
             accelerator.backward(model(input_ids=batch, labels=batch).loss)
@@ -315,20 +314,17 @@ def interrupted(rank, preset):
 
     parts = start(False)
     steps(*parts, 3)
-    save_local(emergency, parts[1], [unwrap(parts[2])], parts[3])
+    parts[4].save(parts[3], last=True)
     whole = steps(*parts, 6)
     parts[3].finish()
     parts = start(True)
     assert parts[3].step == 3
     resumed = steps(*parts, 6)
     parts[3].finish()
-    return np.array_equal(whole, resumed), [path.name for path in sorted(emergency.iterdir())]
+    return np.array_equal(whole, resumed)
 
 
 @pytest.mark.parametrize("preset", ["demo", "diloco", "decoupled_momentum"])
 def test_an_interrupted_run_goes_on_bit_for_bit(run_ranks, preset):
-    for equal, files in run_ranks(interrupted, islands=2, procs=2, args=(preset,), timeout=120):
-        assert equal and files == [
-            "exchange",
-            *(f"rank{r}.{kind}" for r in range(2) for kind in ("json", "safetensors")),
-        ]
+    found = run_ranks(interrupted, islands=2, procs=2, args=(preset,), timeout=120)
+    assert found == [True] * 4

@@ -69,7 +69,7 @@ class Record:
         line.exchange, line.all_gather = exchanged, gathered
 
     def hand(self, snapshot: Snapshot, under_way: list[Future[ReceivedMessage]]) -> None:
-        self.snapshots[snapshot.head["stand"]["step"]] = (
+        self.snapshots[snapshot.head.stand.step] = (
             [part.clone() for part in snapshot.pack()],
             list(under_way),
         )

@@ -36,10 +36,6 @@ KEPT = {
         "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
         r"l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
     },
-    "checkpoint/test_kept.py": {
-        "test_parameters_in_another_order_keep_their_values": r"save-2|emergency-1",
-        "test_what_only_the_optimizer_holds_comes_back": r"save-2|emergency-1",
-    },
     "checkpoint/test_resharding_runs.py": {
         "test_the_loss_goes_on": r"^diloco$",
     },

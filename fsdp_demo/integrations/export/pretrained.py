@@ -163,9 +163,6 @@ def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, SavedExchan
     whole: dict[int, dict[int, tuple[Found, SavedExchange]]] = {}
     broken: list[str] = []
     for found in find_checkpoints(run):
-        # shards of single ranks, without a model that can be read whole
-        if found.folder.name.startswith("emergency-"):
-            continue
         try:
             saved = found.open()
         except ValueError as error:

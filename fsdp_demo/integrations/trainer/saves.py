@@ -49,7 +49,7 @@ class Saves:
         self._ranks = Ranks(
             dist.new_group(backend="gloo") if world > 1 else None, trainer.args.process_index, world
         )
-        self._fence = Fence([self._folder], exchange.topology.run)
+        self._fence = Fence(self._folder, exchange.topology.run)
         self._error: Exception | None = None
         self._failures = SaveFailures(exchange.topology.name)
 

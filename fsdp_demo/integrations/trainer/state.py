@@ -142,7 +142,7 @@ def held_in(output_dir: Path, islands: int, fresh: bool = False) -> list[Held]:
     """The checkpoints below `output_dir` that are whole, with what their heads say: the Trainer's
     last file is there, and every rank's part (with `fresh` parts do not count)."""
     out = []
-    for step in steps(output_dir, "checkpoint"):
+    for step in steps(output_dir):
         folder = output_dir / f"checkpoint-{step}"
         if not (folder / TRAINER_STATE_NAME).exists():
             continue
@@ -202,7 +202,7 @@ def refuse_elsewhere(output_dir: Path, topology: Topology) -> None:
 
 def _newest_in(folders: Sequence[Path]) -> str:
     """The checkpoint of the most steps in any of these folders; empty where there is none."""
-    found = [(step, folder) for folder in folders for step in steps(folder, "checkpoint")]
+    found = [(step, folder) for folder in folders for step in steps(folder)]
     step, folder = max(found, default=(0, None))
     return f"{folder}/checkpoint-{step}" if folder is not None else ""
 
