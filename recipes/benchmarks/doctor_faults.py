@@ -1,17 +1,148 @@
 """The faults that `doctor_lab.py` provokes: what is done to the network between two islands, or to
-the machine of one.
+the machine of one (cores, disk, clock, release). The latter are contexts that take the command of
+that island and give the one to start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import doctor_machine as machine
-from doctor_machine import Call
-from slow_link_lab import PORT, Lab
+from slow_link_lab import PORT, Lab, LabError, command
+
+# ---- the machine of an island ------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+CGROUP = Path("/sys/fs/cgroup")
+NAME = "fsdp-demo-doctor"
+CORE = 0.25  # of one core
+WEIGHT = 32  # of the lab's control groups, where that of others is 1
+DISK = 10_000_000  # bytes per second
+AHEAD = 30  # seconds
+OLD = "0.0.9"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command with its environment, its folder and its control group, as the file that takes
+    process ids.
+    """
+
+    words: tuple[str, ...]
+    env: dict[str, str]
+    cwd: Path = ROOT
+    group: Path | None = None
+
+
+@contextlib.contextmanager
+def untouched(call: Call, folder: Path) -> Iterator[Call]:
+    """As it is."""
+    yield call
+
+
+def join(group: Path | None, process: int = 0) -> None:
+    """Put a process (0: this one) into a control group."""
+    if group is not None:
+        group.write_text(str(process or os.getpid()))
+
+
+@contextlib.contextmanager
+def _control_group(name: str, cores: float | None = None) -> Iterator[Path]:
+    """A control group that comes before others; the file that takes process ids."""
+    old = CGROUP / "cpu"  # of version 1
+    group = (old if old.is_dir() else CGROUP) / name
+    group.mkdir(exist_ok=True)
+    try:
+        if old.is_dir():
+            (group / "cpu.shares").write_text(str(1024 * WEIGHT))
+        else:
+            (group / "cpu.weight").write_text(str(100 * WEIGHT))
+        if cores is not None and old.is_dir():
+            (group / "cpu.cfs_quota_us").write_text(str(round(cores * 100_000)))
+        elif cores is not None:
+            (group / "cpu.max").write_text(f"{round(cores * 100_000)} 100000")
+        yield group / "cgroup.procs"
+    finally:
+        with contextlib.suppress(OSError):  # somebody is still in it
+            group.rmdir()
+
+
+@contextlib.contextmanager
+def ahead() -> Iterator[Path | None]:
+    """The control group of the whole lab, so that what else this machine does is no fault. None
+    where there can be none.
+
+    A priority (nice) does not do that: with the kernel's autogroups it counts within one session.
+    """
+    with contextlib.ExitStack() as around:
+        group = None
+        with contextlib.suppress(OSError):
+            group = around.enter_context(_control_group(NAME))
+        yield group
+
+
+@contextlib.contextmanager
+def slow_core(call: Call, folder: Path) -> Iterator[Call]:
+    """It may use a part of one core."""
+    with contextlib.ExitStack() as around:
+        try:
+            group = around.enter_context(_control_group(f"{NAME}-slow", CORE))
+        except OSError as error:
+            raise LabError(f"no control group can limit a core here: {error}") from None
+        yield replace(call, group=group)
+
+
+@contextlib.contextmanager
+def slow_disk(call: Call, folder: Path) -> Iterator[Call]:
+    """Its `--folder` is a file system of its own on a loop device, to which few bytes per second
+    may be written.
+    """
+    throttle = CGROUP / "blkio" / "blkio.throttle.write_bps_device"
+    if not throttle.exists():
+        raise LabError(f"a slow disk needs control groups of version 1 with {throttle}")
+    image, mount = folder / "disk.img", folder / "disk"
+    mount.mkdir()
+    command("truncate", "-s", "600M", str(image))
+    device = command("losetup", "--find", "--show", str(image)).strip()
+    number = Path("/sys/block", Path(device).name, "dev").read_text().strip()
+    try:
+        command("mkfs.ext4", "-q", device)
+        command("mount", device, str(mount))
+        throttle.write_text(f"{number} {DISK}\n")
+        yield replace(call, words=(*call.words, "--folder", str(mount)))
+    finally:
+        throttle.write_text(f"{number} 0\n")
+        command("umount", str(mount), check=False)
+        command("losetup", "--detach", device, check=False)
+
+
+@contextlib.contextmanager
+def fast_clock(call: Call, folder: Path) -> Iterator[Call]:
+    """Its Python tells a wall clock that is ahead. What measures durations is not touched."""
+    clock = f"import time\n_now = time.time\ntime.time = lambda: _now() + {AHEAD}\n"
+    (folder / "sitecustomize.py").write_text(clock)
+    paths = f"{folder}{os.pathsep}{call.env['PYTHONPATH']}"
+    yield replace(call, env={**call.env, "PYTHONPATH": paths})
+
+
+@contextlib.contextmanager
+def old_release(call: Call, folder: Path) -> Iterator[Call]:
+    """It runs a copy of the package that calls itself another release."""
+    copy = folder / "old"
+    shutil.copytree(ROOT / "fsdp_demo", copy / "fsdp_demo")
+    file = copy / "fsdp_demo" / "version.py"
+    (line,) = (x for x in file.read_text().splitlines() if x.startswith("__version__"))
+    file.write_text(file.read_text().replace(line, f'__version__ = "{OLD}"'))
+    env = {**call.env, "PYTHONPATH": str(copy)}
+    yield replace(call, env=env, cwd=copy)
+
+
+# ---- the network, and all faults ---------------------------------------------------------------
 
 NO_DISK = ("--no-disk",)
 
@@ -25,7 +156,7 @@ class FaultyLab(Lab):
     def lines_join(self, group: Path | None) -> None:
         """Put what delays the packets into a control group."""
         for line in self._lines.values():
-            machine.join(group, line.pid)
+            join(group, line.pid)
 
     def node(self, node: int, *words: str) -> None:
         """Run a command on a node."""
@@ -72,7 +203,7 @@ class Fault:
     delay: float = 0.005
     address: str = ""
     words: tuple[tuple[str, ...], ...] = (NO_DISK, NO_DISK)
-    machine: Callable[[Call, Path], AbstractContextManager[Call]] = machine.untouched
+    machine: Callable[[Call, Path], AbstractContextManager[Call]] = untouched
 
 
 def _black_hole(lab: FaultyLab) -> None:
@@ -168,10 +299,10 @@ FAULTS = {
     ),
     "unequal-islands": Fault(
         "unequal-islands",
-        f"island 1 may use {100 * machine.CORE:.0f} % of one core",
+        f"island 1 may use {100 * CORE:.0f} % of one core",
         about="s on island 1 (island1) and",
         words=((*NO_DISK, "--model", "small"),) * 2,
-        machine=machine.slow_core,
+        machine=slow_core,
     ),
     "stalled": Fault(
         "stalled",
@@ -186,21 +317,21 @@ FAULTS = {
     ),
     "unlike-versions": Fault(
         "unlike-versions",
-        f"island 1 runs a copy of the package that calls itself {machine.OLD}",
-        about=f"island 1 (island1) has {machine.OLD}",
-        machine=machine.old_release,
+        f"island 1 runs a copy of the package that calls itself {OLD}",
+        about=f"island 1 (island1) has {OLD}",
+        machine=old_release,
     ),
     "slow-disk": Fault(
         "slow-disk",
-        f"{machine.DISK / 1e6:.0f} MB/s may be written to island 1's disk",
+        f"{DISK / 1e6:.0f} MB/s may be written to island 1's disk",
         about="island 1 (island1) writes",
         words=(NO_DISK, ()),
-        machine=machine.slow_disk,
+        machine=slow_disk,
     ),
     "clock-offset": Fault(
         "clock-offset",
-        f"the wall clock that island 1's Python tells is {machine.AHEAD} s ahead",
+        f"the wall clock that island 1's Python tells is {AHEAD} s ahead",
         about="island 1 (island1) is",
-        machine=machine.fast_clock,
+        machine=fast_clock,
     ),
 }

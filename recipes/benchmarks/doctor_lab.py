@@ -26,13 +26,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-import doctor_machine as machine  # noqa: E402
-from doctor_faults import FAULTS, Fault, FaultyLab  # noqa: E402
-from doctor_machine import Call  # noqa: E402
+from doctor_faults import FAULTS, ROOT, Call, Fault, FaultyLab, ahead, join  # noqa: E402
 from report import table  # noqa: E402
 from slow_link_lab import PORT, LabError, missing  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 480.0  # seconds that one examination may take
 
 
@@ -40,7 +37,7 @@ def examine(fault: Fault, seconds: float) -> dict[str, Any]:
     """Build the lab with a fault and run the command; what it wrote, with its statuses."""
     lab = FaultyLab()
     with ExitStack() as around:
-        group = around.enter_context(machine.ahead())  # left after `down` has emptied it
+        group = around.enter_context(ahead())  # left after `down` has emptied it
         around.callback(lab.down)
         lab.up()
         lab.shape(fault.rate, fault.delay)
@@ -56,7 +53,7 @@ def _run(
     endpoint = f"{lab.address(0)}:{PORT}"
     command = [sys.executable, "-m", "fsdp_demo.cli"]
     store = [*command, "store", "--bind", endpoint, "--file", str(folder / "store"), "--quiet"]
-    serving = lab.popen(0, store, preexec_fn=partial(machine.join, group))
+    serving = lab.popen(0, store, preexec_fn=partial(join, group))
     started, islands, around = time.monotonic(), [], ExitStack()
     try:
         for i in range(lab.nodes):
@@ -84,7 +81,7 @@ def _run(
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
-                    preexec_fn=partial(machine.join, call.group),
+                    preexec_fn=partial(join, call.group),
                 )
             )
         said = [island.communicate(timeout=LIMIT)[0] for island in islands]

@@ -16,7 +16,14 @@ range), processor seconds per step of both, of all threads, and whether both mod
 
 With --json a cell is written as soon as it is done, and cells that are in the file are not measured
 again.
-"""
+
+Each island is this file once more, with `--island`. It reads one JSON command per line from its
+standard input and answers each with one line.
+
+    {"do": "meet", "run": NAME, "peer": P, "period": H}   both models, equal, and both connections
+    {"do": "time", "ours": true, "settle": S, "steps": N}   S steps that are not timed, then N that are
+    {"do": "compare"}                                       how far the models are apart
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -30,11 +37,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from benchmarks.common import Parser, facts, run_id  # noqa: E402
-from peers_twins import FOLDER, PEERS, Peer  # noqa: E402
+from peers_twins import FOLDER, LIMIT, PEERS, Peer, Place, Twin  # noqa: E402
 from report import table  # noqa: E402
+from slow_link_island import Island, answer, make_model  # noqa: E402
 from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import Link  # noqa: E402
@@ -44,11 +55,12 @@ NAME = "peers"  # of the lab
 NAMES = ("rtt", "period", "rows", "length", "layers")  # settings of all rows
 TURN = 1.5  # seconds that a turn takes at least
 SHORT = 2.0  # seconds of a cycle up to which one settles before each turn
+BATCHES = 8
 Times = dict[bool, list[dict[str, float]]]  # of ours and of theirs: turn by turn, per step
 
 
 class Pairs(Islands):
-    script = "peers_island.py"
+    script = ("peers.py", "--island")
 
 
 def measure(peer: Peer, pairs: Islands, link: Link, args: Any) -> dict[str, Any]:
@@ -113,6 +125,59 @@ def show(rows: list[dict[str, Any]]) -> str:
         ratio = [f"{r['seconds_ratio']:.2f}", f"{low:.2f} to {high:.2f} of {r['repeats']}"]
         body.append([r["peer"], r["program"], r["link"], *times, *ratio, *cpu, said(r)])
     return table([head.split("|"), *body])
+
+
+# ---- an island ---------------------------------------------------------------------------------
+
+
+class Twins(Island):
+    """Two equal models in one process, each with a connection of its own."""
+
+    def meet(self, run: str, peer: str, period: int) -> dict[str, Any]:
+        chosen = PEERS[peer]
+        found = self.attach(run, peer, chosen.all_settings(period))
+        island, islands = self.topology.island, self.topology.islands
+        host, port = os.environ["ISLAND_ENDPOINT"].rsplit(":", 1)
+        place = Place(island, islands, os.environ["ISLAND_ADDRESS"], host, int(port) + 2)
+        init = f"tcp://{host}:{int(port) + 1}"
+        dist.init_process_group(
+            "gloo", init_method=init, rank=island, world_size=islands, timeout=LIMIT
+        )
+        model = make_model(self.layers, self.tokenizer.vocab_size)
+        self.twin: Twin = chosen.twin(model, chosen.config(period), period, place)
+        self.some = [next(self.batches) for _ in range(BATCHES)]
+        self.taken = {True: 0, False: 0}
+        return found
+
+    def step_of(self, ours: bool) -> None:
+        """One step of an ordinary training loop; both models see the same batches."""
+        batch = self.some[self.taken[ours] % BATCHES]
+        self.taken[ours] += 1
+        if not ours:
+            self.twin.step(batch)
+            return
+        self.model(**batch).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def time(self, ours: bool, settle: int, steps: int) -> dict[str, Any]:
+        """Wall seconds, and those of the processor: all threads of this process."""
+        for _ in range(settle):
+            self.step_of(ours)
+        dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            self.step_of(ours)
+        return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}
+
+    def compare(self) -> dict[str, Any]:
+        """The largest difference of two parameters, over the largest parameter of the tensor; 0:
+        bit-equal.
+        """
+        assert self.taken[True] == self.taken[False], self.taken
+        pairs = zip(self.model.parameters(), self.twin.model.parameters(), strict=True)
+        with torch.no_grad():
+            return {"off": max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)}
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -208,4 +273,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer(Twins) if "--island" in sys.argv else main()

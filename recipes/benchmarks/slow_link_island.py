@@ -183,7 +183,7 @@ class _Epochs:
 
 def answer(kind: type[Island]) -> None:
     """Do what is asked for on the standard input, until that ends."""
-    rows, length, layers = (int(word) for word in sys.argv[1:4])
+    rows, length, layers = (int(word) for word in sys.argv[-3:])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints gets between the answers
     pin(int(os.environ["ISLAND_RANK"]))

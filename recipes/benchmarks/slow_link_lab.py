@@ -280,10 +280,10 @@ class Islands:
         logs: folder of what they say.
 
     Attributes:
-        script: what they run, beside this file.
+        script: what they run, a file beside this one and its first words.
     """
 
-    script = "slow_link_island.py"
+    script: tuple[str, ...] = ("slow_link_island.py",)
 
     def __init__(self, lab: Lab, shape: tuple[int, int, int], logs: str):
         self.lab, self.logs = lab, Path(logs)
@@ -319,8 +319,8 @@ class Islands:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "GLOO_SOCKET_IFNAME": "eth0",
         }
-        script = Path(__file__).resolve().parent / self.script
-        words = [sys.executable, str(script), *map(str, shape)]
+        script = Path(__file__).resolve().parent / self.script[0]
+        words = [sys.executable, str(script), *self.script[1:], *map(str, shape)]
         return self.lab.popen(
             i,
             words,

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
 
+import doctor_faults as machine  # noqa: E402
 import doctor_lab as lab  # noqa: E402
-import doctor_machine as machine  # noqa: E402
 
 from fsdp_demo.doctor.findings import RULES  # noqa: E402
 
