@@ -31,7 +31,7 @@ from fsdp_demo.doctor import quick
 from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import facts
-from fsdp_demo.exchange.pending import ExchangeRecord
+from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
 from fsdp_demo.planner import Situation
 

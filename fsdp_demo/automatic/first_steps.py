@@ -22,7 +22,7 @@ from ..config.schema import ExchangeConfig
 from ..doctor.quick import quick_probe
 from ..errors import counted, see
 from ..exchange.exchange import Exchange
-from ..exchange.pending import ExchangeRecord
+from ..exchange.sending import ExchangeRecord
 from ..planner import Situation
 from ..planner.rows import plan_row
 from .earlier_choice import known_choice, method_note, read, tell

@@ -31,8 +31,7 @@ from .held import Early, Message
 from .hub import Hub
 from .membership import Rank
 from .moves import Event
-from .signs import BEAT, SOON, Signs
-from .standing import StandingWatch
+from .signs import BEAT, SOON, Signs, StandingWatch
 from .stopping import Stopping
 from .traffic import Traffic
 from .wire import Wire

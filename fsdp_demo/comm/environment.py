@@ -27,7 +27,8 @@ VARIABLES = {
     "ISLAND_RUN": "run id",
     "ISLAND_NAME": "name for logs and paths",
     "ISLAND_ADDRESS": "address at which the other islands reach this one",
-    "ISLAND_TIMEOUT": "seconds to wait for the others at the start",
+    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and in a mesh of silence after "
+    "which a node counts as lost",
     "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to "
     "train on when others are lost",
     "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on",

@@ -59,10 +59,8 @@ def _word(note: bytes) -> list[Any]:
 
 
 class Request(Struct):
-    """What is said at a door: `ask` is "status", or somebody wants to come in.
-
-    Attributes:
-        run: keys of the run. line: the peer group. slot, life, name: who asks.
+    """What is said at a door: `ask` is "status", or somebody (slot, life, name) wants to come into
+    peer group `line` of a run.
     """
 
     ask: str = ""

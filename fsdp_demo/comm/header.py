@@ -214,27 +214,6 @@ class Sealed(NamedTuple):
         return HEADER.size + self.body.numel()
 
 
-def seal(header: Header, body: Tensor) -> Tensor:
-    """Header and body as one message, uint8 [56 + n] on the CPU."""
-    message = room(body.numel())
-    message[HEADER.size :] = body
-    return fill(message, header)
-
-
-def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tensor]:
-    """Check a whole message against what should come; its header and body (a view). Raises as
-    `open_head` and `check_body`.
-    """
-    size = message.numel() - HEADER.size
-    if size < 0 or (length := claimed_length(message)) > size:
-        raise WireError(
-            f"message from {sender} is truncated: {message.numel()} bytes, of a header of "
-            f"{HEADER.size} and what it names"
-        )
-    theirs, crc = open_head(message, expected, length, sender)
-    return theirs, check_body(message[HEADER.size :], crc, theirs, sender)
-
-
 def claimed(data: Tensor) -> Header:
     """The header that the first bytes of a message (uint8 [>= 56]) claim to be, not checked."""
     return _read(HEADER.unpack(bytes(data[: HEADER.size].tolist())))

@@ -27,7 +27,7 @@ from .wire import WAITING, Piece, Wire
 
 LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
 SEALED = 64  # bytes by which a piece may grow when it is encrypted
-IDLE = 1.0  # seconds between two looks of the network thread where nothing wakes it
+IDLE = 0.5  # seconds between two looks of the network thread where nothing wakes it
 CLOSED = "the connections were closed"
 
 T = TypeVar("T")
@@ -41,7 +41,8 @@ class Hub:
 
     Attributes:
         changed: lock of all that waits and is queued; told when something has moved. keys: as
-            given. context: of ZeroMQ. thread: the network thread.
+            given. context: of ZeroMQ. thread: the network thread. between: called in it after each
+            look, until a driver runs there.
     """
 
     def __init__(self, keys: Any = None):
@@ -61,6 +62,7 @@ class Hub:
         self._owners[self._far.fileno()] = self._woken
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.closed, self._linger = False, 0.0
+        self.between: Callable[[], None] = lambda: None
         self.thread = threading.Thread(target=self._run, name="network", daemon=True)
         self.thread.start()
 
@@ -195,6 +197,8 @@ class Hub:
             self._wake()
 
     def _wake(self) -> None:
+        if threading.current_thread() is self.thread:
+            return  # it looks before it waits again
         with suppress(OSError):  # it is full, or closed: who posts late finds nobody
             self._near.send(b"\0")
 
@@ -219,6 +223,7 @@ class Hub:
         try:
             while not self.closed:
                 self.move(IDLE)
+                self.between()
         finally:
             self._shut()
 

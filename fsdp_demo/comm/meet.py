@@ -172,7 +172,6 @@ def newcomer_peers(
                     {r.member: r.wires["notes"] for r in reached},
                     {r.member: r.connections for r in reached},
                 )
-                signs.end()
                 start.open_door()
 
             def another() -> None:

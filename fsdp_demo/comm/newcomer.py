@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,26 +81,24 @@ class Reached:
 
 class SignsOfLife:
     """Tells the members twice a second that this island lives, while it joins: it may load for
-    minutes without a word. A thread of the process, so a process that stands says nothing (K19).
+    minutes without a word. In the network thread, so a process that stands says nothing (K19);
+    once this island is a member, the driver says so.
 
     Attributes:
         to: whom it has reached so far.
     """
 
     def __init__(self, hub: Hub):
-        self._hub, self.to = hub, list[Reached]()
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="newcomer", daemon=True).start()
+        self._hub, self.to, self._said = hub, list[Reached](), 0.0
+        hub.between = self._say
 
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT) and not self._hub.closed:
-            for wire in [r.wires["notes"] for r in self.to]:
-                if wire.met and not wire.gone:
-                    say(self._hub, wire, '["here"]')
-
-    def end(self) -> None:
-        """From here on the driver says so."""
-        self._ended.set()
+    def _say(self) -> None:
+        if (now := time.monotonic()) - self._said < BEAT:
+            return
+        self._said = now
+        for wire in [r.wires["notes"] for r in self.to]:
+            if wire.met and not wire.gone:
+                say(self._hub, wire, '["here"]')
 
 
 def say(hub: Hub, wire: Wire, text: str) -> None:

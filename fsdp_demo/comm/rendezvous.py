@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from ..errors import PeerLost, StoreSilent, counted, see
 from . import attempts, environment, roll
@@ -32,6 +32,16 @@ _epochs: Counter[tuple[str, str]] = Counter()
 def attached(topology: Replica) -> int:
     """How often this process has joined the run."""
     return _epochs[topology.endpoint, topology.run]
+
+
+class Announcement(TypedDict):
+    """What a rank says of itself when it comes to the meeting."""
+
+    name: str
+    host: str
+    count: int
+    shards: int
+    copies: int
 
 
 class Rendezvous:
@@ -114,7 +124,7 @@ class Rendezvous:
 
     # -- who is there -----------------------------------------------------------------------------
 
-    def _meet(self, store: Store) -> dict[int, dict[str, Any]]:
+    def _meet(self, store: Store) -> dict[int, Announcement]:
         """Announce this rank, wait for one rank of every island that begins and compare layouts;
         returns each one's announcement.
         """
@@ -123,7 +133,7 @@ class Rendezvous:
         self._compare(infos)
         return infos
 
-    def _look(self, store: Store) -> dict[int, dict[str, Any]]:
+    def _look(self, store: Store) -> dict[int, Announcement]:
         """As `_meet`, for an island that comes when the run is under way: those that have been
         announced, and this one.
         """
@@ -153,12 +163,12 @@ class Rendezvous:
         """Where the first rank of an island does."""
         return f"{self.prefix}/join/{island}/0.0"
 
-    def _note(self, store: Store, island: int) -> dict[str, Any]:
+    def _note(self, store: Store, island: int) -> Announcement:
         """What the first rank of an island has announced."""
-        fields = {name: type(value) for name, value in self._announcement().items()}
-        return store.note(self._first(island), f"island {island}", fields)
+        found: Announcement = store.note(self._first(island), f"island {island}", Announcement)
+        return found
 
-    def _announcement(self) -> dict[str, Any]:
+    def _announcement(self) -> Announcement:
         return {
             "name": self._topology.name,
             "host": socket.gethostname(),
@@ -167,10 +177,10 @@ class Rendezvous:
             "copies": self._position.num_copies,
         }
 
-    def _gather(self, store: Store) -> dict[int, dict[str, Any]]:
+    def _gather(self, store: Store) -> dict[int, Announcement]:
         """The announcements of all islands that begin, as they come."""
         topology, wanted = self._topology, self._starters
-        infos: dict[int, dict[str, Any]] = {}
+        infos: dict[int, Announcement] = {}
         deadline, look = time.monotonic() + topology.timeout, time.monotonic()
         while True:
             for i in wanted:
@@ -194,7 +204,7 @@ class Rendezvous:
                 self._refuse_in_vain(store, missing)
             time.sleep(0.02)
 
-    def _waited(self, infos: Mapping[int, dict[str, Any]], missing: Sequence[int]) -> PeerLost:
+    def _waited(self, infos: Mapping[int, Announcement], missing: Sequence[int]) -> PeerLost:
         """Not all have come in time."""
         topology = self._topology
         came = [f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)]
@@ -226,7 +236,7 @@ class Rendezvous:
                 f"the attempt {self._attempt}: start this island again to join the next"
             )
 
-    def _compare(self, infos: Mapping[int, dict[str, Any]]) -> None:
+    def _compare(self, infos: Mapping[int, Announcement]) -> None:
         """Raise ValueError where other islands do not fit this one."""
         topology, position = self._topology, self._position
         same = sorted(
@@ -245,7 +255,7 @@ class Rendezvous:
                     f"{position.form}: the number of shards must agree (copies may differ)"
                 )
 
-    def _names(self, infos: Mapping[int, dict[str, Any]]) -> list[str]:
+    def _names(self, infos: Mapping[int, Announcement]) -> list[str]:
         """Of all islands; of those that have not come, the one that is likely."""
         count = self._topology.islands
         return [infos[i]["name"] if i in infos else f"island{i}" for i in range(count)]

@@ -19,20 +19,27 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from ..errors import PeerLost, counted, see
 from .replica import Replica
 from .store_client import Store
+from .structs import from_json, unreadable
 
 log = logging.getLogger("fsdp_demo")
 
 LOOK = 0.1  # seconds between two looks
 
-FIELDS: dict[str, type] = {
-    **{"name": str, "host": str},
-    **{"count": int, "slots": int, "least": int, "stall": float},
-}
+
+class Came(TypedDict):
+    """What an island says of itself."""
+
+    name: str
+    host: str
+    count: int
+    slots: int
+    least: int
+    stall: float
 
 
 class Unlike(ValueError):
@@ -76,7 +83,7 @@ def call(
     roll = _Roll(at, place, beat, silence)
     if roll.of_an_earlier_start(late, lives):
         return None
-    said = {
+    said: Came = {
         "name": place.name,
         "host": socket.gethostname(),
         "count": place.count,
@@ -123,19 +130,11 @@ def decided(at: Store, count: int) -> tuple[int, ...] | None:
 
 
 def _read(text: str, count: int) -> tuple[int, ...]:
-    try:
-        found = json.loads(text)
-        if (
-            not found
-            or sorted({int(i) for i in found}) != found
-            or not 0 <= found[0] <= found[-1] < count
-        ):
-            raise ValueError("not islands in their order")
-        return tuple(found)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"the islands that begin, in the store, cannot be read ({error!r:.60}): {text!r:.60}"
-        ) from None
+    what = "the list of the islands that begin, in the store,"
+    found = from_json(text, tuple[int, ...], what)
+    if not found or sorted(set(found)) != list(found) or not 0 <= found[0] <= found[-1] < count:
+        raise unreadable(text, what, f"not islands below {count} in their order")
+    return found
 
 
 def beat(at: Store, island: int) -> None:
@@ -184,7 +183,7 @@ class _Roll:
 
     def hear(self, i: int, begins: bool = True) -> None:
         """What island i says of itself, compared with this one."""
-        other, p = self._at.note(f"came/{i}", f"island {i}", FIELDS), self._place
+        other, p = self._at.note(f"came/{i}", f"island {i}", Came), self._place
         self._names[i] = f"{i} ({other['name']} on {other['host']})"
         numbers: list[tuple[str, Any, Any]] = [
             ("ISLAND_COUNT", other["count"], p.count),

@@ -4,20 +4,24 @@ why.
 Each rank says a short word twice a second to its peers, from a thread of the process that trains. A
 peer is lost when its connections are gone, when it was silent for too long, or when one of its
 connections stands while others move. One that speaks but makes no progress is waited for
-(`standing.py`). The store has no part in it.
+(`StandingWatch`). The store has no part in it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .epochs import Member
+from ..errors import see
+from .epochs import Member, Record
 from .hub import Hub
+from .membership import Rank
 from .wire import Piece, Wire
 
 BEAT = 0.5  # seconds
@@ -205,3 +209,68 @@ class Signs:
         if member in self.next_of:
             return self.dead
         return self.meeting if member.incarnation == 0 else 3 * self.dead
+
+
+log = logging.getLogger("fsdp_demo")
+
+PATIENCE = 30.0
+"""Seconds after which a wait is told first, if it is not usual; then after twice as many."""
+
+
+class StandingWatch:
+    """Says for which islands this rank waits, and tells one that has stood for too long to end.
+
+    A peer that beats and does not come to the next message evaluates, saves, compiles, or hangs:
+    beats come from a thread of their own. Nobody is lost by that at first. In the end it is the one
+    that stands that goes, never one that waits for it, whichever has the lower slot. It knows by
+    itself whether it stands: a peer that has moved meanwhile stays.
+
+    Args:
+        signs: what it hears. label: how errors and logs name an island, by slot.
+    """
+
+    def __init__(self, signs: Signs, label: Callable[[int], str]):
+        self._signs, self._label = signs, label
+        self._waits, self._next = -1, PATIENCE
+
+    def look(self, rank: Rank, now: float) -> None:
+        """With every beat, while no island is lost."""
+        n, seconds, behind = self._signs.behind(now)
+        behind = [m for m in behind if m in rank.record.contributors(n)]  # the others are not asked
+        if n != self._waits:
+            usual = max(self._signs.rounds, default=0.0)
+            self._waits, self._next = n, max(PATIENCE, 2 * usual)
+        for member in behind:
+            if seconds > self._signs.patience_with(member):
+                self._signs.say(["stands", n, seconds], [self._signs.notes[member]])
+        if not behind or seconds < self._next:
+            return
+        self._next *= 2
+        if rank.rank == 0:
+            limit = min(map(self._signs.patience_with, behind))
+            log.warning(
+                "waiting for %s for %.0f s: it is alive, but has not come to the next exchange "
+                "(message %d). It may take %.0f s (ISLAND_STALL, else ISLAND_TIMEOUT), then it "
+                "ends, and the others go on" + see("island-stands"),
+                ", ".join(self._label(m.slot) for m in behind),
+                seconds,
+                n,
+                limit,
+            )
+
+    def told(self, rank: Rank, n: int, seconds: float, by: Member) -> Record | None:
+        """A peer has waited so long for this rank's message n. The members that go on without this
+        island; None where it does not stand.
+        """
+        if rank.state != "running" or rank.next > n:
+            return None
+        log.error(
+            "%s has waited %.0f s for message %d of this island, which stands: it evaluates, saves "
+            "or hangs alone for longer than ISLAND_STALL, else ISLAND_TIMEOUT%s",
+            self._label(by.slot),
+            seconds,
+            n,
+            see("island-stands"),
+        )
+        record = rank.record
+        return replace(record, members=tuple(m for m in record.members if m != rank.me))

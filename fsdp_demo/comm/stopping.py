@@ -90,7 +90,7 @@ class Stopping:
 
     def abandoned(self, n: int) -> bool:
         """Whether some member never sends message n, or this rank has said so."""
-        return self.together and any(n >= end for end in self._ends.values())
+        return self.together and any(n >= end for end in self._ended())
 
     def departed(self, member: Member) -> bool:
         """Whether a peer may go without a change of members: it sends nothing more, and this rank
@@ -111,7 +111,15 @@ class Stopping:
 
     @property
     def _below(self) -> int:
-        return min(self._ends.values(), default=-1)
+        return min(self._ended(), default=-1)
+
+    def _ended(self) -> list[int]:
+        """The first message that each of those who end will not send. Who has joined and not begun
+        is asked for none before its base.
+        """
+        record = self._rank().record
+        base = dict(zip(record.members, record.base, strict=True))
+        return [max(end, base.get(m, 0)) for m, end in self._ends.items()]
 
     def _tell(self) -> None:
         with self._changed:

@@ -14,10 +14,12 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from typing import Any, TypeVar
+
+import msgspec
 
 from ..errors import StoreSilent, see
 from .address import join_address, split_endpoint
@@ -86,31 +88,23 @@ class Store(ABC):
         """Which store answers; None if it cannot say."""
         return None
 
-    def note(self, key: str, who: str, fields: Mapping[str, type] | None = None) -> Any:
+    def note(self, key: str, who: str, form: Any = Any) -> Any:
         """The JSON value of a key that is there.
 
         Args:
-            who: whose note it is, for errors.
-            fields: keys that the note, an object, must have, with the types of their values.
+            who: whose note it is, for errors. form: its type, as msgspec knows types.
 
         Raises:
-            ValueError: it is no JSON, or lacks a field; the message names the key and `who`.
+            ValueError: it is no JSON, or has another form; the message names the key and `who`.
         """
         try:
-            value = json.loads(self.get(key))
-            wrong = next(
-                (f for f, kind in (fields or {}).items() if type(value[f]) is not kind), None
-            )
-            reason = None if wrong is None else f"its {wrong!r} is {value[wrong]!r:.40}"
-        except (ValueError, RecursionError, KeyError, TypeError, IndexError) as error:
-            reason = f"{type(error).__name__}: {str(error)[:80]}"
-        if reason is not None:
+            return msgspec.convert(json.loads(self.get(key)), form)
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"the note {self.prefix}{key} in the store at {self.where} of {who} cannot be read "
-                f"({reason}): somebody else writes into this store, or runs another release; start "
-                "a store on a port that only the islands reach"
-            )
-        return value
+                f"({error!s:.120}): somebody else writes into this store, or runs another release; "
+                "start a store on a port that only the islands reach"
+            ) from None
 
 
 class WorldStore(Store):

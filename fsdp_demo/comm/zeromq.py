@@ -18,7 +18,7 @@ import logging
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import zmq
 from torch import Tensor
@@ -74,6 +74,14 @@ class Meeting:
     def label(self, j: int) -> str:
         """How errors name the island of rank j."""
         return f"island {j} ({self.names[j]})"
+
+
+class Listens(TypedDict):
+    """Where a rank listens: its ports by who is to connect there. key: the mark of its keys."""
+
+    host: str
+    ports: dict[str, int]
+    key: str
 
 
 class Connections:
@@ -162,7 +170,7 @@ class ZeroMQ:
         return found
 
     def _wired(
-        self, k: int | str, notes: dict[int, dict[str, Any]], bound: dict[int, tuple[Wire, str]]
+        self, k: int | str, notes: dict[int, Listens], bound: dict[int, tuple[Wire, str]]
     ) -> dict[int, Wire]:
         """A connection to each of the others, one of the bound ones or a new one."""
         m, wires = self._meeting, dict[int, Wire]()
@@ -176,9 +184,9 @@ class ZeroMQ:
             wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
         return wires
 
-    def _connect(self, note: dict[str, Any], j: int) -> Wire:
-        port = note["ports"].get(str(self._meeting.rank))
-        if type(port) is not int or not 0 < port < 65536:
+    def _connect(self, note: Listens, j: int) -> Wire:
+        port = note["ports"].get(str(self._meeting.rank), 0)
+        if not 0 < port < 65536:
             raise ValueError(
                 f"{self._meeting.label(j)} names no port for this rank: use one release everywhere"
             )
@@ -201,17 +209,15 @@ class ZeroMQ:
             f"{m.prefix} {k} {sender} {receiver} {m.epoch}".encode(), digest_size=16
         ).digest()
 
-    def _notes(self, k: int | str, mine: dict[str, Any], end: float) -> dict[int, dict[str, Any]]:
+    def _notes(self, k: int | str, mine: Listens, end: float) -> dict[int, Listens]:
         """Tell where this rank listens, and wait for what the others tell."""
-        m, notes = self._meeting, dict[int, dict[str, Any]]()
+        m, notes = self._meeting, dict[int, Listens]()
         at = m.store.under(f"{m.prefix}/{k}")
         at.set(f"at/{m.rank}", json.dumps(mine))
         while missing := [j for j in m.others if j not in notes]:
             for j in missing:
                 if at.get(f"at/{j}"):
-                    notes[j] = note = at.note(
-                        f"at/{j}", m.label(j), {"host": str, "ports": dict, "key": str}
-                    )
+                    notes[j] = note = at.note(f"at/{j}", m.label(j), Listens)
                     if note["key"] != mine["key"]:
                         raise ValueError(_tokens(m.label(j), note["key"], mine["key"]))
             if time.monotonic() > end:

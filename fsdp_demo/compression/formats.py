@@ -1,21 +1,23 @@
-"""What codes the values of each number format. Bits, groups and scales are facts of the
-configuration (`config/names.py`).
+"""Number formats: how the values of a group become codes and scales, and come back. Bits, groups
+and scales are facts of the configuration (`config/names.py`).
 
-A new format is a `Coder` in a file of its own, a line in `config/names.py` and a line here; one
-whose values stand for themselves is a dtype, and needs the two lines only. `quantize.py` cuts rows
-into groups and packs what a coder makes of them.
+A new format is a `Coder` here or in a file of its own, a line in `config/names.py` and a line in
+`CODERS`; one whose values stand for themselves is a dtype, and needs the two lines only.
+`quantize.py` cuts rows into groups and packs what a coder makes of them: numbers of 1, 2 or 4 bits
+are joined in bytes, the first in the lowest bits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .integers import Integer
-from .levels import OneLevel, TwoLevels
-from .small_floats import E2M1, E3M0
+from .staging import upload
 
 
 class Coder(Protocol):
@@ -35,6 +37,162 @@ class Coder(Protocol):
         """The inverse of `encode`: fp32 [n, groups, size], from scales in fp32."""
 
 
+@dataclass(frozen=True)
+class Integer:
+    """Whole multiples of a scale that a group of values shares, in two's complement of 8 or 4 bits.
+    `largest` is the largest magnitude in units of the scale. See `Coder`.
+    """
+
+    largest: float
+
+    def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Coder.encode`."""
+        scale, step, size = scales(v, self.largest)
+        q = (
+            torch.div(v, step, out=size)
+            .round_()
+            .clamp_(-self.largest, self.largest)
+            .nan_to_num_(0.0)
+            .to(torch.int8)
+            .view(torch.uint8)
+        )
+        return scale, q if self.largest > 7 else q & 15
+
+    def decode(self, scales: Tensor, q: Tensor) -> Tensor:
+        """See `Coder.decode`."""
+        signed = q if self.largest > 7 else (q ^ 8) - 8
+        return signed.view(torch.int8).float().mul_(scales)
+
+
+def scales(v: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The scale (bf16 [n, groups, 1]) by which the largest magnitude of a group becomes `largest`;
+    what to divide by (fp32, the scale, or infinity in a group of zeros); and the magnitudes
+    (fp32, the shape of v), the caller's to use up."""
+    size = v.abs()
+    top = size.amax(-1, keepdim=True)
+    # a tensor: CUDA would multiply by a scalar's reciprocal
+    scale = (top / torch.full_like(top, largest)).to(torch.bfloat16)
+    # an empty group: 0 / inf = 0
+    return scale, scale.float().masked_fill(scale == 0, torch.inf), size
+
+
+@dataclass(frozen=True)
+class SmallFloat:
+    """Eight magnitudes and a sign, the highest bit. See `Coder`.
+
+    Attributes:
+        magnitudes: in units of the scale, ascending, the first is 0.
+        lines: (slope, start): from magnitude to magnitude the code rises by one, by less and less
+            per unit, so it is the least of some straight lines slope * magnitude + start, each
+            rounded.
+    """
+
+    magnitudes: tuple[float, ...]
+    lines: tuple[tuple[float, int], ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude."""
+        return self.magnitudes[-1]
+
+    def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Coder.encode`."""
+        scale, step, size = scales(v, self.largest)
+        return scale, self._nearest(v, size.div_(step))
+
+    def decode(self, scales: Tensor, q: Tensor) -> Tensor:
+        """See `Coder.decode`."""
+        return (
+            table(self.magnitudes, q.device)
+            .index_select(0, q.int().view(-1))
+            .view(q.shape)
+            .mul_(scales)
+        )
+
+    def _nearest(self, v: Tensor, size: Tensor) -> Tensor:
+        """Codes (uint8): the sign of v and the magnitude nearest to size, which is |v| in units of
+        the scale (NaN: that of 0).
+        """
+        nearest, line = torch.full_like(size, 7), torch.empty_like(size)
+        for slope, start in self.lines:
+            torch.minimum(
+                nearest, torch.mul(size, slope, out=line).round_().add_(start), out=nearest
+            )
+        return (
+            nearest.nan_to_num_(0.0)
+            .to(torch.uint8)
+            .bitwise_or_((v.view(torch.int32) >> 28 & 8).to(torch.uint8))
+        )
+
+
+@cache
+def table(magnitudes: tuple[float, ...], device: torch.device) -> Tensor:
+    """What each of the 16 codes stands for, in units of the scale (fp32)."""
+    return torch.tensor(
+        [*magnitudes, *(-m for m in magnitudes)], dtype=torch.float32, device="cpu"
+    ).to(device)
+
+
+E3M0 = SmallFloat(
+    (0.0, *(2.0**e for e in range(-6, 1))),
+    ((64.0, 0), (32.0, 1), (16.0, 2), (8.0, 3), (4.0, 4), (2.0, 5)),
+)
+E2M1 = SmallFloat((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), ((2.0, 0), (1.0, 2), (0.5, 4)))
+
+
+class OneLevel:
+    """The bit is the sign, the scale of a group the mean of its magnitudes. See `Coder`."""
+
+    def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Coder.encode`."""
+        mean = _sum(v.abs())
+        # a tensor: CUDA would multiply by a scalar's reciprocal
+        mean = mean / torch.full_like(mean, v.shape[-1])
+        return mean.to(torch.bfloat16), (v.view(torch.int32) >> 31 & 1).to(torch.uint8)
+
+    def decode(self, scales: Tensor, q: Tensor) -> Tensor:
+        """See `Coder.decode`."""
+        return q.float().mul_(-2).add_(1).mul_(scales)
+
+
+class TwoLevels:
+    """Bit 1 is the sign, bit 0 the level. A group has two scales, the lower level and the upper
+    one. See `Coder`.
+    """
+
+    def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Coder.encode`."""
+        size = v.abs()
+        count = torch.full_like(size[..., :1], v.shape[-1])
+        threshold = _sum(size) / count
+        high = (size >= threshold).float()
+        upper, high_count = size * high, high.sum(-1, keepdim=True)
+        sums = torch.cat([_sum(size - upper), _sum(upper)], -1)
+        levels = sums / torch.cat([count - high_count, high_count], -1).clamp_min_(1)
+        levels = torch.where(threshold.isfinite(), levels, torch.nan)
+        return levels.to(torch.bfloat16), (v.view(torch.int32) >> 30 & 2).to(torch.uint8).add_(
+            high.to(torch.uint8)
+        )
+
+    def decode(self, scales: Tensor, q: Tensor) -> Tensor:
+        """See `Coder.decode`."""
+        levels = torch.cat([scales, -scales], -1)  # of each group, by code
+        start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device).view(
+            *q.shape[:2], 1
+        )
+        return levels.view(-1).index_select(0, (q + start).view(-1)).view(q.shape)
+
+
+def _sum(v: Tensor) -> Tensor:
+    """Sums fp32 [..., 1] over the last dimension, padded by zeros to a power of two and folded in
+    halves: one order on every device.
+    """
+    v = F.pad(v, (0, (1 << (v.shape[-1] - 1).bit_length()) - v.shape[-1]))
+    while v.shape[-1] > 1:
+        v = torch.add(*v.chunk(2, -1))
+    return v
+
+
 EXACT: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CODERS: dict[str, Coder] = {
     "int8": Integer(127.0),
@@ -44,3 +202,43 @@ CODERS: dict[str, Coder] = {
     "2bit": TwoLevels(),
     "1bit": OneLevel(),
 }
+
+# ---- codes in bytes ----------------------------------------------------------------------------
+
+WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+"""What holds as many bytes as there are numbers of so many bits in one."""
+# A product by it brings the bits of each byte of a word next to each other, into its highest byte.
+JOINED = {
+    bits: sum(1 << 64 // bits - 8 - (8 - bits) * i for i in range(8 // bits)) for bits in WORDS
+}
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [n] below 2^bits as uint8 [ceil(n * bits / 8)]; unused bits of the last are 0."""
+    if bits == 8:
+        return codes
+    if codes.numel() % (8 // bits):
+        codes = F.pad(codes, (0, -codes.numel() % (8 // bits)))
+    word = codes.view(WORDS[bits]) * JOINED[bits]
+    # the cast drops what the sign has filled
+    return word.bitwise_right_shift_(64 // bits - 8).to(torch.uint8)
+
+
+def unpack(data: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack`: uint8 [n * 8 / bits], the last ones may be padding."""
+    if bits == 8:
+        return data
+    if bits == 4:
+        pairs = data.to(torch.int16)
+        return (pairs | pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+    return _codes(bits, data.device).index_select(0, data.to(torch.int32)).view(torch.uint8)
+
+
+@cache
+def _codes(bits: int, device: torch.device) -> Tensor:
+    """The codes that each byte holds, as one word [256]."""
+    codes = (
+        torch.arange(256, device="cpu")[:, None] >> bits * torch.arange(8 // bits, device="cpu")
+        & (1 << bits) - 1
+    )
+    return upload(codes.to(torch.uint8).view(WORDS[bits]).view(-1), device)

@@ -29,7 +29,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .bits import pack, unpack
+from .formats import pack, unpack
 from .staging import upload
 
 THIRD = 21846

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 
 from ..config.names import FORMATS
-from .bits import pack, unpack
-from .formats import CODERS, EXACT
+from .formats import CODERS, EXACT, pack, unpack
 
 # values coded at once on a CPU: what is written in between stays in the cache of a core
 CHUNK = 1 << 18

@@ -15,19 +15,34 @@ off by about 0.3 % of their root mean square; it is still subtracted exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config.channel import BLOCK, Codec
 from .blocks import Layout
-from .dct import dct_matrix
-from .precision import products_on
 from .processor import fast_bf16, intel
 from .windows import EDGE, ContiguousViews, Group, Window
+
+
+def dct_matrix(n: int) -> Tensor:
+    """The n-point orthonormal DCT-II as a matrix fp64 [n, n].
+
+    D[k, i] = sqrt(2 / n) cos(pi (i + 1/2) k / n), the first row divided by sqrt(2) (Ahmed,
+    Natarajan, Rao 1974).
+    """
+    k = torch.arange(n, dtype=torch.float64, device="cpu")[:, None]
+    i = torch.arange(n, dtype=torch.float64, device="cpu")[None]
+    d = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2.0 / n)
+    d[0] /= math.sqrt(2.0)
+    return d
+
 
 # coefficients of a block for which outer products are less work than two products of matrices
 FEW = 64
@@ -285,3 +300,67 @@ def transform(codec: Codec, layout: Layout, work: Tensor, inverse: bool = False)
             for part in w.inner:
                 (made.inverse_ if inverse else made.forward_)(part.group, part.of(work))
     return work
+
+
+# ---- the precision of torch's products, which is a setting of the process ----------------------
+
+_LOCK = threading.Lock()
+# by backend: the setting as it was, then one entry for each that wants another
+_HELD: dict[int, list[Any]] = {}
+
+
+@contextmanager
+def set_precision(backend: Any, precision: str) -> Iterator[None]:
+    # the setting is the process's: it stays until the last thread that wants it has ended
+    with _LOCK:
+        held = _HELD.setdefault(id(backend), [])
+        if not held:
+            held.append(backend.fp32_precision)
+            backend.fp32_precision = precision
+        held.append(None)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            held.pop()
+            if len(held) == 1:
+                backend.fp32_precision = held.pop()
+
+
+_MKLDNN: Any = torch.backends.mkldnn
+
+
+@lru_cache(maxsize=1)
+def onednn() -> bool:
+    """Whether torch makes fp32 products on this CPU in oneDNN, and still in fp32, when oneDNN is
+    allowed bf16.
+
+    That is how one chooses it over MKL, whose kernels are half as fast on AMD; so it is on CPUs
+    without AMX. Tried, not assumed."""
+    x = (
+        torch.linspace(-9.0, 9.0, 4 * BLOCK, dtype=torch.float32, device="cpu")
+        .sin_()
+        .view(4, EDGE, EDGE)
+    )
+    d = dct_matrix(EDGE).float()
+    exact = torch.matmul(d.double(), x.double())
+    try:
+        with set_precision(_MKLDNN.matmul, "bf16"):
+            found = torch.bmm(d.expand(4, EDGE, EDGE), x)
+            rows = torch.mm(x.view(-1, EDGE), d)
+    except (AttributeError, RuntimeError):  # a torch without it
+        return False
+    errors = (
+        (found - exact).abs().max(),
+        (rows - x.view(-1, EDGE).double() @ d.double()).abs().max(),
+    )
+    return bool(max(errors) < 1e-5)
+
+
+def products_on(device: torch.device, tf32: bool) -> AbstractContextManager[None]:
+    """The precision that the transform's products are made in on `device`, whatever the training
+    asks for elsewhere.
+    """
+    if device.type == "cuda":
+        return set_precision(torch.backends.cuda.matmul, "tf32" if tf32 else "ieee")
+    return set_precision(_MKLDNN.matmul, "bf16") if not intel() and onednn() else nullcontext()

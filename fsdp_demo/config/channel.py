@@ -116,7 +116,7 @@ class Codec:
 
     select "topk" takes the largest, whose positions travel with them; "random" and "stride"
     (FlexDeMo) take `topk` of each block at positions that all replicas compute from the step
-    (`compression/seeded.py`), so only values travel and they can be summed on the way. select
+    (`compression/selection.py`), so only values travel and they can be summed on the way. select
     "dense" sends everything. transform_precision "bf16" lets the transform multiply in bf16 (CUDA:
     TF32): faster, nearly the same choice. What is sent is still exactly what is subtracted.
 

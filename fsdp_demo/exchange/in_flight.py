@@ -1,5 +1,5 @@
 """The messages of one rank that are under way: what several channels send at one step becomes one
-message (`pending.py`), and waits here until it is due.
+message (`sending.PendingExchange`), and waits here until it is due.
 
 What lies where in a message is said by `message.py`, how it gets to the others and back by
 `sending.py`. What has arrived is handed out, channel by channel, only after all ranks of the island
@@ -29,9 +29,8 @@ from .connections import Connections
 from .ledger import Ledger
 from .local_status import Said
 from .message import MessageLayout
-from .pending import ExchangeRecord, PendingExchange
 from .saved_state import History, InFlightState
-from .sending import MessageSender
+from .sending import ExchangeRecord, MessageSender, PendingExchange
 from .watch import Norms, Watch
 
 log = logging.getLogger("fsdp_demo")

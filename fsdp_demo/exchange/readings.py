@@ -25,8 +25,8 @@ from . import summary
 from .connections import Connections
 from .in_flight import InFlightQueue
 from .ledger import LedgerPage
-from .pending import ExchangeRecord
 from .runtime import StepRuntime
+from .sending import ExchangeRecord
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from ..comm.header import PAYLOAD
 from ..comm.joining import DTYPES, Expected, Following, Listed, Snapshot
 from . import snapshot_head
 from .frozen import shared_tensors
-from .pending import PendingExchange
 from .runtime import StepRuntime
+from .sending import PendingExchange
 from .snapshot_head import Open, Stand
 
 log = logging.getLogger("fsdp_demo")

@@ -40,8 +40,10 @@ from fsdp_demo.comm.topology import Topology  # noqa: E402
 from fsdp_demo.comm.worker import CommWorker  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
 from fsdp_demo.compression.formats import CODERS  # noqa: E402
-from fsdp_demo.compression.precision import onednn  # noqa: E402
-from fsdp_demo.compression.transform import matrix  # noqa: E402
+from fsdp_demo.compression.transform import (
+    matrix,  # noqa: E402
+    onednn,  # noqa: E402
+)
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402

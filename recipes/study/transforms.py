@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_demo.compression import transform as library
-from fsdp_demo.compression.dct import dct_matrix
+from fsdp_demo.compression.transform import dct_matrix
 from fsdp_demo.config import channel as checks
 
 RIGHT, LEFT = "dct_right", "dct_left"

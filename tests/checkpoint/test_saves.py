@@ -395,11 +395,10 @@ def test_a_refused_start_does_not_take_the_folder(tmp_path):
 # -- a store that does not answer ----------------------------------------------------------------
 
 SERVE = """
-import time
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+from fsdp_demo.launch.store import StoreServer
+store = StoreServer("127.0.0.1:0", ":memory:")
 print(store.port, flush=True)
-time.sleep(99)
+store.serve_while(lambda: True)
 """
 
 

@@ -345,13 +345,13 @@ def test_there_is_no_presence_without_islands() -> None:
 @pytest.mark.parametrize(
     ("note", "says"),
     [
-        ("{", "JSONDecodeError"),
-        ("[" * 60_000, "RecursionError"),
+        ("{", "Expecting property name"),
+        ("[" * 60_000, "recursion"),
         ("[" * (2 * LARGEST), f"{2 * LARGEST} bytes, allowed are {LARGEST}"),
-        ('{"name": "island1"}', "KeyError"),
+        ('{"name": "island1"}', "missing required field `host`"),
         (
             json.dumps({"name": "x", "host": "y", "count": "2", "shards": 1, "copies": 1}),
-            "its 'count' is '2'",
+            "Expected `int`, got `str` - at `$.count`",
         ),
     ],
 )

@@ -16,13 +16,16 @@ import torch
 
 pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 
-from fsdp_demo.comm import agreement, meet, newcomer
+from fsdp_demo.comm import agreement, meet, moves, newcomer
 from fsdp_demo.comm.collectives import ReceivedMessage, part_of_mean, shares, whole
 from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
+from fsdp_demo.comm.epochs import Member, first_record
 from fsdp_demo.comm.guests import Guests
 from fsdp_demo.comm.header import DIGESTS, HEADER, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import PeerPosition
+from fsdp_demo.comm.membership import entered
+from fsdp_demo.comm.stopping import Stopping
 from fsdp_demo.comm.worker import CommWorker
 from fsdp_demo.comm.zeromq import Meeting
 from fsdp_demo.errors import WireError
@@ -241,9 +244,9 @@ def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[...
 
         def joins() -> None:
             try:
-                alive, newcomer.SignsOfLife._run = newcomer.SignsOfLife._run, lambda self: None
+                alive, newcomer.SignsOfLife._say = newcomer.SignsOfLife._say, lambda self: None
                 came.append(comes(2))
-                newcomer.SignsOfLife._run = alive
+                newcomer.SignsOfLife._say = alive
                 came.append(comes(3))
                 time.sleep(2 * run.dead)
             finally:
@@ -339,6 +342,20 @@ def test_a_guest_that_cannot_be_read_is_dropped_and_nobody_else(note: bytes) -> 
     guests = Guests.__new__(Guests)
     guests.guest, guests._looked, guests._dead = guest, now, 10.0
     assert guests.look() == [] and guests.guest is None
+
+
+def test_a_question_is_not_abandoned_for_who_is_not_asked() -> None:
+    """All are told to end while 0 and 1 ask something at the base of 2, which has not begun."""
+    members = [Member(i) for i in range(3)]
+    planned = first_record(members[:2]).following(members=tuple(members), base=(0, 0, 5))
+    rank = entered(members[0], 0, 1, planned, window=9)
+    for n in range(6):
+        rank, _ = rank.step(moves.Launched(n, "gather", question=n == 5))
+    signs = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
+    stopping = Stopping(signs, lambda: rank, threading.Condition())
+    stopping.end()
+    stopping.hear(["stops", 5, True, -1], members[2])
+    assert not stopping.abandoned(5) and stopping.abandoned(6)
 
 
 def test_what_a_guest_brings() -> None:

@@ -25,6 +25,7 @@ from fsdp_demo.config.channel import BLOCK, Codec
 from fsdp_demo.exchange.message import pack_bits, unpack_bits
 
 from ..support import threaded
+from ..support.sealed import seal, unseal
 from ..support.threaded import Tap, values
 
 quick = settings(max_examples=60, deadline=None)
@@ -72,12 +73,12 @@ def fixed() -> torch.Tensor:
 
 
 def test_golden_header() -> None:
-    message = frame.seal(
+    message = seal(
         frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976),
         uint8(b"\x01\x02\x03\xff"),
     )
     assert bytes(message.tolist()).hex() == HEADER
-    header, body = frame.unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
+    header, body = unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
     assert (header.flags, header.weight, header.loss, header.rate, body.tolist()) == (
         1,
         1.5,
@@ -85,9 +86,7 @@ def test_golden_header() -> None:
         28976,
         [1, 2, 3, 255],
     )
-    assert (
-        bytes(frame.seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
-    )
+    assert bytes(seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
 
 
 def test_golden_header_by_hand() -> None:
@@ -188,27 +187,27 @@ def test_sparse_bytes_is_the_real_length(
 
 
 def sealed(digest: int = DIGEST, step: int = STEP) -> torch.Tensor:
-    return frame.seal(frame.Header(digest, step, 1.0, 0.5), uint8(bytes(range(24))))
+    return seal(frame.Header(digest, step, 1.0, 0.5), uint8(bytes(range(24))))
 
 
 def test_every_bit_flip_is_refused() -> None:
     message = sealed()
-    frame.unseal(message, HERE, "a")
+    unseal(message, HERE, "a")
     for at in range(message.numel()):
         for bit in range(8):
             torn = message.clone()
             torn[at] ^= 1 << bit
             with pytest.raises(WireError, match="island 3"):
-                frame.unseal(torn, HERE, "island 3")
+                unseal(torn, HERE, "island 3")
 
 
 def test_every_truncation_is_refused() -> None:
     message = sealed()
     for n in range(message.numel()):
         with pytest.raises(WireError, match="truncated"):
-            frame.unseal(message[:n], HERE, "a")
+            unseal(message[:n], HERE, "a")
     with pytest.raises(WireError):
-        frame.unseal(torch.cat([message, uint8(b"\0")]), HERE, "a")
+        unseal(torch.cat([message, uint8(b"\0")]), HERE, "a")
 
 
 def other_version(message: torch.Tensor, version: int) -> torch.Tensor:
@@ -221,12 +220,12 @@ def other_version(message: torch.Tensor, version: int) -> torch.Tensor:
 
 def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
     with pytest.raises(WireError, match=f"step {STEP + 2}.* step {STEP + 1}"):
-        frame.unseal(sealed(step=STEP + 1), HERE, "a")
+        unseal(sealed(step=STEP + 1), HERE, "a")
     with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
-        frame.unseal(sealed(digest=DIGEST - 1), HERE, "a")
+        unseal(sealed(digest=DIGEST - 1), HERE, "a")
     with pytest.raises(WireError, match="version 4.*version 5"):
-        frame.unseal(other_version(sealed(), 4), HERE, "a")
-    assert frame.unseal(other_version(sealed(), 5), HERE, "a")[0].step == STEP
+        unseal(other_version(sealed(), 4), HERE, "a")
+    assert unseal(other_version(sealed(), 5), HERE, "a")[0].step == STEP
 
 
 # ---- the same through a real exchange of two islands -------------------------------------------
@@ -345,7 +344,7 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
             bytes(data[:56].tolist())
         )
         assert at == now
-        return frame.seal(
+        return seal(
             frame.Header(its ^ digest, at + step, weight, loss, flags, kind, total, number),
             data[56:],
         )

@@ -26,6 +26,7 @@ from ..oracles import dct as slow_dct
 from ..oracles import quantise as slow_values
 from ..oracles import topk as slow_topk
 from ..oracles import wire as slow_wire
+from ..support.sealed import seal, unseal
 from ..support.transforms import transform
 
 quick = settings(deadline=None, max_examples=30, derandomize=True)
@@ -329,7 +330,7 @@ def test_header_by_hand():
     header = frame.Header(
         digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7
     )
-    message = bytes(frame.seal(header, body).tolist())
+    message = bytes(seal(header, body).tolist())
     fields = (5, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
     head = b"FDX2" + struct.pack("<BBHQIIQQffI", *fields)
     assert message == head + struct.pack("<I", zlib.crc32(head)) + bytes(range(5))
@@ -338,9 +339,7 @@ def test_header_by_hand():
 
 def test_header_and_body_come_back():
     header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
-    got, body = frame.unseal(
-        frame.seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1"
-    )
+    got, body = unseal(seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
     assert (
         body.tolist() == list(range(7))
         and got.weight == 0.25
@@ -353,24 +352,22 @@ def test_header_and_body_come_back():
 @given(st.data())
 def test_every_flipped_bit_and_every_truncation_is_refused(data):
     header = frame.Header(digest=7, step=3)
-    message = frame.seal(header, torch.arange(40, dtype=torch.uint8))
-    frame.unseal(message, header, "island 1")
+    message = seal(header, torch.arange(40, dtype=torch.uint8))
+    unseal(message, header, "island 1")
     torn = message.clone()
     torn[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(frame.WireError, match="island 1"):
-        frame.unseal(torn, header, "island 1")
+        unseal(torn, header, "island 1")
     with pytest.raises(frame.WireError, match="island 1"):
-        frame.unseal(
-            message[: data.draw(st.integers(0, len(message) - 1))].clone(), header, "island 1"
-        )
+        unseal(message[: data.draw(st.integers(0, len(message) - 1))].clone(), header, "island 1")
 
 
 def test_another_digest_or_step_is_refused_with_both_values():
-    message = frame.seal(frame.Header(digest=7, step=3), torch.zeros(4, dtype=torch.uint8))
+    message = seal(frame.Header(digest=7, step=3), torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(frame.Mismatch, match="0000000000000007.*0000000000000008"):
-        frame.unseal(message, frame.Header(8, 3), "island 1")
+        unseal(message, frame.Header(8, 3), "island 1")
     with pytest.raises(frame.Mismatch, match="step 4.*step 5"):
-        frame.unseal(message, frame.Header(7, 4), "island 1")
+        unseal(message, frame.Header(7, 4), "island 1")
 
 
 def test_golden_payload():

@@ -22,9 +22,8 @@ from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
 from fsdp_demo.compression import processor, topk
 from fsdp_demo.compression.blocks import Layout
-from fsdp_demo.compression.precision import onednn
 from fsdp_demo.compression.sparse import decode_sparse
-from fsdp_demo.compression.transform import Transform, matrix
+from fsdp_demo.compression.transform import Transform, matrix, onednn
 from fsdp_demo.compression.windows import ContiguousViews
 from fsdp_demo.config.channel import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchHost

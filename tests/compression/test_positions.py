@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.compression import bits, positions, quantize, sparse
+from fsdp_demo.compression import formats, positions, quantize, sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.positions import Form, form
 from fsdp_demo.config.channel import BLOCK, Codec
@@ -122,10 +122,10 @@ def test_numbers_of_few_bits(size: int, count: int, seed: int) -> None:
     codes = torch.randint(
         1 << size, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )
-    data = bits.pack(codes, size)
+    data = formats.pack(codes, size)
     number = sum(c << size * i for i, c in enumerate(codes.tolist()))
     assert bytes(data.tolist()) == number.to_bytes((size * count + 7) // 8, "little")
-    assert torch.equal(bits.unpack(data, size)[:count], codes)
+    assert torch.equal(formats.unpack(data, size)[:count], codes)
 
 
 # ---- sizes -------------------------------------------------------------------------------------

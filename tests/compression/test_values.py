@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_demo.compression import quantize
-from fsdp_demo.compression.formats import CODERS
-from fsdp_demo.compression.small_floats import E2M1, E3M0
+from fsdp_demo.compression.formats import CODERS, E2M1, E3M0
 from fsdp_demo.config.channel import CODES
 from fsdp_demo.config.names import FORMATS
 

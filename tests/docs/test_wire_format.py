@@ -16,6 +16,8 @@ from fsdp_demo.comm import frames, header
 from fsdp_demo.comm.store_wire import Answer, Question
 from fsdp_demo.config.names import FORMATS
 
+from ..support.sealed import seal
+
 TEXT = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
 TYPES = {"u8": "B", "u16": "H", "u32": "I", "u48": "6s", "u64": "Q", "f32": "f"}
 
@@ -54,7 +56,7 @@ def test_offsets_and_types_are_those_of_the_struct(name: str) -> None:
 
 def test_parts_of_one_number_lie_as_they_are_said_to() -> None:
     body = torch.zeros(259, dtype=torch.uint8)
-    message = header.seal(header.Header(7, 3, flags=header.STOP, norm=200, rate=513), body)
+    message = seal(header.Header(7, 3, flags=header.STOP, norm=200, rate=513), body)
     assert message[24:32].tolist() == [3, 1, 0, 0, 0, 0, 1, 2]
     assert (
         message[5].item() == header.PAYLOAD

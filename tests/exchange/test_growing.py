@@ -111,9 +111,9 @@ def dies_as_a_donor(moment: str) -> None:
     plans no join."""
     put, read, seen = spool.put, guests._word, list[str]()
 
-    def half(hub: Any, wire: Any, head: dict[str, Any], parts: Any) -> None:
-        seen.append(head["item"])
-        if moment == head["item"] == "snapshot":
+    def half(hub: Any, wire: Any, head: spool.Head, parts: Any) -> None:
+        seen.append(head.item)
+        if moment == head.item == "snapshot":
             put(SimpleNamespace(changed=hub.changed, nudge=lambda wire: None), wire, head, parts)
             wire._queue.pop()  # its last part
             hub.nudge(wire)

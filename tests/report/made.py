@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_demo
-from fsdp_demo.exchange.pending import ExchangeRecord
+from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.report.record import RunRecord
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from fsdp_demo.compression import small_floats, transform
+from fsdp_demo.compression import formats, transform
 
 DEVICE = torch.device("lazy", 0)  # a type of device that torch knows, and that no library serves
 UNCOUNTED = (
@@ -290,7 +290,7 @@ def plug_in() -> Iterator[Plug]:
     """Within this context the device has streams, and the host memory that is pinned for it;
     constants made for it go at the end.
     """
-    plug, cached, plain = Plug(), (transform._matrix, small_floats.table), torch.empty
+    plug, cached, plain = Plug(), (transform._matrix, formats.table), torch.empty
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         if not pin_memory:
