@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import fsdp_demo
+import fsdp_demo.launch.store as launched
 from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
+from fsdp_demo.comm import descriptors
 from fsdp_demo.commands import step_clock, store
 from fsdp_demo.config.parsing import read_yaml
 from fsdp_demo.doctor import reading
@@ -33,8 +35,12 @@ def port_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = SimpleNamespace(
         warnings=[], port=7, host="h", file="", endpoint="e", serve_until=lambda signals: None
     )
-    monkeypatch.setattr(store, "_store", lambda args: served)
-    store.store(argparse.Namespace(port_file=str(path), quiet=True))
+    monkeypatch.setattr(launched, "StoreServer", lambda *_: served)
+    # what it changes of its process would stay
+    monkeypatch.setattr(launched, "bound_memory", lambda: None)
+    monkeypatch.setattr(descriptors, "raise_to", lambda _: None)
+    monkeypatch.setattr(store.signal, "pthread_sigmask", lambda *_: set())
+    store.store(argparse.Namespace(bind="h:7", file=None, port_file=str(path), quiet=True))
 
 
 def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ import yaml
 from fsdp_demo import cli
 
 from ..support import pages
+from ..support.threads import LAZY
 
 RUNNER = Path(pages.__file__).with_name("run_blocks.py")
 PARSED = {"yaml": yaml.safe_load, "json": json.loads}
@@ -160,11 +163,40 @@ def test_yaml_and_json_are_well_formed(page: Path) -> None:
             )
 
 
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """The process that forks for each page: torch and what else is imported takes longer than most
+    pages.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
+    env |= {
+        "PYTHONPATH": str(pages.ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+        "CUDA_VISIBLE_DEVICES": "",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow starts a thread at its import
+    }
+    imported = [*LAZY, *(name for name in OPTIONAL if importlib.util.find_spec(name))]
+    process = subprocess.Popen(
+        [sys.executable, str(RUNNER), *imported],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)  # with a page that hangs
+    process.communicate()
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "page", [pytest.param(p, id=pages.name(p)) for p in pages.pages() if python_of(p)]
 )
-def test_python_runs(page: Path, tmp_path: Path) -> None:
+def test_python_runs(page: Path, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
     """All blocks of a page in one namespace, in a process without islands and without a network, in
     an empty folder.
     """
@@ -183,27 +215,13 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
     ]
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(absent)}")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
-    env |= {
-        "PYTHONPATH": str(pages.ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-    }
-    env |= {"HF_HOME": str(tmp_path / "hub"), "CUDA_VISIBLE_DEVICES": ""}
-    (tmp_path / "empty").mkdir()
-    told = json.dumps({"blocks": parts})
-    command = [sys.executable, str(RUNNER)]
-    done = subprocess.run(
-        command,
-        input=told,
-        cwd=tmp_path / "empty",
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    folder, log = tmp_path / "empty", tmp_path / "log"
+    folder.mkdir()
+    told = {"blocks": parts, "folder": str(folder), "log": str(log)}
+    assert runner.stdin is not None and runner.stdout is not None
+    print(json.dumps(told), file=runner.stdin, flush=True)
+    status = runner.stdout.readline().strip()
+    assert status == "0", f"exit status {status}\n{log.read_text(errors='replace')[-8000:]}"
 
 
 @pytest.mark.parametrize("page", ALL)

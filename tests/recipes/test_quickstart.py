@@ -75,13 +75,13 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
             "--lr",
             0.004,
             "--steps",
-            100,
+            60,
             "--batch-size",
             4,
             "--sequence-length",
             128,
         ),
-        *("--eval-every", 50, "--eval-batches", 8, "--log-every", 25, "--output", tmp_path),
+        *("--eval-every", 30, "--eval-batches", 8, "--log-every", 15, "--output", tmp_path),
     )
     assert done.returncode == 0, done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -92,14 +92,14 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
         "preset": "demo",
         "islands": 2,
         "procs": 2,
-        "steps": 100,
+        "steps": 60,
     }
     assert (
-        summary["tokens"] == 100 * 2 * 2 * 4 * 128
+        summary["tokens"] == 60 * 2 * 2 * 4 * 128
         and summary["parameters"] == 459_904
-        and summary["exchanges"] == 100
+        and summary["exchanges"] == 60
     )
-    assert summary["bytes_full_per_island"] == 2 * 459_904 * 100
+    assert summary["bytes_full_per_island"] == 2 * 459_904 * 60
     assert 0 < summary["bytes_sent_per_island"] < summary["bytes_full_per_island"] / 40
     assert summary["ratio"] == pytest.approx(
         summary["bytes_full_per_island"] / summary["bytes_sent_per_island"]
@@ -113,7 +113,7 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
             json.loads(line)
             for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         ]
-        assert [line["step"] for line in lines] == [25, 50, 75, 100]
+        assert [line["step"] for line in lines] == [15, 30, 45, 60]
         assert {
             "loss",
             "lr",

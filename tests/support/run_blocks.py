@@ -1,14 +1,17 @@
-"""Runs the python blocks of a page, one after the other in one namespace: `python run_blocks.py <
-blocks.json`, a process of its own.
+"""Runs the python blocks of pages, each page in a process of its own: `python run_blocks.py MODULE
+...` imports the modules that many pages need, once, and forks for every line of its input.
 
-Nothing outside this machine can be reached. The input is {"page": path, "blocks": [[line, code],
-...]}; an error shows the page's line.
+A line is {"blocks": [[path, line, code], ...], "folder": where they run, "log": where their output
+goes}. The blocks of a page share one namespace, and an error shows the page's line. The answer is a
+line with the exit status. Nothing outside this machine can be reached.
 """
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import json
+import os
 import socket
 import sys
 from typing import Any
@@ -38,8 +41,28 @@ def refuse_network(event: str, args: tuple[Any, ...]) -> None:
 
 
 def main() -> None:
-    told = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # deepspeed says something there at its import
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    # a child has only the thread that forks, and the locks of the others as they were
+    assert len(tasks := os.listdir("/proc/self/task")) == 1, f"{len(tasks)} threads, allowed is one"
     sys.addaudithook(refuse_network)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            return run(json.loads(line))
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+def run(told: dict[str, Any]) -> None:
+    """The blocks of a page; the process ends as any other afterwards."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(told["folder"])
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for path, line, code in told["blocks"]:
         exec(compile("\n" * (line - 1) + code, path, "exec"), namespace)
