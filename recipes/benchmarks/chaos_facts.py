@@ -62,7 +62,7 @@ class Tape:
                 tokens[f["slot"], f["rank"], f["step"]] = f["tokens"]
                 if f["rank"] == 0:
                     self.steps[f["slot"], f["life"]].append(f)
-        found: dict[int, Round] = {}
+        found: dict[tuple[int, int], Round] = {}
         messages = [f for f in self.facts if f["what"] == "message" and f["rank"] == 0]
         for f in [*self._firm(messages, "n"), *self._firm(messages, "n", last=True)]:
             self._add(found, f)
@@ -91,9 +91,10 @@ class Tape:
             else firm
         )
 
-    def _add(self, found: dict[int, Round], f: Fact) -> None:
+    def _add(self, found: dict[tuple[int, int], Round], f: Fact) -> None:
         slots, counted = tuple(f["slots"]), tuple(f["counted"])
-        r = found.setdefault(f["n"], Round(f["n"], f["step"], f["time"], slots, counted))
+        at = bisect.bisect(self.begun, f["time"]), f["n"]  # a run that is begun anew counts anew
+        r = found.setdefault(at, Round(f["n"], f["step"], f["time"], slots, counted))
         r.unlike |= (slots, counted, f["step"]) != (r.slots, r.counted, r.step) and (
             f["slot"],
             f["life"],

@@ -116,7 +116,7 @@ def _in_group(rank: Rank, job: Job) -> Any:
             # a rank that ends while another one still connects to it in gloo makes that one fail
             dist.barrier()
         return value
-    init = f"file://{rank.folder}/island{rank.island}"
+    init = f"file://{rank.folder}/world{rank.island}"
     dist.init_process_group(
         "gloo",
         init_method=init,
