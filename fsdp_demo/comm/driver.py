@@ -615,6 +615,8 @@ class Driver:
 
     def _lose(self, found: Mapping[Member, str]) -> None:
         """These peers are lost. One report names them all: it is written once in a view."""
+        if self.machine.state in ("left", "expelled"):
+            return  # it is nobody's peer any more
         lost = [
             m
             for m in found

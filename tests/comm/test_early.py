@@ -7,6 +7,7 @@ sums are exact.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -263,3 +264,32 @@ def test_more_than_was_said_is_not_made_room_for(run_ranks) -> None:
         assert agree(of.survivors(1)) == [(0, 2)]
 
     alone(run_ranks, run)
+
+
+def test_an_island_that_has_left_says_nothing_of_the_others(run_ranks) -> None:
+    """They close their connections while it still saves."""
+
+    def run() -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        of = Islands(2)
+
+        def fn(line: Any) -> None:
+            line.allow_early(1 << 20)
+            message(line, 0, True)
+            if line.slot == 0:
+                line.leave()
+                while (1, 0) not in of.results:
+                    time.sleep(0.01)
+                time.sleep(0.3)
+                return
+            while 0 in line.alive:
+                time.sleep(0.01)
+            line.release()
+
+        of.run(fn)
+        return [text for text in said if text.startswith("island 1 (island1) is lost")]
+
+    assert alone(run_ranks, run) == []
