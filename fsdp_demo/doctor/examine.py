@@ -232,7 +232,7 @@ class SharedNotes:
         while missing := [i for i in range(t.count) if i not in found]:
             for i in missing:
                 if self.store.get(f"{name}/{i}"):
-                    found[i] = self.store.note(f"{name}/{i}", f"island {i}", {})
+                    found[i] = self.store.note(f"{name}/{i}", f"island {i}", dict[str, Any])
             if len(found) < t.count and time.monotonic() > end:
                 gone = ", ".join(str(i) for i in range(t.count) if i not in found)
                 raise PeerLost(

@@ -577,8 +577,8 @@ def seen(tag: str, step: int, applied: str, owner: int | None = None) -> dict[st
     of step 10.
     """
     own = [
-        [[10, "checkpoint", "9", 0], "ten", "r10"],
-        [[step, "checkpoint", applied, 0], tag, f"r{step}{applied}"],
+        [[10, "9", 0], "ten", "r10"],
+        [[step, applied, 0], tag, f"r{step}{applied}"],
     ]
     note = {
         "name": "n",

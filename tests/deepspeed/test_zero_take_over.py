@@ -191,7 +191,7 @@ def test_who_loads_and_who_takes_over() -> None:
         choose_tags([nothing(), nothing(plain=["start"], plain_latest="start")])
     away, both = seen("a", 10, "9"), [seen("b", 30, "29"), seen("b", 30, "29")]
     for note in both:
-        note["own"][1][0] = [30, "checkpoint", "29", 0, "", "[1, 2]"]
+        note["own"][1][0] = [30, "29", 0, "", "[1, 2]"]
     assert choose_tags([away, *both], elastic=range(3)) == [None, *[("b", "r3029")] * 2]
     assert choose_tags([away, *both]) == [("ten", "r10")] * 3
     with pytest.raises(NeedsDecision, match="different tags"):
