@@ -12,9 +12,8 @@ from ..status import end_by_lost_peers
 from .store_client import Store, WorldStore, connect
 
 ANSWER = 15.0
-"""Seconds that a question to the store may take once the islands have met. Its one thread asks the
-name server for every address that connects, and a name server that does not answer holds it for
-5 s each time (seen)."""
+"""Seconds that a question to the store may take once the islands have met. A store that is started
+again on its file answers well within them."""
 
 
 @dataclass

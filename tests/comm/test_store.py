@@ -83,12 +83,12 @@ def test_threads_and_forks_share_a_client(run_ranks) -> None:
                 store.set(f"{name}/{n}", name)
 
         threads = [threading.Thread(target=work, args=(f"t{i}",)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        pid = os.fork()
+        pid = os.fork()  # before there are threads
         if not pid:
             work("fork")
             os._exit(0)
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
         assert os.waitpid(pid, 0)[1] == 0
