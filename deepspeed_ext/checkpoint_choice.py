@@ -7,9 +7,8 @@ heads of the exchange's parts.
     DIR/<name>/latest             the newest TAG
 
 Replicas whose newest states lie between the same exchanges go on from these, each from its own tag
-(`fsdp_demo.checkpoint.choice`). A replica goes on from its own folder where it was saved by as many
-replicas as there are now. One without a folder, or another number of replicas, takes what it sees
-in DIR, in the shares of `fsdp_demo.checkpoint.reshard`.
+(`fsdp_demo.checkpoint.choice`). A replica goes on from its own folder. One without takes what
+another has saved, where it sees that in DIR.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint import SavedExchange, load_exchange
 from fsdp_demo.checkpoint.choice import Held, present, together
-from fsdp_demo.checkpoint.reshard import shares
 from fsdp_demo.checkpoint.whole import PARTS, whole
 from fsdp_demo.errors import NeedsDecision, see
 
@@ -44,15 +42,15 @@ class Choice:
 
     Attributes:
         tag: of DeepSpeed; None where there is nothing to load.
-        sources: folders of replicas with their shares; the sum of the shares is 1. Empty where this
-            replica sees none, and takes over what the others bring.
-        parts: folders of the exchange's parts; empty where the checkpoint has none.
+        source: folder of the replica that saved it. None where this replica sees none, and takes
+            over what the others bring.
+        parts: whether the exchange's parts are in it.
         alone: every replica loads by itself; False where some take over from the others.
     """
 
     tag: str | None
-    sources: list[tuple[Path, float]]
-    parts: list[Path] = field(default_factory=list)
+    source: Path | None
+    parts: bool = False
     alone: bool = True
 
 
@@ -278,24 +276,15 @@ def choose(root: Path, topology: Topology, tag: str, run: str) -> Choice:
     """Where this replica takes the agreed checkpoint from."""
     own = folder_of(root, topology)
     if not run:
-        return Choice(tag, [(root, 1.0)])
-    found: dict[int, tuple[Path, SavedExchange]] = {}
+        return Choice(tag, root)
     for folder in sorted(_folders(root), key=lambda f: f != own):  # its own is preferred
         try:
             saved = load_exchange(folder / tag / PARTS)
         except ValueError:
             continue
         if saved.complete and _run(saved) == run:
-            found.setdefault(saved.islands[0], (folder, saved))
-    mine = found.get(topology.island)
-    if mine is not None and mine[1].heads[0]["islands"] == topology.islands:
-        return Choice(tag, [(mine[0], 1.0)], [mine[0] / tag / PARTS])
-    weights = shares(sorted(found), topology.islands)[topology.island]
-    return Choice(
-        tag,
-        [(found[i][0], w) for i, w in weights.items()],
-        [folder / tag / PARTS for folder, _ in found.values()],
-    )
+            return Choice(tag, folder, parts=True)
+    raise ValueError(f"{root} held {tag} whole when it was looked at, and does no more; {CURE}")
 
 
 def _run(saved: SavedExchange) -> str:

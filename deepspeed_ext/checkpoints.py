@@ -18,17 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from fsdp_demo import Exchange
 from fsdp_demo.checkpoint import SavedExchange, load_exchange, save_exchange
 from fsdp_demo.checkpoint.exchange_state import method_of
 from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.fence import Fence
+from fsdp_demo.checkpoint.files import FRESH
 from fsdp_demo.checkpoint.finite import refuse_exchange
 from fsdp_demo.checkpoint.folders import damaged, misfits
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.checkpoint.reshard import stretches
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
+from fsdp_demo.checkpoint.whole import PARTS
 from fsdp_demo.config.auto import undecided
 from fsdp_demo.errors import NeedsDecision, NotFinite
 
@@ -212,23 +213,23 @@ class _Followed(Folders):
                 "load_module_only: no replica takes over weights alone, and some see no "
                 "checkpoint: copy the folder of one replica there"
             )
-        if not choice.sources:
+        if choice.source is None:
             return self._take_over(folder_of(root, topology), choice.tag)
-        self.world.together(lambda: self._verify(choice), READS)
+        place = choice.source / choice.tag
+        self.world.together(lambda: self._verify(place), READS)
         fresh = options["load_module_only"] or not options["load_optimizer_states"]
         saved: SavedExchange | None = None
         if choice.parts and not fresh:
-            found = self.world.together(lambda: load_exchange(*choice.parts), READS)
+            found = self.world.together(lambda: load_exchange(place / PARTS), READS)
             self._go_on(found.heads[0])
             saved = self.world.together(lambda: self._fitting(found), READS)
-        result = self._load(choice, options)
+        result = self.load_from(choice.source, choice.tag, options)
         state = (
             self.world.together(lambda: saved.state_for(self.exchange), READS)
             if saved is not None
             else None
         )
         if state is None and self.first:
-            place = choice.sources[0][0] / choice.tag
             why = "without optimizer states" if fresh else "and holds no exchange state"
             log.warning(
                 "%s was loaded %s: the channels start anew, from the weights of one replica",
@@ -286,15 +287,13 @@ class _Followed(Folders):
 
         return cast(dict[str, Any], self.ranks.from_first(notes))
 
-    def _verify(self, choice: Choice) -> None:
+    def _verify(self, place: Path) -> None:
         """Compare checksums, each rank its share."""
-        for folder, _ in choice.sources:
-            place = folder / str(choice.tag)
-            if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
-                raise ValueError(
-                    f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this "
-                    f"folder away; {CURE}"
-                )
+        if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
+            raise ValueError(
+                f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this "
+                f"folder away; {CURE}"
+            )
 
     def _go_on(self, told: dict[str, Any]) -> None:
         """With the method that the run has chosen before, if it is to be chosen here (`auto`)."""
@@ -306,7 +305,15 @@ class _Followed(Folders):
     def _fitting(self, saved: SavedExchange) -> SavedExchange:
         """The exchange's parts, of this run's preset and model."""
         try:
-            saved.check(self.exchange)
+            mine = saved.check(self.exchange)
+            theirs = saved.heads[mine["rank"] % len(saved.heads)]
+            if theirs["world"] != mine["world"] or stretches(theirs) != stretches(mine):
+                raise ValueError(
+                    f"{saved.where()} was saved by {theirs['world']} ranks, this run has "
+                    f"{mine['world']}, or they held other stretches of the parameters, and "
+                    "DeepSpeed does not cut its files anew: resume with as many ranks per replica, "
+                    f"the same ZeRO stage and parameter groups, {FRESH}"
+                )
         except ValueError as error:
             raise ValueError(f"{error}; {CURE}") from None
         return saved
@@ -331,72 +338,18 @@ class _Followed(Folders):
                 return None
             mine = found[topology.starters.index(topology.island)]
             choice = (
-                Choice(next(f[0] for f in found if f is not None), [])
+                Choice(next(f[0] for f in found if f is not None), None)
                 if mine is None
                 else choose(root, topology, *mine)
             )
-            return [
-                choice.tag,
-                [[str(f), w] for f, w in choice.sources],
-                [str(f) for f in choice.parts],
-                None not in found,
-            ]
+            source = None if choice.source is None else str(choice.source)
+            return [choice.tag, source, choice.parts, None not in found]
 
         found = self.ranks.from_first(agreed)
         if found is None:
-            return Choice(None, [])
-        name, sources, parts, alone = found
-        choice = Choice(name, [(Path(f), w) for f, w in sources], [Path(f) for f in parts], alone)
-        if (
-            self.first
-            and sources
-            and (
-                len(sources) > 1
-                or choice.parts
-                and choice.sources[0][0] != folder_of(root, topology)
-            )
-        ):
-            what = " and ".join(f"{w:.3g} of {f.name or f}" for f, w in choice.sources)
-            log.warning("%s takes over %s in %s: %s", topology.name, name, root, what)
+            return Choice(None, None)
+        name, source, parts, alone = found
+        choice = Choice(name, None if source is None else Path(source), parts, alone)
+        if self.first and parts and choice.source != folder_of(root, topology):
+            log.warning("%s takes over %s in %s", topology.name, name, source)
         return choice
-
-    def _load(self, choice: Choice, options: dict[str, Any]) -> Any:
-        """DeepSpeed's load from one replica, or the mean of several: of masters and inner optimizer
-        states, where replicas differ.
-        """
-        sources = choice.sources
-        if all(c.channel.before_step for c in self.exchange.channels):
-            sources = sources[:1]
-        mean: list[torch.Tensor] = []
-        total, result = 0.0, None
-        for folder, weight in reversed(sources):  # the first one last: what has no mean is its own
-            result = self.load_from(folder, choice.tag, options)
-            if len(sources) > 1:
-                total += weight
-                now = self._tensors()
-                mean = (
-                    [_mixed(m, t, weight / total) for m, t in zip(mean, now, strict=True)]
-                    if mean
-                    else [t.cpu().clone() for t in now]
-                )
-        for t, m in zip(self._tensors() if mean else [], mean, strict=True):
-            t.copy_(m)
-        if mean:
-            self.exchange.host.commit()
-        return result
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """Masters, and the states that the inner optimizer keeps for them."""
-        host: Any = self.exchange.host
-        states = [state[k] for _, state in host.optimizer_states() for k in sorted(state)]
-        return [m.detach() for m in host.partitions.masters()] + [
-            s for s in states if isinstance(s, torch.Tensor)
-        ]
-
-
-def _mixed(mean: torch.Tensor, now: torch.Tensor, share: float) -> torch.Tensor:
-    """`mean` moved by `share` towards another replica's tensor: equal ones stay as they are. Of
-    counters the largest.
-    """
-    now = now.cpu()
-    return torch.maximum(mean, now) if now.dim() == 0 else mean.add_(now - mean, alpha=share)

@@ -11,7 +11,7 @@ by the sum of the weights and sends the coded mean to all: the bytes of a ring a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,14 +35,12 @@ class ReceivedMessage:
     """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on
     the CPU.
 
-    `decoded`: means of channels by name, as workspaces, where the message was decoded under another
-    layout (`checkpoint/reshard.py`). `slots`: the islands whose headers and bodies these are, in
-    order; empty where that is not known any more."""
+    `slots`: the islands whose headers and bodies these are, in order; empty where that is not known
+    any more."""
 
     headers: list[Header]
     bodies: list[Tensor]
     means: list[Tensor]
-    decoded: dict[str, Tensor] = field(default_factory=dict)
     slots: tuple[int, ...] = ()
 
 

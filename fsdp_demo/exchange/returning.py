@@ -81,7 +81,7 @@ def _whole(runtime: StepRuntime) -> bool:
         all(f is None or (f.done() and f.exception() is None) for f in futures)
         and not runtime.queue.broken
     )
-    return here and not runtime.queue.converted and not runtime.queue.unsent
+    return here and not runtime.queue.unsent
 
 
 # ---- coming back -------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class Beginning:
             return None if without else own_checkpoint(trainer, topology)
         if not trainer.state.global_step or self.taken:
             return None
-        return open_state(self._folder(trainer), topology, self.fresh)
+        return open_state(self._folder(trainer), self.fresh)
 
     def _folder(self, trainer: Trainer) -> Path:
         """The one that the Trainer has loaded."""

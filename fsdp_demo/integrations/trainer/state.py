@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ...checkpoint.choice import Held, superfluous
 from ...checkpoint.exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
-from ...checkpoint.files import read_part, write_part
+from ...checkpoint.files import read_head, read_part, write_part
 from ...checkpoint.folders import damaged, forget_asides, misfits, steps, take_back
 from ...checkpoint.local_state import fill_replica, replica_tree
 from ...checkpoint.registry import CheckpointRegistry
@@ -63,9 +63,8 @@ def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> Non
         )
 
 
-def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> SavedExchange | None:
-    """What `attach(state=...)` takes: this island's part, and those of the others where they can be
-    seen, for other numbers of islands.
+def open_state(checkpoint: Path, fresh: bool) -> SavedExchange | None:
+    """What `attach(state=...)` takes.
 
     Raises:
         ValueError: there is none, and `fresh` does not allow that; parts that are half-written or
@@ -78,33 +77,20 @@ def open_state(checkpoint: Path, topology: Topology, fresh: bool) -> SavedExchan
         raise ValueError(
             f"the Trainer resumes from {checkpoint}, which was saved without the exchange. {CURE}"
         )
-    saved = load_exchange(own)
-    if topology.kind == "mesh" or (
-        topology.island in saved.islands and saved.heads[0].get("islands") == topology.islands
-    ):
-        return saved
-    beside = sorted(checkpoint.parent.parent.glob(f"*/{checkpoint.name}/exchange"))
-    log.warning(
-        "%s was saved by %d islands, there are %d now: the exchange's state is converted, "
-        "parameters and optimizer states are those in %s",
-        checkpoint.name,
-        saved.heads[0].get("islands", 0),
-        topology.islands,
-        checkpoint.parent.name,
-    )
-    return load_exchange(*beside) if len(beside) > 1 else saved
+    return load_exchange(own)
 
 
 def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> None:
     """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the
-    place of the mixture that the Trainer has loaded.
+    place of the mixture that the Trainer has loaded; of a mesh of other numbers the anchors, which
+    all replicas share.
 
     Args:
         apart: as for `save_state`: in a mesh there is nothing to put right.
 
     Raises:
-        ValueError: the mesh had other numbers; a checkpoint of islands in a mesh, of which the
-            Trainer has loaded one island's model.
+        ValueError: a mesh of other numbers, whose replicas share no anchors; a checkpoint of
+            islands in a mesh, of which the Trainer has loaded one island's model.
     """
     topology, folder = exchange.topology, Path(checkpoint) / "exchange"
     saved_in_mesh = (folder / "replica0").is_dir()
@@ -116,6 +102,10 @@ def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> 
         )
     if apart and topology.kind == "mesh":
         return
+    head = read_head(folder / "replica0" / "rank0.json")[0]
+    if (head["islands"], head["world"]) != (topology.islands, topology.world):
+        _begin_at_anchors(exchange, folder)
+        return
     path = folder / f"replica{topology.island}" / f"local{topology.rank}.json"
     if not path.exists():
         raise ValueError(
@@ -123,6 +113,20 @@ def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> 
             f"{exchange.config.preset!r}. {CURE}"
         )
     fill_replica(exchange.optimizers, read_part(path)[1], str(path))
+
+
+def _begin_at_anchors(exchange: Exchange, folder: Path) -> None:
+    """All ranks of a replica call it together."""
+    if exchange.config.result(exchange.topology.islands) != "anchor":
+        raise ValueError(
+            f"{folder} was saved by a mesh of other numbers, and replicas of preset "
+            f"{exchange.config.preset!r} share no anchors to go on from: resume with as many nodes "
+            f"and ranks. {CURE}"
+        )
+    for c in exchange.channels:
+        if c.channel.source == "delta":
+            c.show_anchor()
+            c.anchor_here()
 
 
 def _differs(exchange: Exchange) -> bool:
