@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..channels.buffers import masks
+from ..channels.bind import masks
 from ..exchange.exchange import Exchange
 from ..exchange.refusals import refuse_shown
 from ..exchange.startup import OwnCheckpoint
