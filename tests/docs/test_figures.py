@@ -45,8 +45,8 @@ PLACE = {
     for page, names in {
         "README.md": "methods",
         "docs/methods.md": "all-methods",
-        "docs/plan.md": "uplinks slow-predict",
-        "docs/doctor.md": "doctor",
+        "docs/measured/results-plan.md": "uplinks slow-predict",
+        "docs/measured/results-doctor.md": "doctor",
         "docs/measured/results.md": "quickstart-settings slow-methods slow-delay",
         "docs/measured/results-compression.md": "published formats codec codec-stages"
         " positions scale",

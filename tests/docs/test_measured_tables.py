@@ -12,7 +12,7 @@ from ..support import pages
 DOCS = pages.ROOT / "docs"
 MEASURED = sorted(f"measured/{p.stem}" for p in (DOCS / "measured").glob("*.md"))
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
-MACHINE = re.compile(r"CPU core|Xeon|EPYC|no machine matters|machine was not recorded")
+MACHINE = re.compile(r"CPU core|Xeon|EPYC|H100|no machine matters|machine was not recorded")
 COMMAND = re.compile(r"```bash|`[^`\n]*\.(?:py|sh)\b[^`\n]*`|commands? .*not recorded")
 
 
