@@ -331,7 +331,11 @@ class Driver:
             self._beat()
             self.signs.watch(now)
             if self.machine.state == "running":
-                self._standing.look(self.machine, now)
+                self._watch(now)
+
+    def _watch(self, now: float) -> None:
+        """With every beat, while no island is lost."""
+        self._standing.look(self.machine, now)
 
     def _step(self, event: Event) -> None:
         self.machine, actions = self.machine.step(event)
