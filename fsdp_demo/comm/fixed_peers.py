@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 
-from ..errors import PeerLost, see
+from ..errors import PeerLost, WireError, see
 from .driver import Driver
 from .elastic_peers import ElasticPeerGroup
 from .epochs import Member, Record, Settlement, first_record
@@ -84,6 +84,12 @@ class MeshDriver(Driver):
             who, dead = self._labels(member.slot), self.signs.dead
             self._fail(f"{who} is gone or was silent for {dead:g} s: {why}{see('island-lost')}")
             return
+
+    def _refused(self, member: Member, error: WireError) -> None:
+        """Whoever waits for it is told what was wrong with it."""
+        if self._last is not None:
+            self._last.tasks.put(error)
+        super()._refused(member, error)
 
     def _watch(self, now: float) -> None:
         """One that beats and does not come counts as lost, too."""
