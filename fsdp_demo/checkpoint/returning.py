@@ -14,7 +14,7 @@ from ..exchange.exchange import Exchange
 from .exchange_state import SavedExchange, describe_part, load_exchange
 from .files import read_head
 from .folders import damaged
-from .shelf import Shelf
+from .manager import CheckpointManager
 
 log = logging.getLogger("fsdp_demo")
 
@@ -30,7 +30,7 @@ def described(exchange: Exchange, folder: Path) -> dict[str, Any]:
     return describe_part(exchange) | ({MARK: mark} if mark else {})
 
 
-def newest(shelf: Shelf) -> tuple[int, SavedExchange, str] | None:
+def newest(shelf: CheckpointManager) -> tuple[int, SavedExchange, str] | None:
     """Step, exchange's state and mark of this rank of the newest whole checkpoint; of one with a
     mark if there is any: what an island saves on its way out has none. All ranks of the replica
     come together.

@@ -1,5 +1,5 @@
-"""An island joins a run under way: its Trainer goes to the step of the others after `attach`, as if
-it had trained so far.
+"""An island joins a run under way, or takes over where it holds no checkpoint: its Trainer goes to
+the step of the others after `attach`, as if it had trained so far.
 
 The Trainer works out epoch and place in the data before its callbacks hear that training begins,
 and gives both to `_run_epoch`. The step is known only then. So that method is wrapped on this one
@@ -19,16 +19,17 @@ from transformers import Trainer
 
 from ...checkpoint.taking_over import begins_anew, forward, small
 from ...exchange.exchange import Exchange
+from .choosing import KINDS, TakeOver
 from .engine import door_of, engine_of
 from .evaluation import Evaluations
-from .take_over import KINDS
 
 
-def move_to(trainer: Trainer, exchange: Exchange, undo: ExitStack) -> str:
+def move_to(trainer: Trainer, exchange: Exchange, taken: TakeOver | None, undo: ExitStack) -> str:
     """Let rate, scheduler, sampler and counters be those of `exchange.step`; the sentence for the
     log. After `attach` in `on_train_begin`.
 
     Args:
+        taken: of an island that takes over at the start; None for one that joins a run.
         undo: what must be undone when training is over.
     """
     trained: Any = trainer
@@ -38,9 +39,11 @@ def move_to(trainer: Trainer, exchange: Exchange, undo: ExitStack) -> str:
     )
     per_epoch, in_epoch = values[1], values[5]
     epochs, steps = divmod(step, per_epoch)
+    told = taken.state if taken is not None else exchange.told.get("state")
     _count(
         trainer,
         exchange,
+        told if isinstance(told, dict) else {},
         epochs + min(steps * args.gradient_accumulation_steps, in_epoch) / in_epoch,
     )
     if (engine := engine_of(trainer)) is not None and (door := door_of(trainer)) is not None:
@@ -53,9 +56,20 @@ def move_to(trainer: Trainer, exchange: Exchange, undo: ExitStack) -> str:
         _run_epoch, trained._run_epoch, epochs, skipped, str(args.output_dir)
     )
     undo.callback(vars(trainer).pop, "_run_epoch", None)
+    return sentence(exchange, args, step, taken, state.best_metric)
+
+
+def sentence(
+    exchange: Exchange, args: Any, step: int, taken: TakeOver | None, best: float | None
+) -> str:
+    """What was taken over and what was not, for the log."""
     rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
-    text = f"joined the others at step {state.global_step}{rows}"
-    if args.load_best_model_at_end and state.best_metric is not None:
+    text = (
+        f"joined the others at step {step}{rows}"
+        if taken is None
+        else f"no checkpoint here: took over step {step} from {taken.donor}{rows}"
+    )
+    if args.load_best_model_at_end and best is not None:
         text += (
             ". The best model so far is on the other islands only: without a better one, this "
             "island ends with its last"
@@ -63,10 +77,10 @@ def move_to(trainer: Trainer, exchange: Exchange, undo: ExitStack) -> str:
     return f"{text}; {begins_anew(exchange.config)}"
 
 
-def _count(trainer: Any, exchange: Exchange, epoch: float) -> None:
+def _count(trainer: Any, exchange: Exchange, told: dict[str, Any], epoch: float) -> None:
     """The Trainer's counters; what only a donor knows comes from its own."""
-    state, told = trainer.state, exchange.told.get("state")
-    for name, value in told.items() if isinstance(told, dict) else ():
+    state = trainer.state
+    for name, value in told.items():
         if isinstance(value, KINDS.get(name, ())):
             setattr(state, name, value)
     if state.stateful_callbacks and told:

@@ -33,7 +33,7 @@ def own_checkpoint(trainer: Trainer, topology: Topology) -> OwnCheckpoint | None
     root = Path(str(trainer.args.output_dir))
     step = ranks.from_first(
         lambda: max(
-            (s for s in folders.steps(root) if _whole(root / f"checkpoint-{s}")),
+            (s for s, folder in folders.found(root) if _whole(folder)),
             default=-1,
         )
     )
