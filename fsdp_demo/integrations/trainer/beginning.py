@@ -18,11 +18,9 @@ from ...checkpoint.exchange_state import SavedExchange
 from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...exchange.exchange import Exchange
-from ...exchange.startup import OwnCheckpoint
 from .engine import engine_of
 from .evaluation import Evaluations
-from .joining import move_to
-from .returning import own_checkpoint
+from .joining import load_moments, move_to
 from .setup import clipping
 from .state import find_checkpoint, open_state, restore_local
 from .take_over import TakeOver
@@ -93,6 +91,8 @@ class Beginning:
             **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")},
             "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
         }
+        own = self.joins and not self.fresh and engine is None
+        moments = own and load_moments(trainer, topology)
         # with a state of the exchange islands may stand at unlike steps between two exchanges
         if self.fresh:
             facts["at"] = state.global_step
@@ -115,7 +115,7 @@ class Beginning:
         # on with this optimizer
         self.after.callback(exchange.detach)
         if exchange.newcomer:
-            warn(trainer, topology, move_to(trainer, exchange, self.after))
+            warn(trainer, topology, move_to(trainer, exchange, self.after, moments))
         elif exchange.step != state.global_step:
             raise ValueError(
                 f"{topology.name} resumes at step {state.global_step}, another island at "
@@ -128,12 +128,9 @@ class Beginning:
             exchange.accept_parameters()
         return exchange
 
-    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | OwnCheckpoint | None:
+    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | None:
         """What `attach` is given to go on from."""
-        if self.joins:
-            without = self.fresh or engine_of(trainer) is not None
-            return None if without else own_checkpoint(trainer, topology)
-        if not trainer.state.global_step or self.taken:
+        if self.joins or not trainer.state.global_step or self.taken:
             return None
         return open_state(self._folder(trainer), topology, self.fresh)
 

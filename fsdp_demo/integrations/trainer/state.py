@@ -22,12 +22,11 @@ from accelerate import PartialState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ...checkpoint.choice import Held, superfluous
-from ...checkpoint.exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
+from ...checkpoint.exchange_state import SavedExchange, describe_part, load_exchange, save_exchange
 from ...checkpoint.files import read_part, write_part
 from ...checkpoint.folders import damaged, forget_asides, misfits, steps, take_back
 from ...checkpoint.local_state import fill_replica, replica_tree
 from ...checkpoint.registry import CheckpointRegistry
-from ...checkpoint.returning import described
 from ...checkpoint.whole import whole
 from ...comm.ranks import Ranks
 from ...comm.topology import Topology
@@ -51,9 +50,7 @@ def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> Non
             mixture.
     """
     folder = _folder(checkpoint, exchange.topology)
-    state = exchange.state_dict()
-    head = describe_part(exchange) if apart else described(exchange, Path(checkpoint).parent)
-    Snapshot(head, state).write(folder)
+    save_exchange(folder, exchange)
     if exchange.topology.kind == "mesh" and not apart and _differs(exchange):
         write_part(
             folder,
