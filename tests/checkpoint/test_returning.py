@@ -120,9 +120,12 @@ def test_it_goes_on_with_moments_of_its_own(run_ranks, case: str) -> None:
     assert "from a snapshot" in said[1]
 
 
-def test_a_checkpoint_of_another_run_is_not_used(run_ranks) -> None:
-    own, said = comes_back(run_ranks, "diloco", forged)
-    assert not own and "begin anew, checkpoint-4 cannot be used (it is of run 'else'" in said[0]
+def torn(part: Any) -> None:
+    """A byte of the model has changed."""
+    tensors = next((part.parents[1] / "model").glob("*.safetensors"))
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
 
 
 def forged(part: Any) -> None:
@@ -137,3 +140,12 @@ def forged(part: Any) -> None:
     (checkpoint / folders.MANIFEST).unlink()
     folders.sum_up(checkpoint, 0, 1)
     folders.seal(checkpoint, 4, 1)
+
+
+SPOILT = [(forged, "it is of run 'else'"), (torn, "checksum does not fit")]
+
+
+@pytest.mark.parametrize("spoil, why", SPOILT)
+def test_what_is_not_its_own_or_not_whole_is_not_used(run_ranks, spoil: Any, why: str) -> None:
+    own, said = comes_back(run_ranks, "diloco", spoil)
+    assert not own and "begin anew, checkpoint-4 cannot be used (" in said[0] and why in said[0]
