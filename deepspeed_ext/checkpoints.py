@@ -289,7 +289,7 @@ class _Followed(Folders):
 
     def _verify(self, place: Path) -> None:
         """Compare checksums, each rank its share."""
-        if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
+        if bad := damaged(place, self.ranks.rank, self.ranks.world):
             raise ValueError(
                 f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this "
                 f"folder away; {CURE}"
