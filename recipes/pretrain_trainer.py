@@ -10,15 +10,17 @@ place of FSDP2. Lines that differ from an ordinary Trainer script are marked (*)
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from data import Collate, load_data, load_tokenizer
-from pretrain import load_model
+from model import load_model
+from pretrain_parts import ModelArguments
+from report import log_lines
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+from transformers.hf_argparser import HfArg
 from wrong_use import parse, plainly
 
 from fsdp_demo import NeedsDecision, PeerLost, Topology, undecided
@@ -29,20 +31,8 @@ from fsdp_demo.status import leave, status_of
 
 
 @dataclass
-class DataArguments:
-    model: str = field(
-        default="small",
-        metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"},
-    )
-    data: str = field(
-        default="stdlib",
-        metadata={
-            "help": "stdlib, a file or folder of text, jsonl or parquet, or a hub id[:subset]"
-        },
-    )
-    tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
-    sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
-    eval_rows: int = field(default=64, metadata={"help": "held-out rows, the same on every island"})
+class DataArguments(ModelArguments):
+    eval_rows: int = HfArg(default=64, help="held-out rows, the same on every island")
 
 
 def parser() -> HfArgumentParser:
@@ -61,7 +51,7 @@ def parser() -> HfArgumentParser:
         or os.environ.get("DS_ACCELERATOR") == "cpu"
     )
     if zero:
-        from pretrain_deepspeed import without_compiler
+        from deepspeed_parts import without_compiler
 
         without_compiler()
         # Accelerate would leave DeepSpeed out without a word; `use_cpu` has it
@@ -87,11 +77,8 @@ def parser() -> HfArgumentParser:
 
 
 def main() -> None:
-    logging.basicConfig(format="%(message)s")
     data, exchange, args = parse(parser())
-    logging.getLogger("fsdp_demo").setLevel(
-        logging.INFO if args.process_index == 0 else logging.WARNING
-    )
+    log_lines(args.process_index == 0)
     config = exchange.config()  # (*) the method, None without --exchange
     if args.learning_rate is None:
         args.learning_rate = (config.lr if config else None) or 3e-4

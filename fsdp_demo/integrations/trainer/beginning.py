@@ -18,12 +18,10 @@ from ...checkpoint.manager import CheckpointManager
 from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...exchange.exchange import Exchange
-from ...exchange.startup import OwnCheckpoint
 from .choosing import TakeOver, find_checkpoint, is_named
 from .engine import engine_of
 from .evaluation import Evaluations
-from .joining import move_to
-from .returning import own_checkpoint
+from .joining import load_moments, move_to
 from .saves import manager_of
 from .setup import clipping
 from .state import open_state, restore_local
@@ -90,6 +88,8 @@ class Beginning:
             **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")},
             "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
         }
+        own = self.joins and not self.fresh and engine is None
+        moments = own and load_moments(trainer, topology)
         # with a state of the exchange islands may stand at unlike steps between two exchanges
         if self.fresh:
             facts["at"] = self.taken.step if self.taken else state.global_step
@@ -112,7 +112,8 @@ class Beginning:
         # on with this optimizer
         self.after.callback(exchange.detach)
         if exchange.newcomer or self.taken:
-            warn(trainer, topology, move_to(trainer, exchange, self.taken, self.after))
+            told = move_to(trainer, exchange, self.taken, self.after, moments)
+            warn(trainer, topology, told)
         elif exchange.step != state.global_step:
             raise ValueError(
                 f"{topology.name} resumes at step {state.global_step}, another island at "
@@ -123,12 +124,9 @@ class Beginning:
             exchange.accept_parameters()
         return exchange
 
-    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | OwnCheckpoint | None:
+    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | None:
         """What `attach` is given to go on from."""
-        if self.joins:
-            without = self.fresh or engine_of(trainer) is not None
-            return None if without else own_checkpoint(trainer, topology)
-        if not trainer.state.global_step or self.fresh:
+        if self.joins or self.fresh or not trainer.state.global_step:
             return None
         return open_state(self._folder(trainer))
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from ...errors import PeerLost, WireError
 from ...exchange.exchange import Exchange
-from ...report.metrics import tracked
+from ...runlog.record import tracked
 from .batches import FirstBatches, tokens_in
 from .beginning import Beginning
 from .engine import before_steps, engine_of

@@ -12,10 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
+from ...checkpoint.exchange_state import SavedExchange, describe_part, load_exchange, save_exchange
 from ...checkpoint.files import read_part, write_part
 from ...checkpoint.local_state import fill_replica, replica_tree
-from ...checkpoint.returning import described
 from ...comm.topology import Topology
 from ...exchange.exchange import Exchange
 
@@ -33,9 +32,7 @@ def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> Non
             mixture.
     """
     folder = _folder(checkpoint, exchange.topology)
-    state = exchange.state_dict()
-    head = describe_part(exchange) if apart else described(exchange, Path(checkpoint).parent)
-    Snapshot(head, state).write(folder)
+    save_exchange(folder, exchange)
     if exchange.topology.kind == "mesh" and not apart and _differs(exchange):
         write_part(
             folder,
