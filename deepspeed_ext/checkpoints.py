@@ -290,7 +290,7 @@ class _Followed(Folders):
         """Compare checksums, each rank its share."""
         for folder, _ in choice.sources:
             place = folder / str(choice.tag)
-            if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
+            if bad := damaged(place, self.ranks.rank, self.ranks.world):
                 raise ValueError(
                     f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this "
                     f"folder away; {CURE}"

@@ -29,6 +29,7 @@ from deepspeed.accelerator import get_accelerator
 
 from fsdp_demo import Topology
 from fsdp_demo.comm.environment import patience
+from fsdp_demo.comm.fixed_peers import meeting_place
 from fsdp_demo.errors import see
 
 from .all_ranks import local_ranks, told
@@ -53,8 +54,7 @@ class NodeMPU:
         rank, place, replica: this rank in the world, in its node, and the index of its node.
         ranks: the ranks of this node, ascending.
         group: process group of the node, on the world's backend. solo: of this rank alone.
-        cross: gloo group of the ranks with this place on all nodes, in the order of the replicas:
-            the peer group of the exchange.
+        meets_at: where the ranks with this place on all nodes meet, which exchange with each other.
     """
 
     def __init__(self, node_size: int):
@@ -67,9 +67,8 @@ class NodeMPU:
         # waits for a peer.
         limit = timedelta(seconds=max(1800.0, patience() + 60))
         nodes = [range(i * node_size, (i + 1) * node_size) for i in range(self.replicas)]
-        lines = [range(j, self.world, node_size) for j in range(node_size)]
         self.group = self._mine(nodes, timeout=limit)
-        self.cross = self._mine(lines, backend="gloo")  # payloads of an exchange are host tensors
+        self.meets_at = meeting_place(range(self.place, self.world, node_size))
         # Not None, which torch reads as the world, and DeepSpeed clips and votes over this group.
         self.solo = self._mine([range(i, i + 1) for i in range(self.world)], timeout=limit)
 
@@ -214,7 +213,7 @@ def topology_of(engine: Any) -> Topology | None:
     }
     if mpu.replicas == 1:
         return Topology("single", **node)
-    return Topology("mesh", mpu.replica, mpu.replicas, mpu.name, peer_group=mpu.cross, **node)
+    return Topology("mesh", mpu.replica, mpu.replicas, mpu.name, meets_at=mpu.meets_at, **node)
 
 
 # ---- a mesh, islands, or a single replica ------------------------------------------------------

@@ -19,7 +19,7 @@ from .config.schema import ExchangeConfig
 from .errors import see
 from .exchange import log_setup
 from .exchange.exchange import Exchange
-from .exchange.startup import OwnCheckpoint, Start
+from .exchange.startup import Start
 from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
@@ -36,7 +36,7 @@ def attach(
     topology: Topology | None = None,
     must_match: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
+    state: dict[str, Any] | SavedExchange | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
     fresh: bool = False,
@@ -64,8 +64,6 @@ def attach(
         state: `Exchange.state_dict()` of this rank to resume from, or
             `checkpoint.load_exchange(...)`, which may have been saved by another number of islands
             or shards. Replicas without one take over from the one that is furthest.
-            `RunState.saved` of an island that joins a run under way: then it need not fetch what is
-            on its disk.
         batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log
             that says the effective batch.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
@@ -126,7 +124,7 @@ def join(
     topology: Topology | None,
     must_match: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
+    state: dict[str, Any] | SavedExchange | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
     fresh: bool = False,

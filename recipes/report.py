@@ -1,5 +1,5 @@
 """What a run tells: a line of progress, the files that `fsdp-demo report` reads
-(`fsdp_demo/report/files.py`), its report at the end, and a table. Nothing here changes training.
+(`fsdp_demo/runlog/files.py`), its report at the end, and a table. Nothing here changes training.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from fsdp_demo import ring_all_reduce_bytes
-from fsdp_demo.planner import PEAK
-from fsdp_demo.report import ProgressLine, RunRecord, leave, ledger_rows, size, table, tracked
+from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, table, tracked
+from fsdp_demo.tools.planner import PEAK
+from fsdp_demo.tools.report import leave
 
 __all__ = ["Report", "flops_per_token", "full_bytes", "log_lines", "peak_flops", "peak_memory"]
 __all__ += ["size", "table"]

@@ -21,19 +21,19 @@ from torch.distributed import HashStore
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
 from fsdp_demo.automatic import earlier_choice, first_steps
-from fsdp_demo.automatic.situation import chosen as chosen_in
-from fsdp_demo.automatic.situation import coarse
+from fsdp_demo.automatic.first_steps import chosen as chosen_in
+from fsdp_demo.automatic.first_steps import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.comm.ranks import Ranks
 from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
-from fsdp_demo.doctor import quick
-from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import facts
 from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
-from fsdp_demo.planner import Situation
+from fsdp_demo.tools.doctor import quick
+from fsdp_demo.tools.doctor.reading import LinkReading
+from fsdp_demo.tools.planner import Situation
 
 STEPS = 24
 ALONE = Ranks(None, 0, 1)

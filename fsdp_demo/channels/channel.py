@@ -24,8 +24,7 @@ from ..config.channel import Channel
 from . import apply
 from .codec import ChannelCodec
 from .decode import DecodedMean, DenseMean
-from .placement import Placement
-from .state import LocalChannel, less
+from .state import LocalChannel, Placement, less
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .choice import Held, look
 from .exchange_state import SavedExchange, load_exchange
-from .folders import misfits
+from .folders import MANIFEST, misfits
 
 PARTS = "exchange"
 
@@ -29,6 +29,6 @@ def whole(folder: Path, islands: int) -> tuple[Held, SavedExchange]:
             f"{folder / PARTS} lacks the parts of (island, rank) {saved.missing[:4]}: "
             "half-written, or a file is lost"
         )
-    if why := misfits(folder, sealed=False):
+    if (folder / MANIFEST).exists() and (why := misfits(folder)):
         raise ValueError(f"{folder} is not complete: {why}")
     return Held(saved.step, *look(folder / PARTS, islands)), saved

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import PeerLost, see
+from ..errors import PeerLost, WireError, see
 from . import moves
 from .change import ChangeDesk
 from .early import EarlyPieces
@@ -90,7 +90,7 @@ class Driver:
         self.changed = threading.Condition()
         self._last: Message | None = None
         self._traffic = Traffic(
-            hub, signs, lambda: self.machine, labels, self._post, self._take_later, self._lost
+            hub, signs, lambda: self.machine, labels, self._post, self._take_later, self._refused
         )
         self._work: deque[Callable[[], None]] = deque()
         self._early: list[tuple[int, Event]] = []
@@ -331,7 +331,11 @@ class Driver:
             self._beat()
             self.signs.watch(now)
             if self.machine.state == "running":
-                self._standing.look(self.machine, now)
+                self._watch(now)
+
+    def _watch(self, now: float) -> None:
+        """With every beat, while no island is lost."""
+        self._standing.look(self.machine, now)
 
     def _step(self, event: Event) -> None:
         self.machine, actions = self.machine.step(event)
@@ -609,6 +613,9 @@ class Driver:
         if view == self.machine.record.view:
             self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
         self._take_later(view, moves.FrozenHeard(view))
+
+    def _refused(self, member: Member, error: WireError) -> None:
+        self._lost(member, str(error))
 
     def _lost(self, member: Member, why: str) -> None:
         self._lose({member: why})

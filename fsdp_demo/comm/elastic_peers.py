@@ -170,8 +170,6 @@ class ElasticPeerGroup(PeerGroup):
     ) -> tuple[list[Header], list[Tensor], list[Tensor]]:
         if (followed := self._followed(header, data, vectors, weigh, longest)) is not None:
             return followed
-        if self._driver is None:
-            raise PeerLost("the connections were closed")
         message = Message(
             self._next,
             self._me,
@@ -228,7 +226,8 @@ class ElasticPeerGroup(PeerGroup):
 
     def _taken_part(self, message: Message) -> Due:
         """Send the next message, and wait until it is complete."""
-        assert self._driver is not None, "who takes part is a member"
+        if self._driver is None:
+            raise PeerLost("the connections were closed")
         self._next += 1
         if self._counter is not None:
             self._counter.launching(message)
@@ -398,6 +397,4 @@ class ElasticPeerGroup(PeerGroup):
             self._driver.close("bye" if self.ending else "leave", 5.0)
         elif self._follow is not None:
             self._follow.close()
-        if self._counter is not None:
-            self._counter.close()
         self._driver = None

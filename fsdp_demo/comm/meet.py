@@ -84,12 +84,12 @@ def elastic_peers(
     Raises:
         ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
     """
-    hub = _hub(meeting, place)
+    hub = hub_of(meeting, place)
     try:
         members = {slot: Member(slot) for slot in meeting.ranks}
         at_peer_group = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
         transport = ZeroMQ(at_peer_group, hub)
-        notes, connections = (_by_member(transport.open(k), members) for k in ("notes", 0))
+        notes, connections = (by_member(transport.open(k), members) for k in ("notes", 0))
         siblings = _siblings(hub, meeting, place, members[place.slot])
         peers = ElasticPeerGroup(
             members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share
@@ -111,7 +111,7 @@ def elastic_peers(
         hub.close(0)
         raise
     try:
-        peers.widen(lambda k: _by_member(transport.open(k), members))
+        peers.widen(lambda k: by_member(transport.open(k), members))
         start.open_door()  # not before: who comes in has as many connections as the others
     except BaseException:
         peers.release()
@@ -137,7 +137,7 @@ def newcomer_peers(
         PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a
             member refuses this island for good.
     """
-    hub = _hub(meeting, place)
+    hub = hub_of(meeting, place)
     me = Member(place.slot, life)
     labels, name = place.label, place.names[place.slot]
     try:
@@ -192,7 +192,7 @@ def newcomer_peers(
     return peers
 
 
-def _hub(meeting: Meeting, place: PeerPosition) -> Any:
+def hub_of(meeting: Meeting, place: PeerPosition) -> Any:
     """What moves all connections of this rank. Raises ValueError where it may not have so many."""
     descriptors.allow(meeting.size, place.ranks)
     return Hub(Keys(meeting.token, meeting.prefix) if meeting.token else None)
@@ -296,7 +296,7 @@ def _connections_to_guest(connections: Mapping[Member, Sequence[Any]]) -> int:
     return min(as_before, most_streams(len(connections) + 1))
 
 
-def _by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, Any]:
+def by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, Any]:
     return {members[slot]: wire for slot, wire in connections.wires.items()}
 
 

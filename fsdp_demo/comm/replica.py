@@ -31,7 +31,8 @@ class Replica:
     rank: int = 0
     world: int = 1
     group: Any = None
-    peer_group: Any = None
+    store: Any = None
+    meets_at: str = ""
     stop_timeout: float = 25.0
     dead: float = 10.0
     stall: float = 0.0
@@ -56,8 +57,8 @@ class Replica:
         return min(self.timeout, ANSWER)
 
     def open_store(self, limit: float | None = None) -> Store:
-        """A connection of its own to the store at ISLAND_ENDPOINT, or in a mesh to that of the
-        world. Each question has a deadline.
+        """A connection of its own to the store at ISLAND_ENDPOINT; in a mesh that of the world, or
+        the one that was given. Each question has a deadline.
 
         Args:
             limit: seconds until it must stand; default `timeout`.
@@ -66,8 +67,7 @@ class Replica:
             StoreSilent: nobody answers there by then.
         """
         if self.kind == "mesh":
-            return WorldStore(
-                dist.distributed_c10d._get_default_store(), "the world's rendezvous", self.question
-            )
+            store = self.store or dist.distributed_c10d._get_default_store()
+            return WorldStore(store, "the world's rendezvous", self.question)
         limit = self.timeout if limit is None else limit
         return connect(self.endpoint, limit, self.question, self.token)

@@ -46,9 +46,21 @@ class Stream:
         self.moving: deque[Moving] = deque()
         self._crc = 0
 
-    def open(self, label: str) -> None:
-        """Read the header in the first megabyte, and make room for the body. Raises as
-        `open_head`."""
+    def take(self, moving: Moving, label: str) -> None:
+        """The next megabyte is here. The first one has the header, which makes room for the body.
+
+        Raises:
+            WireError: see `open_head`; or it is shorter than it must be. What is left of the room
+                holds what was there before, which may be what should have come.
+        """
+        whole = moving.size
+        if self.header is None:
+            self._open(label)
+            whole = HEADER.size + len(_cut(self.sealed.body)[0])
+        if moving.came != whole:
+            raise WireError(f"{label} sent {moving.came} of {whole} bytes of a piece: damaged")
+
+    def _open(self, label: str) -> None:
         length = claimed_length(self.first)
         limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
         loose = self.message.longest is not None and self.piece.what in ("body", "early")
@@ -77,8 +89,8 @@ class Streams:
     """All pieces that one rank waits for.
 
     Args:
-        connections: the connections for messages to each peer. refused: called with a peer and a
-            reason, when what it sends is damaged.
+        connections: the connections for messages to each peer. refused: called with a peer and an
+            error, when what it sends is damaged.
         labels: how errors name an island, by slot.
     """
 
@@ -86,7 +98,7 @@ class Streams:
         self,
         hub: Hub,
         connections: Mapping[Member, Sequence[Wire]],
-        refused: Callable[[Member, str], None],
+        refused: Callable[[Member, WireError], None],
         labels: Callable[[int], str] = str,
     ):
         self._hub = hub
@@ -140,23 +152,24 @@ class Streams:
             if self._waiting.get(key) is not stream:  # a refusal has ended all
                 continue
             while stream.moving and stream.moving[0].is_completed():
-                error = stream.moving.popleft().error
-                if error is not None:
+                moving = stream.moving.popleft()
+                if moving.error is not None:
                     del self._waiting[key]
-                    if isinstance(error, WireError):
-                        self._refused(stream.sender, str(error))
+                    if isinstance(moving.error, WireError):
+                        self._refused(stream.sender, moving.error)
                     break
-                if stream.header is None and not self._opened(key, stream):
+                if not self._taken(key, stream, moving):
                     break
             else:
                 if stream.header is not None and not stream.moving:
                     del self._waiting[key]
                     yield stream
 
-    def _opened(self, key: tuple[int, Piece], stream: Stream) -> bool:
-        """Read the header and make room for the rest; False if it is refused."""
+    def _taken(self, key: tuple[int, Piece], stream: Stream, moving: Moving) -> bool:
+        """Take a megabyte, and after the first one wait for the rest; False if it is refused."""
+        opens = stream.header is None
         try:
-            stream.open(self._labels(stream.piece.of.slot))
+            stream.take(moving, self._labels(stream.piece.of.slot))
         except Mismatch as error:  # the sender does something else: no other members would help
             del self._waiting[key]
             if isinstance(stream.message, Message):
@@ -164,9 +177,10 @@ class Streams:
             return False
         except WireError as error:
             del self._waiting[key]
-            self._refused(stream.sender, str(error))
+            self._refused(stream.sender, error)
             return False
-        self._post(stream, _cut(stream.sealed.body)[1], 1)
+        if opens:
+            self._post(stream, _cut(stream.sealed.body)[1], 1)
         return True
 
     def forget(self, n: int) -> None:

@@ -9,7 +9,9 @@ copies, so it is sent once.
 * `Topology.from_env()`: islands. Each replica is a torch.distributed world of its own; peer groups
   meet through a store at ISLAND_ENDPOINT (`rendezvous.py`) and connect by ZeroMQ (`zeromq.py`),
   which no framework inside the island can see.
-* `Topology.from_mesh(mesh)` / `from_group(group)`: one world, the replicate axis of a mesh.
+* `Topology.from_mesh(mesh)`: one world, the replicate axis of a mesh, whose ranks meet over the
+  store of that world. `from_store(store, ...)`: replicas of one process each. All of them must
+  stay, and they connect by ZeroMQ, too (`fixed_peers.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import attempts, environment
+from .fixed_peers import LonePeerGroup, meeting_place, mesh_peers
 from .link import Link
 from .peers import PeerGroup
 from .position import ShardPosition
@@ -51,6 +54,8 @@ class Topology(Replica):
         token: the run's secret, "" for none.
         rank, world: this rank inside the island and the island's size.
         group: process group of the island (None: the default group, or a single rank).
+        store, meets_at: in a mesh, torch's store over which peer groups meet (None: that of the
+            world), and what keys of this rank's begin with there.
 
     Example:
         >>> from fsdp_demo import Topology
@@ -130,29 +135,25 @@ class Topology(Replica):
         axis = next(
             (names.index(n) for n in (replicate, "dp_replicate", "replicate") if n in names), 0
         )
-        peers, inner = mesh.get_group(axis), mesh.get_group(1 - axis) if mesh.ndim == 2 else None
+        inner = mesh.get_group(1 - axis) if mesh.ndim == 2 else None
         rank, world = (
             (dist.get_rank(inner), dist.get_world_size(inner)) if inner is not None else (0, 1)
         )
-        peers = _gloo_groups(mesh, axis) if dist.get_backend(peers) != "gloo" else peers
         island = mesh.get_local_rank(axis)
-        place = {"rank": rank, "world": world, "group": inner, "peer_group": peers}
+        ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        place = {"rank": rank, "world": world, "group": inner, "meets_at": meeting_place(ranks)}
         place["stop_timeout"] = environment.stop_timeout(os.environ)
         return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)
 
     @classmethod
-    def from_group(cls, group: Any, timeout: float = 600.0) -> Topology:
-        """One gloo process group that joins the ranks with the same shard, one per replica; each
-        rank counts as a whole island.
+    def from_store(cls, store: Any, rank: int, size: int, timeout: float = 600.0) -> Topology:
+        """Replicas of one process each, which meet over a store of torch: a TCPStore, a FileStore,
+        or a PrefixStore of either. All must stay.
+
+        Args:
+            rank, size: this replica, and how many there are.
         """
-        return cls(
-            "mesh",
-            group.rank(),
-            group.size(),
-            f"island{group.rank()}",
-            timeout=timeout,
-            peer_group=group,
-        )
+        return cls("mesh", rank, size, f"island{rank}", timeout=timeout, store=store)
 
     def join(self, position: ShardPosition) -> tuple[PeerGroup | None, int]:
         """Meet the other islands: the peers of this rank (None for a copy that is not active) and
@@ -164,13 +165,10 @@ class Topology(Replica):
         """
         if self.kind == "single":
             environment.say_single(self._meant, self.rank)
-            return PeerGroup(None, 0, 1, [self.name], self.timeout), position.num_copies
+            return LonePeerGroup(self.name, self.timeout), position.num_copies
         link = Link.from_env()
         if self.kind == "mesh":
-            names = [f"island{i}" for i in range(self.islands)]
-            return PeerGroup(
-                self.peer_group, self.island, self.islands, names, self.timeout, link, self.world
-            ), position.num_copies
+            return mesh_peers(self, link), position.num_copies
         self._rendezvous = Rendezvous(self, position, link)
         return self._rendezvous.join()
 
@@ -213,14 +211,3 @@ class Topology(Replica):
         """Drop the connection to the store."""
         if self._rendezvous is not None:
             self._rendezvous.release()
-
-
-def _gloo_groups(mesh: Any, axis: int) -> Any:
-    """A gloo group along the replicate axis of a mesh on another backend (every rank makes all of
-    them, in one order).
-    """
-    mine, ranks = None, mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-    for row in ranks:
-        group = dist.new_group(row, backend="gloo")
-        mine = group if dist.get_rank() in row else mine
-    return mine

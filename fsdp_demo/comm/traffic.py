@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from ..errors import PeerLost, WireError
 from . import moves
@@ -35,7 +36,7 @@ class Traffic:
         rank: asked for the membership as it is now. labels: how errors name an island, by slot.
         do: runs a job in the network thread.
         received: called with an epoch and the event that a piece is here. refused: called with a
-            peer whose piece is damaged, and why.
+            peer whose piece is damaged, and how.
 
     Attributes:
         longest: bytes that an island which leaves may send ahead of a message; until it is set,
@@ -50,7 +51,7 @@ class Traffic:
         labels: Callable[[int], str],
         do: Callable[[Callable[[], None]], None],
         received: Callable[[int, moves.Event], None],
-        refused: Callable[[Member, str], None],
+        refused: Callable[[Member, WireError], None],
     ):
         self._hub, self._signs, self._rank, self._labels = hub, signs, rank, labels
         self._do, self._received, self._refused = do, received, refused
@@ -149,8 +150,7 @@ class Traffic:
             try:
                 stream.check(label)
             except WireError as error:
-                why = str(error)
-                self._do(lambda: self._refused(stream.sender, why))
+                self._do(partial(self._refused, stream.sender, error))
             else:
                 self._do(lambda: self._kept(stream, view))
 

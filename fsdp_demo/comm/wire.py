@@ -43,10 +43,14 @@ REFUSED = (
 
 
 class Piece:
-    """One piece under way."""
+    """One piece under way.
+
+    Attributes:
+        size: bytes that are sent, or of the room for what comes. came: bytes that have come.
+    """
 
     def __init__(self, hub: Any, data: Tensor):
-        self._hub, self.size = hub, data.numel()
+        self._hub, self.size, self.came = hub, data.numel(), 0
         # it keeps the tensor: the library may read from it when nobody waits any more
         self.view = memoryview(memory(data)).cast("B")
         self.tracker: Any = None  # of what the library reads from
@@ -76,7 +80,7 @@ class Piece:
     def fill(self, data: Any, size: int) -> None:
         """Take what came before."""
         self.view[:size] = data
-        self.there = True
+        self.came, self.there = size, True
 
 
 class Wire:
@@ -370,7 +374,7 @@ class Wire:
             except (WireError, zmq.ZMQError) as error:
                 room.error = WireError(str(error))
                 raise
-            room.there = True
+            room.came, room.there = frame.length, True
             return True
         data = self.socket.recv(copy=frame.length <= SHORT)
         data = data if isinstance(data, bytes) else data.buffer

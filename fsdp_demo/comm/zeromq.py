@@ -47,7 +47,8 @@ class Meeting:
         timeout: seconds to wait for the others, and of silence after which one counts as lost.
         token: the run's secret, "" for none. epoch: which membership these connections serve; what
             comes from another is refused.
-        among: the ranks that meet, where they are not all of them.
+        among: the ranks that meet, where they are not all of them. setting: the variable that gives
+            `address`, for errors.
     """
 
     store: Store
@@ -60,6 +61,7 @@ class Meeting:
     token: str = ""
     epoch: int = 0
     among: tuple[int, ...] | None = None
+    setting: str = "ISLAND_ADDRESS"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -166,7 +168,7 @@ class ZeroMQ:
         m, found = self._meeting, dict[int, tuple[Wire, str]]()
         for j in m.others:
             wire = self._hub.add(m.epoch, True)
-            found[j] = wire, bound(wire.socket, m.address, m.names[m.rank])
+            found[j] = wire, bound(wire.socket, m.address, m.names[m.rank], m.setting)
         return found
 
     def _wired(
@@ -240,14 +242,14 @@ class ZeroMQ:
                 why = next((f" ({wires[j].trouble})" for j in missing if wires[j].trouble), "")
                 who = ", ".join(m.label(j) for j in missing)
                 raise PeerLost(
-                    f"{who} could not be connected within {m.timeout:g} s{why}: see ISLAND_ADDRESS "
+                    f"{who} could not be connected within {m.timeout:g} s{why}: see {m.setting} "
                     "there and what lies between"
                 )
             self._hub.wait_until(lambda: all(wire.met for wire in wires.values()), LOOK)
 
 
-def bound(made: Any, address: str, name: str) -> str:
-    """Let a socket listen on any port of an address; where it does.
+def bound(made: Any, address: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
+    """Let a socket listen on any port of an address, which `setting` gives; where it does.
 
     Raises:
         PeerLost: it cannot.
@@ -257,7 +259,7 @@ def bound(made: Any, address: str, name: str) -> str:
     try:
         made.bind(f"tcp://{bracketed(host)}:*")
     except zmq.ZMQError as error:
-        raise PeerLost(f"{name} cannot listen on {address} (ISLAND_ADDRESS): {error}") from None
+        raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
     return str(made.last_endpoint.decode().rstrip("\0"))
 
 

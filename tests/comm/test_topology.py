@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_demo
@@ -535,7 +536,7 @@ def play(
     return equal, {"sent": sent, **{k: v.numpy().tobytes() for k, v in probe.whole(model).items()}}
 
 
-def test_a_mesh_and_a_group_give_what_islands_give(run_ranks) -> None:
+def test_a_mesh_and_a_store_give_what_islands_give(run_ranks) -> None:
     configs = ("demo", "diloco")
 
     def islands(me: Any) -> Any:
@@ -552,8 +553,11 @@ def test_a_mesh_and_a_group_give_what_islands_give(run_ranks) -> None:
             play(place, Topology.from_mesh(mesh), mesh["dp_shard"], config) for config in configs
         ]
         alone = dataclasses.replace(place, procs=1)
-        group = mesh.get_group("dp_replicate")
-        grouped = [play(alone, Topology.from_group(group), None, config) for config in configs]
+        store = dist.PrefixStore(f"shard{place.proc}", dist.distributed_c10d._get_default_store())
+        grouped = [
+            play(alone, Topology.from_store(store, place.island, 2), None, config)
+            for config in configs
+        ]
         assert [
             play(alone, Topology.from_mesh(mesh["dp_replicate"]), None, config)
             for config in configs

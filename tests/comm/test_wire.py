@@ -444,6 +444,7 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
                 p.grad = torch.full_like(p, float(i - t))
             optimizer.step()
         exchange.flush()
+        assert exchange._peers.wait_read(10.0)  # what is counted has left
         out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.sent)
         assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
             0

@@ -1,5 +1,5 @@
-"""Islands as threads of one process: real gloo groups, real messages and the whole exchange,
-without the cost of processes.
+"""Islands as threads of one process, in a mesh: real connections, real messages and the whole
+exchange, without the cost of processes.
 
 For what needs many short runs. Use it inside `run_ranks(fn, 1, 1)`, so that the threads live and
 end in a process of their own.
@@ -7,17 +7,18 @@ end in a process of their own.
 
 from __future__ import annotations
 
-import datetime
 import gc
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_demo import Topology
+from fsdp_demo.comm.wire import Piece
 
 from .threads import warm
 
@@ -31,16 +32,12 @@ def islands(fn: Callable[[int, Topology], Any], count: int = 2, timeout: float =
     warm()
 
     def work(i: int) -> None:
-        group = dist.ProcessGroupGloo(
-            dist.PrefixStore("line", store), i, count, datetime.timedelta(seconds=timeout)
-        )
         try:
-            results[i] = fn(i, Topology.from_group(group, timeout))
+            results[i] = fn(i, Topology.from_store(store, i, count, timeout))
         except BaseException as error:  # pytest.fail is no Exception
             traceback.print_exc()
             results[i] = error.with_traceback(None)
-        del group
-        gc.collect()  # the end of a process would do it: with the group its connections close
+        gc.collect()  # the end of a process would do it
 
     at_once(work, count, 4 * timeout)
     return results
@@ -65,8 +62,8 @@ def values(results: list[Any]) -> list[Any]:
 
 
 class Tap:
-    """Stands before a line's process group: `change(data, index)` may replace the bytes of the
-    index-th message it sends.
+    """Stands before the connections of a peer group: `change(data, index)` may replace the bytes of
+    the index-th piece of a message that it sends.
     """
 
     def __init__(
@@ -74,25 +71,14 @@ class Tap:
         exchange: Any,
         change: Callable[[torch.Tensor, int], torch.Tensor] = lambda data, index: data,
     ):
-        self.group, self.change = exchange._peers.group, change
+        self.change = change
         self.sent: list[tuple[int, int]] = []  # to whom, bytes
-        exchange._peers.group = self
+        for member, wires in exchange._peers._driver.connections.items():
+            for wire in wires:
+                wire.post_send = partial(self._send, member.slot, wire.post_send)
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        data = self.change(tensors[0], len(self.sent)).contiguous()
-        self.sent.append((rank, data.numel() * data.element_size()))
-        work = self.group.send([data], rank, tag)
-        return Held(work, data)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self.group.recv(tensors, rank, tag)
-
-
-class Held:
-    """A send under way, and the bytes it reads from."""
-
-    def __init__(self, work: Any, data: torch.Tensor):
-        self.work, self.data = work, data
-
-    def wait(self, timeout: Any) -> Any:
-        return self.work.wait(timeout)
+    def _send(self, to: int, send: Callable[[Piece, int], None], piece: Piece, number: int) -> None:
+        whole = torch.frombuffer(piece.view, dtype=torch.uint8)
+        data = self.change(whole, len(self.sent)).contiguous()
+        self.sent.append((to, data.numel()))
+        send(Piece(piece._hub, data), number)
