@@ -15,13 +15,17 @@ import sys
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
-from .channel import Channel
+from .channel import FEEDBACKS, Channel
 from .names import FORMATS
 from .presets import presets
 from .schema import ExchangeConfig
 
-ALLOWED = {"SyncSchedule.offset": "`0 <= offset < sync_every`"}
-"""What is allowed, where that depends on another key."""
+ALLOWED = {
+    "SyncSchedule.offset": "`0 <= offset < sync_every`",
+    "Phase.begin": "`0 < begin < 1`, or a whole number `begin >= 1`",
+    "Phase.feedback": ", ".join(f"`{word}`" for word in FEEDBACKS),
+}
+"""What is allowed, where that depends on another key, or a value alone makes no instance."""
 
 HEAD = """# Configuration
 
@@ -134,8 +138,12 @@ def _classes() -> Iterator[tuple[Any, str]]:
     first.
     """
     queue: list[tuple[Any, str]] = [(ExchangeConfig, "")]
+    seen = set()
     while queue:
         cls, path = queue.pop(0)
+        if cls in seen:  # a part of a phase is one of a channel
+            continue
+        seen.add(cls)
         yield cls, path
         queue += [
             (_part(hint), PATHS.get(_part(hint).__name__, name))

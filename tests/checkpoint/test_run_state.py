@@ -188,6 +188,7 @@ PUBLIC = (
     "fsdp_demo.checkpoint",
     "fsdp_demo.cli",
     "fsdp_demo.tools.planner",
+    "fsdp_demo.tools.report",
     "fsdp_demo.runlog",
     "fsdp_demo.status",
     "deepspeed_ext",
