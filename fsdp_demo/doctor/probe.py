@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..comm.peers import streams
+from ..comm.streams import streams
 from ..comm.tcp import Counted
 from ..errors import PeerLost
 from .measured import Direction

@@ -35,7 +35,7 @@ def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int])
 
     for files in run_ranks(run, 2, 1):
         # it has seen the three threads
-        assert files >= {"exchange/runtime.py", "comm/elastic_peers.py", "comm/membership.py"}
+        assert files >= {"exchange/runtime.py", "comm/peers.py", "comm/membership.py"}
         assert not files & {
             "exchange/exchange.py",
             "exchange/readings.py",
