@@ -20,6 +20,7 @@ MOST = {"demo": 45, "streaming_diloco": 43}  # files, as docs/architecture.md sa
 HEARTBEATS = {"comm/tcp.py"}  # entered twice a second, whatever a step does
 PRESENCE = {
     "comm/attempts.py",
+    "comm/peers.py",  # which epoch it is in
     "comm/presence.py",
     "comm/replica.py",
     "comm/roll.py",
