@@ -54,6 +54,7 @@ class CheckpointManager:
         keep: how many to keep; never fewer than all that follow the newest step which every island
             is known to hold. None: all.
         group: process group of the replica's ranks over CPU tensors; default one of its own.
+        own: in a mesh, too, `root` is this replica's alone.
 
     Attributes:
         group: that group (None: a single rank), for `torch.distributed.checkpoint`.
@@ -72,10 +73,12 @@ class CheckpointManager:
         topology: Topology,
         keep: int | None = 2,
         group: Any = None,
+        own: bool = False,
     ):
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
-        own = Path(root) / f"replica{topology.island}" if topology.kind == "mesh" else Path(root)
+        shared = topology.kind == "mesh" and not own
+        root = Path(root) / f"replica{topology.island}" if shared else Path(root)
         # also for one rank that torch has joined, be it to itself: an NCCL group saves no copies,
         # and with none torch would save with all replicas of a mesh
         if group is None and dist.is_available() and dist.is_initialized():
@@ -89,12 +92,12 @@ class CheckpointManager:
                 "gloo",
                 use_local_synchronization=members is not None,
             )
-        self.root, self.topology, self.group, self.keep = own, topology, group, keep
+        self.root, self.topology, self.group, self.keep = root, topology, group, keep
         self.ranks = self.votes = Ranks(group, topology.rank, topology.world)
         self.one_disk, self.common = True, -1
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0
-        self._fence = Fence(own, topology.run, topology.name)
+        self._fence = Fence(root, topology.run, topology.name)
         self._made: set[int] = set()
         self._loaded: int | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -122,14 +125,19 @@ class CheckpointManager:
         """Whether this replica has a complete checkpoint of `step` (all ranks come together)."""
         return not self.ranks.any(step not in self.whole())
 
-    def held(self) -> list[Held]:
+    def held(self, name: str = "") -> list[Held]:
         """What the replica can resume from, the same list on all its ranks. What is not complete is
         named in the log, and what is of a newer release refused.
+
+        Args:
+            name: look into the folder of this name only.
         """
 
         def notes() -> list[Any]:
             out: dict[int, Any] = {}
             for step, folder in folders.found(self.root):
+                if name and folder.name != name:
+                    continue
                 why = misfits(folder)
                 if why.startswith(NEWER):
                     raise ValueError(

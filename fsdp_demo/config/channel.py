@@ -145,7 +145,7 @@ class Codec:
         ),
     )
     value_dtype: str = field(
-        default="fp32", metadata=about("number format of the values ([below](#number-formats))")
+        default="fp32", metadata=about("[number format](wire-format.md#formats) of the values")
     )
     transform_precision: str = field(
         default="fp32",

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
 from .channel import FEEDBACKS, Channel
-from .names import FORMATS
 from .presets import presets
 from .schema import ExchangeConfig
 
@@ -90,13 +89,6 @@ A sparse channel sends these values whole, without choice and transform:
 Under FSDP2 and ZeRO it is the size of a rank's shard that counts. A value that goes whole is fp32 where `codec.value_dtype` is, else
 bf16. In a small model most values may go whole. The log says how many at the start: `100 of 6500 values of sparse channels go whole`.
 """  # noqa: E501
-FORMAT_HEAD = """## Number formats
-
-Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](measured/results-compression.md#number-formats) has errors and
-times.
-
-| format | bits of a value | values of a group | scales of a group |
-|---|---:|---:|---:|"""  # noqa: E501
 PRESET_HEAD = """## Keywords of the presets
 
 `preset(NAME, keyword=value)`, `--set keyword=value`, or a key of a short yaml file. Keywords are the numbers of the paper.
@@ -119,7 +111,7 @@ PATHS = {"Channel": "channels"}
 def page() -> str:
     """The whole page, markdown."""
     sections = (_section(cls, path) for cls, path in _classes())
-    parts = [HEAD, *sections, WHOLE, _formats(), _keywords()]
+    parts = [HEAD, *sections, WHOLE, _keywords()]
     return "\n".join(parts)
 
 
@@ -272,14 +264,6 @@ def _documented(cls: Any) -> dict[str, str]:
         elif section and current and line.startswith("        "):
             found[current] += " " + line.strip()
     return found
-
-
-def _formats() -> str:
-    rows = [
-        f"| `{name}` | {f.bits} | {f.group or ''} | {f.scales if f.group else ''} |"
-        for name, f in FORMATS.items()
-    ]
-    return "\n".join([FORMAT_HEAD, *rows, ""])
 
 
 def _keywords() -> str:

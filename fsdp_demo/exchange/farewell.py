@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..channels.channel import ChannelRunner
 from ..comm.header import COUNTED, PAYLOAD, Header
-from ..comm.peers import Vectors
+from ..comm.held import Vectors
 from ..compression.dense import total_bytes
 from .runtime import StepRuntime
 

@@ -32,7 +32,8 @@ from ..comm.header import (
     norm_of,
     rate_code,
 )
-from ..comm.peers import PeerGroup, Vectors
+from ..comm.held import Vectors
+from ..comm.peers import PeerGroup
 from ..comm.worker import Exchanging
 from ..compression.staging import Staging
 from .connections import Connections
