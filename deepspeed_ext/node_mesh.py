@@ -54,7 +54,8 @@ class NodeMPU:
         rank, place, replica: this rank in the world, in its node, and the index of its node.
         ranks: the ranks of this node, ascending.
         group: process group of the node, on the world's backend. solo: of this rank alone.
-        meets_at: where the ranks with this place on all nodes meet, which exchange with each other.
+        cross: gloo group of the ranks with this place on all nodes, in the order of the replicas;
+            meets_at: where they meet, to exchange.
     """
 
     def __init__(self, node_size: int):
@@ -67,8 +68,10 @@ class NodeMPU:
         # waits for a peer.
         limit = timedelta(seconds=max(1800.0, patience() + 60))
         nodes = [range(i * node_size, (i + 1) * node_size) for i in range(self.replicas)]
+        lines = [range(j, self.world, node_size) for j in range(node_size)]
         self.group = self._mine(nodes, timeout=limit)
-        self.meets_at = meeting_place(range(self.place, self.world, node_size))
+        self.cross = self._mine(lines, backend="gloo")  # what is broadcast are host tensors
+        self.meets_at = meeting_place(lines[self.place])
         # Not None, which torch reads as the world, and DeepSpeed clips and votes over this group.
         self.solo = self._mine([range(i, i + 1) for i in range(self.world)], timeout=limit)
 

@@ -102,7 +102,7 @@ def test_exchange_and_topology_show_what_the_documents_promise() -> None:
         "report",
     ]
     assert {*promised, "digests_equal"} <= {n for n, _ in methods(fsdp_demo.Exchange)}
-    assert {"from_env", "from_mesh", "from_group"} <= {n for n, _ in methods(fsdp_demo.Topology)}
+    assert {"from_env", "from_mesh", "from_store"} <= {n for n, _ in methods(fsdp_demo.Topology)}
     parameters = inspect.signature(fsdp_demo.attach).parameters
     assert [parameters[n].kind for n in ("model", "topology", "must_match", "step", "state")] == [
         inspect.Parameter.KEYWORD_ONLY

@@ -29,7 +29,7 @@ from ..tools.doctor.quick import quick_probe
 from ..tools.planner import Choice, Situation, choose, plan_rows
 from ..tools.planner.rows import plan_row
 from ..tools.planner.situation import DEVICES
-from .earlier_choice import known_choice, method_note, read, tell
+from .earlier_choice import known_choice, read, tell
 
 # ---- what the planner is asked, from what was measured, and what it chooses ----------------------
 
@@ -272,7 +272,7 @@ class _FirstSteps:
             target=config.target,
         )
         choice = chosen(situation, exchange.host)
-        method = config.taken_over(choice.config)
+        method = config.taken_over(choice.config).fixed(self._steps)
         if not exchange.across_islands.all_equal(method.to_dict()):
             raise ValueError(
                 "auto: the islands do not choose the same method; they run unlike releases, or "
@@ -287,8 +287,7 @@ class _FirstSteps:
         planned, topology = replace(planned, reason=reason), exchange.topology
         if topology.rank == 0:
             log.info("auto: %s", reason)
-            if topology.kind == "islands":  # before the first message of the method
-                tell(topology, method_note(method, planned))
+        tell(topology, method, planned)  # before the first message of the method
         exchange.choose(method, self._model)
         exchange.auto_choice = planned
         exchange._runtime.at_end = LinkHealth(exchange, situation)

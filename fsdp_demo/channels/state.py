@@ -119,9 +119,12 @@ class LocalChannel:
             is not active).
         accumulator, anchor, momentum: workspaces of this copy, None where the channel keeps none.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.
+        stages: of the channel (`Channel.stages`); channel: the stage of what is sent now.
     """
 
     def __init__(self, channel: Channel, placement: Placement):
+        self.stages = channel.stages()
+        self._sends = self._lands = 0  # stages of what is sent now, and of what lands
         self.channel, self.host, self._home = channel, placement.host, placement.home_device
         self.position = placement.position
         self.active_copies = placement.active_copies
@@ -173,19 +176,46 @@ class LocalChannel:
                 "one before attach"
             )
 
-    def start(self) -> None:
-        """Make the state: zero accumulator and momentum, anchor at the parameters as they are
-        now.
+    def start(self, step: int = 0) -> None:
+        """Make the state for a run that goes on from `step`: zero accumulator and momentum, anchor
+        at the parameters as they are now.
         """
-        if self.layout is None:
-            return
-        if self.channel.accumulator is not None:
-            self.accumulator = self.layout.new(self.host.device)
-        if self.channel.source == "delta":
+        if self.layout is not None and self.channel.source == "delta":
             self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
-            if self.channel.applier.momentum:
-                self.momentum = self._keep(self.layout.new(self.host.device))
+        self.accumulator = self.momentum = None
+        self._sends, self._lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
+        self.channel = self.stages[self._sends][1]
+        self._make_accumulator()
+        self._make_momentum()
+
+    def stage(self, step: int) -> int:
+        """The number of the stage in which `step` lies."""
+        return max(sum(begin <= step for begin, _ in self.stages) - 1, 0)
+
+    def enter(self, step: int) -> None:
+        """Take the stage of what is sent at `step` from now on. An accumulator that it is the first
+        to have begins at zero. So does its outer momentum, at the first step at which something
+        that was sent in this stage may land.
+        """
+        sends, lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
+        if sends != self._sends:
+            self._sends, self.channel = sends, self.stages[sends][1]
+            if self.accumulator is None:
+                self._make_accumulator()
+        if lands != self._lands:
+            self._lands = lands
+            self._make_momentum()
+
+    def _make_accumulator(self) -> None:
+        if self.layout is not None and self.channel.accumulator is not None:
+            self.accumulator = self.layout.new(self.host.device)
+
+    def _make_momentum(self) -> None:
+        landing = self.stages[self._lands][1]
+        self.momentum = None
+        if self.layout is not None and landing.source == "delta" and landing.applier.momentum:
+            self.momentum = self._keep(self.layout.new(self.host.device))
 
     def _keep(self, work: Tensor | None) -> Tensor | None:
         """Move a workspace to where anchors and outer momentum live."""
@@ -275,7 +305,13 @@ class LocalChannel:
 
     def load(self, state: ChannelState) -> None:
         """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
-        mine, saved = self.state().workspaces, state.workspaces
+        saved = state.workspaces
+        if "momentum" in saved and self.momentum is None:
+            # a loss has cut off the last message of a stage that has one: it is still to land
+            with_one = [i for i, (_, c) in enumerate(self.stages) if c.applier.momentum]
+            self._lands = max((i for i in with_one if i < self._lands), default=self._lands)
+            self._make_momentum()
+        mine = self.state().workspaces
         if set(mine) != set(saved):
             raise ValueError(
                 f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "

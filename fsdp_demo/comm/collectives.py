@@ -1,17 +1,15 @@
-"""The reduce of dense vectors over a peer group.
+"""The reduce of dense vectors over a peer group: its calculations, pure functions of what was sent.
 
 Each rank owns 1 / R of them, receives the others' codes, adds them in rank order in fp32, divides
 by the sum of the weights and sends the coded mean to all: the bytes of a ring all-reduce, 2 (R - 1)
 / R of the vector, and the same bits everywhere.
-
-`shares`, `part_of_mean` and `whole` are its three calculations, pure functions of what was sent;
-`reduce` runs them over a peer group of fixed members.
+The means of codes under 8 bits come back in int8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from ..compression import dense as coding
 from ..compression.formats import EXACT
-from .header import HEADER, MEANS, PARTS, PAYLOAD, Header, room
+from .header import HEADER, Header, room
 
 STRETCH = 1 << 17
 """Values of a mean that are calculated at once: with room for one share they stay in the cache of
@@ -50,49 +48,11 @@ Spans = Sequence[tuple[int, str]]
 """Length and code of each vector."""
 
 
-def reduce(
-    peers: Any,
-    header: Header,
-    vectors: Sequence[tuple[Tensor, str]],
-    weights: Sequence[Sequence[float]],
-    compare: bool = False,
-) -> list[Tensor]:
-    """Weighted mean over the replicas of each (vector fp32 [n] on the CPU, code), fp32, bit-equal
-    on all ranks. Two messages.
-
-    `header` says step and configuration. With weights w = weights[i] vector i becomes sum_r w_r v_r
-    / sum_r w_r, zeros if all its weights are zero. It is cut into R parts; the means of codes under
-    8 bits come back in int8. `compare`: note in `peers.alike` whether all sent the same of this
-    rank's part, and in `peers.something` whether that is more than zeros.
+def shares(vectors: Sequence[tuple[Tensor, str]], size: int) -> list[Tensor]:
+    """For each of `size` ranks the coded part of the vectors that it owns, with room for a
+    header.
     """
-    mine, spans = peers.rank, [(v.numel(), code) for v, code in vectors]
-    kinds = (PARTS, MEANS) if header.kind == PAYLOAD else (header.kind, header.kind)
-    there, back = legs(spans, peers.size)
-    outgoing = shares(vectors, peers.size, but=mine)
-    arrived: list[Any] = peers.swap(
-        replace(header, kind=kinds[0]), outgoing, [coding.total_bytes(there[mine])] * peers.size
-    )[1]
-    del outgoing  # what is as large as the vectors goes as soon as it has served
-    if not compare:
-        arrived[mine] = own_part(vectors, peers.size, mine)
-    else:
-        arrived[mine] = share(vectors, peers.size, mine)[HEADER.size :]
-        peers.alike = all(torch.equal(a, arrived[0]) for a in arrived)
-        peers.something = bool(arrived[0].any())
-    coded = part_of_mean(arrived, spans, weights, mine)
-    arrived = peers.swap(
-        replace(header, kind=kinds[1]), [coded] * peers.size, [coding.total_bytes(s) for s in back]
-    )[1]
-    return whole(arrived, spans)
-
-
-def shares(
-    vectors: Sequence[tuple[Tensor, str]], size: int, but: int | None = None
-) -> list[Tensor]:
-    """For each of `size` ranks the coded part of the vectors that it owns, with room for a header;
-    of rank `but`, who keeps its part, only that room.
-    """
-    return [share(vectors, size, j) if j != but else room(0) for j in range(size)]
+    return [share(vectors, size, j) for j in range(size)]
 
 
 def share(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> Tensor:

@@ -11,7 +11,7 @@ import resource
 from contextlib import suppress
 
 from ..errors import see
-from .peers import most_streams
+from .streams import most_streams
 
 FOR_EACH = 5
 """Descriptors of a connection, as libzmq has it: the connection, the port on which it was waited

@@ -17,13 +17,14 @@ from contextlib import suppress
 from hashlib import blake2b
 
 from ..errors import PeerLost, WireError, see
+from .change import ChangeDesk
 from .driver import Driver
-from .elastic_peers import ElasticPeerGroup
 from .epochs import Member, Record, Settlement, first_record
 from .held import Due, Message
 from .link import Link
 from .meet import PeerPosition, by_member, hub_of
 from .membership import entered
+from .peers import PeerGroup
 from .replica import Replica
 from .signs import Signs
 from .zeromq import Meeting, ZeroMQ
@@ -34,7 +35,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # asks Linux for the IPv4 address of an interface
 
 
-class LonePeerGroup(ElasticPeerGroup):
+class LonePeerGroup(PeerGroup):
     """The peer group of a single replica: nothing is sent."""
 
     elastic = False
@@ -53,13 +54,13 @@ class LonePeerGroup(ElasticPeerGroup):
         """Nothing was sent."""
 
 
-class MeshPeerGroup(ElasticPeerGroup):
+class MeshPeerGroup(PeerGroup):
     """The ranks that hold the same shard on every replica of a mesh."""
 
     elastic = False
 
     def expel(self, why: str) -> None:
-        """See `ElasticPeerGroup`: nobody goes on without this replica."""
+        """See `PeerGroup`: nobody goes on without this replica."""
         raise PeerLost(why)
 
     def leave(self) -> None:
@@ -98,10 +99,11 @@ class MeshDriver(Driver):
             self._lost(behind[0], f"it is alive, but has not come to message {n}")
 
 
-class NoDesk:
-    """In place of `change.ChangeDesk`: members never change."""
+class NoDesk(ChangeDesk):
+    """Members never change: no store is asked, and no thread asks it."""
 
-    epoch = 0
+    def __init__(self) -> None:
+        self.epoch = 0
 
     def begin(self, record: Record) -> None:
         """All know the first record."""
@@ -150,7 +152,7 @@ def _address_of(interface: str) -> str:
     )
 
 
-def mesh_peers(topology: Replica, link: Link | None) -> ElasticPeerGroup:
+def mesh_peers(topology: Replica, link: Link | None) -> PeerGroup:
     """Meet the other ranks of the peer group, all at once.
 
     Raises:
@@ -173,10 +175,11 @@ def mesh_peers(topology: Replica, link: Link | None) -> ElasticPeerGroup:
         store.compare_set(f"{turn}/token", "", secrets.token_hex(16)),
         setting=INTERFACE,
     )
-    return _met(meeting, place, link)
+    return met(meeting, place, link)
 
 
-def _met(meeting: Meeting, place: PeerPosition, link: Link | None) -> ElasticPeerGroup:
+def met(meeting: Meeting, place: PeerPosition, link: Link | None = None) -> PeerGroup:
+    """The peer group, when all have come. Raises as `mesh_peers`."""
     hub, members = hub_of(meeting, place), {slot: Member(slot) for slot in meeting.ranks}
     me = members[place.slot]
     try:

@@ -13,7 +13,7 @@
     u32  newest record that the sender knows
     u32  messages that it has delivered
 
-The last two are for `membership.py`, and 0 where members are fixed.
+The last two are for `membership.py`.
 
 It is read before any room is made for the piece. What a message says about itself stands in
 `header.py`, within its first piece.
@@ -35,7 +35,7 @@ pieces that wait.
 """
 
 LARGEST = 1 << 20
-"""Bytes of a piece at most, `peers.PIECE`: nobody can make a receiver allocate more at a time."""
+"""Bytes of a piece at most: nobody can make a receiver allocate more at a time."""
 
 LONGEST = 1 << 16
 """Bytes of a note at most."""

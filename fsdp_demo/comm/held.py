@@ -2,7 +2,7 @@
 it. Kept until all members have it.
 
 The membership machine (`membership.py`) says which pieces count; this file has the tensors, and the
-calculations on them. Calculations run in the thread that exchanges (`elastic_peers.py`), which
+calculations on them. Calculations run in the thread that exchanges (`peers.py`), which
 waits for the message meanwhile; the network thread only moves bytes.
 """
 
@@ -19,9 +19,10 @@ from torch import Tensor
 from . import collectives
 from .epochs import Kind, Member, Piece, Settlement
 from .header import EARLY, HEADER, MEANS, PARTS, PAYLOAD, Header, Sealed
-from .peers import Vectors, Weigh
 
 Task = Callable[[], None]
+Vectors = Sequence[tuple[Tensor, str]]
+Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 VARIABLE = "ISLAND_LINK"
 
+TCP_SHARE = 1448 / 1514
+"""Payload bytes of a full Ethernet frame: what a paced link carries of its nominal rate."""
+
 _BITS = {
     "bit": 1.0,
     "kbit": 1e3,

@@ -15,16 +15,17 @@ from . import descriptors, newcomer
 from .change import ChangeDesk
 from .curve import Keys
 from .driver import Driver
-from .elastic_peers import ElasticPeerGroup
 from .epochs import Member, Record, first_record
 from .guests import Guests
 from .hub import Hub
 from .link import Link
 from .membership import entered
-from .peers import most_streams
+from .peers import PeerGroup
 from .signs import Signs
 from .store_client import Store
-from .zeromq import Meeting, ZeroMQ
+from .streams import most_streams
+from .wire import Wire
+from .zeromq import Connections, Meeting, ZeroMQ
 
 log = logging.getLogger("fsdp_demo")
 
@@ -73,7 +74,7 @@ def elastic_peers(
     open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
-) -> ElasticPeerGroup:
+) -> PeerGroup:
     """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
 
     Args:
@@ -91,7 +92,7 @@ def elastic_peers(
         transport = ZeroMQ(at_peer_group, hub)
         notes, connections = (by_member(transport.open(k), members) for k in ("notes", 0))
         siblings = _siblings(hub, meeting, place, members[place.slot])
-        peers = ElasticPeerGroup(
+        peers = PeerGroup(
             members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share
         )
         start = Starter(
@@ -126,7 +127,7 @@ def newcomer_peers(
     open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
-) -> ElasticPeerGroup:
+) -> PeerGroup:
     """Join a run under way: the peer group of a newcomer, which follows its donor until it takes
     part.
 
@@ -144,7 +145,7 @@ def newcomer_peers(
         siblings = _siblings(hub, meeting, place, me)
         at = meeting.store.under(meeting.prefix)
         signs = newcomer.SignsOfLife(hub)
-        peers = ElasticPeerGroup(me, place.names, [], meeting.timeout, link, place.share)
+        peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share)
         start = Starter(hub, meeting, place, me, siblings, open_store, limits, peers)
 
         def follow(turn: int, seconds: float, since: Record | None, lost: Member | None) -> None:
@@ -222,7 +223,7 @@ class Starter:
         siblings: Mapping[int, Any],
         open_store: Callable[[], Store],
         limits: Limits,
-        peers: ElasticPeerGroup,
+        peers: PeerGroup,
     ):
         self._hub = hub
         self._meeting = meeting
@@ -296,7 +297,8 @@ def _connections_to_guest(connections: Mapping[Member, Sequence[Any]]) -> int:
     return min(as_before, most_streams(len(connections) + 1))
 
 
-def by_member(connections: Any, members: Mapping[int, Member]) -> dict[Member, Any]:
+def by_member(connections: Connections, members: Mapping[int, Member]) -> dict[Member, Wire]:
+    """Connections by member, from those by slot."""
     return {members[slot]: wire for slot, wire in connections.wires.items()}
 
 

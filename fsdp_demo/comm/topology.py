@@ -141,7 +141,8 @@ class Topology(Replica):
         )
         island = mesh.get_local_rank(axis)
         ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-        place = {"rank": rank, "world": world, "group": inner, "meets_at": meeting_place(ranks)}
+        place: dict[str, Any] = {"rank": rank, "world": world, "group": inner}
+        place["meets_at"] = meeting_place(ranks)
         place["stop_timeout"] = environment.stop_timeout(os.environ)
         return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import prod
 
 import torch
 
 from ..channels.codec import ChannelCodec
-from ..comm.peers import PIECE
 from ..config.channel import Channel
 from ..config.schema import ExchangeConfig
 from ..hosts.optimizers import inner_class, materialise
@@ -88,13 +88,37 @@ def plan_memory(
         low_precision: parameters are not fp32 (delta channels then keep what was written into
             them).
     """
+    if len(config.begins) > 1:  # the figures of a run that changes are the largest of its stages
+        found = [
+            plan_memory(stage, tensors, islands, shards, shard, staged, low_precision)
+            for stage in _stages(config)
+        ]
+        return Memory(*(max(getattr(m, f.name) for m in found) for f in fields(Memory)))
     plan = plan_model(config, tensors, islands, shards)[shard]
     offloaded = staged and config.offload_outer_state
     device = [_on_device(s, staged, offloaded, low_precision) for s in plan.sections]
-    host = [_on_host(s, staged, offloaded) for s in plan.sections]
+    alone = sum(bool(MessageLayout([s]).vectors) for s in plan.sections) == 1
+    host = [_on_host(s, staged, offloaded, alone) for s in plan.sections]
     pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
     return Memory(parameters, *(figure for pair in pairs for figure in pair))
+
+
+def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:
+    """The configuration in each stage of a run. With a delay an outer momentum stays until what was
+    sent before has landed.
+    """
+    stages = [config.at(step) for step in config.begins]
+    for before, after in list(pairwise(stages)):
+        pairs = zip(before.channels, after.channels, strict=True)
+        both = [
+            replace(b, applier=replace(b.applier, momentum=a.applier.momentum))
+            if b.schedule.delay and a.applier.momentum
+            else b
+            for a, b in pairs
+        ]
+        stages.append(replace(after, channels=tuple(both)))
+    return stages
 
 
 def inner_state(
@@ -183,15 +207,19 @@ def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precisi
     return _Use(channel, kept, own + payload, sending, applying)
 
 
-def _on_host(section: ChannelCodec, staged: bool, offloaded: bool) -> _Use:
+def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) -> _Use:
     """The bodies of all islands and the means, until they are applied; during the exchange a copy
-    of what is sent, and the coded parts of the means.
+    of what is sent, or the coded parts of the means. Values that travel as they are, `alone` in
+    their message, come where the mean is to lie: then the others' shares of one part.
     """
-    message, others = MessageLayout([section]), section.size - 1
-    bodies = message.num_bytes + others * _buffer(message.num_bytes)
-    means = sum(4 * n for n, _ in message.vectors)
-    part = max(message.legs(section.size)[1])
-    coded = part + others * _buffer(part) if means else message.num_bytes
+    message, means = MessageLayout([section]), 0
+    coded = message.num_bytes
+    if message.vectors:
+        means = sum(4 * n for n, _ in message.vectors)
+        share, part = (max(leg) for leg in message.legs(section.size))
+        in_place = alone and [code for _, code in message.vectors] == ["fp32"]
+        coded = (section.size - 1) * share if in_place else section.size * part
+    bodies = section.size * message.num_bytes
     kept = _outer(section) if offloaded else 0
     return _Use(section.channel, kept, bodies + means, coded + _payload(section) * staged)
 
@@ -205,11 +233,6 @@ def _outer(section: ChannelCodec) -> int:
 
 def _payload(section: ChannelCodec) -> int:
     return section.num_bytes if section.gathered else sum(4 * n for n, _ in section.spans)
-
-
-def _buffer(size: int) -> int:
-    """A receive buffer: whole pieces."""
-    return max(-(-size // PIECE), 1) * PIECE
 
 
 # ---- all channels together ---------------------------------------------------------------------

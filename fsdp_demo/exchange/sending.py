@@ -32,7 +32,8 @@ from ..comm.header import (
     norm_of,
     rate_code,
 )
-from ..comm.peers import PeerGroup, Vectors
+from ..comm.held import Vectors
+from ..comm.peers import PeerGroup
 from ..comm.worker import Exchanging
 from ..compression.staging import Staging
 from .connections import Connections
@@ -218,7 +219,7 @@ class MessageSender:
                     head, torch.cat([presence, *sections]), sent, weigh, self._watch.compares
                 )
             flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
-            self._ledger.message(flight.members, peers.size, peers.rank, flight.moved)
+            self._ledger.message(message, peers.size, peers.rank, flight.moved)
             if self._watch.compares and len(arrived.bodies) > 1:  # alone: there is none to compare
                 self._watch.compare(peers, arrived.bodies, message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())

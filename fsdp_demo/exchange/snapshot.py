@@ -124,7 +124,7 @@ def give(
     _give_rest(runtime, model, tensors.get("rest"), stand.same_rest)
     _give_parameters(runtime, stand, tensors)
     for c in runtime.channels:
-        c.start()
+        c.start(stand.step)
     for c in runtime.channels:
         if c.channel.source == "delta":
             _give_anchor(c, tensors)
@@ -215,7 +215,9 @@ def _flight(
             f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None
         )
     queue, worker = runtime.queue, runtime.connections.worker
-    flight = PendingExchange(f.step, list(f.members), parts, None, layout=queue.layout(f.members))
+    flight = PendingExchange(
+        f.step, list(f.members), parts, None, layout=queue.layout(f.members, f.step)
+    )
     if worker is not None and following is not None:
         wanted = Expected(
             PAYLOAD,
@@ -290,7 +292,7 @@ def _of_channels(runtime: StepRuntime) -> Iterator[_Part]:
             yield _Part(
                 f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor")
             )
-            if c.channel.applier.momentum:
+            if c.momentum is not None:
                 yield _Part(
                     f"{c.channel.name}.momentum",
                     "float32",

@@ -126,7 +126,7 @@ def come_together(
     sync_rest_from(peers, island, runtime.host, model, donor, keep, runtime.config.own_tensors)
     runtime.host.commit(model)
     for c in runtime.channels:
-        c.start()
+        c.start(runtime.step)
     runtime.queue.begin(runtime.step)
     if start.step and not (start.fresh or goes_on) and runtime.topology.rank == 0:
         warn_of_no_state(runtime, donor)

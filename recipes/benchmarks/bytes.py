@@ -35,9 +35,11 @@ from fsdp_demo import (  # noqa: E402
     presets,
     ring_all_reduce_bytes,
 )
-from fsdp_demo.comm.link import parse_rtt  # noqa: E402
+from fsdp_demo.comm.link import (
+    TCP_SHARE,  # noqa: E402
+    parse_rtt,  # noqa: E402
+)
 from fsdp_demo.comm.meter import Meter  # noqa: E402
-from fsdp_demo.comm.peers import TCP_SHARE  # noqa: E402
 from fsdp_demo.compression.positions import form  # noqa: E402
 from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
 from fsdp_demo.config.channel import BLOCK  # noqa: E402

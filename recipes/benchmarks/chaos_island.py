@@ -150,10 +150,10 @@ def relayed(slot: int, port: int) -> None:
 def noted(facts: Facts) -> None:
     """From now on each payload that this island has agreed on with the others is written down:
     number, step, who counts, whether it was settled in a change of members, and made again."""
-    from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
+    from fsdp_demo.comm.peers import PeerGroup
     from fsdp_demo.exchange.watch import Norms
 
-    run, finished, remember = ElasticPeerGroup._run, ElasticPeerGroup._finished, Norms.note
+    run, finished, remember = PeerGroup._run, PeerGroup._finished, Norms.note
     settled: dict[int, Any] = {}
     # for the verdict on the norms in it, which comes next in the same thread
     waiting: list[dict[str, Any]] = []
@@ -197,7 +197,7 @@ def noted(facts: Facts) -> None:
             facts.tell("message", counted=counted, **told)
         waiting.clear()
 
-    ElasticPeerGroup._finished, ElasticPeerGroup._run, Norms.note = finish, exchange, note
+    PeerGroup._finished, PeerGroup._run, Norms.note = finish, exchange, note
 
 
 def ordered(folder: Path, name: str) -> str | None:

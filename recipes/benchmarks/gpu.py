@@ -33,7 +33,7 @@ from benchmarks.memory import Echo  # noqa: E402
 from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo import ExchangeConfig, Topology, base_optimizer, preset  # noqa: E402
+from fsdp_demo import ExchangeConfig, base_optimizer, preset  # noqa: E402
 from fsdp_demo.exchange.memory import plan_memory  # noqa: E402
 from fsdp_demo.exchange.plan import local_shape  # noqa: E402
 from fsdp_demo.tools.planner import load  # noqa: E402
@@ -66,7 +66,7 @@ class Rank:
         self.step()  # makes the optimizer's state
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        topology = Topology.from_group(Echo(2)) if exchange else None
+        topology = Echo("mesh", 0, 2) if exchange else None
         self.exchange = (
             fsdp_demo.attach(self.optimizer, config, topology=topology) if exchange else None
         )

@@ -31,7 +31,7 @@ from benchmarks.memory import Echo  # noqa: E402
 from hotpath import pin  # noqa: E402
 from report import table  # noqa: E402
 
-from fsdp_demo import Topology, attach, preset  # noqa: E402
+from fsdp_demo import attach, preset  # noqa: E402
 
 TENSORS = (1, 100, 1000, 10_000)
 PERIOD = 10**9
@@ -45,7 +45,7 @@ def microseconds(tensors: int, steps: int, rank: int = 0, world: int = 1) -> dic
         model.register_parameter(f"weight{i}", nn.Parameter(torch.zeros(8, 8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     group = dist.group.WORLD if world > 1 else None
-    topology = Topology("mesh", 0, 2, rank=rank, world=world, group=group, peer_group=Echo(2))
+    topology = Echo("mesh", 0, 2, rank=rank, world=world, group=group)
     config = preset("diloco", period=PERIOD, clip=None, inner_optimizers="as_is")
     exchange = attach(optimizer, config, model=model, topology=topology)
     hooks: Any = exchange._hooks

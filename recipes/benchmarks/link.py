@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 
 from fsdp_demo import Link, Topology
-from fsdp_demo.comm import elastic_peers, peers
+from fsdp_demo.comm import peers
 from fsdp_demo.comm.header import PAYLOAD
 from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.comm.position import ShardPosition
@@ -96,7 +96,7 @@ def meet(topology: Topology, connections: int) -> Candidate:
         made.append(connections or peers.streams(rtt, num_peers))
         return made[-1]
 
-    with mock.patch.object(elastic_peers, "streams", streams):
+    with mock.patch.object(peers, "streams", streams):
         line, _ = topology.join(ShardPosition())
     assert line is not None
     return Candidate(made[-1], line)

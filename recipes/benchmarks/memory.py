@@ -36,6 +36,11 @@ from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
+from fsdp_demo.comm import streams  # noqa: E402
+from fsdp_demo.comm.epochs import Member, Piece, Settlement, What  # noqa: E402
+from fsdp_demo.comm.fixed_peers import LonePeerGroup  # noqa: E402
+from fsdp_demo.comm.header import Sealed  # noqa: E402
+from fsdp_demo.comm.held import Due, Message  # noqa: E402
 from fsdp_demo.comm.topology import Topology  # noqa: E402
 from fsdp_demo.comm.worker import CommWorker  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
@@ -141,40 +146,44 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [t for part in value for t in tensors_of(part)]
 
 
-class Echo:
-    """A process group whose peers send back what they are sent: replicas that hold the same."""
+class Echo(Topology):
+    """Other replicas that send back what they are sent: they hold the same."""
+
+    def join(self, position: Any) -> tuple[EchoPeers, int]:
+        return EchoPeers(self.islands), position.num_copies
+
+
+class EchoPeers(LonePeerGroup):
+    """Makes room for what would come, as `comm/streams.py` does, and fills it from what is sent."""
 
     def __init__(self, size: int):
-        self._size, self._sent, self._wanted = (
-            size,
-            dict[int, list[Tensor]](),
-            dict[int, list[Tensor]](),
-        )
-        self._done = mock.Mock()
+        super().__init__("island0", 60.0)
+        self._set(range(size))
 
-    def rank(self) -> int:
-        return 0
+    def _taken_part(self, message: Message) -> Due:
+        self._next += 1
+        members = tuple(map(Member, self.slots))
+        due = Due(Settlement(message.n, members, 0))
+        pieces = [("body", m) for m in members[1:]]
+        if message.vectors:
+            pieces += [(what, m) for what in ("share", "part") for m in members[1:]]
+        firsts = [torch.empty(streams.LARGEST, dtype=torch.uint8) for _ in pieces]
 
-    def size(self) -> int:
-        return self._size
+        def came(what: What, of: Member, sent: Sealed) -> None:
+            piece = Piece(what, of, 0)
+            room = message.room(piece, members, sent.body.numel())
+            message.keep(piece, Sealed(sent.head, room.copy_(sent.body)), message.header)
+            firsts.pop()
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._sent.setdefault(peer, []).append(tensors[0])
-        return self._meet(peer)
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._wanted.setdefault(peer, []).append(tensors[0])
-        return self._meet(peer)
-
-    def _meet(self, peer: int) -> Any:
-        """Fill the first room that waits for `peer` with what was sent there first, whichever came
-        first.
-        """
-        sent, wanted = self._sent.get(peer), self._wanted.get(peer)
-        if sent and wanted:
-            data = sent.pop(0)
-            wanted.pop(0)[: data.numel()] = data
-        return self._done
+        for m in members[1:]:
+            came("body", m, message.bodies[self._me])
+        if message.vectors:
+            for m, sent in message.cut(members).items():
+                came("share", m, sent)
+            mean = message.average(due.settled)
+            for m in members[1:]:
+                came("part", m, mean)
+        return due
 
 
 @contextmanager
@@ -225,7 +234,7 @@ def measure(
     ledger, between, most = Ledger(), [], {"device": 0, "host": 0}
     with followed(ledger):
         exchange = fsdp_demo.attach(
-            optimizer, config, topology=topology or Topology.from_group(Echo(islands))
+            optimizer, config, topology=topology or Echo("mesh", 0, islands)
         )
         warm(exchange)
         for _ in range(steps):

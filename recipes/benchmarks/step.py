@@ -37,7 +37,7 @@ from benchmarks.memory import Echo  # noqa: E402
 from report import peak_memory, table  # noqa: E402
 from slow_link_island import make_model  # noqa: E402
 
-from fsdp_demo import ExchangeConfig, Topology, attach, base_optimizer, preset  # noqa: E402
+from fsdp_demo import ExchangeConfig, attach, base_optimizer, preset  # noqa: E402
 
 PERIOD = 4
 CASES: dict[str, dict[str, Any]] = {
@@ -75,9 +75,7 @@ class Trained:
         )
         if exchange:
             rank, group = (dist.get_rank(), dist.group.WORLD) if world > 1 else (0, None)
-            topology = Topology(
-                "mesh", 0, 2, rank=rank, world=world, group=group, peer_group=Echo(2)
-            )
+            topology = Echo("mesh", 0, 2, rank=rank, world=world, group=group)
             self.exchange = attach(self.optimizer, config, model=model, topology=topology)
             ticks: Any = self.exchange._hooks
             ticks._run_before, ticks._run_after = (

@@ -1,7 +1,7 @@
 """One run of the study: the replicas of a cell as threads of one process, each an island of one
 rank, and what they measured.
 
-The replicas exchange through the library itself, over gloo on the loopback interface, as islands on
+The replicas exchange through the library itself, over the loopback interface, as islands on
 separate machines would. They compute in turn, so that one core is enough and each turn has the
 caches to itself. All call one compiled forward and backward pass: the replicas differ in what they
 pass to it, their parameters. Stacking them into batched products gained nothing on a CPU.
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from model import load_model
 from pretrain_parts import Arguments, schedule
 from torch import Tensor
@@ -226,8 +227,8 @@ class Loop:
         self.optimizer.register_step_post_hook(lambda *_: rounds.stepped())
         topology = Topology.from_env({"ISLAND_COUNT": "1"})
         if cell.replicas > 1:
-            group = self.together.group(f"from step {step}", self.i)
-            topology = Topology.from_group(group, PATIENCE)
+            store = dist.PrefixStore(f"from step {step}", self.together.store)
+            topology = Topology.from_store(store, self.i, cell.replicas, PATIENCE)
         self.exchange = attach(
             self.optimizer,
             config,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -47,12 +45,6 @@ class Together:
 
     def meet(self) -> None:
         self.barrier.wait(PATIENCE)
-
-    def group(self, name: str, i: int) -> Any:
-        """The process group of replica i in a line of all replicas; each name is used once."""
-        patience = datetime.timedelta(seconds=PATIENCE)
-        prefix = dist.PrefixStore(name, self.store)
-        return dist.ProcessGroupGloo(prefix, i, self.run.cell.replicas, patience)
 
     def rows(self, i: int) -> np.ndarray:
         """The training rows of replica i; one replica alone takes those of the first of four."""

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from fsdp_demo import Link, PeerLost
-from fsdp_demo.comm import elastic_peers, held, streams
+from fsdp_demo.comm import held, peers, streams
 from fsdp_demo.comm.epochs import Member
 from fsdp_demo.comm.header import PAYLOAD, QUESTION, SETUP
-from fsdp_demo.comm.peers import TCP_SHARE
+from fsdp_demo.comm.link import TCP_SHARE
 
 from ..support.cases import named
 from ..support.elastic import Islands, agree, descriptors, exchanged, talk
@@ -88,7 +88,7 @@ def test_killed_within_a_long_message_dealt_to_several_connections(
 ) -> None:
     def run() -> None:
         streams.LARGEST, streams.SMALL = 4096, 256
-        elastic_peers.streams = lambda rtt, num_peers: 3
+        peers.streams = lambda rtt, num_peers: 3
         killed_at(frames, 2, 4)
 
     alone(run_ranks, run)
@@ -296,10 +296,8 @@ def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(elastic_peers.time, "sleep", slept.append)
-    line = elastic_peers.ElasticPeerGroup(
-        Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04)
-    )
+    monkeypatch.setattr(peers.time, "sleep", slept.append)
+    line = peers.PeerGroup(Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04))
     line._account(1000, 500, False, False)
     line._account(1000, 2000, True, False)
     line._account(7, 7, False, True)
@@ -315,7 +313,7 @@ def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
     sends.
     """
     line, ended = (
-        elastic_peers.ElasticPeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
+        peers.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
         list[str](),
     )
 

@@ -18,13 +18,13 @@ pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=2
 
 from fsdp_demo.comm import agreement, meet, moves, newcomer
 from fsdp_demo.comm.collectives import ReceivedMessage, part_of_mean, shares, whole
-from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.epochs import Member, first_record
 from fsdp_demo.comm.guests import Guests
 from fsdp_demo.comm.header import DIGESTS, HEADER, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.comm.joining import LONGEST, Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.meet import PeerPosition
 from fsdp_demo.comm.membership import entered
+from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.comm.stopping import Stopping
 from fsdp_demo.comm.worker import CommWorker
 from fsdp_demo.comm.zeromq import Meeting
@@ -40,7 +40,7 @@ MEANS: dict[tuple[int, str], torch.Tensor] = {}
 """What came back first, of each step and code."""
 
 
-def payload(line: ElasticPeerGroup, step: int) -> tuple[int, ...]:
+def payload(line: PeerGroup, step: int) -> tuple[int, ...]:
     """The message of a step, and the norm in it; of whom it was."""
     agreement.mean_of(line, step, 1.0)
     noise = torch.randn(20_000, generator=torch.Generator().manual_seed(10 * step + line.slot))
@@ -65,13 +65,13 @@ def payload(line: ElasticPeerGroup, step: int) -> tuple[int, ...]:
     return arrived.slots
 
 
-def common(line: ElasticPeerGroup, step: int) -> None:
+def common(line: PeerGroup, step: int) -> None:
     """A question that the newcomer asks too, once it trains; what it says is longer."""
     said = agreement.gather_json(line, [line.slot, "x" * line.slot], QUESTION, step)
     assert said == [[s, "x" * s] for s in line.slots]
 
 
-def questions(line: ElasticPeerGroup, step: int, count: int) -> list[tuple[int, ...]]:
+def questions(line: PeerGroup, step: int, count: int) -> list[tuple[int, ...]]:
     """Questions of all kinds between two steps; who has answered each."""
     found = []
     for k in range(count):
@@ -109,7 +109,7 @@ class Run:
         )
         self.thread = threading.Thread(target=self.joins)
 
-    def trains(self, line: ElasticPeerGroup) -> Any:
+    def trains(self, line: PeerGroup) -> Any:
         """A member."""
         found, asked, step = [], [], 0
         while step < self.at + LAST:
@@ -130,7 +130,7 @@ class Run:
         self.thread.join(WAIT) if line.slot == 0 else None
         return found, asked
 
-    def meet(self, line: ElasticPeerGroup) -> None:
+    def meet(self, line: PeerGroup) -> None:
         """The base is known, and lies among the next messages: nothing is launched before."""
         if line.slot == 0:
             self.thread.start()
@@ -174,7 +174,7 @@ class Run:
                 line.ending = True
                 line.release()
 
-    def follows(self, line: ElasticPeerGroup) -> Any:
+    def follows(self, line: PeerGroup) -> Any:
         follow = line.following
         assert follow is not None
         worker = CommWorker(line)
@@ -228,9 +228,9 @@ def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[...
     longer than that but that it lives, and it is not dropped."""
 
     def fn() -> bool:
-        run, came, end = Islands(2, dead=1.5), list[ElasticPeerGroup](), threading.Event()
+        run, came, end = Islands(2, dead=1.5), list[PeerGroup](), threading.Event()
 
-        def comes(slot: int) -> ElasticPeerGroup:
+        def comes(slot: int) -> PeerGroup:
             names = {**run.names, slot: f"island{slot}"}
             here = (len(names), tuple(names.values()), "127.0.0.1", WAIT, run.token)
             return meet.newcomer_peers(
@@ -252,7 +252,7 @@ def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[...
             finally:
                 end.set()
 
-        def trains(line: ElasticPeerGroup) -> Any:
+        def trains(line: PeerGroup) -> Any:
             step = 0
             while not end.is_set() or step < 3:
                 common(line, step)
@@ -320,7 +320,7 @@ def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> N
     """What the others said arrives all the same."""
     said = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"[0]", b"[1, 2]")]
     sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, said, [], slots=(0, 1)))
-    line = object.__new__(ElasticPeerGroup)
+    line = object.__new__(PeerGroup)
     follow = SimpleNamespace(followed=lambda wanted: unpacked(sent, wanted))
     monkeypatch.setattr(line, "_follow", follow, raising=False)
     monkeypatch.setattr(line, "_set", lambda slots: None, raising=False)

@@ -66,8 +66,6 @@ def test_means_are_those_of_the_formula(codes: list[str], weights: list[float]) 
 
 def test_nobody_codes_what_it_sends_to_nobody() -> None:
     sent = vectors(0, CODES)
-    made = collectives.shares(sent, 3, but=1)
-    assert [len(m) > HEADER.size for m in made] == [True, False, True]
     for own, (v, code) in zip(collectives.own_part(sent, 3, 1), sent, strict=True):
         at = dense.cuts(v.numel(), code, 3)
         if code == "fp32" and own.numel():  # not even copied

@@ -1,75 +1,36 @@
-"""A peer group over gloo: order of sends and receives, its round trip; and how many connections
-islands open.
-"""
+"""A peer group of a mesh: its round trip, a peer that goes; how many connections are opened."""
 
 from __future__ import annotations
 
-import datetime
-import time
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fsdp_demo
 from fsdp_demo import PeerLost, preset
-from fsdp_demo.comm import peers
-from fsdp_demo.comm.peers import PeerGroup, streams
+from fsdp_demo.comm import streams as streams_of
+from fsdp_demo.comm.peers import PeerGroup
+from fsdp_demo.comm.position import ShardPosition
+from fsdp_demo.comm.streams import streams
 
 from ..support import probe, threaded
 
 
 def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
-    """fn(line) on `count` threads, over gloo; what each returned, or the exception it raised."""
-    store, results = dist.HashStore(), [None] * count
+    """fn(line) on `count` threads, each a replica of a mesh; what each returned, or the exception
+    it raised.
+    """
 
-    def work(rank: int) -> None:
-        group = dist.ProcessGroupGloo(store, rank, count, datetime.timedelta(seconds=timeout))
-        line = PeerGroup(group, rank, count, [f"island{i}" for i in range(count)], timeout)
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        line, _ = topology.join(ShardPosition())
+        assert line is not None
         try:
-            results[rank] = fn(line)
-        except Exception as error:
-            results[rank] = error.with_traceback(None)
+            return fn(line)
         finally:
             line.release()
 
-    threaded.at_once(work, count, 3 * timeout)
-    return results
-
-
-class Noting:
-    """Stands before a process group and notes what is posted, in order."""
-
-    def __init__(self, group: Any, notes: list[tuple[str, int]]):
-        self.group, self.notes = group, notes
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self.notes.append(("send", rank))
-        return self.group.send(tensors, rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self.notes.append(("recv", rank))
-        return self.group.recv(tensors, rank, tag)
-
-
-def test_receives_are_posted_before_sends(run_ranks, everywhere) -> None:
-    everywhere.setattr(peers, "PIECE", 1000)
-
-    def watched(line: PeerGroup) -> list[tuple[str, int]]:
-        notes: list[tuple[str, int]] = []
-        line.group = Noting(line.group, notes)
-        line.all_gather(torch.zeros(2500, dtype=torch.uint8))
-        return notes
-
-    def run(me: Any) -> None:
-        for rank, notes in enumerate(on_lines(watched, 3)):
-            others = [j for j in range(3) if j != rank]
-            assert notes == [
-                (what, j) for what in ("recv", "send") for j in others for _ in range(3)
-            ]
-
-    run_ranks(run, 1, 1)
+    return threaded.islands(island, count, timeout)
 
 
 def test_how_many_connections_follows_from_the_round_trip() -> None:
@@ -80,34 +41,26 @@ def test_how_many_connections_follows_from_the_round_trip() -> None:
         2,
         4,
         8,
-        peers.STREAMS,
+        streams_of.STREAMS,
     ]
 
 
 def test_all_peers_together_have_a_budget_of_connections() -> None:
     for islands in (2, 3, 5, 8, 16, 24, 32, 48, 128):
         count = streams(1.0, islands - 1)
-        assert count == 1 or count * (islands - 1) <= peers.BUDGET
-    assert streams(1.0, 4) == peers.STREAMS and streams(1.0, 31) == 1
+        assert count == 1 or count * (islands - 1) <= streams_of.BUDGET
+    assert streams(1.0, 4) == streams_of.STREAMS and streams(1.0, 31) == 1
 
 
 @pytest.mark.parametrize("late, expected", [(0.0, 1), (0.06, 4)])
 def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late, expected) -> None:
-    """One rank's clock sees a longer way than those of the others (which here are near): all open
-    the same number.
+    """One rank's kernel has seen a longer way than those of the others (which here are near): all
+    open the same number.
     """
 
     def counted(line: PeerGroup) -> tuple[int, int]:
         if line.rank == 1 and late:
-            whole = line.all_gather
-
-            def slow(data: torch.Tensor) -> list[torch.Tensor]:
-                out = whole(data)
-                if data.numel() == 1:
-                    time.sleep(late)  # after the others have what they need
-                return out
-
-            line.all_gather = slow  # type: ignore[method-assign]
+            line.seen_round_trip = lambda: late  # type: ignore[method-assign]
         return streams(line.round_trip(), 2), line.meter.bytes_sent
 
     def run(me: Any) -> None:
@@ -119,9 +72,7 @@ def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late
     run_ranks(run, 1, 1)
 
 
-def test_a_peer_that_goes_is_named(run_ranks, everywhere) -> None:
-    everywhere.setattr(peers, "PIECE", 1000)
-
+def test_a_peer_that_goes_is_named(run_ranks) -> None:
     def goes(line: PeerGroup) -> Any:
         line.all_gather(torch.zeros(5000, dtype=torch.uint8))
         if line.rank == 1:
@@ -163,8 +114,8 @@ def test_training_over_several_connections_is_the_same_training(
 
     found = []
     for rtt in (1e9, 1e-9):
-        everywhere.setattr(peers, "STREAM_RTT", rtt)
+        everywhere.setattr(streams_of, "STREAM_RTT", rtt)
         found.append(run_ranks(run, 2, 1))
     for one, several in zip(*found, strict=True):
-        assert (one[2], several[2]) == (1, peers.STREAMS) and one[1] == several[1]
+        assert (one[2], several[2]) == (1, streams_of.STREAMS) and one[1] == several[1]
         assert all(torch.equal(one[0][n], several[0][n]) for n in one[0])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fsdp_demo
 from fsdp_demo import WireError, preset
 from fsdp_demo.comm import header as frame
-from fsdp_demo.comm import peers
+from fsdp_demo.comm import streams
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
@@ -466,7 +466,7 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
 @pytest.mark.parametrize("piece", [None, 1000])
 def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, everywhere, piece) -> None:
     if piece:
-        everywhere.setattr(peers, "PIECE", piece)
+        everywhere.setattr(streams, "LARGEST", piece)
 
     def run(me: Any) -> None:
         for name, (config, period) in METERED.items():
@@ -507,8 +507,8 @@ def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
     run_ranks(run, 1, 1)
 
 
-def test_two_peer_groups_on_one_process_group_keep_their_messages_apart(run_ranks) -> None:
-    """Two exchanges share the group of a mesh; on one island the second is first to speak."""
+def test_two_peer_groups_of_one_mesh_keep_their_messages_apart(run_ranks) -> None:
+    """Two exchanges share a mesh; on one island the second is first to speak."""
 
     def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
         both = [topology.join(ShardPosition())[0] for _ in range(2)]

@@ -17,11 +17,12 @@ import torch.distributed as dist
 import zmq
 
 import fsdp_demo
-from fsdp_demo import PeerLost, WireError, preset
-from fsdp_demo.comm import peers
+from fsdp_demo import WireError, preset
+from fsdp_demo.comm import fixed_peers
 from fsdp_demo.comm.frames import LARGEST, PIECE, Frame, read
-from fsdp_demo.comm.header import HEADER, PAYLOAD
+from fsdp_demo.comm.header import PAYLOAD
 from fsdp_demo.comm.inbox import EARLY, Inbox, NoRoom
+from fsdp_demo.comm.meet import PeerPosition
 from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.comm.zeromq import Meeting, ZeroMQ
@@ -80,16 +81,15 @@ def on_transports(
 
 
 def on_lines(fn: Callable[[PeerGroup], Any], count: int, **how: Any) -> list[Any]:
-    """fn(line) on `count` threads."""
+    """fn(line) on `count` threads, each a replica of a mesh."""
+    names = {i: f"island{i}" for i in range(count)}
 
     def work(transport: Any, rank: int) -> Any:
-        names, timeout = [f"island{i}" for i in range(count)], how.get("timeout", 10.0)
-        line = PeerGroup(transport.open(0), rank, count, names, timeout)
-        first = line.group
+        line = fixed_peers.met(transport._meeting, PeerPosition(rank, 0, 1, names))
         try:
             return fn(line)
         finally:
-            first.close()
+            line.release()
 
     return on_transports(work, count, **how)
 
@@ -128,17 +128,15 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_whole_pieces_go_both_ways_and_the_tensor_is_not_read_later(run_ranks, token: str) -> None:
+def test_whole_bodies_go_both_ways(run_ranks, token: str) -> None:
+    n = 3 * LARGEST + 5
+
     def swap(line: PeerGroup) -> int:
-        body = torch.full((3 * peers.PIECE + 5,), line.rank + 1, dtype=torch.uint8)
+        body = torch.full((n,), line.rank + 1, dtype=torch.uint8)
         _, bodies = line.gather(line.header(PAYLOAD), body)
-        message = [torch.zeros(HEADER.size + body.numel(), dtype=torch.uint8)] * 2
-        line.swap(line.header(PAYLOAD), message, [body.numel()] * 2)
-        message[0].fill_(9)  # sent: nothing reads it any more
         return int(bodies[1 - line.rank].sum())
 
     def run() -> None:
-        n = 3 * peers.PIECE + 5
         assert good(on_lines(swap, 2, token=[token] * 2)) == [2 * n, n]
 
     alone(run_ranks, run)
@@ -162,16 +160,16 @@ def test_training_over_it_is_the_same_training(run_ranks, tmp_path: Path) -> Non
             optimizer.step()
             optimizer.zero_grad()
         counts = {k: v for k, v in exchange.metrics().items() if k.startswith("bytes")}
-        kind = type(exchange._peers).__name__
+        elastic = exchange._peers.elastic
         exchange.finish()
-        return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, kind
+        return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, elastic
 
     found = [run_ranks(trained, 1, 2, args=(True,))]
     store = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", TOKEN))
     for env in ({}, {"ISLAND_TOKEN": TOKEN, "ISLAND_ENDPOINT": store.endpoint}):
         found.append(run_ranks(trained, 2, 1, env=env))
     store.end()
-    assert [each[0][2] for each in found] == ["PeerGroup", "ElasticPeerGroup", "ElasticPeerGroup"]
+    assert [each[0][2] for each in found] == [False, True, True]
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert one[1] == two[1] and all(torch.equal(one[0][n], two[0][n]) for n in one[0])
@@ -232,10 +230,9 @@ def test_what_is_no_frame_is_refused(data: bytes, says: str) -> None:
         read(data)
 
 
-def test_a_frame_reads_back_and_a_piece_of_a_line_fits() -> None:
+def test_a_frame_reads_back() -> None:
     frame = Frame(PIECE, 3, 70_000, 5, LARGEST)
     assert read(frame.pack()) == frame and len(frame.pack()) == 36
-    assert peers.PIECE <= LARGEST
 
 
 class Room:
@@ -600,22 +597,3 @@ def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> No
 
     before, after = alone(run_ranks, run)
     assert after <= before
-
-
-def test_a_peer_that_goes_is_named_by_the_line() -> None:
-    class Gone:
-        def wait(self, timeout: timedelta) -> None:
-            raise RuntimeError("connection closed by peer")
-
-    class Refused:
-        def wait(self, timeout: timedelta) -> None:
-            raise WireError("a piece of 5 bytes")
-
-    line = PeerGroup(None, 0, 2, ["oslo", "rome"], 3.0)
-    with pytest.raises(
-        PeerLost,
-        match=r"island 1 \(rome\) is gone or was silent for 3 s: connection closed by peer",
-    ):
-        line._wait(1, Gone())
-    with pytest.raises(WireError, match="a piece of 5 bytes"):
-        line._wait(1, Refused())

@@ -24,6 +24,7 @@ from torch import nn
 from deepspeed_ext import node_mesh
 from deepspeed_ext.confinement import assert_confined, of_node
 from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
+from fsdp_demo.comm.fixed_peers import meeting_place
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
 
@@ -315,10 +316,7 @@ def placed(me) -> dict[str, Any]:
             topology.rank,
             topology.world,
         ),
-        "groups": (
-            dist.get_process_group_ranks(topology.group),
-            dist.get_process_group_ranks(topology.peer_group),
-        ),
+        "groups": (dist.get_process_group_ranks(topology.group), topology.meets_at),
         "said": (
             island.sum(me.rank),
             island.max(me.rank),
@@ -335,7 +333,7 @@ def test_topology_of_an_engine_is_that_of_a_mesh(world) -> None:
         node, place = divmod(rank, NODE)
         assert mine["before"] == (None, True, True, True)
         assert mine["topology"] == ("mesh", node, 2, f"island{node}", 30.0, place, 2)
-        assert mine["groups"] == ([2 * node, 2 * node + 1], [place, place + 2])
+        assert mine["groups"] == ([2 * node, 2 * node + 1], meeting_place([place, place + 2]))
         assert mine["said"] == (
             [4.0 * node + 1],
             [2.0 * node + 1],
@@ -348,12 +346,11 @@ def test_topology_of_an_engine_is_that_of_a_mesh(world) -> None:
 def nodes_of_one_rank(me) -> tuple[Any, ...]:
     shard_within_node(1)
     alone = topology_of(zero.engine(zero.settings("zero3"), zero.sgd))
-    ranks = dist.get_process_group_ranks(alone.peer_group)
-    return alone.islands, alone.world, alone.group, ranks
+    return alone.islands, alone.world, alone.group, alone.meets_at
 
 
 def test_nodes_of_one_rank(world) -> None:
-    assert world(nodes_of_one_rank) == [(4, 1, None, [0, 1, 2, 3])] * 4
+    assert world(nodes_of_one_rank) == [(4, 1, None, meeting_place(range(4)))] * 4
 
 
 def one_node(me) -> tuple[Any, ...]:

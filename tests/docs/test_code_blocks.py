@@ -317,7 +317,7 @@ PARTS = ["recipes/pretrain_parts.py", "fsdp_demo/integrations/arguments.py"]
 
 SHARED = {
     "recipes/pretrain.py": [*PARTS],
-    "recipes/pretrain_trainer.py": [*PARTS],
+    "recipes/pretrain_trainer.py": ["recipes/trainer_parts.py", *PARTS],
     "recipes/pretrain_deepspeed.py": ["recipes/deepspeed_parts.py", *PARTS],
     "recipes/check.sh": ["recipes/check.py"],
 }

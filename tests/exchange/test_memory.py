@@ -21,9 +21,8 @@ from fsdp_demo import ExchangeConfig, Topology, preset, presets
 from fsdp_demo.channels.channel import ChannelRunner
 from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.state import Placement
-from fsdp_demo.comm import collectives, peers
+from fsdp_demo.comm import collectives, streams
 from fsdp_demo.compression import blocks, dense, positions, quantize
-from fsdp_demo.exchange import memory
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory
 from fsdp_demo.exchange.plan import local_shape, plan_model
 from fsdp_demo.hosts.optimizers import materialise
@@ -105,9 +104,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
     monkeypatch.setattr(collectives, "STRETCH", collectives.STRETCH // SCALE)
     monkeypatch.setattr(quantize, "CHUNK", quantize.CHUNK // SCALE)
-    piece = peers.PIECE // SCALE
-    monkeypatch.setattr(peers, "PIECE", piece)
-    monkeypatch.setattr(memory, "PIECE", piece)
+    monkeypatch.setattr(streams, "LARGEST", streams.LARGEST // SCALE)
 
 
 @functools.cache

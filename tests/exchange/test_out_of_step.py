@@ -345,7 +345,6 @@ def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
             (parts, 1),
             (means, 1),
             (header.QUESTION, 2),
-            (header.QUESTION, 2),
             (header.DIGESTS, 2),
         ]
         assert first == second == [*expected, (header.DIGESTS, 2), (header.END, 2)]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fsdp_demo import PeerLost
 from fsdp_demo.comm import collectives, driver, meet
-from fsdp_demo.comm.elastic_peers import ElasticPeerGroup
 from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
 from fsdp_demo.comm.meet import PeerPosition
+from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.comm.wire import Wire
 from fsdp_demo.comm.zeromq import Meeting
@@ -70,7 +70,7 @@ class Islands:
         )
         self.store = store or WorldStore(dist.HashStore(), "the test", 5.0)
         self.names = {slot: f"island{slot}" for slot in range(count)}
-        self.lines: dict[tuple[int, int], ElasticPeerGroup] = {}
+        self.lines: dict[tuple[int, int], PeerGroup] = {}
         self.expelled: list[tuple[int, int]] = []
         self.results: dict[tuple[int, int], Any] = {}
         self._hubs: dict[Any, tuple[int, int]] = {}
@@ -86,7 +86,7 @@ class Islands:
         self._undo.append(lambda: setattr(target, name, before))
         setattr(target, name, value)
 
-    def line(self, slot: int, rank: int) -> ElasticPeerGroup:
+    def line(self, slot: int, rank: int) -> PeerGroup:
         """Meet the others."""
         meeting = Meeting(
             self.store,
@@ -110,7 +110,7 @@ class Islands:
         return self._hubs.get(hub)
 
     def run(
-        self, fn: Callable[[ElasticPeerGroup], Any], limit: float = 40.0
+        self, fn: Callable[[PeerGroup], Any], limit: float = 40.0
     ) -> dict[tuple[int, int], Any]:
         """fn(line) on a thread for each rank, all at once when all have met; then they wait for
         each other, and part.
@@ -267,9 +267,7 @@ def mean_of(slots: Sequence[int], n: int, weights: Sequence[float], scale: int =
     return collectives.whole([p[HEADER.size :] for p in parts], spans)
 
 
-def exchanged(
-    line: ElasticPeerGroup, n: int, scale: int = 1
-) -> tuple[tuple[int, ...], list[Tensor]]:
+def exchanged(line: PeerGroup, n: int, scale: int = 1) -> tuple[tuple[int, ...], list[Tensor]]:
     """Message n, of a kind that follows from n; of whom it was, and all that came back. What can be
     known beforehand is compared.
     """
@@ -311,18 +309,18 @@ def exchanged(
     return line.slots, came
 
 
-def _compare(came: list[Tensor], line: ElasticPeerGroup, n: int, sizes: list[int]) -> None:
+def _compare(came: list[Tensor], line: PeerGroup, n: int, sizes: list[int]) -> None:
     assert len(came) == line.size
     for s, data, size in zip(line.slots, came, sizes, strict=True):
         assert torch.equal(data, body(s, n, size)), f"message {n}: what came from island {s}"
 
 
 def talk(
-    count: int, scale: int = 1, before: Callable[[ElasticPeerGroup, int], Any] | None = None
-) -> Callable[[ElasticPeerGroup], list[Any]]:
+    count: int, scale: int = 1, before: Callable[[PeerGroup, int], Any] | None = None
+) -> Callable[[PeerGroup], list[Any]]:
     """`count` messages of all kinds, one after another; what came of each."""
 
-    def fn(line: ElasticPeerGroup) -> list[Any]:
+    def fn(line: PeerGroup) -> list[Any]:
         out = []
         for n in range(count):
             if before is not None:

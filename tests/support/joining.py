@@ -17,6 +17,8 @@ import torch
 
 from fsdp_demo import Topology
 from fsdp_demo.comm.collectives import ReceivedMessage
+from fsdp_demo.comm.epochs import Member
+from fsdp_demo.comm.fixed_peers import LonePeerGroup
 from fsdp_demo.comm.header import NORM, PAYLOAD
 from fsdp_demo.comm.joining import Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.peers import PeerGroup
@@ -134,13 +136,15 @@ class Fed:
         raise PeerLost("the record has no more messages, and is the only one")
 
 
-class Follower(PeerGroup):
+class Follower(LonePeerGroup):
     """A newcomer's line, which sends nothing. said: step and weight of each payload that it would
     send.
     """
 
     def __init__(self, fed: Fed, islands: int):
-        super().__init__(None, islands - 1, islands, [f"island{i}" for i in range(islands)], 5.0)
+        super().__init__("newcomer", 5.0)
+        self._me = Member(islands - 1)
+        self._set(range(islands))
         self.following, self.said = fed, []
 
     def exchange(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...comm import tcp
 from ...comm.frames import LARGEST
-from ...comm.peers import streams
+from ...comm.streams import streams
 from ...comm.tcp import Counted
 from ...comm.zeromq import Connections, Meeting, ZeroMQ
 from ...errors import PeerLost

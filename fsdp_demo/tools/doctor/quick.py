@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from ...comm.peers import TCP_SHARE, PeerGroup
+from ...comm.link import TCP_SHARE
+from ...comm.peers import PeerGroup
 from ...comm.ranks import Ranks
 from .reading import LinkReading
 

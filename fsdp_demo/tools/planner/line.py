@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
-from ...comm.link import Link
-from ...comm.peers import PIECE, TCP_SHARE, streams
+from ...comm.frames import LARGEST
+from ...comm.link import TCP_SHARE, Link
+from ...comm.streams import streams
 from .counting import Leg
 
 SEGMENT = 1448  # payload bytes
@@ -82,7 +83,7 @@ def message_seconds(
     for i, leg in enumerate(legs):
         size = max(leg)
         most = streams(link.rtt, num_peers)
-        used = peers * min(most, max(ceil(size / max(peers, 1) / PIECE), 1))
+        used = peers * min(most, max(ceil(size / max(peers, 1) / LARGEST), 1))
         pace = min(rate, used * system.window / link.rtt) if system.window else rate
         if system.slow_start and i == 0:
             open_window = _window(pace * link.rtt, used, idle, link.rtt, system.restarts)

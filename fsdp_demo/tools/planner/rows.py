@@ -18,6 +18,9 @@ from .line import BACKWARD, Played, Timed, message_seconds, play
 from .situation import Situation
 
 HSDP = "hsdp"
+LENGTH = 1000
+"""Steps of a run whose length is not known, where phases begin at a share of it."""
+
 LOWEST, HIGHEST = 1e3, 1e15  # bits per second
 
 
@@ -85,7 +88,12 @@ class Row:
 
 
 def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False) -> Row:
-    """The row of one configuration."""
+    """The row of one configuration; of one that changes in the run, its costliest phase."""
+    if any(c.later for c in config.channels):
+        phases = config.fixed(situation.steps or LENGTH)
+        rows = [plan_row(situation, phases.at(begin), chosen) for begin in phases.begins]
+        most = max(rows, key=lambda row: (row.bytes_per_step, row.device_bytes))
+        return replace(most, config=config)
     s, found = situation, _counted(situation, config)
     played = _played(s, config)
     sent = found.due.values()

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from fsdp_demo import Link, PeerLost
-from fsdp_demo.comm.peers import TCP_SHARE, PeerGroup
+from fsdp_demo.comm.fixed_peers import LonePeerGroup, mesh_peers
+from fsdp_demo.comm.link import TCP_SHARE
 from fsdp_demo.tools.doctor.quick import SIZES, quick_probe
 
 from ...support.elastic import Islands
@@ -24,24 +25,22 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
     return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
 
 
-class Slow:
-    """Stands before a group: every send takes `8 * bytes / rate` seconds more, one after another,
-    and counts."""
+def slow(line: Any, rate: float) -> list[int]:
+    """Let what a line sends take its time; returns where its bytes are counted."""
+    sent = [0]
 
-    def __init__(self, group: Any, rate: float):
-        self.group, self.rate, self.bytes = group, rate, 0
+    def post_send(send: Any, piece: Any, number: int) -> None:
+        sent[0] += piece.size
+        time.sleep(8 * piece.size / rate)
+        send(piece, number)
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        self.bytes += tensors[0].numel()
-        time.sleep(8 * tensors[0].numel() / self.rate)
-        return self.group.send(tensors, rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self.group.recv(tensors, rank, tag)
+    for (wire,) in line._driver.connections.values():
+        wire.post_send = partial(post_send, wire.post_send)
+    return sent
 
 
 def test_a_single_replica_has_no_link() -> None:
-    assert quick_probe(PeerGroup(None, 0, 1, ["island0"], 1.0)) is None
+    assert quick_probe(LonePeerGroup("island0", 1.0)) is None
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -62,8 +61,9 @@ def test_islands_that_come_and_go_get_equal_numbers(run_ranks, count) -> None:
 def test_a_slow_island_bounds_the_rate_of_all(run_ranks) -> None:
     def run() -> None:
         def fn(i: int, topology: Any) -> Any:
-            slow = Slow(topology.peer_group, 20e6 if i else 1e12)
-            return quick_probe(PeerGroup(slow, i, 2, ["a", "b"], 10.0), 1.0), slow.bytes
+            line = mesh_peers(topology, None)
+            sent = slow(line, 20e6 if i else 1e12)
+            return quick_probe(line, 1.0), sent[0]
 
         (mine, sent), (theirs, same) = values(islands(fn))
         assert mine == theirs and sent == same
@@ -76,9 +76,7 @@ def test_a_slow_island_bounds_the_rate_of_all(run_ranks) -> None:
 def test_the_rehearsed_link_bounds_what_is_returned(run_ranks) -> None:
     def run() -> None:
         def fn(i: int, topology: Any) -> Any:
-            link = Link(1e4, 0.5)
-            peers = PeerGroup(topology.peer_group, i, 2, ["a", "b"], 10.0, link)
-            return quick_probe(peers, 0.2)
+            return quick_probe(mesh_peers(topology, Link(1e4, 0.5)), 0.2)
 
         for reading in values(islands(fn)):
             assert reading.bits_per_second == 1e4 * TCP_SHARE and 0.5 < reading.rtt < 2
@@ -89,13 +87,14 @@ def test_the_rehearsed_link_bounds_what_is_returned(run_ranks) -> None:
 def test_a_silent_island_is_an_error(run_ranks) -> None:
     def run() -> None:
         def fn(i: int, topology: Any) -> Any:
+            line = mesh_peers(topology, None)
             if i:
-                time.sleep(2)
+                time.sleep(6)
                 return None
             with pytest.raises(PeerLost, match="island 1"):
-                quick_probe(PeerGroup(topology.peer_group, i, 2, ["a", "b"], 0.5), 0.2)
+                quick_probe(line, 0.2)
             return None
 
-        values(islands(fn))
+        values(islands(fn, timeout=2.0))
 
     alone(run_ranks, run)
