@@ -16,8 +16,7 @@ import fsdp_demo
 from fsdp_demo import Accumulator, Applier, Channel, Codec, ExchangeConfig, SyncSchedule
 from fsdp_demo.channels import apply
 from fsdp_demo.compression import formats, selection, transform
-from fsdp_demo.config import channel as config
-from fsdp_demo.config import names
+from fsdp_demo.config import channel, names, parts
 
 from .support import threaded
 
@@ -45,7 +44,7 @@ def test_every_name_has_something_behind_it_and_the_other_way_round() -> None:
     assert set().union(*by.values()) == set(names.SELECTIONS)
     assert set(apply.APPLIERS) == set(names.APPLIERS)
     assert {source for acts in names.APPLIERS.values() for source in acts.sources} == {
-        *config.SOURCES,
+        *channel.SOURCES,
         "state",
     }
 
@@ -151,7 +150,7 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each, as a contributor would."""
     monkeypatch.setitem(names.FORMATS, "ternary", names.Format(2, 64))
     monkeypatch.setitem(formats.CODERS, "ternary", Ternary())
-    monkeypatch.setattr(config, "TRANSFORMS", (*names.TRANSFORMS, "hadamard"))
+    monkeypatch.setattr(parts, "TRANSFORMS", (*names.TRANSFORMS, "hadamard"))
     monkeypatch.setitem(transform.MATRICES, "hadamard", hadamard)
     monkeypatch.setitem(names.SELECTIONS, "head", names.Selection("step", alike=True))
     monkeypatch.setitem(selection.BY_STEP, "head", head)
