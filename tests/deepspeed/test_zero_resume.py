@@ -498,7 +498,7 @@ def test_another_number_of_ranks_loads_weights(run_ranks, tmp_path, stage) -> No
     assert all(o.error is None for o in out), [o.error for o in out]
     assert "as weights alone, since 2 ranks saved it and 1 load it" in out[0].log
     whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
-    assert all(torch.equal(o.value[n], t) for o in out for n, t in whole.items())
+    assert all(torch.equal(whole[n], t) for o in out for n, t in o.value.items())
 
 
 def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
