@@ -215,8 +215,9 @@ def reshard(
         seen = {n for n, p in zip(names, kept.present, strict=True) if p and not shared}
         present = [s.name in seen for s in there]
         channels[c.channel.name] = ChannelState(present, **_packed(c, works))
-    counts = own["shard"] == own["copy"] == 0 and own["island"] in (island, *saved.islands)
-    tokens = sum(outline.tokens for outline in outlines) if counts else 0
+    first = own["shard"] == own["copy"] == 0  # it counts the tokens of the island
+    mine = not shared or own["island"] == island
+    tokens = sum(outline.tokens for outline in outlines) if first and mine else 0
     return replace(without_messages(outlines[0]), channels=channels, tokens=tokens)
 
 
