@@ -193,6 +193,13 @@ class LocalChannel:
         """The number of the stage in which `step` lies."""
         return max(sum(begin <= step for begin, _ in self.stages) - 1, 0)
 
+    def has_momentum(self, step: int) -> bool:
+        """Whether an outer momentum is kept after `step` steps; of one that joins, before `start`,
+        too.
+        """
+        landing = self.stages[self.stage(step - self.channel.schedule.delay)][1]
+        return landing.source == "delta" and bool(landing.applier.momentum)
+
     def enter(self, step: int) -> None:
         """Take the stage of what is sent at `step` from now on. An accumulator that it is the first
         to have begins at zero. So does its outer momentum, at the first step at which something

@@ -260,7 +260,7 @@ def _parts(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) ->
     """In their order. Both sides list the same by the same function."""
     return [
         *_of_model(runtime, model, stand),
-        *_of_channels(runtime),
+        *_of_channels(runtime, stand.step),
         *_of_flights(runtime, stand.flights),
     ]
 
@@ -286,13 +286,13 @@ def _of_model(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand)
             )
 
 
-def _of_channels(runtime: StepRuntime) -> Iterator[_Part]:
+def _of_channels(runtime: StepRuntime, step: int) -> Iterator[_Part]:
     for c in runtime.channels:
         if c.channel.source == "delta" and c.layout is not None:
             yield _Part(
                 f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor")
             )
-            if c.momentum is not None:
+            if c.has_momentum(step):
                 yield _Part(
                     f"{c.channel.name}.momentum",
                     "float32",

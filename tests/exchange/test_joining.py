@@ -153,6 +153,7 @@ CASES = {
     "released": preset("decoupled_momentum", rule="released", period=2, average_every=2),
     "sparse_loco": preset("sparse_loco", period=2),
     "sign_loco": preset("sign_loco", beta=0.6, period=2, momentum_warmup=3),
+    "sign_loco-switch": preset("sign_loco", period=2, switch=5),
     "muloco": preset("muloco", period=3),
     "muloco-queue": preset("muloco", period=2, value_dtype="int4", **{"schedule.delay": 3}),
 }
