@@ -27,7 +27,7 @@ from fsdp_demo.checkpoint import CheckpointManager, SavedExchange, load_exchange
 from fsdp_demo.checkpoint.choice import Held
 from fsdp_demo.checkpoint.exchange_state import method_of
 from fsdp_demo.checkpoint.finite import refuse_exchange
-from fsdp_demo.checkpoint.manager import MANIFEST
+from fsdp_demo.checkpoint.folders import MANIFEST
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.config.auto import undecided

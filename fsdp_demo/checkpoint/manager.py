@@ -31,8 +31,6 @@ from .fence import Fence, place
 from .folders import MANIFEST, NEWER, misfits
 from .registry import CheckpointRegistry
 
-__all__ = ["MANIFEST", "CheckpointManager", "misfits"]
-
 log = logging.getLogger("fsdp_demo")
 
 Write = Callable[[Path], Callable[[], Any] | None]
@@ -323,10 +321,8 @@ class CheckpointManager:
             folders.remove(folder)  # a disk that is full needs the room
         if last:
             raise why
-        self.failed_saves, self._failed_in_a_row = (
-            self.failed_saves + 1,
-            self._failed_in_a_row + 1,
-        )
+        self.failed_saves += 1
+        self._failed_in_a_row += 1
         if self._failed_in_a_row >= LAST_FAILURE:
             raise why
         log.warning(
