@@ -26,9 +26,11 @@ from fsdp_demo import Exchange, Topology
 from fsdp_demo.checkpoint import CheckpointManager, SavedExchange, load_exchange, save_exchange
 from fsdp_demo.checkpoint.choice import Held
 from fsdp_demo.checkpoint.exchange_state import method_of
+from fsdp_demo.checkpoint.files import FRESH
 from fsdp_demo.checkpoint.finite import refuse_exchange
 from fsdp_demo.checkpoint.folders import MANIFEST
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.checkpoint.reshard import stretches
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.config.auto import undecided
 from fsdp_demo.errors import NeedsDecision, see
@@ -313,9 +315,16 @@ class _Followed(Methods):
             automatic.go_on(self.exchange, told, self.engine.module)
 
     def _fitting(self, saved: SavedExchange) -> None:
-        """Refuse parts of another preset or model."""
+        """Refuse parts of another preset or model, and what DeepSpeed would have to cut anew."""
         try:
-            saved.check(self.exchange)
+            mine = saved.check(self.exchange)
+            theirs = saved.head(mine["rank"], saved.islands[0])
+            if stretches(theirs) != stretches(mine):
+                raise ValueError(
+                    f"{saved.where()}: the ranks that saved it held other stretches of the "
+                    "parameters, and DeepSpeed does not cut its files anew: give the same ZeRO "
+                    f"stage and parameter groups, {FRESH}"
+                )
         except ValueError as error:
             raise ValueError(f"{error}; {CURE}") from None
 

@@ -166,6 +166,7 @@ class Topology(Replica):
         """
         if self.kind == "single":
             environment.say_single(self._meant, self.rank)
+        if self.islands == 1:
             return LonePeerGroup(self.name, self.timeout), position.num_copies
         link = Link.from_env()
         if self.kind == "mesh":
