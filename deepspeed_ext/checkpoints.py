@@ -28,7 +28,8 @@ from fsdp_demo.checkpoint.choice import Held
 from fsdp_demo.checkpoint.exchange_state import method_of
 from fsdp_demo.checkpoint.files import FRESH
 from fsdp_demo.checkpoint.finite import refuse_exchange
-from fsdp_demo.checkpoint.manager import MANIFEST
+from fsdp_demo.checkpoint.folders import MANIFEST
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.reshard import stretches
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.config.auto import undecided
@@ -134,12 +135,17 @@ class _Followed(Methods):
         super().__init__(engine)
         self.exchange = exchange
         self._managers: dict[Path, CheckpointManager] = {}
+        # made by all replicas together, unlike the managers
+        self._registry = CheckpointRegistry(exchange.topology)
 
     def _manager(self, folder: Path) -> CheckpointManager:
         """Of one directory of the user's. No old tag is removed: their names are the user's."""
         if folder not in self._managers:
-            manager = CheckpointManager(folder, self.exchange.topology, keep=None, own=True)
+            manager = CheckpointManager(
+                folder, self.exchange.topology, keep=None, own=True, registry=self._registry
+            )
             manager.votes = self.world  # DeepSpeed saves with collectives of all
+            manager.rotates = False
             self._managers[folder] = manager
         return self._managers[folder]
 

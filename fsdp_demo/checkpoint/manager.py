@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from .choice import Held, look, superfluous
 from .fence import Fence, place
 from .folders import MANIFEST, NEWER, misfits
 from .registry import CheckpointRegistry
-
-__all__ = ["MANIFEST", "CheckpointManager", "misfits"]
 
 log = logging.getLogger("fsdp_demo")
 
@@ -55,6 +52,8 @@ class CheckpointManager:
             is known to hold. None: all.
         group: process group of the replica's ranks over CPU tensors; default one of its own.
         own: in a mesh, too, `root` is this replica's alone.
+        registry: where the islands ask each other, of a host with several folders; default one of
+            its own.
 
     Attributes:
         group: that group (None: a single rank), for `torch.distributed.checkpoint`.
@@ -62,6 +61,7 @@ class CheckpointManager:
         votes: between all ranks whose collectives `write` uses: those of this replica, if no host
             says otherwise.
         one_disk: all ranks of the replica write to one disk.
+        rotates: what is not needed any more goes after a save.
         common: the newest step that all islands are known to hold.
         best: a step that rotation spares.
         failed_saves: saves of this life that could not be made.
@@ -74,6 +74,7 @@ class CheckpointManager:
         keep: int | None = 2,
         group: Any = None,
         own: bool = False,
+        registry: CheckpointRegistry | None = None,
     ):
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
@@ -94,18 +95,15 @@ class CheckpointManager:
             )
         self.root, self.topology, self.group, self.keep = root, topology, group, keep
         self.ranks = self.votes = Ranks(group, topology.rank, topology.world)
-        self.one_disk, self.common = True, -1
+        self.one_disk, self.rotates, self.common = True, True, -1
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0
         self._fence = Fence(root, topology.run, topology.name)
+        self._registry = registry or CheckpointRegistry(topology)
         self._made: set[int] = set()
         self._loaded: int | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[bool] | None = None
-
-    @cached_property
-    def _registry(self) -> CheckpointRegistry:
-        return CheckpointRegistry(self.topology)
 
     # ---- what is there -------------------------------------------------------------------------
 
@@ -279,8 +277,7 @@ class CheckpointManager:
             if self._worker is not None:
                 self._worker.shutdown()
             self._worker = None
-            if "_registry" in vars(self):  # was asked
-                self._registry.close()
+            self._registry.close()
 
     def finish(self) -> None:
         """The run came to its end: `close`, and delete what this life has put aside."""
@@ -312,7 +309,7 @@ class CheckpointManager:
             return False
         self._failed_in_a_row = 0
         self._made.add(step)
-        if rank == 0 and not last:
+        if rank == 0 and self.rotates and not last:
             self._rotate()
         return True
 
@@ -324,10 +321,8 @@ class CheckpointManager:
             folders.remove(folder)  # a disk that is full needs the room
         if last:
             raise why
-        self.failed_saves, self._failed_in_a_row = (
-            self.failed_saves + 1,
-            self._failed_in_a_row + 1,
-        )
+        self.failed_saves += 1
+        self._failed_in_a_row += 1
         if self._failed_in_a_row >= LAST_FAILURE:
             raise why
         log.warning(

@@ -20,8 +20,7 @@ from transformers import (
     set_seed,
 )
 
-from fsdp_demo import Topology
-from fsdp_demo.checkpoint import CheckpointManager
+from fsdp_demo.checkpoint.folders import found, misfits
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.data import split_dataset_by_island
 from fsdp_demo.integrations.trainer import ExchangeCallback
@@ -160,4 +159,4 @@ def exchange_of(trained):
 
 def whole_steps(folder):
     """The steps of the checkpoints that are whole in an island's folder."""
-    return CheckpointManager(folder, Topology()).complete()
+    return [step for step, place in found(folder) if not misfits(place)]
