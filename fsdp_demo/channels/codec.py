@@ -24,8 +24,9 @@ from ..compression import sparse
 from ..compression.blocks import Layout
 from ..compression.selection import seeded
 from ..compression.windows import EDGE, Group
-from ..config.channel import BLOCK, Channel
+from ..config.channel import Channel
 from ..config.names import FORMATS
+from ..config.parts import BLOCK
 from .decode import DecodedMean, DenseMean, QuantizedMean, SeededMean, SparseMean
 
 

@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..config.channel import BLOCK
+from ..config.parts import BLOCK
 from .windows import CACHED, EDGE, Box, ContiguousViews, Group, Window
 
 MAX_PADDING = 1.1

@@ -25,7 +25,7 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.sparse import decode_sparse
 from fsdp_demo.compression.transform import Transform, cpu_name, kernels, matrix, onednn
 from fsdp_demo.compression.windows import ContiguousViews
-from fsdp_demo.config.channel import BLOCK, Codec
+from fsdp_demo.config.parts import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchHost
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
