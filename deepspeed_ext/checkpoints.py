@@ -1,43 +1,48 @@
-"""DeepSpeed's checkpoints, one folder per replica, with the exchange's state in them.
+"""DeepSpeed's checkpoints, one folder per replica, with the exchange's state in them, by the one
+saver of `fsdp_demo` (`checkpoint/manager.py`).
+
+    DIR/<name>/TAG/...            DeepSpeed's files of one replica (a replica alone: DIR/TAG)
+    DIR/<name>/TAG/exchange/      the exchange's parts
+    DIR/<name>/TAG/manifest.json  step, and every file with its size and checksum, written last
+    DIR/<name>/latest             the newest TAG, for DeepSpeed's own tools
 
 DeepSpeed names its files by the rank inside the node: replicas that share a directory would
 overwrite each other. So every replica has a folder with DeepSpeed's standard layout inside
-(`zero_to_fp32.py FOLDER` works on each), and a `latest` of its own, which is written when all else
-is there. What lies where, and who loads what: `checkpoint_choice.py`.
+(`zero_to_fp32.py FOLDER` works on each). Which step each goes on from is the manager's matter; the
+manifest of a tag says its step.
 
 Source of the facts: deepspeed 0.19.8, `runtime/engine.py` (`save_checkpoint`, `load_checkpoint`):
 only rank 0 of the world writes `latest`, the recovery scripts and the names of tied parameters; the
 tag is compared over the world; `clip_grad` is saved and restored.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import logging
-import shutil
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from fsdp_demo import Exchange
-from fsdp_demo.checkpoint import SavedExchange, load_exchange, save_exchange
+from fsdp_demo import Exchange, Topology
+from fsdp_demo.checkpoint import CheckpointManager, SavedExchange, load_exchange, save_exchange
+from fsdp_demo.checkpoint.choice import Held
 from fsdp_demo.checkpoint.exchange_state import method_of
-from fsdp_demo.checkpoint.failures import SaveFailures
-from fsdp_demo.checkpoint.fence import Fence
+from fsdp_demo.checkpoint.files import sync_folder
 from fsdp_demo.checkpoint.finite import refuse_exchange
-from fsdp_demo.checkpoint.folders import damaged, misfits
-from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.checkpoint.manager import MANIFEST
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.config.auto import undecided
-from fsdp_demo.errors import NeedsDecision, NotFinite
+from fsdp_demo.errors import NeedsDecision, see
+from fsdp_demo.files import in_one_piece
 
-from .checkpoint_choice import CURE, Choice, choose, choose_tags, folder_of, latest, look
-from .checkpoint_folders import Folders
+from .all_ranks import replica, world
 from .taking_over import advance, of_users
 
 log = logging.getLogger("fsdp_demo")
 
+PARTS = "exchange"
+CURE = "with DeepSpeed: engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach starts it anew"
 READS = "reading the parts of the exchange's state"
 
 
@@ -70,7 +75,7 @@ def separate(engine: Any, replica: int) -> None:
     _install(engine, _Separate(engine, replica))
 
 
-def _install(engine: Any, folders: _Separate | _Followed) -> None:
+def _install(engine: Any, methods: _Methods) -> None:
     if engine.checkpoint_engine.is_decoupled():
         raise ValueError(
             "checkpoint.writer.decoupled in DeepSpeed's configuration: files are written while "
@@ -78,12 +83,157 @@ def _install(engine: Any, folders: _Separate | _Followed) -> None:
             "would be beside files that are not there yet. Set it to false, or attach(..., "
             "checkpoints=False)"
         )
-    engine.save_checkpoint = folders.save_checkpoint
-    engine.load_checkpoint = folders.load_checkpoint
-    engine._get_shared_params = folders.tied  # DeepSpeed knows them on rank 0 of the world only
+    engine.save_checkpoint = methods.save_checkpoint
+    engine.load_checkpoint = methods.load_checkpoint
+    engine._get_shared_params = methods.tied  # DeepSpeed knows them on rank 0 of the world only
 
 
-class _Separate(Folders):
+def folder_of(root: Path, topology: Topology) -> Path:
+    """Where a replica's checkpoints lie in the directory that the user names: of one that is alone
+    in the directory itself, unless it was one of several before.
+    """
+    own = root / topology.name
+    alone = topology.islands == 1 and not any(own.glob(f"*/{MANIFEST}"))
+    return root if alone else own
+
+
+def latest(folder: Path) -> str | None:
+    """The tag that `FOLDER/latest` names."""
+    try:
+        return (folder / "latest").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+class _Methods:
+    """DeepSpeed's two methods in front, its own underneath (`theirs`), and words with the other
+    ranks of the replica (`ranks`) and of the engine's world (`world`).
+
+    Options are all other arguments of DeepSpeed's methods, by name."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        before = getattr(engine.save_checkpoint, "__self__", None)
+        own = (engine.save_checkpoint, engine.load_checkpoint)
+        self.theirs: tuple[Callable[..., Any], Callable[..., Any]] = (
+            before.theirs if isinstance(before, _Methods) else own
+        )
+        self.ranks, self.world = replica(engine), world()
+        self.first = self.ranks.rank == 0
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """In the place of the engine's method: `save`."""
+        options = {k: v for k, v in locals().items() if k not in ("self", "save_dir", "tag")}
+        tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
+        return self.save(Path(save_dir), tag, options)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """In the place of the engine's method: `load`."""
+        options = {k: v for k, v in locals().items() if k not in ("self", "load_dir", "tag")}
+        return self.load(Path(load_dir), None if tag is None else str(tag), options)
+
+    def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
+        """Save what this replica has, below the directory that the user names."""
+        raise NotImplementedError
+
+    def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
+        """Load what this replica goes on from, below the directory that the user names."""
+        raise NotImplementedError
+
+    def write(self, folder: Path, tag: str, options: dict[str, Any]) -> Any:
+        """DeepSpeed's files. What clips by the exchange is saved with the norm of the
+        configuration: a checkpoint that is loaded without the exchange clips.
+        """
+        engine, zero = self.engine, self.engine.optimizer
+        clip, zero.clip_grad = zero.clip_grad, engine.gradient_clipping()
+        try:
+            done = self.theirs[0](
+                str(folder),
+                tag,
+                options["client_state"] or {},
+                False,
+                options["exclude_frozen_parameters"],
+            )
+        finally:
+            zero.clip_grad = clip
+        if self.first and engine.global_rank != 0:
+            engine._copy_recovery_script(str(folder))
+        return done
+
+    def name(self, folder: Path, tag: str, options: dict[str, Any]) -> None:
+        """`latest`, when all files are there."""
+
+        def write() -> None:
+            in_one_piece(folder / "latest", lambda part: part.write_text(tag, encoding="utf-8"))
+            sync_folder(folder)
+
+        if options["save_latest"]:
+            self.world.together(lambda: write() if self.first else None, str(folder / "latest"))
+
+    def load_from(self, folder: Path, tag: str | None, options: dict[str, Any]) -> Any:
+        """DeepSpeed's load. How gradients are clipped is said by the configuration and by `attach`,
+        not by the checkpoint.
+        """
+        zero, error, result = self.engine.optimizer, None, (None, None)
+        with _clipping_kept(zero):
+            if self.engine.zero_optimization_stage() == 3:
+                options = _weights_of_stage3(folder, tag, options)
+            try:
+                result = self.theirs[1](str(folder), tag, **options)
+            except Exception as e:
+                error = e
+        self.world.settle(error, f"{folder}/{tag} could not be loaded")
+        return result
+
+    def tied(self) -> dict[str, str]:
+        """Names of parameters that are another one's: `zero_to_fp32` finds these by it."""
+        seen: dict[int, str] = {}
+        pairs = [
+            (n, seen.setdefault(id(p), n))
+            for n, p in self.engine.module.named_parameters(remove_duplicate=False)
+        ]
+        return {name: first for name, first in pairs if name != first}
+
+
+@contextmanager
+def _clipping_kept(zero: Any) -> Iterator[None]:
+    clip = zero.clip_grad
+    yield
+    zero.clip_grad = clip
+
+
+def _weights_of_stage3(folder: Path, tag: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Under ZeRO-3 `load_module_only` loads nothing, silently, unless `load_optimizer_states` is
+    off; then weights are read from the tag in `latest`, whichever was asked for."""
+    if not options["load_module_only"] and options["load_optimizer_states"]:
+        return options
+    named = latest(folder)
+    if tag is not None and named != tag:
+        raise ValueError(
+            f"{folder / 'latest'} names {named}: DeepSpeed's ZeRO-3 reads weights without "
+            "optimizer states from there only, not from "
+            f"{tag}. Write {tag} into it, or load the optimizer states too"
+        )
+    return {**options, "load_optimizer_states": False}
+
+
+class _Separate(_Methods):
     def __init__(self, engine: Any, replica: int):
         super().__init__(engine)
         self.replica = replica
@@ -91,13 +241,22 @@ class _Separate(Folders):
     def _folder(self, root: Path) -> Path:
         return root / f"replica{self.replica}" if self.replica else root
 
-    def save(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
+    def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, into this replica's folder."""
-        return self.save_into(self._folder(root), tag, options)
+        folder, done = self._folder(root), None
+        what, error = f"{folder / tag}: it stays unfinished", None
+        self.world.together(lambda: folder.mkdir(parents=True, exist_ok=True), what)
+        try:
+            done = self.write(folder, tag, options)
+        except Exception as e:  # the other ranks wait for this one's vote
+            error = e
+        self.world.settle(error, what)
+        self.name(folder, tag, options)
+        return done
 
     def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, from this replica's folder. The tag is that of replica 0."""
-        tag = self.world.from_first(lambda: latest(root)) if tag is None else str(tag)
+        tag = self.world.from_first(lambda: latest(root)) if tag is None else tag
         own = self._folder(root)
         if tag is not None and not self.ranks.from_first(lambda: (own / str(tag)).is_dir()):
             if self.first:
@@ -108,14 +267,21 @@ class _Separate(Folders):
         return self.load_from(own, tag, options)
 
 
-class _Followed(Folders):
+class _Followed(_Methods):
     def __init__(self, engine: Any, exchange: Exchange):
         super().__init__(engine)
         self.exchange = exchange
-        self._failures = SaveFailures(exchange.topology.name)
-        self._fence: Fence | None = None
+        self._managers: dict[Path, CheckpointManager] = {}
 
-    def save(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
+    def _manager(self, folder: Path) -> CheckpointManager:
+        """Of one directory of the user's. No old tag is removed: their names are the user's."""
+        if folder not in self._managers:
+            manager = CheckpointManager(folder, self.exchange.topology, keep=None, own=True)
+            manager.votes = self.world  # DeepSpeed saves with collectives of all
+            self._managers[folder] = manager
+        return self._managers[folder]
+
+    def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, into `root/<name of the replica>`, with the exchange's state. False:
         nothing was saved, since a file cannot be written or values are not finite: a warning
         until the third time in a row.
@@ -130,20 +296,16 @@ class _Followed(Folders):
                 "leave the context first"
             )
         folder = folder_of(root, self.exchange.topology)
-        parts = partial(save_exchange, exchange=self.exchange)
-        try:
-            self._own(folder)
-            self.world.together(self._check, str(folder))
-            done = self.save_into(folder, tag, options, parts)
-        except (OSError, NotFinite) as error:
-            tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
-            if self.first and misfits(folder / tag):
-                # a disk that is full needs the room
-                shutil.rmtree(folder / tag, ignore_errors=True)
-            self._failures.failed("no checkpoint saved", error, speaks=self.first)
-            return False
-        self._failures.made()
-        return done
+
+        def write(place: Path) -> None:
+            self.world.together(lambda: refuse_exchange(self.exchange), str(place))
+            self.write(folder, tag, options)
+            save_exchange(place / PARTS, exchange=self.exchange)
+
+        made = self._manager(folder).save(self.engine.global_steps, write, name=tag)
+        if made:
+            self.name(folder, tag, options)
+        return made
 
     def save_16bit_model(
         self,
@@ -159,97 +321,98 @@ class _Followed(Folders):
             self.engine, str(folder), save_filename, exclude_frozen_parameters
         )
 
-    def _own(self, folder: Path) -> None:
-        """This life writes into the folder from now on: at its first save, and when it has loaded
-        from there.
-        """
-        if self._fence is None or self._fence.root != folder:
-            fence = Fence(folder, self.exchange.topology.run)
-            # in a mesh replicas have locks of their own
-            self.world.together(lambda: fence.take(self.ranks), str(folder))
-            self._fence = fence
-
-    def fenced(self) -> None:
-        """Raise where the folder belongs to a later life."""
-        if self._fence is not None:
-            self._fence.check()
-
-    def _check(self) -> None:
-        """No checkpoint of a later life's folder, of a broken exchange, or of values that are not
-        finite.
-        """
-        self.fenced()
-        refuse_exchange(self.exchange)
-
     def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, and the exchange goes on from its saved state. All replicas call it
         together, at the same step.
 
-        Without a tag all load the newest that all hold whole. A replica that sees no whole one
-        takes over from the others: parameters and the exchange's shared state come from them, the
-        engine's counters and scheduler go to their step, and what is returned is a path in its own
-        folder, where nothing is yet, and the `client_state` of one of them as far as it is plain
-        JSON. A replica that has joined a run under way has what the others have: nothing is loaded.
+        Without a tag all load the newest that all hold whole, or each the newest of its own between
+        the same exchanges. An island that holds no whole one takes over from the others: parameters
+        and the exchange's shared state come from them, the engine's counters and scheduler go to
+        their step, and what is returned is a path in its own folder, where nothing is yet, and the
+        `client_state` of one of them as far as it is plain JSON. A replica that has joined a run
+        under way has what the others have: nothing is loaded. What another number of ranks has
+        saved is loaded as weights, and so the channels start anew, as from a checkpoint of plain
+        DeepSpeed in `root`.
 
         Raises:
-            ValueError: no checkpoint in common, one that is half-written, or of another preset,
-                model or number of ranks per replica.
+            ValueError: no checkpoint in common, one that is damaged, or of another preset or model.
             PeerLost: replicas that did not come in time.
         """
         topology = self.exchange.topology
+        folder = folder_of(root, topology)
+        manager = self._manager(folder)
         if self.exchange.newcomer:  # all that lies here is older than what the others have
             if self.first:
                 log.info("%s has joined a run under way: no checkpoint is loaded", topology.name)
-            self._own(folder_of(root, topology))
+            manager.own()
             return None, {}
         if self.exchange.finished:  # nobody to agree with
-            return self.load_from(folder_of(root, topology), tag, options)
-        choice = self._choose(root, None if tag is None else str(tag))
-        if choice.tag is None:
-            return self.load_from(folder_of(root, topology), tag, options)
-        if not choice.alone and options["load_module_only"]:
+            return self.load_from(folder, tag, options)
+        chosen, plain = self._choose(manager, root, tag)
+        if chosen is None and not plain:
+            return self.load_from(folder, tag, options)
+        if chosen is not None and None in chosen and options["load_module_only"]:
             raise NeedsDecision(
                 "load_module_only: no replica takes over weights alone, and some see no "
                 "checkpoint: copy the folder of one replica there"
             )
-        if not choice.sources:
-            return self._take_over(folder_of(root, topology), choice.tag)
-        self.world.together(lambda: self._verify(choice), READS)
+        mine = None if chosen is None else manager.mine(chosen)
+        if chosen is not None and mine is None:
+            furthest = max(h.step for h in chosen if h is not None)
+            return self._take_over(manager, tag or f"global_step{furthest}")
+        if mine is None:
+            place, saved = root / plain, None
+        else:
+            whole = self.ranks.from_first(lambda: manager.whole()[mine.step].name)
+            place = folder / (tag or whole)
+            manager.verify(place)
+            saved = self.world.together(lambda: load_exchange(place / PARTS), READS)
+        return self._load(manager, place, saved, chosen, options)
+
+    def _load(
+        self,
+        manager: CheckpointManager,
+        place: Path,
+        saved: SavedExchange | None,
+        chosen: list[Held | None] | None,
+        options: dict[str, Any],
+    ) -> Any:
+        """From this replica's own folder, or (`saved` is None) one of plain DeepSpeed."""
+        ranks = len(list(place.glob("*optim_states.pt")))
+        others = self.world.any(ranks != self.ranks.world)
+        if others:
+            options = {**options, "load_optimizer_states": False}
         fresh = options["load_module_only"] or not options["load_optimizer_states"]
-        saved: SavedExchange | None = None
-        if choice.parts and not fresh:
-            found = self.world.together(lambda: load_exchange(*choice.parts), READS)
-            self._go_on(found.heads[0])
-            saved = self.world.together(lambda: self._fitting(found), READS)
-        result = self._load(choice, options)
-        state = (
-            self.world.together(lambda: saved.state_for(self.exchange), READS)
-            if saved is not None
-            else None
-        )
-        if state is None and self.first:
-            place = choice.sources[0][0] / choice.tag
-            why = "without optimizer states" if fresh else "and holds no exchange state"
+        if saved is not None and not fresh:
+            self._go_on(saved.heads[0])
+            self.world.together(lambda: self._fitting(saved), READS)
+        result, state = self.load_from(place.parent, place.name, options), None
+        if saved is not None and not fresh:
+            state = self.world.together(lambda: saved.state_for(self.exchange), READS)
+        elif self.first:
             log.warning(
                 "%s was loaded %s: the channels start anew, from the weights of one replica",
                 place,
-                why,
+                f"as weights alone, since {ranks} ranks saved it and {self.ranks.world} load it"
+                if others
+                else "without optimizer states"
+                if fresh
+                else "and holds no exchange state",
             )
-        if not choice.alone:
-            self._tell(result[1] or {})
+        taken = chosen is not None and None in chosen
+        if taken:
+            self._tell(manager, result[1] or {})
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
-        if not choice.alone:  # one of an earlier step has taken over, too
-            advance(self.engine, self.exchange.step)
-        self._own(folder_of(root, topology))
+        manager.own()
         return result
 
-    def _take_over(self, folder: Path, tag: str) -> tuple[str, dict[str, Any]]:
+    def _take_over(self, manager: CheckpointManager, tag: str) -> tuple[str, dict[str, Any]]:
         """What the others bring, at their step: nothing is loaded here."""
-        note = self._tell(None)
+        note = self._tell(manager, None)
         self._go_on(note["method"])
         self.exchange.rejoin(None, 0, self.engine.module)
         advance(self.engine, self.exchange.step)
-        self._own(folder)
+        manager.own()
         if self.first:
             left = (
                 (
@@ -264,37 +427,17 @@ class _Followed(Folders):
                 "client_state%s; %s"
             )
             name, anew = self.exchange.topology.name, begins_anew(self.exchange.config)
-            log.warning(text, name, folder, self.exchange.step, note["name"], left, anew)
-        return str(folder / tag), note["client"]
+            log.warning(text, name, manager.root, self.exchange.step, note["name"], left, anew)
+        return str(manager.root / tag), note["client"]
 
-    def _tell(self, client: dict[str, Any] | None) -> dict[str, Any]:
+    def _tell(self, manager: CheckpointManager, client: dict[str, Any] | None) -> dict[str, Any]:
         """Where some replicas take over: the note of the first one that does not. `client`: what
         was loaded here, None for nothing.
         """
-        topology = self.exchange.topology
-        told, left = (None, []) if client is None else of_users(client)
-
-        note = {"name": topology.name, "client": told, "left": left}
-        note["method"] = method_of(self.exchange)
-
-        def notes() -> Any:
-            registry = CheckpointRegistry(topology)
-            try:
-                return next(n for n in registry.meet(note) if n["client"] is not None)
-            finally:
-                registry.close()
-
-        return cast(dict[str, Any], self.ranks.from_first(notes))
-
-    def _verify(self, choice: Choice) -> None:
-        """Compare checksums, each rank its share."""
-        for folder, _ in choice.sources:
-            place = folder / str(choice.tag)
-            if bad := damaged(place, self.ranks.rank, self.ranks.world, sealed=False):
-                raise ValueError(
-                    f"{place} is damaged ({', '.join(bad[:4])}: checksum does not fit): move this "
-                    f"folder away; {CURE}"
-                )
+        if client is None:
+            return manager.tell(None)
+        told, left = of_users(client)
+        return manager.tell({"client": told, "left": left, "method": method_of(self.exchange)})
 
     def _go_on(self, told: dict[str, Any]) -> None:
         """With the method that the run has chosen before, if it is to be chosen here (`auto`)."""
@@ -303,100 +446,77 @@ class _Followed(Folders):
 
             automatic.go_on(self.exchange, told, self.engine.module)
 
-    def _fitting(self, saved: SavedExchange) -> SavedExchange:
-        """The exchange's parts, of this run's preset and model."""
+    def _fitting(self, saved: SavedExchange) -> None:
+        """Refuse parts of another preset or model."""
         try:
             saved.check(self.exchange)
         except ValueError as error:
             raise ValueError(f"{error}; {CURE}") from None
-        return saved
 
-    def _choose(self, root: Path, tag: str | None) -> Choice:
-        """The first ranks of all replicas tell each other what they see; then each replica's ranks
-        hear from theirs.
+    def _choose(
+        self, manager: CheckpointManager, root: Path, tag: str | None
+    ) -> tuple[list[Held | None] | None, str]:
+        """From what each replica goes on; or None, and the tag of a checkpoint of plain DeepSpeed
+        in `root`, "" for none.
+
+        Raises:
+            NeedsDecision: a ValueError: replicas want different tags, or one that not all hold; in
+                a mesh not all hold any.
         """
-        topology = self.exchange.topology
-
-        def agreed() -> Any:
-            registry = CheckpointRegistry(topology)
-            try:
-                found = choose_tags(
-                    registry.meet(look(root, topology, tag)),
-                    topology.kind == "islands",
-                    topology.starters if topology.elastic else None,
-                )
-            finally:
-                registry.close()
-            if found is None:
-                return None
-            mine = found[topology.starters.index(topology.island)]
-            choice = (
-                Choice(next(f[0] for f in found if f is not None), [])
-                if mine is None
-                else choose(root, topology, *mine)
+        held = manager.held(tag or "")
+        plain = self.ranks.from_first(lambda: _plain(root, manager.root, tag))
+        seen = sorted({h.step for h in held})
+        notes = manager.meet({"tag": tag, "seen": seen, "plain": plain})
+        if len({n["tag"] for n in notes}) > 1:
+            both = ", ".join(f"{n['name']}: {n['tag']!r}" for n in notes)
+            raise NeedsDecision(
+                f"replicas load different tags ({both}): give the same on all, or none (the newest "
+                "that all hold)"
             )
-            return [
-                choice.tag,
-                [[str(f), w] for f, w in choice.sources],
-                [str(f) for f in choice.parts],
-                None not in found,
-            ]
-
-        found = self.ranks.from_first(agreed)
-        if found is None:
-            return Choice(None, [])
-        name, sources, parts, alone = found
-        choice = Choice(name, [(Path(f), w) for f, w in sources], [Path(f) for f in parts], alone)
-        if (
-            self.first
-            and sources
-            and (
-                len(sources) > 1
-                or choice.parts
-                and choice.sources[0][0] != folder_of(root, topology)
+        if not any(n["seen"] for n in notes):
+            return None, _agreed_plain(notes, tag)
+        named = tag is not None or manager.topology.kind != "islands"
+        if named and not all(n["seen"] for n in notes):
+            have = "; ".join(
+                f"{n['name']}: {(tag or ', '.join(map(str, n['seen']))) if n['seen'] else 'none'}"
+                for n in notes
             )
-        ):
-            what = " and ".join(f"{w:.3g} of {f.name or f}" for f, w in choice.sources)
-            log.warning("%s takes over %s in %s: %s", topology.name, name, root, what)
-        return choice
-
-    def _load(self, choice: Choice, options: dict[str, Any]) -> Any:
-        """DeepSpeed's load from one replica, or the mean of several: of masters and inner optimizer
-        states, where replicas differ.
-        """
-        sources = choice.sources
-        if all(c.channel.before_step for c in self.exchange.channels):
-            sources = sources[:1]
-        mean: list[torch.Tensor] = []
-        total, result = 0.0, None
-        for folder, weight in reversed(sources):  # the first one last: what has no mean is its own
-            result = self.load_from(folder, choice.tag, options)
-            if len(sources) > 1:
-                total += weight
-                now = self._tensors()
-                mean = (
-                    [_mixed(m, t, weight / total) for m, t in zip(mean, now, strict=True)]
-                    if mean
-                    else [t.cpu().clone() for t in now]
-                )
-        for t, m in zip(self._tensors() if mean else [], mean, strict=True):
-            t.copy_(m)
-        if mean:
-            self.exchange.host.commit()
-        return result
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """Masters, and the states that the inner optimizer keeps for them."""
-        host: Any = self.exchange.host
-        states = [state[k] for _, state in host.optimizer_states() for k in sorted(state)]
-        return [m.detach() for m in host.partitions.masters()] + [
-            s for s in states if isinstance(s, torch.Tensor)
-        ]
+            raise NeedsDecision(
+                f"no checkpoint is seen by all replicas ({have}): copy the folder of one replica "
+                "into the directory of those that lack it, or "
+                "name a tag that all have (without a tag, an island that holds no checkpoint takes "
+                "over from the others; in a mesh none does)"
+                f"{see('no-common-checkpoint')}"
+            )
+        return manager.agree(held, "common" if named else "newest"), ""
 
 
-def _mixed(mean: torch.Tensor, now: torch.Tensor, share: float) -> torch.Tensor:
-    """`mean` moved by `share` towards another replica's tensor: equal ones stay as they are. Of
-    counters the largest.
+def _plain(root: Path, own: Path, tag: str | None) -> str:
+    """The tag in the directory itself that is no replica's own: of DeepSpeed without an exchange,
+    or of one replica where there are several now.
     """
-    now = now.cpu()
-    return torch.maximum(mean, now) if now.dim() == 0 else mean.add_(now - mean, alpha=share)
+    name = tag or latest(root) or ""
+    there = bool(name) and any((root / name).glob("*model_states.pt"))
+    return name if there and (root != own or not (root / name / PARTS).is_dir()) else ""
+
+
+def _agreed_plain(notes: list[dict[str, Any]], tag: str | None) -> str:
+    """The plain tag that all replicas see; "" where none sees any.
+
+    Raises:
+        NeedsDecision: not all see the same.
+        ValueError: nobody sees the tag that was named.
+    """
+    plain = {n["plain"] for n in notes}
+    if len(plain) > 1:
+        have = "; ".join(f"{n['name']}: {n['plain'] or 'none'}" for n in notes)
+        cure = f"copy or mount it for all{see('no-common-checkpoint')}"
+        raise NeedsDecision(
+            f"replicas do not see the same checkpoint of plain DeepSpeed ({have}): {cure}"
+        )
+    if tag is not None and plain == {""}:
+        raise ValueError(
+            f"no replica sees a whole checkpoint {tag!r}: name one that is there, or none (the "
+            "newest that all hold)"
+        )
+    return str(plain.pop())

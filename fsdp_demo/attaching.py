@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +20,13 @@ from .config.schema import ExchangeConfig
 from .errors import see
 from .exchange import log_setup
 from .exchange.exchange import Exchange
-from .exchange.startup import OwnCheckpoint, Start
+from .exchange.startup import Start
 from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
 from .hosts.torch_params import TorchHost, unwrap_model
+
+log = logging.getLogger("fsdp_demo")
 
 _attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
 
@@ -36,7 +39,7 @@ def attach(
     topology: Topology | None = None,
     must_match: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
+    state: dict[str, Any] | SavedExchange | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
     fresh: bool = False,
@@ -64,8 +67,6 @@ def attach(
         state: `Exchange.state_dict()` of this rank to resume from, or
             `checkpoint.load_exchange(...)`, which may have been saved by another number of islands
             or shards. Replicas without one take over from the one that is furthest.
-            `RunState.saved` of an island that joins a run under way: then it need not fetch what is
-            on its disk.
         batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log
             that says the effective batch.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
@@ -126,7 +127,7 @@ def join(
     topology: Topology | None,
     must_match: dict[str, Any] | None = None,
     step: int | None = None,
-    state: dict[str, Any] | SavedExchange | OwnCheckpoint | None = None,
+    state: dict[str, Any] | SavedExchange | None = None,
     batch: tuple[int, int] | None = None,
     catch_up: bool = True,
     fresh: bool = False,
@@ -143,14 +144,22 @@ def join(
     refuse_lone_rank(topology, os.environ)
     log_setup.speak(topology)
     choice: AutoChoice | None = None
-    if undecided(config):  # else the planner is not imported
+    earlier: ExchangeConfig | None = None
+    opened = config  # before it is known what this run began with
+    if undecided(config) or config.waits_for_steps:  # else the planner is not imported
         from . import automatic
 
         # in a mesh nobody looks into a store, else all ranks of torch's group are one island
         island = Ranks.everywhere(host.device)
-        config, choice = automatic.remembered(topology, state, config, island)
+        earlier, choice = automatic.remembered(topology, state, island)
+    if config.waits_for_steps:
+        config = config.begun_as(earlier) if earlier else _first_phases(config, facts, topology)
+    elif earlier is not None:
+        config = earlier
     start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
     exchange = Exchange(host, config, model, topology, start)
+    if opened.waits_for_steps and earlier is None:
+        automatic.tell(topology, config)
     if choice is not None:
         exchange.auto_choice = choice
         automatic.watch(exchange, choice)
@@ -158,6 +167,22 @@ def join(
         automatic.begin(exchange, model, total_steps(facts))
     _attached.update(dict.fromkeys(host.optimizers, exchange))
     return exchange
+
+
+def _first_phases(
+    config: ExchangeConfig, facts: Mapping[str, Any], topology: Topology
+) -> ExchangeConfig:
+    """At the first start of a run: the steps at which its phases begin."""
+    steps = total_steps(facts)
+    if steps is None and topology.rank == 0:
+        shares = sorted({p.begin for c in config.channels for p in c.later if p.begin < 1})
+        log.warning(
+            "%s: phases that begin at a share of the run (%s) do not begin, since its steps are "
+            'not known: give them, as in attach(..., must_match={"steps": N})',
+            topology.name,
+            ", ".join(f"{share:g}" for share in shares),
+        )
+    return config.fixed(steps)
 
 
 def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:

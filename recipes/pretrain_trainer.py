@@ -10,88 +10,21 @@ place of FSDP2. Lines that differ from an ordinary Trainer script are marked (*)
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-from dataclasses import dataclass, field
-
-import torch
 from data import Collate, load_data, load_tokenizer
-from pretrain import load_model
-from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+from model import load_model
+from report import log_lines
+from trainer_parts import parser
+from transformers import Trainer, set_seed
 from wrong_use import parse, plainly
 
 from fsdp_demo import NeedsDecision, PeerLost, Topology, undecided
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
-from fsdp_demo.integrations.arguments import ExchangeArguments
-from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
 from fsdp_demo.status import leave, status_of
 
 
-@dataclass
-class DataArguments:
-    model: str = field(
-        default="small",
-        metadata={"help": "a json of recipes/models by name or path, or a hub id; fresh weights"},
-    )
-    data: str = field(
-        default="stdlib",
-        metadata={
-            "help": "stdlib, a file or folder of text, jsonl or parquet, or a hub id[:subset]"
-        },
-    )
-    tokenizer: str = field(default="bytes", metadata={"help": "bytes, or a hub id or folder"})
-    sequence_length: int = field(default=256, metadata={"help": "tokens per row"})
-    eval_rows: int = field(default=64, metadata={"help": "held-out rows, the same on every island"})
-
-
-def parser() -> HfArgumentParser:
-    """TrainingArguments with the defaults of a pretraining run: FSDP2 where an island has ranks
-    enough (not DeepSpeed), fp32 parameters.
-    """
-    made = HfArgumentParser((DataArguments, ExchangeArguments, TrainingArguments))
-    mesh = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) > 1
-    sharded = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or any(
-        flag.partition("=")[0] == "--deepspeed" for flag in sys.argv
-    )
-    cpu = (
-        os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-        or os.environ.get("DS_ACCELERATOR") == "cpu"
-    )
-    if zero:
-        from pretrain_deepspeed import without_compiler
-
-        without_compiler()
-        # Accelerate would leave DeepSpeed out without a word; `use_cpu` has it
-        os.environ.pop("ACCELERATE_USE_CPU", None)
-    made.set_defaults(
-        output_dir="outputs/pretrain-trainer",
-        use_cpu=cpu or not torch.accelerator.is_available(),
-        max_steps=300,
-        learning_rate=None,
-        lr_scheduler_type="cosine",
-        warmup_steps=20,
-        per_device_train_batch_size=4,
-        logging_steps=10,
-        eval_strategy="steps",
-        eval_steps=50,
-        save_steps=100,
-        report_to="none",
-        **({"fsdp": True, "fsdp_config": sharded} if ranks > 1 and not zero else {}),
-        # (*) all nodes in one launch; else islands
-        **({"parallelism_config": ExchangeParallelismConfig()} if mesh else {}),
-    )
-    return made
-
-
 def main() -> None:
-    logging.basicConfig(format="%(message)s")
     data, exchange, args = parse(parser())
-    logging.getLogger("fsdp_demo").setLevel(
-        logging.INFO if args.process_index == 0 else logging.WARNING
-    )
+    log_lines(args.process_index == 0)
     config = exchange.config()  # (*) the method, None without --exchange
     if args.learning_rate is None:
         args.learning_rate = (config.lr if config else None) or 3e-4

@@ -1,10 +1,11 @@
 """What a run tells: a line of progress, the files that `fsdp-demo report` reads
-(`fsdp_demo/report/files.py`), its report at the end, and a table. Nothing here changes training.
+(`fsdp_demo/runlog/files.py`), its report at the end, and a table. Nothing here changes training.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import sys
@@ -16,10 +17,18 @@ from typing import Any
 import torch
 
 from fsdp_demo import ring_all_reduce_bytes
-from fsdp_demo.planner import PEAK
-from fsdp_demo.report import ProgressLine, RunRecord, leave, ledger_rows, size, table, tracked
+from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, table, tracked
+from fsdp_demo.tools.planner import PEAK
+from fsdp_demo.tools.report import leave
 
-__all__ = ["Report", "flops_per_token", "full_bytes", "peak_flops", "peak_memory", "size", "table"]
+__all__ = ["Report", "flops_per_token", "full_bytes", "log_lines", "peak_flops", "peak_memory"]
+__all__ += ["size", "table"]
+
+
+def log_lines(first: bool) -> None:
+    """Log lines as they are; what the library tells, from the first rank of an island."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("fsdp_demo").setLevel(logging.INFO if first else logging.WARNING)
 
 
 def full_bytes(parameters: int, steps: int, islands: int) -> int:
@@ -185,6 +194,20 @@ class Report:
         stays unknown.
         """
         self.flops = per_token / (peak * self.procs * self.islands) if peak else None
+
+    def track(self) -> None:
+        """Send the lines to the accelerator's trackers, too: one run per island."""
+        run = f"{self.output.name}-{self.topology.name}"
+        self.accelerator.project_configuration.logging_dir = str(self.folder)
+        self.accelerator.init_trackers(
+            "fsdp_demo",
+            config={k: v for k, v in self.facts.items() if v is not None},
+            init_kwargs={
+                "wandb": {"name": run, "group": self.output.name},
+                "trackio": {"name": run},
+            },
+        )
+        self.tracks = True
 
     def micro_batch(self, loss: torch.Tensor, tokens: int) -> None:
         self.losses.append(loss.detach())

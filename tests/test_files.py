@@ -23,10 +23,10 @@ from fsdp_demo.checkpoint.folders import misfits, seal
 from fsdp_demo.comm import descriptors
 from fsdp_demo.commands import step_clock, store
 from fsdp_demo.config.parsing import read_yaml
-from fsdp_demo.doctor import reading
 from fsdp_demo.files import in_one_piece
-from fsdp_demo.planner import asking
-from fsdp_demo.report import files
+from fsdp_demo.runlog import files
+from fsdp_demo.tools.doctor import reading
+from fsdp_demo.tools.planner import asking
 
 # ---- links -------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import tables_costs as costs  # noqa: E402
 import tables_links as links  # noqa: E402
 import tables_study as the_study  # noqa: E402
 from figure_cells import ROOT, Rows, load, short  # noqa: E402
-from tables_modules import modules  # noqa: E402
 
 import compare  # noqa: E402  isort: skip
 from report import size  # noqa: E402  isort: skip
@@ -31,7 +30,16 @@ MARK = re.compile(
     r"^<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE
 )
 BASELINE = "baseline (all-reduce every step)"
-CHOICE = ("sign_muloco", "muloco", "sign_loco", "diloco", "demo", "full")  # those of the README
+CHOICE = {  # those of the README, and for whom each is
+    "diloco": "a first run; an exchange may take minutes, but is seldom",
+    "sparse_loco": "large models and long runs on slow links",
+    "decoupled_momentum": "the same, on the slowest links",
+    "muloco": "you may take Muon; its paper trained up to 3.1 B parameters",
+    "sign_loco": "short runs of small models; it is ours, from no paper",
+    "sign_muloco": "the same with Muon; nobody has trained a large model with it",
+    "demo": "all islands must be equal at every step",
+    "full": "the all-reduce, in fp32, for comparison",
+}
 
 # Of each preset: what crosses the slow link, the inner optimizer, when the replicas are equal.
 METHODS = {
@@ -91,54 +99,29 @@ METHODS = {
 # ---- tables ------------------------------------------------------------------------------------
 
 
-def quickstart() -> Rows:
-    """The comparison of the quickstart, in the cells that it prints itself."""
-    head = [
-        "method",
-        "validation loss",
-        "sent per island",
-        "fewer bytes than bf16 all-reduce",
-        "tokens/s",
-        "time waiting",
-    ]
-    rows = []
+def quickstart_settings() -> Rows:
+    """The comparison of the quickstart, in the cells that it prints itself, and its settings."""
+    head = ["validation loss", "sent per island", "fewer bytes than bf16 all-reduce"]
+    rows = [["method", "learning rate, settings", *head, "tokens/s", "time waiting"]]
     for run in load("quickstart.json"):
         name = BASELINE if run["preset"] == "full" else f"`{run['preset']}`"
         name = f"`auto`: it chose {name}" if "auto" in run else name
-        rows.append([name, *(cell.removesuffix(" less") for cell in compare.row(name, run)[1:])])
-    return [head, *rows]
-
-
-def quickstart_settings() -> Rows:
-    """The same with the settings of each run."""
-    settings = ["learning rate, settings", *(run["settings"] for run in load("quickstart.json"))]
-    return [[row[0], more, *row[1:]] for row, more in zip(quickstart(), settings, strict=True)]
+        cells = (cell.removesuffix(" less") for cell in compare.row(name, run)[1:])
+        rows.append([name, run["settings"], *cells])
+    return rows
 
 
 def methods() -> Rows:
-    """The presets to choose from: bytes of Llama-3.2-1B, and the loss of the study."""
+    """The presets to choose from, with the bytes of Llama-3.2-1B."""
     found = {entry["preset"]: entry for entry in load("bytes.json")["presets"]["rows"]}
-    rows = the_study.tuned()
-    head = [
-        "preset",
-        "crosses the slow link",
-        "settings",
-        "per exchange",
-        "per step",
-        "fewer bytes",
-        "loss in the study",
-        "fewer bytes there",
-        "inner optimizer",
+    head = ["preset", "crosses the slow link", "bytes per step", "for whom"]
+    return [
+        head,
+        *(
+            [*_named(found[name]), size(found[name]["sent_per_step"]), whom]
+            for name, whom in CHOICE.items()
+        ),
     ]
-    out = [head]
-    for name in CHOICE:
-        entry, full, there = found[name], rows["full"], rows[name]
-        learned = f"{there['loss']:.3f}"
-        learned += f", {the_study.percent(there, full)}" if there is not full else ""
-        fewer = f"{short(there['ratio'])} x"
-        inner = METHODS[entry["preset"]][1]
-        out.append([*_named(entry)[:2], *_sent(entry), learned, fewer, inner])
-    return out
 
 
 def all_methods() -> Rows:
@@ -169,7 +152,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "study-claims": the_study.study_claims,
     "study-evidence": the_study.study_evidence,
     "study-rounds": the_study.study_rounds,
-    "quickstart": quickstart,
     "quickstart-settings": quickstart_settings,
     "methods": methods,
     "all-methods": all_methods,
@@ -193,7 +175,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "uplinks": links.uplinks,
     "slow-methods": links.slow_methods,
     "slow-delay": links.slow_delay,
-    **{f"modules-{name}": partial(modules, name) for name in ("comm", "exchange")},
 }
 
 

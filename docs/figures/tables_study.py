@@ -15,7 +15,7 @@ from study.tables import SIZES
 
 from fsdp_demo import preset
 from fsdp_demo.config.presets import UNPUBLISHED
-from fsdp_demo.report.words import times
+from fsdp_demo.runlog.words import times
 
 STUDY = {
     "study-forms": ("questions", "published form"),
@@ -207,7 +207,7 @@ def percent(ours: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{mean:+.1f} %" + (f" +- {half:.1f} %" if len(apart) > 1 else "")
 
 
-GAPS = ROOT / "fsdp_demo" / "planner" / "gaps.json"
+GAPS = ROOT / "fsdp_demo" / "tools" / "planner" / "gaps.json"
 
 
 def planner_gaps() -> dict[str, Any]:

@@ -6,7 +6,7 @@ that goes on in its checkpoint. All islands choose from the same numbers, in coa
 same link gives the same choice.
 """
 
-from .earlier_choice import remembered
+from .earlier_choice import remembered, tell
 from .first_steps import begin, go_on, watch
 
-__all__ = ["begin", "go_on", "remembered", "watch"]
+__all__ = ["begin", "go_on", "remembered", "tell", "watch"]

@@ -1,4 +1,6 @@
-"""What `auto` has chosen in this run before: in a state to resume from, or in the store."""
+"""What was settled when this run began: the method that `auto` has chosen, and the steps at which
+phases begin. It stands in a state to resume from, and in the store.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ _begins = itertools.count()  # of this process: each `attach` has keys of its ow
 
 
 def remembered(
-    topology: Topology, state: Any, config: ExchangeConfig, island: Ranks
-) -> tuple[ExchangeConfig, AutoChoice | None]:
-    """The configuration to join with: what the run has chosen before and why, or `config`.
+    topology: Topology, state: Any, island: Ranks
+) -> tuple[ExchangeConfig | None, AutoChoice | None]:
+    """The configuration that this run goes on with and, where `auto` has chosen it, why; None and
+    None where the run has not begun.
 
     Args:
         island: the ranks of this island, which call it together.
@@ -41,8 +44,9 @@ def remembered(
         told = island.from_first(lambda: _together(topology, known))
         known = known or read(told)
     if known is None:
-        return config, None
-    log.info("auto: the run has chosen before: %s", known[0].describe())
+        return None, None
+    if topology.rank == 0:
+        log.info("this run began with %s", known[0].describe())
     return known
 
 
@@ -62,7 +66,8 @@ def known_choice(
     if isinstance(state, Mapping):
         if "config" not in state:
             raise ValueError(
-                "attach(state=...) with auto: this state does not say its method: give what "
+                "attach(state=...) with a method that is settled when a run begins (auto, or "
+                "phases that begin at a share of it): this state does not say it. Give what "
                 "Exchange.state_dict gave, or name the method it was saved under"
             )
         told = state
@@ -130,11 +135,13 @@ def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, 
     }
 
 
-def tell(topology: Topology, told: dict[str, Any]) -> None:
-    """Put it into the store, for islands that join later. A store that is silent now gets it when
-    it answers again: this run can do without.
+def tell(topology: Topology, config: ExchangeConfig, choice: AutoChoice | None = None) -> None:
+    """Put into the store what this run began with, for islands that join later; on the first rank.
+    A store that is silent now gets it when it answers again: this run can do without.
     """
-    pulse, text = attempts.join(topology), json.dumps(told)
+    if topology.rank != 0 or topology.kind != "islands" or topology.islands == 1:
+        return
+    pulse, text = attempts.join(topology), json.dumps(method_note(config, choice))
 
     def put(at: Store) -> None:
         at.set(KEY, text)

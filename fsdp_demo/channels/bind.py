@@ -3,16 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from ..config.channel import Applier, Channel
+from ..config.channel import Applier, Channel, SyncSchedule
+from ..config.patterns import matches
 from ..config.schema import ExchangeConfig
-from . import buffers
+from ..hosts.base import LocalParam, is_foreign, local_part, plain_name
 from .channel import ChannelRunner
-from .placement import Placement
-from .state import LocalChannel
+from .state import LocalChannel, Placement
+
+# The floating-point buffers of a model (running statistics of BatchNorm) as something a channel
+# can average.
+#
+# No optimizer steps them, so no exchange of gradients or deltas moves them: every island would
+# end with its own. They are averaged like the parameters of `local_sgd`: in the message of the
+# channel that moves parameters, or every EVERY steps where only gradients are exchanged, and at
+# the end. Whole-number buffers (counters), those that a model does not save, and masks stay as
+# they are, and so do those that are each island's own (`ExchangeConfig.own_tensors`).
+
+NAME = "buffers"
+"""Of the channel. Configurations have no channel of this name: nobody sets it."""
+
+LIMIT = 1e18
+"""The largest magnitude of a buffer that is averaged: the square of a larger one overflows in fp32.
+What holds more, or Inf, is no statistic but a mask: -inf or the smallest number of its dtype.
+"""
+
+EVERY = 100
+"""Steps between two averages where no channel moves parameters."""
+
+
+class Buffers:
+    """What a channel reads of `TrainingHost`: the local parts of a model's floating-point buffers
+    that are saved with it, by name. own: `ExchangeConfig.own_tensors`, which are left out.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, own: Sequence[str] = ()):
+        self._model, self.device, left_out = model, device, masks(model)
+        averaged = {
+            n: b
+            for n, b in saved_buffers(model).items()
+            if n not in left_out and b.element_size() <= 4 and not matches(plain_name(n), own)
+        }
+        self._names = list(averaged)
+        self.params = [
+            LocalParam(plain_name(name), tuple(b.shape), tuple(local_part(b).shape), b.dtype, False)
+            for name, b in averaged.items()
+        ]
+
+    def tensors(self, source: str) -> list[Tensor | None]:
+        """The buffers as they are now (`source` "parameter"), in the order of `params`."""
+        assert source == "parameter", source
+        there = saved_buffers(self._model)
+        return [local_part(there[name]) for name in self._names]
+
+
+@torch.no_grad()
+def masks(model: torch.nn.Module) -> set[str]:
+    """Names of the floating-point buffers that are saved with a model and hold more than `LIMIT`,
+    or Inf. One read from the device.
+    """
+    parts = {n: local_part(b) for n, b in saved_buffers(model).items()}
+    parts = {n: t for n, t in parts.items() if t.numel() and t.device.type != "meta"}
+    if not parts:
+        return set()
+    most = torch.stack([t.float().abs().amax() for t in parts.values()])
+    return {n for n, far in zip(parts, (most > LIMIT).tolist(), strict=True) if far}
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The floating-point buffers that are saved with a model, by name. Without foreign ones (see
+    `hosts.base.is_foreign`).
+    """
+    saved = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+    return {
+        n: b
+        for n, b in model.named_buffers()
+        if n in saved and b.is_floating_point() and not is_foreign(b)
+    }
+
+
+def channel(
+    model: torch.nn.Module | None,
+    moving: Sequence[Channel],
+    placement: Placement,
+    own: Sequence[str] = (),
+) -> list[ChannelRunner]:
+    """The channel that averages a model's buffers over the islands, on the schedule of the first of
+    `moving`; none where nothing is to do. own: `ExchangeConfig.own_tensors`."""
+    if (
+        model is None
+        or placement.islands == 1
+        or not (buffers := Buffers(model, placement.host.device, own)).params
+    ):
+        return []
+    schedule = moving[0].schedule if moving else SyncSchedule(EVERY)
+    what = Channel(NAME, "parameter", schedule, applier=Applier("replace"))
+    return [ChannelRunner(what, replace(placement, host=buffers))]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -53,7 +148,7 @@ def bind(
     if config.equal_at_end and placement.islands > 1:
         _check_covered(active, placement, config.preset)
     moving = [c for c in channels if c.writes_parameters]
-    return Bound(active, buffers.channel(model, moving, placement, config.own_tensors), parameters)
+    return Bound(active, channel(model, moving, placement, config.own_tensors), parameters)
 
 
 def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, preset: str) -> None:

@@ -12,6 +12,7 @@ delayed mean of parameters corrects what was sent and keeps the steps taken sinc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +25,7 @@ from ..config.channel import Channel
 from . import apply
 from .codec import ChannelCodec
 from .decode import DecodedMean, DenseMean
-from .placement import Placement
-from .state import LocalChannel, less
+from .state import LocalChannel, Placement, less
 
 
 @dataclass
@@ -104,7 +104,6 @@ class ChannelRunner(LocalChannel):
         seed: of seeded selections.
 
     Attributes:
-        section: what it puts into messages; None on a copy that is not active.
         moved: after parameters were replaced by their mean: squared norms of the change and of the
             mean, of this copy.
         left_out: 1 where what is to be sent is not finite on some rank of this island, and counts
@@ -117,16 +116,32 @@ class ChannelRunner(LocalChannel):
 
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
         super().__init__(channel, placement)
-        self.section = (
-            ChannelCodec(self.layout, channel, self.size, seed, self.host.device)
-            if self.layout is not None
-            else None
-        )
+        layout, device = self.layout, self.host.device
+        self._sections = [
+            None if layout is None else ChannelCodec(layout, c, self.size, seed, device)
+            for _, c in self.stages
+        ]
         self.moved = (0.0, 0.0)
         self.left_out: float | Tensor = 0.0
         self.measures = self.watches_energy = False
         self.square: Tensor | None = None
         self.energy: Tensor | None = None
+
+    @property
+    def section(self) -> ChannelCodec | None:
+        """What it puts into messages that are sent now; None on a copy that is not active."""
+        return self._sections[self._sends]
+
+    def of(self, step: int) -> ChannelRunner:
+        """This channel in the stage in which a message of `step` was sent: itself, or a view of its
+        tensors under the settings of then.
+        """
+        stage = self.stage(step)
+        if stage == self._sends:
+            return self
+        then = copy.copy(self)
+        then._sends, then.channel = stage, self.stages[stage][1]
+        return then
 
     # ---- what is sent --------------------------------------------------------------------------
 
@@ -275,20 +290,22 @@ class ChannelRunner(LocalChannel):
         """Let go of what was sent, a copy of the model where that is all, when the mean has come:
         nobody undoes it. What is still to be taken out of the accumulator stays.
         """
-        if self.section is None or self.section.taken_at_once(out.present) is None:
+        section = self.of(out.step).section
+        if section is None or section.taken_at_once(out.present) is None:
             out.body, out.vectors = None, []
 
     def _take_late(self, out: ChannelPayload, present: Sequence[bool] | None) -> None:
         """Take out of the accumulator what tensors without a gradient here were sent as, where it
         acts since another replica had one (`present`). The rest of it is to be sent from now on.
         """
-        here = None if self.section is None else self.section.taken_at_once(out.present)
-        if here is None or present is None or self.accumulator is None or not self._sent_here(out):
+        then = self.of(out.step)
+        here = None if then.section is None else then.section.taken_at_once(out.present)
+        if here is None or present is None or self.accumulator is None or not then._sent_here(out):
             return
-        assert self.section is not None
+        assert then.section is not None
         late = [there and not own for there, own in zip(present, here, strict=True)]
-        self.section.subtract(
-            self.accumulator, out.body, out.vectors, out.step, self.channel.taken, late
+        then.section.subtract(
+            self.accumulator, out.body, out.vectors, out.step, then.channel.taken, late
         )
         self.present = [a or b for a, b in zip(self.present, late, strict=True)]
         out.body, out.vectors = None, []
@@ -299,6 +316,9 @@ class ChannelRunner(LocalChannel):
 
         Only the sent part can come back where the source has moved on (a delay), or is not here
         (gradients; see `StepRuntime.begun`)."""
+        self.of(out.step)._undo(out)
+
+    def _undo(self, out: ChannelPayload) -> None:
         self._take(out, -1.0)
         settings = self.channel.accumulator
         if (
@@ -353,12 +373,18 @@ class ChannelRunner(LocalChannel):
         """
         sent, mix = arrived.sent, 0.0 if arrived.last else self.channel.applier.mix
         self._take_late(sent, arrived.present)
-        mean = self.mean(arrived.received, sent.step) if arrived.received is not None else None
-        number = None if sent.partial else self.channel.schedule.round(sent.step)
+        then = self.of(sent.step)
+        mean = then.mean(arrived.received, sent.step) if arrived.received is not None else None
+        number = None if sent.partial else then.round(sent.step)
         arrival = apply.Arrival(
             sent.own, _own(arrived.flying), arrived.present, mix, number, arrived.last
         )
-        self.moved = apply.APPLIERS[self.channel.applier.acts_as](self, mean, arrival) or self.moved
+        self.moved = apply.APPLIERS[then.channel.applier.acts_as](then, mean, arrival) or self.moved
+
+    def round(self, step: int) -> int:
+        """Number, from 1, of an exchange within its stage."""
+        begin = self.stages[self.stage(step)][0]
+        return self.channel.schedule.round(step) - self.channel.schedule.round(begin - 1)
 
 
 def _own(flying: Sequence[ChannelPayload]) -> list[Tensor]:

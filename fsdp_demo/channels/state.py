@@ -17,13 +17,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.position import ShardPosition
 from ..compression.blocks import Layout
+from ..compression.selection import say_what_selects
 from ..compression.staging import synchronize
-from ..compression.topk import say_what_selects
 from ..compression.windows import Window
 from ..config.channel import Channel
 from ..config.patterns import covers, tensor_layout_kind
-from .placement import Placement
+from ..hosts.base import TrainingHost
+
+# ---- where channels stand on one rank ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The shards of one rank, its place in the island, and who shares the work on them.
+
+    Attributes:
+        host: what the engine offers: all local tensors.
+        position: of the rank in its island.
+        active_copies: how many of the copies of a shard send; a copy beyond them keeps no state and
+            only receives.
+        copies: process group of the ranks of this island that hold the same shard (None: the
+            default group).
+        islands: number of replicas.
+        home: device on which anchor and outer momentum are kept; None: with the shards.
+
+    Example:
+        >>> from fsdp_demo.channels.state import Placement
+        >>> from fsdp_demo.comm.position import ShardPosition
+        >>> position = ShardPosition(num_copies=2, copy=1)
+        >>> Placement(None, position, active_copies=1).active_copy is None
+        True
+    """
+
+    host: TrainingHost
+    position: ShardPosition = ShardPosition()
+    active_copies: int = 1
+    copies: Any = None
+    islands: int = 1
+    home: str | None = None
+
+    @property
+    def active_copy(self) -> int | None:
+        """Which of the active copies this rank is; None beyond them."""
+        return self.position.copy if self.position.copy < self.active_copies else None
+
+    @property
+    def home_device(self) -> torch.device:
+        """The device that `home` names."""
+        return self.host.device if self.home is None else torch.device(self.home)
 
 
 @dataclass
@@ -76,9 +119,12 @@ class LocalChannel:
             is not active).
         accumulator, anchor, momentum: workspaces of this copy, None where the channel keeps none.
         written: the anchor and what rounding has added to the parameters; None where they are fp32.
+        stages: of the channel (`Channel.stages`); channel: the stage of what is sent now.
     """
 
     def __init__(self, channel: Channel, placement: Placement):
+        self.stages = channel.stages()
+        self._sends = self._lands = 0  # stages of what is sent now, and of what lands
         self.channel, self.host, self._home = channel, placement.host, placement.home_device
         self.position = placement.position
         self.active_copies = placement.active_copies
@@ -130,19 +176,46 @@ class LocalChannel:
                 "one before attach"
             )
 
-    def start(self) -> None:
-        """Make the state: zero accumulator and momentum, anchor at the parameters as they are
-        now.
+    def start(self, step: int = 0) -> None:
+        """Make the state for a run that goes on from `step`: zero accumulator and momentum, anchor
+        at the parameters as they are now.
         """
-        if self.layout is None:
-            return
-        if self.channel.accumulator is not None:
-            self.accumulator = self.layout.new(self.host.device)
-        if self.channel.source == "delta":
+        if self.layout is not None and self.channel.source == "delta":
             self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
-            if self.channel.applier.momentum:
-                self.momentum = self._keep(self.layout.new(self.host.device))
+        self.accumulator = self.momentum = None
+        self._sends, self._lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
+        self.channel = self.stages[self._sends][1]
+        self._make_accumulator()
+        self._make_momentum()
+
+    def stage(self, step: int) -> int:
+        """The number of the stage in which `step` lies."""
+        return max(sum(begin <= step for begin, _ in self.stages) - 1, 0)
+
+    def enter(self, step: int) -> None:
+        """Take the stage of what is sent at `step` from now on. An accumulator that it is the first
+        to have begins at zero. So does its outer momentum, at the first step at which something
+        that was sent in this stage may land.
+        """
+        sends, lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
+        if sends != self._sends:
+            self._sends, self.channel = sends, self.stages[sends][1]
+            if self.accumulator is None:
+                self._make_accumulator()
+        if lands != self._lands:
+            self._lands = lands
+            self._make_momentum()
+
+    def _make_accumulator(self) -> None:
+        if self.layout is not None and self.channel.accumulator is not None:
+            self.accumulator = self.layout.new(self.host.device)
+
+    def _make_momentum(self) -> None:
+        landing = self.stages[self._lands][1]
+        self.momentum = None
+        if self.layout is not None and landing.source == "delta" and landing.applier.momentum:
+            self.momentum = self._keep(self.layout.new(self.host.device))
 
     def _keep(self, work: Tensor | None) -> Tensor | None:
         """Move a workspace to where anchors and outer momentum live."""
@@ -232,7 +305,13 @@ class LocalChannel:
 
     def load(self, state: ChannelState) -> None:
         """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
-        mine, saved = self.state().workspaces, state.workspaces
+        saved = state.workspaces
+        if "momentum" in saved and self.momentum is None:
+            # a loss has cut off the last message of a stage that has one: it is still to land
+            with_one = [i for i, (_, c) in enumerate(self.stages) if c.applier.momentum]
+            self._lands = max((i for i in with_one if i < self._lands), default=self._lands)
+            self._make_momentum()
+        mine = self.state().workspaces
         if set(mine) != set(saved):
             raise ValueError(
                 f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "

@@ -231,7 +231,15 @@ def choose(
         raise NeedsDecision(_choices(names, held, how))
     if common and how != "take_over":
         _check_owners(names, chosen, slots)
-    return chosen
+    return _furthest(chosen) if None in chosen else chosen
+
+
+def _furthest(chosen: Sequence[Held | None]) -> list[Held | None]:
+    """Where some take over, the states of the furthest step are the ones to take from: the others'
+    own steps after it would be lost in any case.
+    """
+    furthest = max(h.step for h in chosen if h is not None)
+    return [h if h is not None and h.step == furthest else None for h in chosen]
 
 
 def _joined(held: Sequence[Sequence[Held]], asked: Sequence[bool]) -> list[Held | None] | None:

@@ -1,8 +1,9 @@
-"""Folders of checkpoints on disk: which are there, whether they are whole, and how one is sealed,
-hidden or put aside.
+"""Folders of checkpoints on disk: which are there, whether they are whole, and how one is sealed or
+put aside. Only manifests move, never data.
 
-    checkpoint-<step>/manifest.json     version, step, and every file with its size and checksum; written last
-    .aside/<life>/checkpoint-<step>/    newer than the step a later life went on from: not held, and never written over
+    <any name>/manifest.json            version, step, and every file with its size and checksum; written last: a folder is a checkpoint while it has one
+               manifest.unfinished      a save under way, or one that was cut off: never read
+               manifest.aside.json      the manifest of one that is newer than the step a later life went on from: not held
 
 What is put aside comes back at the next start, and is deleted when the life that put it there has a
 checkpoint that all islands hold: until then nobody knows whether that life will get anywhere. What
@@ -16,7 +17,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +29,49 @@ log = logging.getLogger("fsdp_demo")
 
 VERSION = 1  # of the manifest
 MANIFEST = "manifest.json"
+ASIDE = "manifest.aside.json"
+GIVEN_UP = "manifest.given-up.json"  # nobody takes it back
+UNFINISHED = "manifest.unfinished"
+MANIFESTS = (MANIFEST, ASIDE, GIVEN_UP, UNFINISHED)
 NEWER = "its manifest has version"
-ASIDE = ".aside"
-KEPT = ".given-up"  # in a folder below .aside: nobody takes it back
 LONGEST_NAME = 255  # bytes of a part of a path, by file systems
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def steps(root: Path) -> list[int]:
-    """Steps of the folders `root/checkpoint-<step>`, ascending."""
-    found = (_NAME.fullmatch(p.name) for p in (root.iterdir() if root.is_dir() else ()))
-    return sorted(int(match[1]) for match in found if match)
+def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
+    """Step and folder of each checkpoint in `root`, ascending; of one step the newest last.
+
+    Args:
+        manifest: `ASIDE` or `GIVEN_UP`: those that are put aside.
+    """
+    out = []
+    for path in root.glob(f"*/{manifest}"):
+        try:
+            named = _NAME.fullmatch(path.parent.name)
+            step = int(named[1]) if named else int(read_json(path)["step"])
+            out.append((step, path.stat().st_mtime_ns, path.parent))
+        except (OSError, *UNREADABLE):
+            log.warning("%s cannot be read: it is left out", path)
+    return [(step, folder) for step, _, folder in sorted(out)]
+
+
+def clear(folder: Path) -> None:
+    """Make room for a checkpoint: what was there is not whole from now on."""
+    remove(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / UNFINISHED).touch()
 
 
 def remove(folder: Path) -> None:
     """Make a checkpoint one that is not there, then delete it: a reader never sees a half."""
-    hidden = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.replace(folder, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    for name in MANIFESTS:
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_put_off(folder: Path) -> bool:
+    """Whether it is put aside, or was not finished."""
+    return not (folder / MANIFEST).exists() and any((folder / n).exists() for n in MANIFESTS)
 
 
 # ---- manifests ---------------------------------------------------------------------------------
@@ -55,34 +79,36 @@ def remove(folder: Path) -> None:
 
 def files_in(folder: Path) -> list[str]:
     """The files of a checkpoint by their names below it, sorted; without manifest and sums."""
-    found = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".sums"))
-    return sorted(name for p in found if (name := str(p.relative_to(folder))) != MANIFEST)
+    paths = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".sums"))
+    return sorted(name for p in paths if (name := str(p.relative_to(folder))) not in MANIFESTS)
 
 
-def sum_up(folder: Path, rank: int, world: int, sync: bool = True) -> None:
-    """Write sizes and checksums of this rank's share of the files, for `seal`. `sync`: also make
-    the files durable.
+def sum_up(folder: Path, rank: int, world: int) -> None:
+    """Make this rank's share of the files durable, and write their sizes and checksums for
+    `seal`.
     """
     names = files_in(folder)[rank::world]
     sums = {
-        n: {"bytes": (folder / n).stat().st_size, "crc32": crc32(folder / n, sync)} for n in names
+        n: {"bytes": (folder / n).stat().st_size, "crc32": crc32(folder / n, True)} for n in names
     }
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
 
 
-def seal(folder: Path, step: int, world: int, alone: bool = False) -> None:
+def seal(folder: Path, step: int, world: int, one_disk: bool = True) -> None:
     """Write the manifest from the sums of all ranks: from now on the checkpoint is whole.
 
     Args:
-        alone: ranks may be on other disks: files here whose sums are not to be seen are summed up
-            here.
+        one_disk: all ranks write to this disk. Else files here whose sums are not to be seen are
+            summed up here.
     """
     files: dict[str, Any] = {}
     for path in [folder / f".sums{r}" for r in range(world)]:
-        files |= json.loads(path.read_text()) if path.exists() or not alone else {}
-    for name in sorted(set(files_in(folder)) - set(files)) if alone else ():
-        files[name] = {"bytes": (folder / name).stat().st_size, "crc32": crc32(folder / name)}
-    files = {name: f for name, f in files.items() if not alone or (folder / name).is_file()}
+        files |= json.loads(path.read_text()) if path.exists() or one_disk else {}
+    if not one_disk:
+        here = files_in(folder)
+        files = {name: files[name] for name in here if name in files}
+        for name in set(here) - set(files):
+            files[name] = {"bytes": (folder / name).stat().st_size, "crc32": crc32(folder / name)}
     content = {
         "version": VERSION,
         "package": __version__,
@@ -91,8 +117,9 @@ def seal(folder: Path, step: int, world: int, alone: bool = False) -> None:
     }
     in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
     for r in range(world):
-        (folder / f".sums{r}").unlink(missing_ok=alone)
-    for place in {folder, *((folder / name).parent for name in files)}:
+        (folder / f".sums{r}").unlink(missing_ok=not one_disk)
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    for place in {folder.parent, folder, *((folder / name).parent for name in files)}:
         sync_folder(place)
 
 
@@ -132,14 +159,8 @@ def _in_folder(name: str) -> str:
     return name
 
 
-def misfits(folder: Path, sealed: bool = True) -> str:
-    """Why a checkpoint is not complete; empty if it is. Sizes only: `damaged` reads the files.
-
-    Args:
-        sealed: False: one without a manifest may be complete (of other tools).
-    """
-    if not sealed and not (folder / MANIFEST).exists():
-        return ""
+def misfits(folder: Path) -> str:
+    """Why a checkpoint is not complete; empty if it is. Sizes only: `damaged` reads the files."""
     try:
         named = sums(folder)
     except ValueError as error:
@@ -152,11 +173,11 @@ def misfits(folder: Path, sealed: bool = True) -> str:
     return f"{', '.join(bad[:4])} missing or of another size" if bad else ""
 
 
-def damaged(folder: Path, rank: int = 0, world: int = 1, sealed: bool = True) -> list[str]:
-    """The files, of this rank's share, whose checksum does not fit. Those that are missing are a
-    matter of `misfits`, which see.
+def damaged(folder: Path, rank: int = 0, world: int = 1) -> list[str]:
+    """The files, of this rank's share, whose checksum does not fit; none where there is no manifest
+    (of other tools). Those that are missing are a matter of `misfits`.
     """
-    if not sealed and not (folder / MANIFEST).exists():
+    if not (folder / MANIFEST).exists():
         return []
     named = sorted((n, f["crc32"]) for n, f in sums(folder).items() if f["crc32"] is not None)
     return [
@@ -167,72 +188,55 @@ def damaged(folder: Path, rank: int = 0, world: int = 1, sealed: bool = True) ->
 # ---- what is put aside -------------------------------------------------------------------------
 
 
-def put_aside(root: Path, step: int, life: str, given_up: bool = False) -> list[str]:
-    """Move what is newer than `step` below `.aside/<life>`, and say so; returns the names.
+def put_aside(root: Path, step: int, given_up: bool = False) -> list[str]:
+    """Let what is newer than `step` be held no more, and say so; returns the names.
 
     Args:
-        life: not used before in this folder.
         given_up: a person named this step: what is newer does not come back by itself.
     """
-    found = [f"checkpoint-{s}" for s in steps(root) if s > step]
-    if not found:
-        return []
-    aside = root / ASIDE / life
-    aside.mkdir(parents=True, exist_ok=True)
-    if given_up:
-        (aside / KEPT).touch()
-    for name in found:
-        os.replace(root / name, aside / name)
-    sync_folder(root)
-    log.warning(
-        "%s: newer than step %d, from which training goes on: %s. Put aside in %s, deleted at the "
-        "next checkpoint that all islands hold",
-        root,
-        step,
-        ", ".join(found),
-        aside.relative_to(root),
-    )
-    return found
+    newer = [folder for s, folder in found(root) if s > step]
+    for folder in newer:
+        os.replace(folder / MANIFEST, folder / (GIVEN_UP if given_up else ASIDE))
+        sync_folder(folder)
+    names = [folder.name for folder in newer]
+    if names:
+        log.warning(
+            "%s: newer than step %d, from which training goes on: %s. Put aside (%s), deleted at "
+            "the next checkpoint that all islands hold",
+            root,
+            step,
+            ", ".join(names),
+            GIVEN_UP if given_up else ASIDE,
+        )
+    return names
 
 
 def take_back(root: Path) -> list[str]:
-    """What lives that never made a common checkpoint have put aside is held again, where its name
-    is free; returns the names.
+    """What lives that never made a common checkpoint have put aside is held again; returns the
+    names.
     """
-    back = []
-    for aside in _asides(root):
-        if (aside / KEPT).exists():
-            continue
-        for place in sorted(aside.iterdir()):
-            if _NAME.fullmatch(place.name) and not (root / place.name).exists():
-                os.replace(place, root / place.name)
-                back.append(place.name)
-        if not any(aside.iterdir()):
-            aside.rmdir()
-    if back:
-        sync_folder(root)
+    back = [folder for _, folder in found(root, ASIDE)]
+    for folder in back:
+        os.replace(folder / ASIDE, folder / MANIFEST)
+        sync_folder(folder)
+    names = [folder.name for folder in back]
+    if names:
         log.warning(
             "%s: the start that put %s aside did not get to a checkpoint of all islands: held "
             "again",
             root,
-            ", ".join(back),
+            ", ".join(names),
         )
-    return back
+    return names
 
 
 def forget_asides(root: Path) -> None:
     """Delete all that was put aside: there is a newer common checkpoint."""
-    for aside in _asides(root):
-        names = ", ".join(sorted(p.name for p in aside.iterdir() if _NAME.fullmatch(p.name)))
+    gone = [folder for _, folder in [*found(root, ASIDE), *found(root, GIVEN_UP)]]
+    for folder in gone:
+        remove(folder)
+    if gone:
+        names = ", ".join(folder.name for folder in gone)
         log.info(
             "%s: %s, put aside before, deleted: all islands hold a newer checkpoint", root, names
         )
-    if (root / ASIDE).is_dir():
-        remove(root / ASIDE)
-
-
-def _asides(root: Path) -> Iterable[Path]:
-    """The newest first."""
-    folder = root / ASIDE
-    found = [p for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
-    return sorted(found, key=lambda p: p.stat().st_mtime_ns, reverse=True)

@@ -21,7 +21,7 @@ from ..errors import UNREADABLE, NeedsDecision, counted, size
 from .choice import Held, choose, place_of
 from .exchange_state import SavedExchange, load_exchange
 from .files import OTHER, crc32, read_head
-from .folders import MANIFEST, sums
+from .folders import MANIFEST, is_put_off, sums
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
 DEPTH = 4
@@ -72,7 +72,8 @@ def find_checkpoints(root: Path) -> list[Found]:
 def _below(folder: Path, depth: int) -> Iterator[Path]:
     for child in folder.iterdir() if depth else ():
         if child.is_dir() and _is_checkpoint(child):
-            yield child
+            if not is_put_off(child):
+                yield child
         elif child.is_dir() and not child.name.startswith("."):
             yield from _below(child, depth - 1)
 

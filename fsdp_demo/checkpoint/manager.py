@@ -1,25 +1,23 @@
-"""A loop's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by
-all islands.
+"""A run's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by all
+islands. One saver for plain loops, the Trainer and DeepSpeed, which give `write` and a folder's
+name.
 
 Layout, below a folder of the replica's own (`folders.py`):
 
     checkpoint-<step>/          what `write` put there, and manifest.json: version, step, every file with its size and checksum
-    .checkpoint-<step>.part/    a save under way, or one that was cut off: never read
-    .aside/<life>/              what is newer than the step that a later life went on from
     .life.json                  whose folder this is (`fence.py`)
 
-Nothing here sends more than names of steps between islands: they lie in the store, under keys of
-this run.
+Nothing here sends more than names of steps and small notes between islands: they lie in the store,
+under keys of this run.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,12 @@ import torch.distributed as dist
 
 from ..comm.ranks import Ranks
 from ..comm.topology import Topology
-from ..errors import NeedsDecision, NotFinite, Superseded
+from ..errors import NeedsDecision, NotFinite, Superseded, see
 from . import folders
-from .choice import Held, superfluous
-from .failures import SaveFailures
+from .choice import Held, look, superfluous
 from .fence import Fence, place
-from .files import sync_folder
-from .folders import MANIFEST, misfits
+from .folders import MANIFEST, NEWER, misfits
 from .registry import CheckpointRegistry
-from .shelf import Shelf
 
 __all__ = ["MANIFEST", "CheckpointManager", "misfits"]
 
@@ -43,10 +38,13 @@ log = logging.getLogger("fsdp_demo")
 
 Write = Callable[[Path], Callable[[], Any] | None]
 
+LAST_FAILURE = 3
+"""Saves that may fail one after the other; this one raises."""
 
-class CheckpointManager(Shelf):
-    """Checkpoints of this replica, for a training loop. All ranks of all islands make one before
-    `attach`, at the same point.
+
+class CheckpointManager:
+    """Checkpoints of this replica. All ranks of all islands make one before `attach`, at the same
+    point.
 
     Args:
         root: folder of this island alone, seen by all its ranks, such as `Path(folder) /
@@ -54,25 +52,33 @@ class CheckpointManager(Shelf):
             it, each gets `root/replica<i>`.
         topology: as for `attach`.
         keep: how many to keep; never fewer than all that follow the newest step which every island
-            is known to hold.
+            is known to hold. None: all.
         group: process group of the replica's ranks over CPU tensors; default one of its own.
+        own: in a mesh, too, `root` is this replica's alone.
 
     Attributes:
         group: that group (None: a single rank), for `torch.distributed.checkpoint`.
         ranks: the words between the ranks of this replica, over that group.
+        votes: between all ranks whose collectives `write` uses: those of this replica, if no host
+            says otherwise.
+        one_disk: all ranks of the replica write to one disk.
         common: the newest step that all islands are known to hold.
+        best: a step that rotation spares.
+        failed_saves: saves of this life that could not be made.
     """
 
     def __init__(
         self,
         root: Path | str,
         topology: Topology,
-        keep: int = 2,
+        keep: int | None = 2,
         group: Any = None,
+        own: bool = False,
     ):
-        if keep < 1:
+        if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
-        own = Path(root) / f"replica{topology.island}" if topology.kind == "mesh" else Path(root)
+        shared = topology.kind == "mesh" and not own
+        root = Path(root) / f"replica{topology.island}" if shared else Path(root)
         # also for one rank that torch has joined, be it to itself: an NCCL group saves no copies,
         # and with none torch would save with all replicas of a mesh
         if group is None and dist.is_available() and dist.is_initialized():
@@ -86,23 +92,110 @@ class CheckpointManager(Shelf):
                 "gloo",
                 use_local_synchronization=members is not None,
             )
-        super().__init__(own, topology, Ranks(group, topology.rank, topology.world))
-        self.group, self.keep, self.common = group, keep, -1
-        self._failures = SaveFailures(topology.name)
-        self._fence = Fence(own, topology.run, topology.name)
-        self._registry = CheckpointRegistry(topology)
+        self.root, self.topology, self.group, self.keep = root, topology, group, keep
+        self.ranks = self.votes = Ranks(group, topology.rank, topology.world)
+        self.one_disk, self.common = True, -1
+        self.best: int | None = None
+        self.failed_saves = self._failed_in_a_row = 0
+        self._fence = Fence(root, topology.run, topology.name)
         self._made: set[int] = set()
+        self._loaded: int | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._pending: Future[bool] | None = None
 
-    @property
-    def failed_saves(self) -> int:
-        """Saves of this life that could not be made."""
-        return self._failures.count
+    @cached_property
+    def _registry(self) -> CheckpointRegistry:
+        return CheckpointRegistry(self.topology)
+
+    # ---- what is there -------------------------------------------------------------------------
+
+    def path(self, step: int) -> Path:
+        """The folder of a checkpoint, where no host gives it another name."""
+        return self.root / f"checkpoint-{step}"
+
+    def whole(self) -> dict[int, Path]:
+        """The checkpoints whose manifest fits the sizes of the files, by step, ascending."""
+        return {step: path for step, path in folders.found(self.root) if not misfits(path)}
+
+    def complete(self) -> list[int]:
+        """The steps of `whole`."""
+        return list(self.whole())
+
+    def has(self, step: int) -> bool:
+        """Whether this replica has a complete checkpoint of `step` (all ranks come together)."""
+        return not self.ranks.any(step not in self.whole())
+
+    def held(self, name: str = "") -> list[Held]:
+        """What the replica can resume from, the same list on all its ranks. What is not complete is
+        named in the log, and what is of a newer release refused.
+
+        Args:
+            name: look into the folder of this name only.
+        """
+
+        def notes() -> list[Any]:
+            out: dict[int, Any] = {}
+            for step, folder in folders.found(self.root):
+                if name and folder.name != name:
+                    continue
+                why = misfits(folder)
+                if why.startswith(NEWER):
+                    raise ValueError(
+                        f"{folder}: {why}: install that release, or move this folder away"
+                    )
+                try:
+                    if why:
+                        raise ValueError(f"{folder} is not complete: {why}")
+                    out[step] = self._opened(step, folder).note()
+                except ValueError as error:
+                    log.warning("%s; it is left out", error)
+            return list(out.values())
+
+        return [Held(*note) for note in self.ranks.from_first(notes)]
+
+    def _opened(self, step: int, folder: Path) -> Held:
+        """Raises ValueError where a head of the exchange's parts cannot be read."""
+        return Held(step, *look(folder / "exchange", self.topology.islands))
+
+    def _known(self, step: int, folder: Path) -> Held:
+        """As `_opened`; the step alone where the heads cannot be read."""
+        try:
+            return self._opened(step, folder)
+        except ValueError:
+            return Held(step)
+
+    def adopt(self) -> None:
+        """What a killed process has left unfinished goes; what a start that came to nothing has put
+        aside is there again. On one rank.
+        """
+        for half in self.root.glob(f"*/{folders.UNFINISHED}"):
+            if (half.parent / MANIFEST).exists():
+                half.unlink()
+            else:
+                folders.remove(half.parent)
+        folders.take_back(self.root)
+
+    def verify(self, folder: Path) -> None:
+        """Compare all checksums of a checkpoint, this replica's or another's, each rank its share.
+        All ranks of the replica come together.
+
+        Raises:
+            ValueError: on every rank, if a file is damaged.
+        """
+        rank, world = self.topology.rank, self.topology.world
+        mine = self.ranks.together(lambda: folders.damaged(folder, rank, world), str(folder))
+        if bad := [name for names in self.ranks.everyone(mine) for name in names]:
+            raise ValueError(
+                f"{folder} is damaged ({', '.join(bad[:4])}: checksum does not fit): remove this "
+                "folder on one island, and all resume from the common step before it"
+                f"{see('damaged-checkpoint')}"
+            )
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, step: int, write: Write, wait: bool = True, last: bool = False) -> None:
+    def save(
+        self, step: int, write: Write, wait: bool = True, last: bool = False, name: str = ""
+    ) -> bool:
         """Make the checkpoint of `step`. All ranks of the replica call it together; islands need
         not.
 
@@ -115,10 +208,15 @@ class CheckpointManager(Shelf):
                 return a function that does the rest, which runs in a thread if `wait` is False.
                 Before collectives of its own it lets all ranks come to a point where none has
                 failed (`ranks.together`).
-            wait: False lets training go on; the checkpoint appears when all ranks have written. The
-                one before is waited for.
+            wait: False lets training go on; the checkpoint is there when all ranks have written.
+                The one before is waited for.
             last: the process ends after it (`guard`): a save that fails raises at once, no old
-                checkpoint is removed, and one of this step that this life has made already stays.
+                checkpoint is removed, and one of this step that this life has made, or has gone on
+                from, stays.
+            name: of the folder, default that of `path`. What is there is written over.
+
+        Returns:
+            Whether it is there; with `wait=False` whether nothing has failed so far.
 
         Raises:
             PeerLost: what was under way in the exchange is lost, on any rank: no checkpoint is
@@ -134,34 +232,35 @@ class CheckpointManager(Shelf):
             if not last:
                 raise
             log.error("%s: the save before failed: %s", self.topology.name, e)
-        if last and step in self._made:
-            return
-        part = self.root / f".checkpoint-{step}.part"
+        if last and (step in self._made or step == self._loaded):
+            return True
+        folder = self.root / name if name else self.path(step)
         rest: Callable[[], Any] | None = None
-        error = self._start(part)
+        error = self._start(folder)
         try:
-            rest = write(part) if error is None else None
+            rest = write(folder) if error is None else None
         except Exception as e:  # the other ranks wait for this one's vote
             error = e
         if wait or last:
-            self._complete(step, part, rest, error, last)
-            return
+            return self._complete(step, folder, rest, error, last)
         self._worker = self._worker or ThreadPoolExecutor(1, "checkpoint")
-        self._pending = self._worker.submit(self._complete, step, part, rest, error)
+        self._pending = self._worker.submit(self._complete, step, folder, rest, error)
+        return error is None
 
-    def _start(self, part: Path) -> Exception | None:
+    def _start(self, folder: Path) -> Exception | None:
         """Make an empty folder; where rank 0 cannot, all ranks get the error. All else is raised on
         all.
         """
 
         def make() -> None:
-            self._own()
+            if not self._fence.token:  # nothing has been agreed on before
+                self._fence.take(self.ranks)
+            self._fence.check()
             if self.topology.rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
+                folders.clear(folder)
 
         try:
-            self.ranks.together(make, str(part))
+            self.votes.together(make, str(folder))
         except OSError as error:
             return error
         return None
@@ -180,7 +279,8 @@ class CheckpointManager(Shelf):
             if self._worker is not None:
                 self._worker.shutdown()
             self._worker = None
-            self._registry.close()
+            if "_registry" in vars(self):  # was asked
+                self._registry.close()
 
     def finish(self) -> None:
         """The run came to its end: `close`, and delete what this life has put aside."""
@@ -191,68 +291,80 @@ class CheckpointManager(Shelf):
     def _complete(
         self,
         step: int,
-        part: Path,
+        folder: Path,
         rest: Callable[[], Any] | None,
         error: Exception | None,
         last: bool = False,
-    ) -> None:
-        """Finish writing, vote, seal, rename, rotate: the same on all ranks, in order."""
-        rank, world = self.topology.rank, self.topology.world
+    ) -> bool:
+        """Finish writing, vote, seal, rotate: the same on all ranks, in order."""
+        rank, world, what = self.topology.rank, self.topology.world, f"checkpoint of step {step}"
         try:
             if error is None and rest is not None:
                 rest()
         except Exception as e:
             error = e
         try:
-            self.ranks.settle(error, f"checkpoint of step {step}")
-            self.ranks.together(lambda: folders.sum_up(part, rank, world), str(part))
-            self.ranks.together(lambda: self._seal(step, part) if rank == 0 else None, str(part))
+            self.votes.settle(error, what)
+            self.votes.together(lambda: folders.sum_up(folder, rank, world), what)
+            self.votes.together(lambda: self._seal(step, folder) if rank == 0 else None, what)
         except (OSError, NotFinite) as why:
-            self._failed(step, part, why, last)
-            return
-        self._failures.made()
+            self._failed(step, folder, why, last)
+            return False
+        self._failed_in_a_row = 0
         self._made.add(step)
         if rank == 0 and not last:
             self._rotate()
+        return True
 
-    def _failed(self, step: int, part: Path, why: Exception, last: bool) -> None:
+    def _failed(self, step: int, folder: Path, why: Exception, last: bool) -> None:
         """Of any rank: all come here."""
         # a later life removes what this one was writing
-        self.ranks.together(self._fence.check, str(part))
+        self.votes.together(self._fence.check, str(folder))
         if self.topology.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)  # a disk that is full needs the room
+            folders.remove(folder)  # a disk that is full needs the room
         if last:
             raise why
-        self._failures.failed(f"checkpoint of step {step} not saved", why)
+        self.failed_saves, self._failed_in_a_row = (
+            self.failed_saves + 1,
+            self._failed_in_a_row + 1,
+        )
+        if self._failed_in_a_row >= LAST_FAILURE:
+            raise why
+        log.warning(
+            "%s: checkpoint of step %d not saved (%s); training goes on, failure %d in a row of "
+            "the %d that end it" + see("save-failed"),
+            self.topology.name,
+            step,
+            why,
+            self._failed_in_a_row,
+            LAST_FAILURE,
+        )
 
-    def _seal(self, step: int, part: Path) -> None:
-        """Write the manifest and give the folder its name."""
-        # one of this step from before a resume, or damaged
-        old = self.path(step).with_name(f".checkpoint-{step}.old")
+    def _seal(self, step: int, folder: Path) -> None:
+        """Write the manifest: from then on the checkpoint is there."""
         self._fence.check()
-        folders.seal(part, step, self.topology.world)
+        folders.seal(folder, step, self.topology.world, self.one_disk)
         try:
             self._fence.check()
-        except Superseded:  # whole by now: the next start would give it the name
-            (part / MANIFEST).unlink(missing_ok=True)
+        except Superseded:
+            (folder / MANIFEST).unlink(missing_ok=True)
             raise
-        if self.path(step).exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(self.path(step), old)
-        os.replace(part, self.path(step))
-        sync_folder(self.root)
-        shutil.rmtree(old, ignore_errors=True)
 
     def _rotate(self) -> None:
         """On rank 0: remove what is not needed any more (`choice.superfluous`). The list is
         published before anything goes. What cannot be asked or removed stays: nothing here may
         end a training."""
-        mine = [self.regular(s) for s in self.complete()]
         try:
+            there = self.whole()
+            mine = [self._known(step, folder) for step, folder in there.items()]
             common = self._registry.common(mine)
             self.common = self.common if common is None else common
             self._fence.check()
-            self._remove_before(self.common, [h.step for h in mine])
+            for step in superfluous(list(there), self.common, self.keep, self.best):
+                folders.remove(there[step])
+            # this life has got somewhere: what it has left behind is not needed any more
+            if self.common in self._made:
+                folders.forget_asides(self.root)
         except (RuntimeError, OSError, ValueError, TypeError) as error:
             # PeerLost is a RuntimeError
             log.warning(
@@ -260,13 +372,6 @@ class CheckpointManager(Shelf):
                 self.topology.name,
                 (str(error).splitlines() or [""])[0],
             )
-
-    def _remove_before(self, common: int, mine: list[int]) -> None:
-        for step in superfluous(mine, common, self.keep):
-            folders.remove(self.path(step))
-        # this life has got somewhere: what it has left behind is not needed any more
-        if common in self._made:
-            folders.forget_asides(self.root)
 
     # ---- what all islands hold -----------------------------------------------------------------
 
@@ -308,7 +413,7 @@ class CheckpointManager(Shelf):
                 "resume from",
                 self.topology.name,
             )
-            self._fence.take(self.ranks)
+            self.own()
             return None
         held = self.held()
         if held and not resume:
@@ -321,28 +426,45 @@ class CheckpointManager(Shelf):
         # lost their place when they left
         auto = "newest" if self.topology.elastic else "auto"
         how = "take_over" if take_over else auto if resume == "auto" else "common"
-
-        def choice() -> Any:
-            chosen = self._registry.choose(
-                held, how, place(self.root), resume=resume, take_over=take_over
-            )
-            return None if chosen is None else [h and h.note() for h in chosen]
-
-        notes = self.ranks.from_first(choice)
-        self._fence.take(self.ranks)
-        if notes is None:
+        chosen = self.agree(held, how, resume=resume, take_over=take_over)
+        if chosen is None:
             if resume is True and self.topology.rank == 0:
                 log.warning(
                     "%s: no island holds a checkpoint, this one looked in %s: begins at step 0",
                     self.topology.name,
                     self.root,
                 )
+            self.own()
             return None
-        return self._go_on([note and Held(*note) for note in notes])
+        return self.go_on(chosen)
 
-    def _go_on(self, chosen: list[Held | None]) -> int:
-        """Put aside what is newer than what this island goes on from."""
-        mine = chosen[self.topology.starters.index(self.topology.island)]
+    def agree(self, held: list[Held], how: str, **same: Any) -> list[Held | None] | None:
+        """From what each island goes on (`choice.choose`), in the order of `Topology.starters`. All
+        ranks of all islands come together.
+
+        Args:
+            held: by this replica. same: what must be told alike on all islands.
+
+        Raises:
+            NeedsDecision, PeerLost: see `resolve_resume_step`.
+        """
+
+        def choice() -> Any:
+            chosen = self._registry.choose(held, how, place(self.root), **same)
+            return None if chosen is None else [h and h.note() for h in chosen]
+
+        notes = self.ranks.from_first(choice)
+        return None if notes is None else [note and Held(*note) for note in notes]
+
+    def mine(self, chosen: list[Held | None]) -> Held | None:
+        """Of what was agreed on what this island goes on from; None: it takes over."""
+        return chosen[self.topology.starters.index(self.topology.island)]
+
+    def go_on(self, chosen: list[Held | None]) -> int:
+        """This life owns the folder from now on. Put aside what is newer than what this island goes
+        on from, whose step is returned.
+        """
+        mine = self.mine(chosen)
         step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
         alike = mine is not None and len({h and h.step for h in chosen}) == 1
         self.common = step if alike else -1
@@ -353,12 +475,37 @@ class CheckpointManager(Shelf):
                 self.root,
                 step,
             )
-        life = f"{self.topology.run}-{self._fence.token}".replace(os.sep, "_")
-        self.ranks.from_first(lambda: folders.put_aside(self.root, step, life))
+        self._loaded = None if mine is None else step
+        self.own(step)
         return step
 
-    def _own(self) -> None:
-        """At a save: begin, if nothing has been agreed on before."""
-        if not self._fence.token:
-            self._fence.take(self.ranks)
-        self._fence.check()
+    def own(self, step: int | None = None, given_up: bool = False) -> None:
+        """This life owns the folder from now on, and holds nothing newer than `step`. All ranks of
+        the replica come together.
+
+        Args:
+            given_up: a person named that step: see `folders.put_aside`.
+        """
+        self._fence.take(self.ranks)
+        if step is not None:
+            self.ranks.from_first(lambda: folders.put_aside(self.root, step, given_up))
+
+    def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all islands say, this one `note`, with their names. All ranks of all islands come
+        together.
+
+        Raises:
+            ValueError, PeerLost: see `CheckpointRegistry.meet`.
+        """
+        about = {"name": self.topology.name, **note}
+        found: list[dict[str, Any]] = self.ranks.from_first(lambda: self._registry.meet(about))
+        return found
+
+    def tell(self, note: dict[str, Any] | None) -> dict[str, Any]:
+        """Where some islands take over: the note of the first one that does not and so gives one
+        (small JSON: `taking_over.small`), with its name. See `meet`.
+        """
+        for said in self.meet({"note": note}):
+            if isinstance(said.get("note"), dict):
+                return {**said["note"], "name": str(said.get("name"))}
+        return {"name": "the other islands"}

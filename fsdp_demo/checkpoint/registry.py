@@ -43,7 +43,7 @@ class CheckpointRegistry:
     def __init__(self, topology: Topology):
         global _made
         _made += 1
-        self.topology, self._number = topology, _made
+        self.topology, self._number, self._meetings = topology, _made, 0
         self._asker: Store | None = None
         self._opening: Future[Store] | None = None
         self._silent = False
@@ -116,6 +116,8 @@ class CheckpointRegistry:
 
     def _meet(self, attempt: Store, note: dict[str, Any]) -> list[dict[str, Any]]:
         t, store = self.topology, self._below(attempt)
+        self._meetings += 1
+        store = store.under(f"meeting{self._meetings}")
         me = secrets.token_hex(8)
         if store.compare_set(f"start/{t.island}", "", me) != me:
             raise ValueError(

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from ..channels.buffers import masks
+from ..channels.bind import masks
 from ..exchange.exchange import Exchange
 from ..exchange.refusals import refuse_shown
-from ..exchange.startup import OwnCheckpoint
 from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
 from .exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
@@ -31,8 +30,8 @@ from .finite import refuse_not_finite
 from .manager import CheckpointManager
 from .random_state import random_states, set_random_states
 from .reshard import shares
-from .returning import described, newest
 from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
+from .taking_over import moments_in
 
 log = logging.getLogger("fsdp_demo")
 
@@ -61,8 +60,7 @@ class RunState:
     Attributes:
         step: what was restored; 0 for a new run, and where everything is taken over from other
             islands.
-        saved: the exchange's state for `attach`, or None; of an island that joins a run under way
-            its newest checkpoint, not loaded yet.
+        saved: the exchange's state for `attach`, or None.
         extra: what the loop of this rank had kept (`save`); empty where nothing was restored.
         same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is
             that of another rank, and random states begin anew.
@@ -109,7 +107,7 @@ class RunState:
         self._begun = [_numbers(group) for group in _groups(self.optimizers)]
         self.step, self.same = 0, True
         self._masks = {f"model.{plain_name(n)}" for n in masks(unwrap_model(model))}
-        self.saved: SavedExchange | OwnCheckpoint | None = None
+        self.saved: SavedExchange | None = None
         self.extra: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
         if checkpoints.group is None:  # an island of one process is no mistake
@@ -123,7 +121,8 @@ class RunState:
         """Agree with the other islands on a step and load it, before `attach`.
 
         With other numbers of islands or ranks, from the folders of all replicas that this machine
-        sees beside its own.
+        sees beside its own. An island that joins a run under way loads its newest checkpoint for
+        the inner optimizers' moments alone: the rest comes with `attach`.
 
         Args:
             resume, take_over: see `CheckpointManager.resolve_resume_step`.
@@ -138,7 +137,8 @@ class RunState:
         """
         step = self.checkpoints.resolve_resume_step(resume, take_over)
         if step is None:
-            self.saved = None if fresh or not self.checkpoints.topology.under_way() else self._own()
+            if not fresh and self.checkpoints.topology.under_way():
+                self._load_moments()
             return
         own = self.checkpoints.has(step)
         if own or self._siblings(step):
@@ -157,29 +157,17 @@ class RunState:
         if fresh:
             self.saved = None
 
-    def _own(self) -> OwnCheckpoint | None:
-        """The newest checkpoint of an island that joins a run under way: nothing of it is loaded,
-        unless `attach` asks for it.
-        """
-        found = newest(self.checkpoints)
-        if found is None:
-            return None
-        step, saved, mark = found
-
-        def load(exchange: Exchange) -> dict[str, Any]:
-            state, folder = saved.state_for(exchange), self.checkpoints.path(step)
-            load_tensors(
-                {folder / "model": 1.0},
-                self.model,
-                self.optimizers,
-                self.checkpoints.group,
-                saved.heads[0]["optimizers"],
-            )
-            loop = read_part(folder / "loop" / f"rank{self.checkpoints.topology.rank}.json")[1]
+    def _load_moments(self) -> None:
+        """Of the newest checkpoint of an island that joins a run under way."""
+        shelf = self.checkpoints
+        step = shelf.ranks.from_first(lambda: max(shelf.complete(), default=-1))
+        folder, rank = shelf.path(step), shelf.topology.rank
+        head = None if step < 0 else moments_in(folder, shelf.topology, shelf.ranks)
+        if head is not None:
+            places = {folder / "model": 1.0}
+            load_tensors(places, self.model, self.optimizers, shelf.group, head["optimizers"], True)
+            loop = read_part(folder / "loop" / f"rank{rank}.json")[1]
             self._count_on(loop.get(COUNTERS, {}))
-            return state
-
-        return OwnCheckpoint(step, mark, load)
 
     def restore_random(self) -> None:
         """Put the random states back as they were when the checkpoint was made, where they are this
@@ -310,8 +298,7 @@ class RunState:
             kept = {n: t for n, t in live.items() if n not in self._masks}
             refuse_not_finite(("replica", kept), ("exchange", state))
             loop = self._loop(extra)
-            # an island that ends keeps nothing of what comes
-            head = describe_part(exchange) if last else described(exchange, self.checkpoints.root)
+            head = describe_part(exchange)
             return (
                 live,
                 Snapshot(head, state if wait else copied(state)),

@@ -1,7 +1,7 @@
-"""A replica without a checkpoint goes on beside others that have one: parameters and the exchange's
-shared state come through `attach`.
+"""A replica goes on beside others that hold more, or that are under way: parameters and the
+exchange's shared state come through `attach`.
 
-What hosts share (plain DeepSpeed, the Trainer) for the rest: the schedule, small notes of the
+What hosts share for the rest: the moments on this replica's disk, the schedule, small notes of the
 donor's host, and what to say.
 """
 
@@ -11,10 +11,15 @@ import inspect
 import json
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 from ..comm import store_wire
+from ..comm.ranks import Ranks
+from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
+from .exchange_state import load_exchange
+from .folders import damaged
 
 log = logging.getLogger("fsdp_demo")
 
@@ -24,8 +29,37 @@ of the note, and what is quoted in it, have as much room.
 """
 
 
-def begins_anew(config: ExchangeConfig) -> str:
-    """What a replica that takes over does not get, for the log.
+def moments_in(folder: Path, topology: Topology, ranks: Ranks) -> dict[str, Any] | None:
+    """Whether an island that joins a run under way may take the inner optimizers' moments from a
+    checkpoint of its own: that is whole, and of this island and run with as many ranks. All ranks
+    of the island call it together, before `attach`: what replicas share comes with that, and takes
+    the place of what was loaded.
+
+    Returns:
+        The head of this rank's part of the exchange's state; None, and a line in the log, where
+        the moments begin anew.
+    """
+    head, why = {}, ""
+    try:
+        head = load_exchange(folder / "exchange").head(topology.rank, topology.island)
+        if (head["run"], head["world"]) != (topology.run, topology.world):
+            why = f"it is of run {head['run']!r} with {head['world']} ranks per island"
+        elif bad := damaged(folder, topology.rank, topology.world):
+            why = f"{', '.join(bad)}: checksum does not fit"
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error)
+    text = "%s: moments of the inner optimizer that islands do not share "
+    if ranks.any(bool(why)):
+        text += "begin anew, %s cannot be used (%s)"
+        log.info(text, topology.name, folder.name, why or "another rank has no part that fits")
+        return None
+    log.info(text + "go on from %s", topology.name, folder.name)
+    return head
+
+
+def begins_anew(config: ExchangeConfig, moments: bool = True) -> str:
+    """What a replica that takes over does not get, for the log. `moments`: they did not come from
+    its own checkpoint.
 
     Example:
         >>> from fsdp_demo import preset
@@ -34,7 +68,8 @@ def begins_anew(config: ExchangeConfig) -> str:
         >>> begins_anew(preset("demo"))
         'what messages have left out so far (accumulators) and random states begin anew here'
     """
-    parts = [] if any(c.before_step for c in config.channels) else ["the inner optimizer's moments"]
+    own = moments and not any(c.before_step for c in config.channels)
+    parts = ["the inner optimizer's moments"] if own else []
     parts += (
         ["what messages have left out so far (accumulators)"]
         if any(c.accumulator is not None for c in config.channels)

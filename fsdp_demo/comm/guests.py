@@ -38,8 +38,8 @@ from .zeromq import bound, bracketed
 log = logging.getLogger("fsdp_demo")
 
 LEAST = 64 << 20
-"""Bytes that may wait for a newcomer in any case, and that are kept since a checkpoint; else as
-many as a snapshot has. A link that is slower cannot be joined over."""
+"""Bytes that may wait for a newcomer in any case; else as many as a snapshot has. A link that is
+slower cannot be joined over."""
 
 TO_CONNECT = 30.0
 """Seconds that somebody who was let in has to connect."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,11 +36,6 @@ LONGEST = 16 << 20
 
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 """Of what a snapshot holds."""
-
-OWN = "own"
-"""Among what a newcomer brings: the mark of the checkpoint on its disk
-(`exchange/returning.py`).
-"""
 
 
 class Tick(Struct, frozen=True):
@@ -267,37 +261,7 @@ class Desk(Protocol):
 
     @property
     def follows(self) -> bool:
-        """Somebody has a snapshot and wants ticks, or they are kept since a mark. Asked on the
-        first rank of the island only.
-        """
-        ...
-
-    def mark(self, mark: str, snapshot: Snapshot, folder: Path, limit: int) -> None:
-        """A checkpoint is saved, and nothing is under way that has not come: keep what comes from
-        here on.
-
-        Args:
-            mark: of the checkpoint. snapshot: one of this step whose tensors are those of the
-                checkpoint: it has none itself.
-            folder: where it is kept. limit: bytes of a snapshot; what goes beyond that, and some,
-                is dropped.
-        """
-        ...
-
-    def hold(self) -> bool:
-        """Whether all is kept that came since the checkpoint that the newcomer's rank brings. It
-        stays until `hand` or `hand_since`.
-        """
-        ...
-
-    def forget(self) -> None:
-        """State has changed in a way that steps and messages do not say: nothing that is kept leads
-        there.
-        """
-        ...
-
-    def hand_since(self) -> None:
-        """Take the snapshot of the mark that is held, and all that came since."""
+        """Somebody has a snapshot and wants ticks. Asked on the first rank of the island only."""
         ...
 
     def hand(self, snapshot: Snapshot, under_way: Sequence[Future[ReceivedMessage]]) -> None:
@@ -342,7 +306,7 @@ class Following(Protocol):
 
         Args:
             brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is
-                the same there. Told to `Desk.brings`. `OWN`: the mark of a checkpoint.
+                the same there. Told to `Desk.brings`.
         """
         ...
 

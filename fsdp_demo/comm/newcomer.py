@@ -291,7 +291,6 @@ class Follow:
         self._record: Record | None = None
         self.base: int | None = None
         self.next = 0
-        self._more = False
         self._caught_up = 0
 
     @property
@@ -323,7 +322,7 @@ class Follow:
             raise WireError(
                 f"{self._who} sent a {found.item} instead of a snapshot: use one release everywhere"
             )
-        self.next, self._more = found.next, found.more
+        self.next = found.next
         return self._ticks.part(longest, seconds)
 
     def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
@@ -345,10 +344,8 @@ class Follow:
         return bodies
 
     def tick(self, seconds: float) -> Tick | None:
-        """See `Following`. With none there, and none said to follow at once, this island is near,
-        and asks to take part.
-        """
-        found = self._ticks.begin(60.0 if self._more else 0.0)
+        """See `Following`. With none there, this island is near, and asks to take part."""
+        found = self._ticks.begin(0.0)
         if found is None:
             now = time.monotonic()
             if self._first and not self.planned and now > self._ready_at:
@@ -360,7 +357,6 @@ class Follow:
         part = self._ticks.part(spool.LONGEST * 16, 60.0)
         if part is None:
             raise PeerLost(f"{self._who} sent half a step")
-        self._more = found.more
         self._ticks.end()
         return Tick.unpack(part)
 

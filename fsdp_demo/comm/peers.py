@@ -479,6 +479,4 @@ class PeerGroup:
             self._driver.close("bye" if self.ending else "leave", 5.0)
         elif self._follow is not None:
             self._follow.close()
-        if self._counter is not None:
-            self._counter.close()
         self._driver = None

@@ -32,14 +32,12 @@ class Head(Struct):
     Attributes:
         n: of a message, its number; -1 for one that was under way at the snapshot.
         next: of a snapshot, the number of the first message behind it.
-        more: of a snapshot or tick, whether a tick follows at once.
         parts: bytes of each part.
     """
 
     item: Literal["snapshot", "tick", "message", "launch"]
     n: int = -1
     next: int = 0
-    more: bool = False
     parts: list[int] = []
 
 

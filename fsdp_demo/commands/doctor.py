@@ -59,16 +59,16 @@ def doctor(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0  # a launcher's other ranks: one process per island measures
     from ..comm.topology import Topology
-    from ..doctor.examine import examine
-    from ..doctor.facts import disk_mb_s
-    from ..doctor.findings import findings
-    from ..doctor.report import as_json, text
+    from ..tools.doctor.examine import examine
+    from ..tools.doctor.facts import disk_mb_s
+    from ..tools.doctor.findings import findings
+    from ..tools.doctor.reading import as_json, text
 
     topology = Topology.from_env()
     disk = None if args.no_disk else disk_mb_s(args.folder or ".")
     step = args.step_time
     if args.model is not None:
-        from ..doctor.steps import step_seconds
+        from ..tools.doctor.steps import step_seconds
 
         step = step_seconds(args.model)
     seen = examine(topology, args.seconds, disk, step)

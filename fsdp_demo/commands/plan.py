@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..config.schema import ExchangeConfig
-    from ..planner.asking import Step
-    from ..planner.situation import Situation
+    from ..tools.planner.asking import Step
+    from ..tools.planner.situation import Situation
 
 _EXAMPLE = """example:
   fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms --step-time 0.8s
@@ -131,7 +131,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
-    from ..planner import asking
+    from ..tools.planner import asking
 
     _check(args)
     counts = asking.islands(args.islands)
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
             print()
         _solve(args, _without_rate(cases), wanted, chosen, step, model)
     if args.plot:
-        from ..planner.plot import draw
+        from ..tools.planner.show import draw
 
         first_count = found[: len(lines)]  # the picture shows the first number of islands
         draw(args.plot, cases[0], chosen, lines if args.link else [], first_count)
@@ -196,8 +196,8 @@ def _plans(
     model: str,
 ) -> list[ExchangeConfig]:
     """Print the plan of each case; what is recommended for each."""
-    from ..planner import choose, plan_rows, text
-    from ..planner.rows import HSDP
+    from ..tools.planner import choose, plan_rows, show
+    from ..tools.planner.rows import HSDP
 
     if args.yaml and len(cases) > 1:
         raise ValueError(f"--yaml {args.yaml}: of {len(cases)} cases; give one link and one number")
@@ -212,9 +212,9 @@ def _plans(
             out.append({**row.as_json(), **_facts(case, step, model), **take})
         if choice is not None:
             best_rows.append((case, choice.row))
-        table = text.plan_table(rows, _width())
-        parts = [text.title([case], model, step.source), "", table, ""]
-        parts += [text.recommendation(choice)] if choice is not None else []
+        table = show.plan_table(rows, _width())
+        parts = [show.title([case], model, step.source), "", table, ""]
+        parts += [show.recommendation(choice)] if choice is not None else []
         printed.append("\n".join(parts))
         shown += rows
     if args.yaml:
@@ -223,8 +223,8 @@ def _plans(
         written = f"# fsdp-demo plan: {best.reason}\n{best.config.to_yaml()}"
         Path(args.yaml).write_text(written, encoding="utf-8")
     if len(best_rows) > 1:
-        printed.append(f"The best of each case:\n{text.summary(best_rows)}")
-    print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, text.notes(shown)]))
+        printed.append(f"The best of each case:\n{show.summary(best_rows)}")
+    print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, show.notes(shown)]))
     return [row.config for _, row in best_rows if row.config is not None]
 
 
@@ -242,7 +242,7 @@ def _solve(
     model: str,
 ) -> None:
     from ..comm.link import Link
-    from ..planner import gbit_s, plan_rows, text
+    from ..tools.planner import gbit_s, plan_rows, show
 
     out = []
     for case in cases:
@@ -259,8 +259,8 @@ def _solve(
         print(json.dumps(out, indent=2))
         return
     if not args.link:  # else it stands above the plan
-        print(text.title(cases, model, step.source), end="\n\n")
-    print(text.targets_table(out, cases[0].link.rtt))
+        print(show.title(cases, model, step.source), end="\n\n")
+    print(show.targets_table(out, cases[0].link.rtt))
 
 
 def _facts(case: Situation, step: Step, model: str) -> dict[str, Any]:
@@ -279,8 +279,8 @@ def _facts(case: Situation, step: Step, model: str) -> dict[str, Any]:
 
 def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
     """All but islands and link; the step and where it is from; the model's name."""
-    from ..planner import Situation, asking, equal_layers, load
-    from ..planner.situation import check_shards, device
+    from ..tools.planner import Situation, asking, equal_layers, load
+    from ..tools.planner.situation import check_shards, device
 
     if args.model is not None and args.params is not None:
         raise ValueError("two models: give --model NAME or --params N, not both")
@@ -332,8 +332,8 @@ def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
 
 def _step(args: argparse.Namespace, tensors: Any) -> tuple[Step, int]:
     """The step's time, and the shards of an island."""
-    from ..planner import asking
-    from ..planner.asking import Step
+    from ..tools.planner import asking
+    from ..tools.planner.asking import Step
 
     given = [
         name
@@ -356,7 +356,7 @@ def _step(args: argparse.Namespace, tensors: Any) -> tuple[Step, int]:
         step, summary = asking.step_from(args.step_from)
         return replace(step, tokens=tokens or step.tokens), args.shards or summary.get("procs", 1)
     if args.script:
-        from ..planner.measure import measured_step
+        from ..tools.planner.measure import measured_step
 
         return Step(*measured_step(args.script, args.measure_steps, tokens)), shards
     if (measured := asking.measured_step(args.link)) is not None:

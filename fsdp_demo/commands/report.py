@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
 
 def report(args: argparse.Namespace) -> int:
     """Write the files and name them."""
-    from ..report.page import make
+    from ..tools.report.page import make
 
     for flag, name in (("--out", args.out), ("--png", args.png), ("--md", args.md)):
         if name and not Path(name).parent.is_dir():

@@ -1,4 +1,4 @@
-/* The k largest magnitudes of blocks of 4096 floats, as `topk.py` defines them: positions ascending,
+/* The k largest magnitudes of blocks of 4096 floats, as `selection.py` defines them: positions ascending,
  * ties to the lower position, NaN the largest. An extension module that the build may leave out:
  * without it torch selects the same.
  *

@@ -12,14 +12,154 @@ share of exp(-1) of them in a pass).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from math import ceil
 
 import torch
 from torch import Tensor
 
+from ..config.channel import BLOCK
 from .staging import upload
-from .topk import top_k
+from .windows import CACHED
+
+# ---- the largest coefficients of a block (`selection.py` has what else may be sent) --------------
+
+try:
+    from . import _topk  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # built without a C compiler
+    _topk = None  # type: ignore[assignment, unused-ignore]
+
+log = logging.getLogger("fsdp_demo")
+
+# up to this many of a block: rows of a column whose maxima are looked at, coarse and fine
+LEVELS = ((16, (64, 8)), (128, (16, 4)))
+MOST = 256
+"""As many of a block `_topk.c` selects at most."""
+_SAID: list[bool] = []
+# all bits but the sign: a tensor, or each call would make one
+MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device="cpu")
+
+
+def top_k(a: Tensor, k: int) -> Tensor:
+    """Positions of the k largest magnitudes of each row, ascending; ties go to the lower position,
+    NaN is the largest.
+
+    Args:
+        a: [n, m] fp32.
+        k: 1 <= k <= m.
+
+    Returns:
+        int64 [n, k], the same on every device. Elsewhere than on a CPU nothing that depends on the
+        data decides what is done, so that no device has to be waited for.
+    """
+    n, m = a.shape
+    if k >= m:
+        return torch.arange(m, device=a.device).expand(n, m)
+    if a.device.type != "cpu":
+        return _grouped(a, k) if m == BLOCK and k <= 64 else _exact(a, k)
+    if m < BLOCK or not a.is_contiguous():
+        return _exact(a, k)
+    if _topk is not None and k <= MOST:
+        return _in_c(a, k)
+    for most, rows in LEVELS:
+        if k <= most:
+            return _descend(a, k, *rows)
+    return _exact(a, k)
+
+
+def _in_c(a: Tensor, k: int) -> Tensor:
+    """`top_k` of contiguous blocks fp32 [n, 4096] on a CPU and 1 <= k <= MOST."""
+    out = torch.empty(len(a), k, dtype=torch.int64, device="cpu")
+    _topk.top_k(a.data_ptr(), len(a), k, out.data_ptr())
+    return out
+
+
+def say_what_selects() -> None:
+    """Log, once in a process, where the extension module is missing."""
+    if _topk is None and not _SAID:
+        _SAID.append(True)
+        log.info(
+            "compression on this CPU selects by torch, with the same result and more slowly: the "
+            "package was built without a C compiler or Python's headers"
+        )
+
+
+def _bits(a: Tensor) -> Tensor:
+    """Magnitudes as int32, in the same order."""
+    return a.view(torch.int32) & 0x7FFFFFFF
+
+
+def _keys(magnitude: Tensor, index: Tensor) -> Tensor:
+    """Distinct int64: the larger the magnitude (int32), then the lower the index, the larger the
+    key.
+    """
+    return torch.bitwise_left_shift(magnitude.long(), 12).add_(4095).sub_(index)
+
+
+def _chosen(keys: Tensor, k: int) -> Tensor:
+    """Indices, ascending, of the k largest keys of each row."""
+    return (4095 - (torch.topk(keys, k, dim=1, sorted=False).values & 4095)).sort(1).values
+
+
+def _exact(a: Tensor, k: int) -> Tensor:
+    """Top k of rows of any length up to 4096, by keys."""
+    return _chosen(_keys(_bits(a.contiguous()), torch.arange(a.shape[1], device=a.device)), k)
+
+
+def _grouped(a: Tensor, k: int) -> Tensor:
+    """Top k of blocks: they lie in the k groups of 16 rows of a column with the largest keys."""
+    n, index = len(a), torch.arange(BLOCK, device=a.device)
+    keys = _keys(_bits(a.contiguous()), index).view(n, 4, 16, 64)
+    # an element of each group
+    found = 4095 - (torch.topk(keys.amax(2).view(n, 256), k, dim=1, sorted=False).values & 4095)
+    first = found // 1024 * 1024 + found % 64
+    place = (first[:, :, None] + index[:1024:64]).view(n, -1)
+    return _chosen(keys.view(n, BLOCK).gather(1, place), k)
+
+
+def _descend(a: Tensor, k: int, coarse: int, fine: int) -> Tensor:
+    """Top k of contiguous blocks on a CPU, by maxima of `coarse` rows of a column, of the `fine`
+    rows in the k best of those, and of the elements in the k best of these.
+
+    Groups run down columns because element-wise maxima of rows vectorise. Where just k maxima reach
+    the k-th largest, all that is as large as any of the top k lies in their groups; in rows with
+    ties there (rare, but for blocks of zeros) all elements are sorted.
+    """
+    n, step = len(a), min(len(a), CACHED)  # so few that their magnitudes stay in the cache
+    small = a.new_empty(n, 64 // fine, 64, dtype=torch.int32)
+    memory = a.new_empty(step, BLOCK, dtype=torch.int32)
+    for some, out in zip(a.view(torch.int32).split(step), small.split(step), strict=True):
+        magnitude = torch.bitwise_and(some, MAGNITUDE, out=memory[: len(some)])
+        torch.amax(magnitude.view(-1, 64 // fine, fine, 64), 2, out=out)
+    per = coarse // fine
+    large = torch.amax(small.view(n, 64 // coarse, per, 64), 2)
+    group, tied = _best(large.view(n, -1), k)
+    place = _members(group, per)
+    best, also = _best(small.view(n, -1).gather(1, place), k)
+    place = _members(place.gather(1, best), fine)
+    index = _chosen(_keys(_bits(a.gather(1, place)), place), k)
+    for rows in (tied, also):
+        if rows is not None:
+            index[rows] = _exact(a[rows], k)
+    return index
+
+
+def _members(group: Tensor, count: int) -> Tensor:
+    """Where the `count` rows of each group lie one level further down, int64 [n, k * count]; a
+    level has 64 columns.
+    """
+    first = (group & ~63).mul_(count).add_(group & 63)
+    return (first[:, :, None] + torch.arange(0, 64 * count, 64, device="cpu")).view(len(group), -1)
+
+
+def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    """Indices of the k largest of each row, and which rows have more than k that reach the k-th
+    largest; None if there are none.
+    """
+    values, index = torch.topk(maxima, k, dim=1, sorted=False)
+    reach = maxima >= values.amin(1, keepdim=True)
+    return index, None if int(reach.count_nonzero()) == index.numel() else reach.sum(1) > k
 
 
 def random(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:

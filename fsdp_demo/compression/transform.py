@@ -9,17 +9,19 @@ function that gives its matrices, in a file of its own, a line in `config/names.
 Two products per block, of each block and then of all rows of all blocks at once; the second adds to
 the accumulator as it goes. With `transform_precision="bf16"` (of the codec) their factors are
 rounded to bf16 and added in fp32 where a CPU has instructions that make this faster
-(`processor.py`); on CUDA they are TF32. What is sent is then selected among coefficients that are
+(`transform.py`); on CUDA they are TF32. What is sent is then selected among coefficients that are
 off by about 0.3 % of their root mean square; it is still subtracted exactly.
 """
 
 from __future__ import annotations
 
 import math
+import platform
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +29,45 @@ from torch import Tensor
 
 from ..config.channel import BLOCK, Codec
 from .blocks import Layout
-from .processor import fast_bf16, intel
 from .windows import EDGE, ContiguousViews, Group, Window
+
+# ---- the processor at hand, as far as compression on a CPU depends on it -------------------------
+
+
+@lru_cache(maxsize=1)
+def cpu_name() -> str:
+    """The model of the processor, as it calls itself."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        text = ""
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def kernels() -> str:
+    """The widest instructions that torch uses here, and the unit for products of matrices."""
+    return torch.backends.cpu.get_cpu_capability() + (", AMX" if _supports("amx_tile") else "")
+
+
+def intel() -> bool:
+    """Whether it is Intel's: there MKL multiplies in fp32 faster than oneDNN, elsewhere half as
+    fast.
+    """
+    return "intel" in cpu_name().lower()
+
+
+@lru_cache(maxsize=1)
+def fast_bf16() -> bool:
+    """Whether products in bf16 take less time than in fp32. Without AMX Intel's take as long, and
+    conversions come on top.
+    """
+    return _supports("amx_tile") or (_supports("avx512_bf16") and not intel())
+
+
+def _supports(name: str) -> bool:
+    found = getattr(torch.cpu, f"_is_{name}_supported", None)
+    return bool(found()) if found is not None else False
 
 
 def dct_matrix(n: int) -> Tensor:

@@ -6,7 +6,7 @@ A wrong value is refused when it is read, with the field, the value found and wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .names import APPLIERS, FORMATS, SELECTIONS, TRANSFORMS, Acts, Format, Selection
 from .parsing import in_range, one_of
@@ -15,6 +15,9 @@ NEVER = 1 << 30
 """A period that no run reaches: of a channel that keeps what it covers as it is (`auto.py`)."""
 
 BLOCK = 4096  # elements of one block: 64 x 64, or 4096 consecutive elements of a flat fragment
+
+CHANGING = ("accumulator", "codec", "feedback", "reducer", "applier")
+"""The parts of a channel that a `Phase` has."""
 
 CODES = tuple(FORMATS)
 PRECISIONS = ("fp32", "bf16")
@@ -142,7 +145,7 @@ class Codec:
         ),
     )
     value_dtype: str = field(
-        default="fp32", metadata=about("number format of the values ([below](#number-formats))")
+        default="fp32", metadata=about("[number format](wire-format.md#formats) of the values")
     )
     transform_precision: str = field(
         default="fp32",
@@ -377,6 +380,52 @@ class Fragments:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """The parts of a channel that change in the course of a run, as they are from `begin` on.
+
+    A message is decoded and applied by the parts that held when it was sent. What is accumulated
+    stays; the outer momentum begins at zero with the first message of the phase.
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> channel = preset("sign_loco", switch=0.25).fixed(steps=1000).channels[0]
+        >>> channel.at(249).applier.lr, channel.at(250).applier.lr
+        (0.7, 1.5)
+    """
+
+    begin: float = field(
+        metadata=about(
+            "a step (1, 2, ...), or a share of the run (between 0 and 1). A share becomes a step "
+            "when the run starts for the first time, if its steps are known "
+            '(`must_match={"steps": N}`); a phase without a step does not begin'
+        )
+    )
+    accumulator: Accumulator | None = field(
+        default=None, metadata=about("as of the channel; one that is there stays")
+    )
+    codec: Codec = field(
+        default_factory=Codec,
+        metadata=about("as of the channel; `transform` and `select` stay what they are"),
+    )
+    feedback: str = field(default="none", metadata=about("as of the channel"))
+    reducer: Reducer = field(
+        default_factory=Reducer, metadata=about("as of the channel; `weight` stays")
+    )
+    applier: Applier = field(
+        default_factory=Applier,
+        metadata=about("as of the channel; rates, momentum and `sign` may change"),
+    )
+
+    def __post_init__(self) -> None:
+        if not (0 < self.begin < 1 or (self.begin >= 1 and self.begin == int(self.begin))):
+            raise ValueError(
+                f"later.begin={self.begin} is out of range: allowed is a step (1, 2, ...) or a "
+                "share of the run (0 < begin < 1)"
+            )
+        one_of("later.feedback", self.feedback, FEEDBACKS)
+
+
+@dataclass(frozen=True)
 class Channel:
     """One thing that is exchanged, on its own schedule, with its own codec and its own way of being
     applied.
@@ -445,11 +494,31 @@ class Channel:
         default="",
         metadata=about("name of a channel that is applied first on the steps where both act"),
     )
+    later: tuple[Phase, ...] = field(
+        default=(), metadata=about("parts that change in the course of the run, in their order")
+    )
 
     def __post_init__(self) -> None:
         if not self.state_name:
             one_of(f"channel {self.name!r}: source", self.source, (*SOURCES, "state:NAME"))
         one_of(f"channel {self.name!r}: feedback", self.feedback, FEEDBACKS)
+
+    # ---- what changes in the run ---------------------------------------------------------------
+
+    def stages(self) -> list[tuple[int, Channel]]:
+        """The first step of each of its phases, and the channel as it is from there on; a phase
+        that begins at a share of the run, not a step, is left out.
+        """
+        found = [(0, replace(self, later=()) if self.later else self)]
+        for p in self.later:
+            if p.begin >= 1:
+                parts = {name: getattr(p, name) for name in CHANGING}
+                found.append((int(p.begin), replace(self, later=(), **parts)))
+        return found
+
+    def at(self, step: int) -> Channel:
+        """The channel as it is for what is sent at `step`."""
+        return [c for begin, c in self.stages() if begin <= step][-1]
 
     # ---- what follows from the fields: derived here and nowhere else, never set ----------------
 

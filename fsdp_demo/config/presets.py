@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from .methods.averages import desloc, full, local_adam, local_sgd
 from .methods.demo import demo, random, stride
-from .methods.diloco import diloco, streaming_diloco
-from .methods.muloco import muloco, sign_muloco
+from .methods.diloco import diloco, muloco, sign_muloco, streaming_diloco
 from .methods.sparse import decoupled_momentum, sign_loco, sparse_loco
 from .schema import ExchangeConfig
 

@@ -15,13 +15,16 @@ import sys
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
-from .channel import Channel
-from .names import FORMATS
+from .channel import FEEDBACKS, Channel
 from .presets import presets
 from .schema import ExchangeConfig
 
-ALLOWED = {"SyncSchedule.offset": "`0 <= offset < sync_every`"}
-"""What is allowed, where that depends on another key."""
+ALLOWED = {
+    "SyncSchedule.offset": "`0 <= offset < sync_every`",
+    "Phase.begin": "`0 < begin < 1`, or a whole number `begin >= 1`",
+    "Phase.feedback": ", ".join(f"`{word}`" for word in FEEDBACKS),
+}
+"""What is allowed, where that depends on another key, or a value alone makes no instance."""
 
 HEAD = """# Configuration
 
@@ -86,13 +89,6 @@ A sparse channel sends these values whole, without choice and transform:
 Under FSDP2 and ZeRO it is the size of a rank's shard that counts. A value that goes whole is fp32 where `codec.value_dtype` is, else
 bf16. In a small model most values may go whole. The log says how many at the start: `100 of 6500 values of sparse channels go whole`.
 """  # noqa: E501
-FORMAT_HEAD = """## Number formats
-
-Values of `codec.value_dtype`. A group of values shares its scales, which are bf16. [Results](measured/results-compression.md#number-formats) has errors and
-times.
-
-| format | bits of a value | values of a group | scales of a group |
-|---|---:|---:|---:|"""  # noqa: E501
 PRESET_HEAD = """## Keywords of the presets
 
 `preset(NAME, keyword=value)`, `--set keyword=value`, or a key of a short yaml file. Keywords are the numbers of the paper.
@@ -115,7 +111,7 @@ PATHS = {"Channel": "channels"}
 def page() -> str:
     """The whole page, markdown."""
     sections = (_section(cls, path) for cls, path in _classes())
-    parts = [HEAD, *sections, WHOLE, _formats(), _keywords()]
+    parts = [HEAD, *sections, WHOLE, _keywords()]
     return "\n".join(parts)
 
 
@@ -134,8 +130,12 @@ def _classes() -> Iterator[tuple[Any, str]]:
     first.
     """
     queue: list[tuple[Any, str]] = [(ExchangeConfig, "")]
+    seen = set()
     while queue:
         cls, path = queue.pop(0)
+        if cls in seen:  # a part of a phase is one of a channel
+            continue
+        seen.add(cls)
         yield cls, path
         queue += [
             (_part(hint), PATHS.get(_part(hint).__name__, name))
@@ -264,14 +264,6 @@ def _documented(cls: Any) -> dict[str, str]:
         elif section and current and line.startswith("        "):
             found[current] += " " + line.strip()
     return found
-
-
-def _formats() -> str:
-    rows = [
-        f"| `{name}` | {f.bits} | {f.group or ''} | {f.scales if f.group else ''} |"
-        for name, f in FORMATS.items()
-    ]
-    return "\n".join([FORMAT_HEAD, *rows, ""])
 
 
 def _keywords() -> str:

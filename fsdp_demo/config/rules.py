@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .channel import NEVER, Channel
+from .channel import CHANGING, NEVER, Channel
 from .names import APPLIERS, FORMATS
 from .patterns import matches
 
@@ -113,6 +114,45 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
             f"sync_every={c.schedule.sync_every}, delay={c.schedule.delay}: use own_share=1",
         ),
         (c.after == c.name, f"after={c.after!r} is the channel itself: name another one, or none"),
+    ]
+
+
+def phase_problems(c: Channel) -> list[str]:
+    """What has no meaning in the phases of a channel (`Channel.later`), each with the cure."""
+    found: list[str] = []
+    begins = [p.begin for p in c.later]
+    for kind in ([b for b in begins if b < 1], [b for b in begins if b >= 1]):
+        if kind != sorted(set(kind)):
+            found.append(f"later begins at {kind}: give phases in their order, each its own begin")
+    before = c
+    for p in c.later:
+        here = replace(c, later=(), **{name: getattr(p, name) for name in CHANGING})
+        found += [f"from {p.begin:g} on: {problem}" for problem in problems(here)]
+        found += [
+            f"from {p.begin:g} on {path}={new!r}, before it is {old!r}: it must stay what it is"
+            for path, old, new in _kept_in_phases(before, here)
+            if old != new
+        ]
+        if before.accumulator is not None and here.accumulator is None:
+            found.append(
+                f"from {p.begin:g} on no accumulator: what is in it would be lost, keep one "
+                "(accumulator.beta)"
+            )
+        before = here
+    return found
+
+
+def _kept_in_phases(a: Channel, b: Channel) -> list[tuple[str, Any, Any]]:
+    """The keys that no phase changes, with their values in two channels: how tensors lie, which of
+    them are kept and what a message under way means depends on them.
+    """
+    codec = ("transform", "select")
+    applier = ("acts_as", "local_delta", "mix", "keep_steps", "own_share")
+    keys = [("codec", k) for k in codec] + [("applier", k) for k in applier]
+    keys.append(("reducer", "weight"))
+    return [
+        (f"{part}.{k}", getattr(getattr(a, part), k), getattr(getattr(b, part), k))
+        for part, k in keys
     ]
 
 

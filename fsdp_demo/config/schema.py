@@ -11,14 +11,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import yaml
 
 from ..errors import counted
 from . import rules
-from .channel import BLOCK, Channel
+from .channel import BLOCK, Channel, Phase
 from .parsing import build, in_range, nearest, one_of, read_yaml, set_path
 
 CLIP_SCOPES = ("replica", "islands")
@@ -78,7 +78,7 @@ class ExchangeConfig:
 
     def __post_init__(self) -> None:
         for c in self.channels:
-            for problem in rules.problems(c):
+            for problem in (*rules.problems(c), *rules.phase_problems(c)):
                 raise ValueError(f"channel {c.name!r}: {problem}")
         in_range("max_in_flight", self.max_in_flight, 1)
         in_range("seed", self.seed, 0)
@@ -125,6 +125,56 @@ class ExchangeConfig:
                     f"max_in_flight={self.max_in_flight}: shorten the delay or "
                     "exchange less often"
                 )
+
+    def fixed(self, steps: int | None) -> ExchangeConfig:
+        """A copy whose phases begin at steps: a share of the run becomes one of its `steps`. Where
+        these are not known, what would begin at a share never begins.
+        """
+
+        def begins(p: Phase) -> list[Phase]:
+            if p.begin >= 1:
+                return [p]
+            return [] if steps is None else [replace(p, begin=max(1, round(p.begin * steps)))]
+
+        channels = (
+            replace(c, later=tuple(q for p in c.later for q in begins(p))) for c in self.channels
+        )
+        return replace(self, channels=tuple(channels)) if self.waits_for_steps else self
+
+    def begun_as(self, earlier: ExchangeConfig) -> ExchangeConfig:
+        """A copy whose phases begin where they began in `earlier`, the configuration with which
+        this run was started first.
+
+        Raises:
+            ValueError: a channel had other phases then.
+        """
+        begins = {c.name: [p.begin for p in c.later] for c in earlier.channels}
+        channels = []
+        for c in self.channels:
+            found = begins.get(c.name, [])
+            if len(found) != len(c.later):
+                raise ValueError(
+                    f"channel {c.name!r} began this run with {counted(len(found), 'phase')}, here "
+                    f"it has {len(c.later)}: give the configuration that the run began with, or "
+                    "phases that begin at a step, not at a share of the run"
+                )
+            pairs = zip(c.later, found, strict=True)
+            channels.append(replace(c, later=tuple(replace(p, begin=b) for p, b in pairs)))
+        return replace(self, channels=tuple(channels))
+
+    @property
+    def waits_for_steps(self) -> bool:
+        """Whether a phase begins at a share of the run: see `fixed`."""
+        return any(p.begin < 1 for c in self.channels for p in c.later)
+
+    def at(self, step: int) -> ExchangeConfig:
+        """The configuration of what is sent at `step`, as one without phases."""
+        return replace(self, channels=tuple(c.at(step) for c in self.channels))
+
+    @property
+    def begins(self) -> list[int]:
+        """The steps at which any channel changes, with 0, in order."""
+        return sorted({begin for c in self.channels for begin, _ in c.stages()})
 
     @property
     def equal_after_exchange(self) -> bool:
@@ -202,9 +252,17 @@ class ExchangeConfig:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def parts(self) -> list[str]:
-        """A phrase for each channel."""
+        """A phrase for each channel, and for each of its phases."""
+        named = [
+            (when, late)
+            for c in self.channels
+            for when, late in [
+                ("", c),
+                *((f"from step {begin} on ", late) for begin, late in c.stages()[1:]),
+            ]
+        ]
         parts = []
-        for c in self.channels:
+        for when, c in named:
             select = (
                 f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
             )
@@ -218,7 +276,7 @@ class ExchangeConfig:
             )
             cut = f", in fragments of {counted(c.fragments.layers, 'layer')}" if c.fragments else ""
             parts.append(
-                f"{c.source} every {c.schedule.sync_every}{cut} ({how}, mean over "
+                f"{when}{c.source} every {c.schedule.sync_every}{cut} ({how}, mean over "
                 f"{c.reducer.mean_over}{late})"
             )
         return parts

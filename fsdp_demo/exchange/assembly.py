@@ -73,7 +73,7 @@ def change_method(
         peers.digest = config.digest()
     for c in bound.channels:
         c.watches_energy = watched
-        c.start()
+        c.start(runtime.step)
     runtime.queue.begin(runtime.step)
     farewell.allow(runtime)
     if config.needs_gradients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..channels.placement import Placement
+from ..channels.state import Placement
 from ..comm.island import IslandGroup
 from ..comm.meter import Meter
 from ..comm.peers import PeerGroup

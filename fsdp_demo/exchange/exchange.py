@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from . import (
     replay,
     result,
     resume,
-    returning,
     snapshot,
     startup,
     summary,
@@ -49,7 +47,7 @@ from .frozen import refuse_unknown
 from .readings import Readings
 from .refusals import refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
-from .startup import OwnCheckpoint, Start, StateSource
+from .startup import Start, StateSource
 
 log = logging.getLogger("fsdp_demo")
 
@@ -120,7 +118,6 @@ class Exchange(Readings):
             self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
             self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
-            self._keep = partial(returning.keep, self._runtime, model, start.facts)
             self._first = FirstStep(self._runtime, model)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
@@ -159,17 +156,11 @@ class Exchange(Readings):
         """
         self.newcomer = replay.newcomer(self._runtime)
         if self.newcomer:
-            own = start.state if isinstance(start.state, OwnCheckpoint) else None
-            replay.join(
-                self._runtime,
-                model,
-                start.facts,
-                None if own is None else (own.mark, partial(own.load, self)),
-            )
+            replay.join(self._runtime, model, start.facts)
             self._first.joined(later=True)
             return
         donor, goes_on = startup.come_together(self._runtime, start, model)
-        if (saved := start.saved) is not None:
+        if (saved := start.state) is not None:
             tree = saved if isinstance(saved, dict) else saved.state_for(self)
             agreed = self._runtime.step
             resume.load(self._runtime, ExchangeState.from_tree(tree))
@@ -407,18 +398,6 @@ class Exchange(Readings):
                 f"{peers.timeout:g} s: not saved"
             )
         return state
-
-    def keep_since(self, folder: Path) -> str:
-        """A checkpoint of this step is being saved: where islands come and go, keep on the disk of
-        `folder` what comes from here on.
-
-        At most as many bytes as a snapshot has. An island that comes back with the same checkpoint
-        then fetches that and no snapshot. No collective; after `state_dict()`, in the same step.
-
-        Returns:
-            The mark that the checkpoint is to hold (`returning.py`); empty where nothing is kept.
-        """
-        return self._keep(folder)
 
     @collective("load_state_dict()")
     def load_state_dict(self, state: dict[str, Any]) -> None:

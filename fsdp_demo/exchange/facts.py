@@ -13,7 +13,7 @@ import torch
 
 from ..comm import agreement
 from ..comm.peers import PeerGroup
-from ..compression.processor import cpu_name, kernels
+from ..compression.transform import cpu_name, kernels
 from ..hosts.base import LocalParam, TrainingHost
 
 NUMBERS = (

@@ -51,8 +51,9 @@ def patience(runtime: StepRuntime) -> float:
 def allow(runtime: StepRuntime) -> None:
     """Say how long what another island sends early can be: nobody makes room for more."""
     if runtime.peers is not None:
-        layout = runtime.queue.layout([c.channel.name for c in runtime.after_step])
-        runtime.peers.allow_early(layout.num_bytes + total_bytes(layout.vectors))
+        names = [c.channel.name for c in runtime.after_step]
+        layouts = [runtime.queue.layout(names, step) for step in runtime.config.begins]
+        runtime.peers.allow_early(max(m.num_bytes + total_bytes(m.vectors) for m in layouts))
 
 
 def goes_on(runtime: StepRuntime) -> bool:
@@ -263,10 +264,12 @@ def _payload(runtime: StepRuntime, due: list[ChannelRunner], header: Header) -> 
     try:
         parts = {}
         for c in due:
-            c.left_out = 0.0
-            parts[c.channel.name] = c.encode(header.step, c.accumulate(runtime.queue.under_way(c)))
+            then = c.of(header.step)
+            then.left_out = 0.0
+            source = then.accumulate(runtime.queue.under_way(c))
+            parts[c.channel.name] = then.encode(header.step, source)
         queue = runtime.queue
-        body, vectors = queue.sender.packed(queue.layout(parts), parts)
+        body, vectors = queue.sender.packed(queue.layout(parts, header.step), parts)
     finally:
         for accumulator, before in kept:
             accumulator.copy_(before)

@@ -104,7 +104,9 @@ class InFlightQueue:
 
     def launch(self, outgoing: dict[str, ChannelPayload], step: int, said: Said) -> None:
         """Send what the channels have to send at this step as one message."""
-        flight = PendingExchange(step, list(outgoing), outgoing, None, layout=self.layout(outgoing))
+        flight = PendingExchange(
+            step, list(outgoing), outgoing, None, layout=self.layout(outgoing, step)
+        )
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self.sender.send(flight, said)
@@ -239,15 +241,10 @@ class InFlightQueue:
             )
         )
 
-    def layout(self, members: Collection[str]) -> MessageLayout:
-        """Of a message of the channels with these names."""
-        return MessageLayout(
-            [
-                c.section
-                for c in self.channels
-                if c.channel.name in members and c.section is not None
-            ]
-        )
+    def layout(self, members: Collection[str], step: int) -> MessageLayout:
+        """Of a message of the channels with these names that is sent at `step`."""
+        sections = [c.of(step).section for c in self.channels if c.channel.name in members]
+        return MessageLayout([s for s in sections if s is not None])
 
     def _wait(self, flight: PendingExchange) -> Any:
         """What arrived, after the island's vote; on failure an error on every rank. What is under
@@ -355,7 +352,7 @@ class InFlightQueue:
             if not parts:  # nobody here is to apply any of it
                 continue
             flight = PendingExchange(
-                s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members)
+                s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members, s.step)
             )
             if s.arrived is not None:
                 # that stop has happened

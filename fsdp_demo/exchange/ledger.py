@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..channels.codec import ChannelCodec
 from ..comm.header import HEADER
 from ..comm.meter import Meter
 from .message import MessageLayout
@@ -66,29 +67,29 @@ class Ledger:
     bytes they had is calculated when somebody asks.
 
     Attributes:
-        messages: how many there were, by the channels in them, the islands that shared them, this
+        messages: how many there were, by the sections in them, the islands that shared them, this
             one's place among these, and the bytes that were moved.
     """
 
-    messages: Counter[tuple[tuple[str, ...], int, int, Moved]] = field(default_factory=Counter)
+    messages: Counter[tuple[tuple[ChannelCodec, ...], int, int, Moved]] = field(
+        default_factory=Counter
+    )
 
-    def message(self, channels: Sequence[str], size: int, rank: int, moved: Moved) -> None:
+    def message(self, layout: MessageLayout, size: int, rank: int, moved: Moved) -> None:
         """A message has been exchanged, for which the meter has counted `moved`."""
-        self.messages[tuple(channels), size, rank, moved] += 1
+        self.messages[tuple(layout.sections.values()), size, rank, moved] += 1
 
-    def page(self, meter: Meter, layout: Callable[[Collection[str]], MessageLayout]) -> LedgerPage:
+    def page(self, meter: Meter) -> LedgerPage:
         """All rows; what no channel and no header accounts for is `other`.
 
         A message of which less was moved than it holds (an island that follows another sends
         nothing) is in no channel.
-
-        Args:
-            layout: of a message of the channels with these names.
         """
         found: dict[str, Moved] = {}
         headers = Moved()
-        for (names, size, rank, moved), count in list(self.messages.items()):
-            parts, heads = content(layout(names), size, rank), head_bytes(layout(names), size)
+        for (sections, size, rank, moved), count in list(self.messages.items()):
+            layout = MessageLayout(sections)
+            parts, heads = content(layout, size, rank), head_bytes(layout, size)
             left = moved - sum(parts.values(), heads)
             if left.sent < 0 or left.received < 0:
                 continue

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -87,6 +88,12 @@ def plan_memory(
         low_precision: parameters are not fp32 (delta channels then keep what was written into
             them).
     """
+    if len(config.begins) > 1:  # the figures of a run that changes are the largest of its stages
+        found = [
+            plan_memory(stage, tensors, islands, shards, shard, staged, low_precision)
+            for stage in _stages(config)
+        ]
+        return Memory(*(max(getattr(m, f.name) for m in found) for f in fields(Memory)))
     plan = plan_model(config, tensors, islands, shards)[shard]
     offloaded = staged and config.offload_outer_state
     device = [_on_device(s, staged, offloaded, low_precision) for s in plan.sections]
@@ -95,6 +102,23 @@ def plan_memory(
     pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
     return Memory(parameters, *(figure for pair in pairs for figure in pair))
+
+
+def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:
+    """The configuration in each stage of a run. With a delay an outer momentum stays until what was
+    sent before has landed.
+    """
+    stages = [config.at(step) for step in config.begins]
+    for before, after in list(pairwise(stages)):
+        pairs = zip(before.channels, after.channels, strict=True)
+        both = [
+            replace(b, applier=replace(b.applier, momentum=a.applier.momentum))
+            if b.schedule.delay and a.applier.momentum
+            else b
+            for a, b in pairs
+        ]
+        stages.append(replace(after, channels=tuple(both)))
+    return stages
 
 
 def inner_state(

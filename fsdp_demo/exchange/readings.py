@@ -329,7 +329,7 @@ class Readings:
         """This rank's bytes by channel, of headers, and of all else; their sum is `bytes_sent` and
         `bytes_received` of `metrics()`, to the byte.
         """
-        return self._queue.ledger.page(self._meter, self._queue.layout)
+        return self._queue.ledger.page(self._meter)
 
     @property
     def closed(self) -> bool:

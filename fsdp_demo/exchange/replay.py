@@ -19,18 +19,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..comm.joining import LONGEST, OWN, Following, Listed, Tick, filled, sizes
+from ..comm.joining import LONGEST, Following, Listed, Tick, filled, sizes
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
-from . import rates, resume, returning, snapshot
+from . import rates, resume, snapshot
 from .runtime import StepRuntime
 from .snapshot_head import Stand
 
 log = logging.getLogger("fsdp_demo")
 
 T = TypeVar("T")
-
-Own = tuple[str, Callable[[], dict[str, Any]]]
-"""The mark of a checkpoint, and what loads it (`returning.OwnCheckpoint`)."""
 
 NEVER = 1 << 62
 """The step from which an island trains by itself that still makes up for those of others."""
@@ -53,15 +50,12 @@ def join(
     runtime: StepRuntime,
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
-    own: Own | None = None,
 ) -> None:
     """Take a snapshot and make up for the steps since. All ranks of the island call it together,
     with the engine's step hooks paused.
 
     Args:
         model: as for `attach`. told: further facts of the run (`Start.facts`).
-        own: the mark of a checkpoint on the disk of this island, and what loads it: instead of a
-            snapshot, if the donor keeps what came since. All ranks have one, or it counts for none.
 
     Raises:
         ValueError: the others run something else.
@@ -76,11 +70,10 @@ def join(
         "%s: the run is under way: this island goes on with the state that the others have now",
         runtime.topology.name,
     )
-    own = None if runtime.island.any(own is None) else own
     while True:
         following = _following(runtime)
         try:
-            stand = _take_snapshot(runtime, model, told, following, own)
+            stand = _take_snapshot(runtime, model, told, following)
             runtime.since = NEVER
             taken = _take_ticks(runtime, following)
             break
@@ -91,14 +84,12 @@ def join(
     runtime.since = runtime.step
     if following is not None:
         following.caught_up(runtime.step)
-        mib, source = following.fetched / 2**20, "its own checkpoint" if stand.own else "a snapshot"
         log.info(
-            "%s: step %d from %s, %s made up for, %.1f MiB fetched",
+            "%s: step %d from a snapshot, %s made up for, %.1f MiB fetched",
             runtime.topology.name,
             stand.step,
-            source,
             counted(taken, "step"),
-            mib,
+            following.fetched / 2**20,
         )
     log.info("%s goes on from step %d", runtime.topology.name, runtime.step)
 
@@ -124,18 +115,15 @@ def _take_snapshot(
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
     following: Following | None,
-    own: Own | None,
 ) -> Stand:
     """Where the donor stood."""
     island, what = runtime.island, f"{runtime.topology.name}: the snapshot of another island"
     _materialise(runtime)
-    brings = snapshot.brings(runtime, model) | ({} if own is None else {OWN: own[0]})
+    brings = snapshot.brings(runtime, model)
     data = _poll(
         runtime, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings)
     )
-    stand, listed = island.together(
-        lambda: _compared(runtime, model, told, data, brings.get(OWN, "")), what
-    )
+    stand, listed = island.together(lambda: _compared(runtime, model, told, data), what)
     # copies that are not active hear where it stands from the first rank
     if island.position.num_copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and msgspec.to_builtins(stand))
@@ -143,7 +131,7 @@ def _take_snapshot(
     assert stand is not None, (
         "a rank with a peer group has a snapshot, the others have heard of one"
     )
-    if not island.same(stand.step) or not island.same(bool(stand.own)):
+    if not island.same(stand.step):
         raise RuntimeError(
             f"{what}: the ranks of this island got snapshots of different steps: start it again"
         )
@@ -153,16 +141,7 @@ def _take_snapshot(
         None if following is None else _fetching(following, sizes(listed), runtime.topology.name),
     )
     tensors = island.together(lambda: filled(parts or [], listed), what)
-    if own is not None and stand.own:
-        _stand_on(runtime, model, stand, own)
-    else:
-        if own is not None:
-            log.info(
-                "%s: a snapshot is fetched: what came since the checkpoint here is not kept, or it "
-                "is another's",
-                runtime.topology.name,
-            )
-        snapshot.give(runtime, model, stand, tensors, following)
+    snapshot.give(runtime, model, stand, tensors, following)
     return stand
 
 
@@ -198,46 +177,14 @@ def _fetching(
     return ask
 
 
-def _stand_on(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand, own: Own) -> None:
-    """Stand where the checkpoint of this island was saved.
-
-    Raises:
-        ValueError: what was loaded is not what was saved.
-    """
-    log.info(
-        "%s: the others keep all that came since this island's checkpoint of step %d: no snapshot "
-        "is fetched, the checkpoint is loaded and the later steps are made up for",
-        runtime.topology.name,
-        stand.step,
-    )
-    tensors, arrived = returning.taken(runtime, own[1])
-    snapshot.give(runtime, model, stand, tensors, None)
-    returning.arrive(runtime, arrived)
-    copy = runtime.peers is None
-    if runtime.island.any(not copy and returning.mark(runtime, model) != stand.own):
-        raise ValueError(
-            f"the checkpoint of step {stand.step} was loaded, and is not what was saved: remove "
-            "its folder, and start this island again"
-        )
-
-
 def _compared(
     runtime: StepRuntime,
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
     data: Tensor | None,
-    own: str,
 ) -> tuple[Stand | None, Listed]:
     """Where the donor stands, and what is to come; nothing on a rank without peers."""
-    if data is None:
-        return None, ()
-    stand, listed = snapshot.expected(runtime, model, told, data)
-    if stand.own not in ("", own):
-        raise ValueError(
-            f"the donor goes by a checkpoint with mark {stand.own!r:.40}, here is {own or 'none'}: "
-            "start this island again"
-        )
-    return stand, listed
+    return (None, ()) if data is None else snapshot.expected(runtime, model, told, data)
 
 
 def _materialise(runtime: StepRuntime) -> None:

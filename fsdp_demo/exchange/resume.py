@@ -87,8 +87,6 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
 def forget(runtime: StepRuntime) -> None:
     """Wait for what is under way, and drop it with what was noted and found so far."""
     runtime.queue.clear()
-    if runtime.peers is not None and runtime.peers.desk is not None:
-        runtime.peers.desk.forget()
     runtime.status.clear()
     runtime.drift, runtime.begun, runtime.acted = None, -1, -1
     runtime.hooks.begin_anew()

@@ -283,6 +283,8 @@ class StepRuntime:
                     self.exchange(mine, due, step)
         finally:  # the local step was taken, whatever became of the exchange
             self.step += 1
+        for c in self.channels:
+            c.enter(self.step)
         now = time.monotonic()
         self.seconds, self._ended_at = now - self._ended_at, now
         self.rewritten.note(step)

@@ -219,7 +219,7 @@ class MessageSender:
                     head, torch.cat([presence, *sections]), sent, weigh, self._watch.compares
                 )
             flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
-            self._ledger.message(flight.members, peers.size, peers.rank, flight.moved)
+            self._ledger.message(message, peers.size, peers.rank, flight.moved)
             if self._watch.compares and len(arrived.bodies) > 1:  # alone: there is none to compare
                 self._watch.compare(peers, arrived.bodies, message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())

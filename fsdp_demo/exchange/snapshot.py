@@ -12,9 +12,10 @@ By source:
 * state:NAME: optimizer states.
 
 With them go frozen parameters and buffers, and which messages are under way: what they bring
-follows, and acts at its own step. Inner optimizers of the other presets begin anew, as in every
-take-over. Each rank of the donor hands its own active copy and shard to one rank of the newcomer;
-ranks of the newcomer that are not active are completed by their island.
+follows, and acts at its own step. Inner optimizers of the other presets go on from the newcomer's
+own checkpoint, if it has one, or begin anew. Each rank of the donor hands its own active copy and
+shard to one rank of the newcomer; ranks of the newcomer that are not active are completed by their
+island.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec import structs
 from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..comm.digests import digest
 from ..comm.header import PAYLOAD
-from ..comm.joining import DTYPES, Expected, Following, Listed, Snapshot
+from ..comm.joining import Expected, Following, Listed, Snapshot
 from . import snapshot_head
 from .frozen import shared_tensors
 from .runtime import StepRuntime
@@ -46,21 +46,12 @@ log = logging.getLogger("fsdp_demo")
 
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Take a snapshot of this rank and hand it to its peer group's desk; or what came since the
-    checkpoint that the newcomer has, where all ranks keep it. All ranks of the island call it
-    together."""
-    desk = None if runtime.peers is None else runtime.peers.desk
-    lacks = desk is not None and not desk.hold()
-    whole = runtime.island.any(lacks)
-    if desk is None:
-        return
-    if whole:
-        desk.hand(
+    """Take a snapshot of this rank and hand it to its peer group's desk."""
+    if runtime.peers is not None and runtime.peers.desk is not None:
+        runtime.peers.desk.hand(
             take(runtime, model, told),
             [f.future for f in runtime.queue.flights if f.future is not None],
         )
-    else:
-        desk.hand_since()
 
 
 def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> Snapshot:
@@ -82,25 +73,6 @@ def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
     parts = _parts(runtime, model, stand)
     head = snapshot_head.write(runtime, told, stand, states(runtime), [p.listed for p in parts])
     return Snapshot(head, {p.name: p.copy() for p in parts})
-
-
-def without_tensors(runtime: StepRuntime, told: Mapping[str, Any], own: str) -> Snapshot:
-    """One of this step for who has its tensors in a checkpoint with the mark `own`."""
-    # What is under way has come, and is in the checkpoint: nobody will hear of it again.
-    stand = structs.replace(
-        Stand.of(runtime, counts(runtime), same_rest=True),
-        own=own,
-        norms=runtime.queue.norms.state(),
-    )
-    return Snapshot(snapshot_head.write(runtime, told, stand, states(runtime)), {})
-
-
-def size(runtime: StepRuntime, model: torch.nn.Module | None) -> int:
-    """Bytes of the tensors of a snapshot of this rank."""
-    return sum(
-        p.n * DTYPES[p.dtype].itemsize
-        for p in _parts(runtime, model, Stand.of(runtime, counts(runtime), same_rest=False))
-    )
 
 
 def expected(
@@ -146,15 +118,13 @@ def give(
 
     Args:
         tensors: of the snapshot; none on a copy that is not active, which has no peers and so is
-            not `following`. Where they come from a checkpoint (`Stand.own`) model and inner
-            optimizers are filled already.
+            not `following`.
     """
     runtime.step, runtime.begun, runtime.told = stand.step, -1, stand.host
-    if not stand.own:
-        _give_rest(runtime, model, tensors.get("rest"), stand.same_rest)
-        _give_parameters(runtime, stand, tensors)
+    _give_rest(runtime, model, tensors.get("rest"), stand.same_rest)
+    _give_parameters(runtime, stand, tensors)
     for c in runtime.channels:
-        c.start()
+        c.start(stand.step)
     for c in runtime.channels:
         if c.channel.source == "delta":
             _give_anchor(c, tensors)
@@ -218,7 +188,7 @@ def _give_parameters(runtime: StepRuntime, stand: Stand, tensors: Mapping[str, T
 
 
 def _give_anchor(c: ChannelRunner, tensors: Mapping[str, Tensor]) -> None:
-    for name, work in (("anchor", c.anchor), ("momentum", c.momentum)):  # `returning.KEPT`
+    for name, work in (("anchor", c.anchor), ("momentum", c.momentum)):
         if work is not None:
             work.copy_(tensors[f"{c.channel.name}.{name}"])
     c.show_anchor()
@@ -245,7 +215,9 @@ def _flight(
             f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None
         )
     queue, worker = runtime.queue, runtime.connections.worker
-    flight = PendingExchange(f.step, list(f.members), parts, None, layout=queue.layout(f.members))
+    flight = PendingExchange(
+        f.step, list(f.members), parts, None, layout=queue.layout(f.members, f.step)
+    )
     if worker is not None and following is not None:
         wanted = Expected(
             PAYLOAD,
@@ -286,35 +258,11 @@ class _Part:
 
 def _parts(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) -> list[_Part]:
     """In their order. Both sides list the same by the same function."""
-    if stand.own:
-        return []
     return [
         *_of_model(runtime, model, stand),
         *_of_channels(runtime),
         *_of_flights(runtime, stand.flights),
     ]
-
-
-def shared(runtime: StepRuntime, model: torch.nn.Module | None) -> list[list[Tensor]]:
-    """What `_parts` is made of, in groups, as it lies in memory: what must be equal on all islands
-    if one may stand for another.
-    """
-    groups = [_rest(runtime, model)]
-    if not _anchored(runtime):
-        groups.append([t for t in runtime.host.tensors("parameter") if t is not None])
-    for name in states(runtime):
-        groups.append([t for t in runtime.host.tensors(f"state:{name}") if t is not None])
-    for c in runtime.channels:
-        c.state()  # copies to the host may still be under way
-        groups += [[work] for work in (c.anchor, c.momentum) if work is not None]
-    for f in runtime.queue.flights:
-        by_name = {c.channel.name: c for c in runtime.queue.channels}
-        groups += [
-            [out.own]
-            for name, out in f.parts.items()
-            if out.own is not None and by_name[name].channel.corrects
-        ]
-    return groups
 
 
 def _of_model(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) -> Iterator[_Part]:
@@ -344,7 +292,7 @@ def _of_channels(runtime: StepRuntime) -> Iterator[_Part]:
             yield _Part(
                 f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor")
             )
-            if c.channel.applier.momentum:
+            if c.momentum is not None:
                 yield _Part(
                     f"{c.channel.name}.momentum",
                     "float32",

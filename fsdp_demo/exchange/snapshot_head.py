@@ -60,8 +60,6 @@ class Stand(Struct, frozen=True):
             not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`watch.Norms`).
-        own: the mark of the checkpoint from which the newcomer takes all tensors (`returning.py`);
-            empty: they come.
         host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
         history: see `History.note`.
     """
@@ -76,7 +74,6 @@ class Stand(Struct, frozen=True):
     host: dict[str, Any]
     norms: Kept
     history: HistoryNote
-    own: str = ""
 
     @classmethod
     def of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -52,30 +52,12 @@ class StateSource(Protocol):
 
 
 @dataclass(frozen=True)
-class OwnCheckpoint:
-    """What an island that joins a run under way has on its disk: `attach(state=...)` of a newcomer
-    (`returning.py`).
-
-    Attributes:
-        step: optimizer steps done. mark: digest of what it shares with the other islands.
-        load: called with the `Exchange` if only what came since is to be fetched: fills model and
-            inner optimizers, and gives what `Exchange.state_dict()` had given. All ranks of the
-            island call it together.
-    """
-
-    step: int
-    mark: str
-    load: Callable[[Any], dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Start:
     """What one rank starts from.
 
     Attributes:
         step: of the job, where there is no state.
-        state: to resume from: of this rank, or a source of it; of a newcomer its own checkpoint, if
-            it has one.
+        state: to resume from: of this rank, or a source of it.
         facts: of the run that all replicas must share, beside those that are found here.
         batch: rows of a micro-batch per rank and micro-batches per step, for the log.
         catch_up: make up for an exchange that a loss had cut off (`Exchange.catch_up`).
@@ -83,7 +65,7 @@ class Start:
     """
 
     step: int = 0
-    state: dict[str, Any] | StateSource | OwnCheckpoint | None = None
+    state: dict[str, Any] | StateSource | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     batch: Sequence[int] = ()
     catch_up: bool = True
@@ -92,17 +74,11 @@ class Start:
     @property
     def stands(self) -> tuple[int, dict[str, int] | None]:
         """The step, and of the state what was applied (`StepRuntime.applied`): None without one."""
-        state = self.saved
-        if state is None:
+        if self.state is None:
             return self.step, None
-        if isinstance(state, dict):
-            return int(state["step"]), state.get("applied", {})
-        return state.step, state.applied
-
-    @property
-    def saved(self) -> dict[str, Any] | StateSource | None:
-        """The state, but for what only a newcomer goes by: nothing of that has been loaded."""
-        return None if isinstance(self.state, OwnCheckpoint) else self.state
+        if isinstance(self.state, dict):
+            return int(self.state["step"]), self.state.get("applied", {})
+        return self.state.step, self.state.applied
 
 
 def come_together(
@@ -150,7 +126,7 @@ def come_together(
     sync_rest_from(peers, island, runtime.host, model, donor, keep, runtime.config.own_tensors)
     runtime.host.commit(model)
     for c in runtime.channels:
-        c.start()
+        c.start(runtime.step)
     runtime.queue.begin(runtime.step)
     if start.step and not (start.fresh or goes_on) and runtime.topology.rank == 0:
         warn_of_no_state(runtime, donor)

@@ -4,14 +4,82 @@ called it ahead of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import see
-from .round_gradients import version
+
+# The gradients of one round of several optimizers' steps, or of a step that failed: which were
+# there when the exchange had acted on them.
+#
+# Nothing is read from a device: a tensor that was written to has another version.
+
+
+class RoundGradients:
+    """Remembers the gradients of each optimizer until it has stepped.
+
+    Args:
+        optimizers: of the round.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self._optimizers = optimizers
+        self._noted: dict[int, list[tuple[Tensor, Tensor | None, int]]] = {}
+
+    def note(self) -> None:
+        """The gradients as they are now are those of this round."""
+        self._noted = {
+            i: [(p, p.grad, version(p.grad)) for g in o.param_groups for p in g["params"]]
+            for i, o in enumerate(self._optimizers)
+        }
+
+    def forget(self, index: int) -> None:
+        """This optimizer has stepped."""
+        self._noted.pop(index, None)
+
+    def clear(self) -> None:
+        """The round is over."""
+        self._noted.clear()
+
+    def refuse_new(self, index: int) -> None:
+        """Raise RuntimeError if an optimizer has gradients that `note` has not seen. One that went
+        is no matter.
+        """
+        for p, noted, then in self._noted.get(index, ()):
+            if p.grad is not None and (p.grad is not noted or version(noted) != then):
+                raise RuntimeError(
+                    f"the gradients of optimizer {index} are new, or were changed, since another "
+                    "optimizer of this round stepped. Gradients of all are clipped and exchanged "
+                    "ahead of the first step, so these would be neither. Run all backward passes "
+                    f"first, then step each optimizer; or attach each alone{see('late-gradients')}"
+                )
+
+    def put_back(self, index: int) -> None:
+        """Give an optimizer the gradients of this round, for a step that is taken once more.
+
+        Raises:
+            RuntimeError: they were written to.
+        """
+        noted = self._noted.get(index, ())
+        if any(version(gradient) != then for _, gradient, then in noted):
+            raise RuntimeError(
+                f"optimizer {index} failed in its step, and its gradients of that step were "
+                "overwritten since. They hold what the islands have exchanged. Before another "
+                "backward pass call zero_grad(), which sets them to None. This island cannot take "
+                f"the step any more: end it, and resume from a checkpoint{see('step-failed')}"
+            )
+        for p, gradient, _ in noted:
+            p.grad = gradient
+
+
+def version(t: Tensor | None) -> int:
+    """How often the local part of a tensor was written to; asked without work for a DTensor, of
+    which FSDP2 writes to that part.
+    """
+    return 0 if t is None else getattr(t, "_local_tensor", t)._version
 
 
 def evaluated(closure: Callable[[], float | Tensor] | None) -> Any:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import see
-from .closures import CalledOnce
-from .round_gradients import RoundGradients, version
+from .closures import CalledOnce, RoundGradients, version
 
 
 class PausableStepHooks:

@@ -27,8 +27,7 @@ from typing import Any
 
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
-from .launchers import LAUNCHERS, saved_before, shell_status
-from .processes import end_with_parent
+from .processes import LAUNCHERS, end_with_parent, saved_before, shell_status
 
 _NODE = "deepspeed.launcher.launch"
 """DeepSpeed's launcher of the ranks of one machine; the runner starts it as `python -u -m`, over

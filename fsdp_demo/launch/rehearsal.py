@@ -21,8 +21,7 @@ from ..comm.link import Link
 from ..errors import counted
 from ..status import FOLDER as STATUS_FOLDER
 from .deepspeed import without_compiler
-from .launchers import LAUNCHERS
-from .processes import reserve_port
+from .processes import LAUNCHERS, reserve_port
 
 LOCALHOST = "127.0.0.1"
 

@@ -19,8 +19,16 @@ from pathlib import Path
 
 from ..status import FOLDER as STATUS_FOLDER
 from ..status import SAVED
-from .launchers import ATTEMPT, LAUNCHED, shell_status
-from .processes import adopt_orphans, descendants, reap, send, start
+from .processes import (
+    ATTEMPT,
+    LAUNCHED,
+    adopt_orphans,
+    descendants,
+    reap,
+    send,
+    shell_status,
+    start,
+)
 
 PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 

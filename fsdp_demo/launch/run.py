@@ -37,8 +37,7 @@ from typing import TYPE_CHECKING, Any
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
 from .command_line import CommandParser
-from .launchers import LAUNCHED, LAUNCHERS, saved_before, shell_status
-from .processes import reserve_port
+from .processes import LAUNCHED, LAUNCHERS, reserve_port, saved_before, shell_status
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -18,8 +18,14 @@ from typing import Any
 
 from chaos_relay import Delay, Links, address
 
-from fsdp_demo.launch.launchers import shell_status
-from fsdp_demo.launch.processes import adopt_orphans, descendants, reap, reserve_port, send
+from fsdp_demo.launch.processes import (
+    adopt_orphans,
+    descendants,
+    reap,
+    reserve_port,
+    send,
+    shell_status,
+)
 from fsdp_demo.launch.restarts import returns
 
 SCRIPT = Path(__file__).with_name("chaos_island.py")

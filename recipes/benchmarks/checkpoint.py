@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pretrain import load_model  # noqa: E402
+from model import load_model  # noqa: E402
 from report import size, table  # noqa: E402
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save, save  # noqa: E402
 

@@ -32,10 +32,10 @@ from benchmarks.memory import Ledger  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig  # noqa: E402
 from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner, Incoming, Received  # noqa: E402
-from fsdp_demo.channels.placement import Placement  # noqa: E402
-from fsdp_demo.compression import processor, topk  # noqa: E402
+from fsdp_demo.channels.state import Placement  # noqa: E402
+from fsdp_demo.compression import selection as selecting  # noqa: E402
 from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
-from fsdp_demo.compression.transform import matrix, transform  # noqa: E402
+from fsdp_demo.compression.transform import cpu_name, kernels, matrix, transform  # noqa: E402
 from fsdp_demo.config.channel import BLOCK, Codec  # noqa: E402
 from fsdp_demo.hosts.torch_params import TorchHost  # noqa: E402
 
@@ -86,8 +86,8 @@ def here(device: str) -> dict[str, str]:
     """The machine, for the head of a json file."""
     if device.startswith("cuda"):
         return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
-    cpu = f"{processor.cpu_name()} ({processor.kernels()})"
-    selection = "torch" if topk._topk is None else "C"
+    cpu = f"{cpu_name()} ({kernels()})"
+    selection = "torch" if selecting._topk is None else "C"
     return {"torch": torch.__version__, "device": device, "cpu": cpu, "selection": selection}
 
 

@@ -53,7 +53,7 @@ from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
-from fsdp_demo.planner.models import Tensors, load, numel  # noqa: E402
+from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402
 
 PERIODS = {
     "local_sgd": 2,

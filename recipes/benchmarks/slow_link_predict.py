@@ -37,10 +37,10 @@ from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link  # noqa: E402
 from fsdp_demo.comm.link import parse_rtt  # noqa: E402
-from fsdp_demo.planner import Situation  # noqa: E402
-from fsdp_demo.planner.line import System  # noqa: E402
-from fsdp_demo.planner.models import Shape, Tensors  # noqa: E402
-from fsdp_demo.planner.rows import plan_row  # noqa: E402
+from fsdp_demo.tools.planner import Situation  # noqa: E402
+from fsdp_demo.tools.planner.line import System  # noqa: E402
+from fsdp_demo.tools.planner.models import Shape, Tensors  # noqa: E402
+from fsdp_demo.tools.planner.rows import plan_row  # noqa: E402
 
 TOLERANCE, NEEDED = 0.2, 30
 NAMES = ("islands", "islands_per_uplink", "rtt", "links", "repeat", "layers", "length", "period")

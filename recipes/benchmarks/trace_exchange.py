@@ -125,7 +125,7 @@ def record(args: argparse.Namespace) -> None:
     """Train on this island, and leave its trace."""
     import torch
     from data import forever, load_data, load_tokenizer
-    from pretrain import load_model
+    from model import load_model
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from fsdp_demo import Topology, attach, base_optimizer, load_config

@@ -40,8 +40,8 @@ import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from benchmarks.memory import Ledger  # noqa: E402
-from pretrain import load_model  # noqa: E402
-from pretrain_deepspeed import without_compiler  # noqa: E402
+from deepspeed_parts import without_compiler  # noqa: E402
+from model import load_model  # noqa: E402
 from report import table  # noqa: E402
 
 import deepspeed_ext  # noqa: E402

@@ -175,7 +175,10 @@ def code_version() -> str:
         if path.suffix in (".py", ".c")
         and path.relative_to(library).as_posix().startswith(CALCULATES)
     )
-    ours = [*(HERE / name for name in TRAINS), *_recipes(("data.py", "pretrain.py"))]
+    ours = [
+        *(HERE / name for name in TRAINS),
+        *_recipes(("data.py", "model.py", "pretrain_parts.py")),
+    ]
     versions = f"{torch.__version__} {metadata.version('transformers')}"
     digest = hashlib.sha256(versions.encode())
     for path in (*paths, *ours):

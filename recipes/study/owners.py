@@ -25,7 +25,7 @@ from fsdp_demo.channels import apply
 from fsdp_demo.channels.decode import DecodedMean, SparseMean
 from fsdp_demo.channels.state import LocalChannel
 from fsdp_demo.compression import quantize
-from fsdp_demo.compression.topk import top_k
+from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.config.channel import BLOCK
 from fsdp_demo.exchange.plan import plan_model

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from pretrain import TrainArguments, load_model, schedule
+from model import load_model
+from pretrain_parts import Arguments, schedule
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector
@@ -213,9 +214,7 @@ class Loop:
             fused = {} if "muonadamw" in method.inner_optimizers[:1] else {"fused": True}
             options = {**fused, **cell.inner}
             self.optimizer = base_optimizer(method, named, cell.lr, **options)
-            facts = TrainArguments(
-                steps=self.run.setting.steps, warmup_steps=self.run.setting.warmup
-            )
+            facts = Arguments(steps=self.run.setting.steps, warmup_steps=self.run.setting.warmup)
             self.rates = LambdaLR(self.optimizer, lambda t: schedule(t, facts))
         else:
             self.earlier["bytes_sent"] = self.exchange.metrics()["bytes_sent"]

@@ -13,7 +13,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
-from fsdp_demo.channels import buffers
+from fsdp_demo.channels import bind
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
 from ..support.threaded import Tap, islands, values
@@ -135,7 +135,7 @@ def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(
 def test_gradient_presets_average_them_now_and_then(
     run_ranks: Callable[..., Any], everywhere: Any
 ) -> None:
-    everywhere.setattr(buffers, "EVERY", 3)
+    everywhere.setattr(bind, "EVERY", 3)
 
     def island(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS["demo"], topology)
@@ -157,7 +157,7 @@ def test_gradient_presets_average_them_now_and_then(
 def test_a_resumed_run_has_the_same_buffers(
     run_ranks: Callable[..., Any], everywhere: Any, name: str
 ) -> None:
-    everywhere.setattr(buffers, "EVERY", 3)
+    everywhere.setattr(bind, "EVERY", 3)
 
     def whole(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS[name], topology)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
 from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
-from fsdp_demo.channels.placement import Placement
+from fsdp_demo.channels.state import Placement
 from fsdp_demo.comm.island import IslandGroup
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.compression import blocks, transform

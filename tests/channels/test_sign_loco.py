@@ -30,6 +30,7 @@ def case(
 ) -> Case:
     """The preset and the oracle at the same settings."""
     words = {"rise": "momentum_warmup", "k": "topk", "delay": "schedule.delay"}
+    words["late_k"] = "late_topk"
     config = preset("sign_loco", **PLAIN, **{words.get(k, k): v for k, v in options.items()})
     options = {**options, "dtype": torch.float32}  # so that what is sent whole is rounded alike
     return Case(config, SignLoCo, inner, options, period=5, **fields)
@@ -43,8 +44,16 @@ CASES = {
         {"beta": 0.6, "momentum": 0.5, "rise": 0, "lr": 1.0, "k": 7, "period": 3}, sgd, seed=3
     ),
 }
+SWITCH = {**NONE, "switch": 8}
+CASES |= {
+    "switch": case({**SWITCH, "late_k": 30}, seeds={"2x2": 0, "3x1": 2}),
+    "switch-feedback": case({**KEPT, "switch": 11}, seeds={"3x1": 2}),
+    "switch-late": case({**SWITCH, "delay": 3}, sgd, seeds={"2x2": 1, "3x1": 1}),
+}
 AT = [("feedback", i) for i in ISLANDS] + [("none", i) for i in ("2x2", "3x1", "4x1")]
 AT += [("late", "2x2"), ("late", "3x1"), ("constant", "2x1")]
+AT += [("switch", i) for i in ("2x2", "3x1")] + [("switch-feedback", "3x1")]
+AT += [("switch-late", "2x2"), ("switch-late", "3x1")]
 
 
 @pytest.mark.parametrize("name, islands", AT, ids=[f"{n}-{i}" for n, i in AT])

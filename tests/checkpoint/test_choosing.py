@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 import fsdp_demo
 from fsdp_demo.checkpoint.choice import NOWHERE, Held, alike, choose, look, superfluous, together
-from fsdp_demo.checkpoint.failures import SaveFailures
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.comm.store_client import WorldStore
-from fsdp_demo.errors import NeedsDecision, see
+from fsdp_demo.errors import NeedsDecision
 
 
 def at(*steps, applied="", owner=-1):
@@ -239,24 +238,6 @@ def test_rotation_deletes_nothing_that_is_needed(steps, common, keep, best):
     assert superfluous(steps, common, None, best) == superfluous(steps, common, 0, best) == []
 
 
-def test_the_third_failure_in_a_row_raises(caplog):
-    failures, full = SaveFailures("island1"), OSError(28, "No space left")
-    for _ in range(2):
-        failures.failed("checkpoint of step 4 not saved", full)
-        failures.failed("checkpoint of step 4 not saved", full, speaks=False)
-        failures.made()
-    assert (failures.count, failures.in_a_row) == (4, 0)
-    text = (
-        "island1: checkpoint of step 4 not saved ([Errno 28] No space left); training goes on, "
-        "failure 1 in a row of the 3 that end it"
-    )
-    assert [r.message for r in caplog.records] == [text + see("save-failed")] * 2
-    failures.failed("it", full)
-    failures.failed("it", full)
-    with pytest.raises(OSError, match="No space left"):
-        failures.failed("it", full)
-
-
 class Begun(fsdp_demo.Topology):
     """Of a run that has begun without island 1 of 4."""
 
@@ -276,7 +257,7 @@ def test_islands_that_have_not_begun_are_not_asked():
         registry._asker, registry._number = store, 1
     for i in (2, 3):
         store.set(
-            f"checkpoints1/note/{i}",
+            f"checkpoints1/meeting1/note/{i}",
             json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]}),
         )
     assert boards[0].choose([Held(10, owner=0)], "common") == [Held(10, owner=i) for i in (0, 2, 3)]

@@ -1,5 +1,5 @@
-"""A plain loop with `RunState`, over ZeroMQ: an island that was killed comes back with its
-checkpoint. It fetches what came since.
+"""A plain loop with `RunState`, over ZeroMQ: an island that was killed comes back by itself. What
+islands share it fetches; moments that are its own come from its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytest.importorskip("zmq")
 CASES = {
     "demo": preset("demo", inner_optimizer="adamw"),
     "diloco": preset("diloco", period=3),
-    "late": preset("demo", **{"schedule.delay": 2}),
+    "late": preset("demo", inner_optimizer="adamw", **{"schedule.delay": 2}),
 }
 
 
@@ -39,7 +39,7 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
+def life(me: Any, case: str, dies: int = 0) -> Any:
     """One life of a loop as in the docstring of `RunState`: a checkpoint after every fourth
     step.
     """
@@ -55,6 +55,8 @@ def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
     exchange = fsdp_demo.attach(
         optimizer, CASES[case], model=model, topology=topology, step=state.step, state=state.saved
     )
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+    saved = me.folder.parent / f"moments{me.island}.pt"
     if exchange.newcomer:
         ends.with_suffix(".part").write_text(str(exchange.step + 30))
         os.replace(ends.with_suffix(".part"), ends)
@@ -72,6 +74,8 @@ def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
             time.sleep(0.05)
         if exchange.step % 4 == 0 and exchange.step < 9:
             state.save(exchange)
+            if exchange.step <= 4:
+                torch.save([optimizer.state[p]["exp_avg"] for p in model.parameters()], saved)
     exchange.finish(close=False)
     equal = exchange.digests_equal()
     exchange.finish()
@@ -80,23 +84,19 @@ def life(me: Any, case: str, dies: int = 0, spoil: Any = None) -> Any:
         exchange.step,
         equal,
         anchor,
-        [
-            t
-            for t in lines.texts
-            if "MiB fetched" in t or "snapshot is fetched" in t or "can be used" in t
-        ],
+        all(map(torch.equal, moments, torch.load(saved))),
+        [t for t in lines.texts if "MiB fetched" in t or "moments" in t],
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_but_what_came_since_is_fetched(run_ranks, case: str) -> None:
-    """It dies after the save of step 4; the one of step 8 it lacks, and the others have more than
-    one in mind.
-    """
+def comes_back(run_ranks: Any, case: str, between: Any = None) -> Any:
+    """Island 1 dies after the save of step 4, lacks that of step 8, and lives again."""
 
     def run(me: Any) -> Any:
         if me.island == 1 and (child := forked()):
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+            if between is not None:
+                between(me.folder.parent / "disk1" / "checkpoint-4" / "exchange" / "rank0.json")
             return life(me, case)
         try:
             return life(me, case, dies=6 if me.island == 1 else 0)
@@ -104,48 +104,48 @@ def test_nothing_but_what_came_since_is_fetched(run_ranks, case: str) -> None:
             if me.island == 1:
                 os._exit(1)
 
-    found = run_ranks(run, islands=2, procs=1, timeout=150, env=ENV)
-    (ended, equal, kept, _), (again, same, came, said) = found
-    assert ended == again and equal and same and torch.equal(kept, came)
-    before, after = said
-    assert "no snapshot is fetched" in before and "step 4 from its own checkpoint" in after, said
-
-
-def test_of_another_run_it_takes_a_snapshot(run_ranks) -> None:
-    """Its disk holds a checkpoint of the same step with another state: nobody has its mark."""
-
-    def run(me: Any) -> Any:
-        if me.island == 1 and (child := forked()):
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-            forged(me.folder.parent / "disk1" / "checkpoint-4" / "exchange" / "rank0.json")
-            return life(me, "diloco")
-        try:
-            return life(me, "diloco", dies=6 if me.island == 1 else 0)
-        finally:
-            if me.island == 1:
-                os._exit(1)
-
-    (_, equal, kept, _), (_, same, came, said) = run_ranks(
+    (ended, equal, kept, *_), (again, same, came, own, said) = run_ranks(
         run, islands=2, procs=1, timeout=150, env=ENV
     )
-    assert equal and same and torch.equal(kept, came)
-    assert any("a snapshot is fetched" in t for t in said) and any(
-        "from a snapshot" in t for t in said
-    ), said
+    assert ended == again and equal and same and torch.equal(kept, came)
+    return own, said
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_goes_on_with_moments_of_its_own(run_ranks, case: str) -> None:
+    """Of gradient presets the moments are those of all."""
+    own, said = comes_back(run_ranks, case)
+    assert own == (case == "diloco")
+    assert len(said) == 2 and "go on from checkpoint-4" in said[0], said
+    assert "from a snapshot" in said[1]
+
+
+def torn(part: Any) -> None:
+    """A byte of the model has changed."""
+    tensors = next((part.parents[1] / "model").glob("*.safetensors"))
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
 
 
 def forged(part: Any) -> None:
-    """As another history would have left it: the mark is another one, and all sums fit."""
+    """As another run would have left it: all sums fit."""
     from fsdp_demo.checkpoint import folders
     from fsdp_demo.checkpoint.files import read_part, write_part
 
     head, tree = read_part(part)
-    assert head["mark"]
-    head = {k: v for k, v in head.items() if k not in ("format", "package", "file")} | {
-        "mark": "0" * 32
-    }
-    write_part(part.parent, "rank0", head, tree)
+    head = {k: v for k, v in head.items() if k not in ("format", "package", "file")}
+    write_part(part.parent, "rank0", head | {"run": "else"}, tree)
     checkpoint = part.parents[1]
     (checkpoint / folders.MANIFEST).unlink()
     folders.sum_up(checkpoint, 0, 1)
     folders.seal(checkpoint, 4, 1)
+
+
+SPOILT = [(forged, "it is of run 'else'"), (torn, "checksum does not fit")]
+
+
+@pytest.mark.parametrize("spoil, why", SPOILT)
+def test_what_is_not_its_own_or_not_whole_is_not_used(run_ranks, spoil: Any, why: str) -> None:
+    own, said = comes_back(run_ranks, "diloco", spoil)
+    assert not own and "begin anew, checkpoint-4 cannot be used (" in said[0] and why in said[0]

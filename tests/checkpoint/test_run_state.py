@@ -187,8 +187,9 @@ PUBLIC = (
     "fsdp_demo",
     "fsdp_demo.checkpoint",
     "fsdp_demo.cli",
-    "fsdp_demo.planner",
-    "fsdp_demo.report",
+    "fsdp_demo.tools.planner",
+    "fsdp_demo.tools.report",
+    "fsdp_demo.runlog",
     "fsdp_demo.status",
     "deepspeed_ext",
 )

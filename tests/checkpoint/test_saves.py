@@ -26,7 +26,14 @@ from fsdp_demo.checkpoint import CheckpointManager, folders
 from fsdp_demo.checkpoint.fence import LOCK, Fence
 from fsdp_demo.checkpoint.files import read_head, write_part
 from fsdp_demo.checkpoint.finite import first_not_finite, refuse_not_finite
-from fsdp_demo.checkpoint.folders import ASIDE, put_aside, take_back
+from fsdp_demo.checkpoint.folders import (
+    ASIDE,
+    GIVEN_UP,
+    MANIFEST,
+    forget_asides,
+    put_aside,
+    take_back,
+)
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.sharded_state import save_tensors
 from fsdp_demo.errors import NeedsDecision, Superseded
@@ -41,7 +48,7 @@ def single(root, **more):
 
 
 def names(root):
-    return sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
+    return sorted(p.parent.name for p in root.glob(f"*/{MANIFEST}"))
 
 
 def leave(kept, step, island=None, **applied):
@@ -83,7 +90,7 @@ def lives(me, after):
     out = [
         second.resolve_resume_step(),
         names(home),
-        sorted(p.name for p in home.glob(f"{ASIDE}/*/*")),
+        sorted(p.parent.name for p in home.glob(f"*/{ASIDE}")),
     ]
     return [*out, after(me, topology, home, second)]
 
@@ -93,7 +100,7 @@ def refused(me, topology, home, second):
     third = CheckpointManager(home, topology)
     step = third.resolve_resume_step()
     third.verify(third.path(step))
-    return step, names(home), (home / ASIDE).exists() and any((home / ASIDE).iterdir())
+    return step, names(home), any(home.glob(f"*/{ASIDE}"))
 
 
 def test_a_refused_resume_leaves_all_checkpoints_usable(run_ranks):
@@ -111,7 +118,7 @@ def common(me, topology, home, second):
         meet(me, step)
     second.save(40, text)
     second.close()
-    return (home / ASIDE).exists(), names(second.root)
+    return any(home.glob(f"*/{ASIDE}")), names(second.root)
 
 
 def meet(me, turn):
@@ -125,19 +132,33 @@ def test_what_was_put_aside_goes_when_the_new_life_has_a_common_checkpoint(run_r
     assert len(aside) == 4 and not left and there[-2:] == ["checkpoint-30", "checkpoint-40"]
 
 
-def test_nothing_is_written_over_and_what_was_given_up_stays_aside(tmp_path):
-    for name in ("checkpoint-10", "checkpoint-20"):
-        (tmp_path / name).mkdir()
-        text(tmp_path / name)
-    assert put_aside(tmp_path, 10, "one") == ["checkpoint-20"]
-    (tmp_path / "checkpoint-20").mkdir()  # of the life after
-    (tmp_path / "checkpoint-20" / "mine").touch()
-    assert take_back(tmp_path) == [] and (tmp_path / "checkpoint-20" / "mine").exists()
-    assert put_aside(tmp_path, 10, "two", given_up=True) == ["checkpoint-20"]
-    assert (
-        take_back(tmp_path) == ["checkpoint-20"] and (tmp_path / "checkpoint-20" / "a.txt").exists()
-    )
-    assert [p.name for p in tmp_path.glob(f"{ASIDE}/*/checkpoint-*/*")] == ["mine"]
+def test_what_was_given_up_stays_aside(tmp_path):
+    """Manifests move, data never."""
+    kept = single(tmp_path, keep=5)
+    for step in (10, 20, 30):
+        kept.save(step, text)
+    assert put_aside(tmp_path, 20) == ["checkpoint-30"]
+    assert put_aside(tmp_path, 10, given_up=True) == ["checkpoint-20"]
+    assert kept.complete() == [10] and (kept.path(20) / GIVEN_UP).exists()
+    assert take_back(tmp_path) == ["checkpoint-30"] and kept.complete() == [10, 30]
+    assert put_aside(tmp_path, 10) == ["checkpoint-30"]
+    forget_asides(tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("check*")) == ["checkpoint-10"]
+
+
+def test_a_save_that_was_cut_off_goes_and_folders_of_others_stay(tmp_path):
+    kept = single(tmp_path)
+    kept.save(10, text)
+    with pytest.raises(KeyboardInterrupt):
+        kept.save(20, cut_off)
+    (tmp_path / "checkpoint-30").mkdir()  # of another tool
+    assert single(tmp_path).resolve_resume_step() == 10
+    assert sorted(p.name for p in tmp_path.glob("check*")) == ["checkpoint-10", "checkpoint-30"]
+
+
+def cut_off(folder):
+    text(folder)
+    raise KeyboardInterrupt
 
 
 def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
@@ -145,7 +166,7 @@ def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
     for step in (1, 2, 3):
         kept.save(step, text)
     leave(kept, 4)
-    put_aside(tmp_path, 1, "life")
+    put_aside(tmp_path, 1)
     assert "checkpoint-2, checkpoint-3, checkpoint-4" in caplog.text and names(tmp_path) == [
         "checkpoint-1"
     ]
@@ -358,8 +379,8 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
         old.save(10, lambda folder: lambda: single(tmp_path).resolve_resume_step())
     assert old.complete() == []
 
-    def late(part, step, world):
-        sealed(part, step, world)
+    def late(*of):
+        sealed(*of)
         Fence(tmp_path, "later").begin("token")
 
     sealed, third = folders.seal, single(tmp_path)

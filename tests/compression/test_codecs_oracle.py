@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fsdp_demo.comm import header as frame
 from fsdp_demo.compression import quantize, sparse
 from fsdp_demo.compression.blocks import Layout, matrix_shape
-from fsdp_demo.compression.topk import top_k
+from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.transform import matrix
 from fsdp_demo.compression.windows import Group
 from fsdp_demo.config.channel import Codec

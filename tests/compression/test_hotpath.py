@@ -17,13 +17,13 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset
 from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
 from fsdp_demo.channels.codec import ChannelCodec
-from fsdp_demo.channels.placement import Placement
+from fsdp_demo.channels.state import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
-from fsdp_demo.compression import processor, topk
+from fsdp_demo.compression import selection
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.sparse import decode_sparse
-from fsdp_demo.compression.transform import Transform, matrix, onednn
+from fsdp_demo.compression.transform import Transform, cpu_name, kernels, matrix, onednn
 from fsdp_demo.compression.windows import ContiguousViews
 from fsdp_demo.config.channel import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchHost
@@ -98,11 +98,11 @@ def test_the_largest_of_blocks_with_ties(k: int, levels: int) -> None:
     a = (random(70, BLOCK, seed=k).clamp(-4, 4) * levels / 4).round()
     a[3] = 0.0
     a[5, 100], a[5, 7] = torch.nan, -torch.inf
-    found, expected = topk.top_k(a, k), by_sorting(a.nan_to_num(3e38, 1e38, -1e38), k)
+    found, expected = selection.top_k(a, k), by_sorting(a.nan_to_num(3e38, 1e38, -1e38), k)
     assert found.dtype == torch.int64 and torch.equal(found, expected)
     if k <= 64:  # what a GPU does
-        assert torch.equal(topk._grouped(a, k), expected)
-    assert torch.equal(topk._exact(a, k), expected)
+        assert torch.equal(selection._grouped(a, k), expected)
+    assert torch.equal(selection._exact(a, k), expected)
 
 
 # ---- the transform -----------------------------------------------------------------------------
@@ -375,9 +375,7 @@ def test_codec_benchmark(
             and rows[name]["energy_recorded"] > 0.999
         )
     assert rows["plain_k64"]["ours_ns"] > 0
-    assert (
-        rows["cpu"] == f"{processor.cpu_name()} ({processor.kernels()})" and rows["cpu"] in printed
-    )
+    assert rows["cpu"] == f"{cpu_name()} ({kernels()})" and rows["cpu"] in printed
     assert 0 < rows["memory"]["pass_ns"] and "\nmemory time: one pass" in printed
     assert "\nk8, published " in printed and "\nplain_k64, ours " in printed
     for form in ("stages_ns", "published_stages_ns"):

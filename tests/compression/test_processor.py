@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_demo.compression import blocks, processor
+from fsdp_demo.compression import blocks, transform
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.transform import Transform
 from fsdp_demo.compression.windows import ContiguousViews
@@ -20,19 +20,19 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_bf16_is_decoded_by_the_processor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Islands on like machines decode alike."""
     found = {"amx_tile": False, "avx512_bf16": True}
-    monkeypatch.setattr(processor, "_supports", found.__getitem__)
+    monkeypatch.setattr(transform, "_supports", found.__getitem__)
     for name, amx, fast in (
         ("Intel(R) Xeon(R) Processor", False, False),
         ("Intel(R) Xeon(R) Processor", True, True),
         ("AMD EPYC 9J14", False, True),
     ):
         found["amx_tile"] = amx
-        monkeypatch.setattr(processor, "cpu_name", lambda name=name: name)
-        processor.fast_bf16.cache_clear()
-        assert processor.fast_bf16() == fast and ("AMX" in processor.kernels()) == amx
-        assert processor.intel() == ("Intel" in name)
+        monkeypatch.setattr(transform, "cpu_name", lambda name=name: name)
+        transform.fast_bf16.cache_clear()
+        assert transform.fast_bf16() == fast and ("AMX" in transform.kernels()) == amx
+        assert transform.intel() == ("Intel" in name)
     monkeypatch.undo()
-    processor.fast_bf16.cache_clear()
+    transform.fast_bf16.cache_clear()
 
 
 @pytest.mark.parametrize("beta, gain", [(0.999, 1.0), (0.5, 2.0)])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_demo.compression import topk
+from fsdp_demo.compression import selection
 
 from ..oracles.topk import topk as oracle
 
-needs_c = pytest.mark.skipif(topk._topk is None, reason="the build had no C compiler")
+needs_c = pytest.mark.skipif(selection._topk is None, reason="the build had no C compiler")
 
 
 def blocks(kind: str) -> Tensor:
@@ -39,43 +39,43 @@ def blocks(kind: str) -> Tensor:
 def test_c_selects_what_torch_selects(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = blocks(kind)
     for k in (1, 2, 8, 31, 64, 90, 128, 129, 255, 256):
-        found = topk._in_c(rows, k)
-        assert torch.equal(found, topk._exact(rows, k))
+        found = selection._in_c(rows, k)
+        assert torch.equal(found, selection._exact(rows, k))
         if kind != "not finite":  # by torch's sort NaN has another place
             assert found.tolist() == [oracle(row, k) for row in rows]
         with monkeypatch.context() as patch:
-            patch.setattr(topk, "_topk", None)
-            assert torch.equal(found, topk.top_k(rows, k))
+            patch.setattr(selection, "_topk", None)
+            assert torch.equal(found, selection.top_k(rows, k))
 
 
 @needs_c
 @pytest.mark.parametrize("k", [0, 257])
 def test_c_refuses_what_it_has_no_room_for(k: int) -> None:
     with pytest.raises(ValueError, match="1 to 256"):
-        topk._in_c(blocks("random"), k)
+        selection._in_c(blocks("random"), k)
 
 
 @needs_c
 def test_torch_does_more_of_a_block_other_sizes_and_other_strides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows, asked, in_c = blocks("random"), list[int](), topk._in_c
+    rows, asked, in_c = blocks("random"), list[int](), selection._in_c
     wide = torch.randn(5, 8192, generator=torch.Generator().manual_seed(2))[:, :4096]
-    monkeypatch.setattr(topk, "_in_c", lambda a, k: asked.append(k) or in_c(a, k))
+    monkeypatch.setattr(selection, "_in_c", lambda a, k: asked.append(k) or in_c(a, k))
     cases = [(rows, 256), (rows, 257), (rows, 4096), (rows[:, :100].contiguous(), 7), (wide, 8)]
     for a, k in cases:
-        assert topk.top_k(a, k).tolist() == [oracle(row, k) for row in a]
+        assert selection.top_k(a, k).tolist() == [oracle(row, k) for row in a]
     assert asked == [256]
 
 
 def test_a_missing_extension_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(topk, "_topk", None)
-    monkeypatch.setattr(topk, "_SAID", [])
+    monkeypatch.setattr(selection, "_topk", None)
+    monkeypatch.setattr(selection, "_SAID", [])
     caplog.set_level(logging.INFO, "fsdp_demo")
     rows = blocks("random")
     for _ in range(2):
-        topk.say_what_selects()
-        assert topk.top_k(rows, 8).tolist() == [oracle(row, 8) for row in rows]
+        selection.say_what_selects()
+        assert selection.top_k(rows, 8).tolist() == [oracle(row, 8) for row in rows]
     assert len(caplog.messages) == 1 and "C compiler" in caplog.messages[0]

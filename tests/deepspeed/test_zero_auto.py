@@ -14,7 +14,7 @@ import torch
 import deepspeed_ext
 from deepspeed_ext.wrappers import adapter
 from fsdp_demo.config.auto import MEASURED, undecided
-from fsdp_demo.doctor.reading import LinkReading
+from fsdp_demo.tools.doctor.reading import LinkReading
 
 from ..support import zero
 

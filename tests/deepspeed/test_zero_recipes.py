@@ -18,6 +18,7 @@ datasets = pytest.importorskip("datasets")
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+import deepspeed_parts  # noqa: E402
 import pretrain  # noqa: E402
 import pretrain_deepspeed  # noqa: E402
 import report  # noqa: E402
@@ -75,7 +76,7 @@ def losses(folder, island):
 
 def listed(rank):
     """What a rank hears from both."""
-    world = object.__new__(pretrain_deepspeed.World)
+    world = object.__new__(deepspeed_parts.World)
     world.num_processes, world.device = rank.procs, torch.device("cpu")
     return world.listed(
         {
@@ -298,7 +299,7 @@ def test_lines_of_the_log_stand_above_the_progress_bar(run_ranks, tmp_path, sour
 def test_auto_becomes_this_runs_number_or_deepspeeds_default(tmp_path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    args = pretrain_deepspeed.Arguments(
+    args = deepspeed_parts.Arguments(
         batch_size=3, accumulation=2, deepspeed=str(tmp_path / "c.json")
     )
     given = {
@@ -316,7 +317,7 @@ def test_auto_becomes_this_runs_number_or_deepspeeds_default(tmp_path):
     }
     (tmp_path / "c.json").write_text(json.dumps(given))
     for device, enabled in (("cpu", False), ("cuda", True)):
-        config = pretrain_deepspeed.engine_config(args, torch.device(device))
+        config = deepspeed_parts.engine_config(args, torch.device(device))
         assert config.pop("steps_per_print") > 10**9
         assert config == {
             "train_micro_batch_size_per_gpu": 3,
@@ -326,9 +327,7 @@ def test_auto_becomes_this_runs_number_or_deepspeeds_default(tmp_path):
             "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         }
     (tmp_path / "c.json").write_text(json.dumps(given | {"bf16": {"enabled": False}}))
-    assert pretrain_deepspeed.engine_config(args, torch.device("cuda"))["bf16"] == {
-        "enabled": False
-    }
+    assert deepspeed_parts.engine_config(args, torch.device("cuda"))["bf16"] == {"enabled": False}
     made = DeepSpeedConfig(config | {"train_batch_size": 6})
     assert made.zero_config.reduce_bucket_size == 5e8 and made.gradient_clipping == 0.5
 
@@ -336,12 +335,12 @@ def test_auto_becomes_this_runs_number_or_deepspeeds_default(tmp_path):
 def test_a_stream_and_too_few_rows_are_refused():
     from data import Data, Rows
 
-    args = pretrain_deepspeed.Arguments(batch_size=4, data="somewhere")
+    args = deepspeed_parts.Arguments(batch_size=4, data="somewhere")
     rows = Rows(torch.zeros(7, 4, dtype=torch.int32).numpy())
     with pytest.raises(ValueError, match="no full batch"):
-        next(pretrain_deepspeed.batches(Data(rows, rows, 0), args, 0, 0, 2, 0))
+        next(deepspeed_parts.batches(Data(rows, rows, 0), args, 0, 0, 2, 0))
     with pytest.raises(ValueError, match="somewhere is a stream: prepare it first"):
-        next(pretrain_deepspeed.batches(Data(iter(()), rows, 0), args, 0, 0, 2, 0))
+        next(deepspeed_parts.batches(Data(iter(()), rows, 0), args, 0, 0, 2, 0))
 
 
 # -- deepspeed/*.json and accelerate/zero*.yaml under the Trainer --------------------------------

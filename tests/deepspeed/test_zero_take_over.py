@@ -16,14 +16,12 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_ext.checkpoint_choice import choose_tags  # noqa: E402
 from deepspeed_ext.taking_over import OF_DEEPSPEED, advance  # noqa: E402
 from fsdp_demo import Topology  # noqa: E402
 from fsdp_demo.checkpoint.files import copied  # noqa: E402
-from fsdp_demo.errors import NeedsDecision  # noqa: E402
 
 from ..support import zero  # noqa: E402
-from .test_zero_resume import N, differences, everything, make, seen  # noqa: E402
+from .test_zero_resume import N, differences, everything, make  # noqa: E402
 
 
 def root_of(me: Any, root: Path) -> str:
@@ -156,46 +154,6 @@ def test_the_furthest_is_taken_over_by_all(run_ranks, tmp_path) -> None:
     assert all(
         o[0] == out[1][0] and o[0][0] == 5 and differences(o[1], out[0][1]) == [] for o in out
     )
-
-
-def nothing(**more: Any) -> dict[str, Any]:
-    note = {
-        "name": "n",
-        "tag": None,
-        "latest": None,
-        "seen": {},
-        "plain": [],
-        "bad": {},
-        "beside": {},
-        "plain_latest": None,
-        "own": [],
-    }
-    return note | more
-
-
-def test_who_loads_and_who_takes_over() -> None:
-    assert choose_tags([nothing(), seen("b", 19, "9")]) == [None, ("b", "r199")]
-    torn = nothing(bad={"b": "cut off"}, latest="b")
-    assert choose_tags([seen("a", 17, "9"), torn, seen("b", 19, "9")]) == [
-        ("a", "r179"),
-        None,
-        ("b", "r199"),
-    ]
-    assert choose_tags([nothing(), nothing()]) is None
-    with pytest.raises(NeedsDecision, match="no checkpoint is seen by all replicas"):
-        choose_tags([nothing(), seen("b", 19, "9")], take_over=False)
-    with pytest.raises(
-        NeedsDecision,
-        match=r"do not see the same checkpoint of plain DeepSpeed \(n: none; n: start\)",
-    ):
-        choose_tags([nothing(), nothing(plain=["start"], plain_latest="start")])
-    away, both = seen("a", 10, "9"), [seen("b", 30, "29"), seen("b", 30, "29")]
-    for note in both:
-        note["own"][1][0] = [30, "29", 0, "", "[1, 2]"]
-    assert choose_tags([away, *both], elastic=range(3)) == [None, *[("b", "r3029")] * 2]
-    assert choose_tags([away, *both]) == [("ten", "r10")] * 3
-    with pytest.raises(NeedsDecision, match="different tags"):
-        choose_tags([nothing(tag="b"), seen("b", 19, "9")])
 
 
 def test_an_engine_goes_to_the_place() -> None:

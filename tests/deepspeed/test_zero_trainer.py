@@ -16,7 +16,6 @@ import transformers.integrations.deepspeed  # noqa: E402, F401
 from transformers import LlamaForCausalLM, TrainerCallback  # noqa: E402
 
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
-from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
 
 from ..integrations.test_trainer import history  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
@@ -102,7 +101,7 @@ def test_islands_train_one_model(run_ranks, stage, preset, changes):
             "again": trained.evaluate()["eval_loss"],
             "saved": sorted(p.name for p in Path(trained.args.output_dir).glob("checkpoint-8/*")),
             "parts": len(list(Path(trained.args.output_dir).glob("checkpoint-8/exchange/*"))),
-            "held": whole_steps(Path(trained.args.output_dir)),
+            "held": script.whole_steps(Path(trained.args.output_dir)),
         }
 
     out = run_ranks(work, islands=2, procs=2, timeout=120)

@@ -16,8 +16,6 @@ pytest.importorskip("deepspeed")
 import transformers.integrations.deepspeed  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
-
 from ..integrations.test_trainer import history  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from ..support.accelerate_anew import accelerate_anew  # noqa: E402, F401
@@ -191,7 +189,7 @@ def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, stage, pres
         script.fresh_state()
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()
         saved = AutoModelForCausalLM.from_pretrained(rank.folder / "out" / f"island{rank.island}")
-        held = whole_steps(rank.folder / "out" / f"island{rank.island}")
+        held = script.whole_steps(rank.folder / "out" / f"island{rank.island}")
         return torch.cat([p.detach().flatten() for p in saved.parameters()]), held
 
     out = run_ranks(work, islands=2, procs=2, timeout=180)

@@ -18,13 +18,13 @@ LISTED = re.findall(
 LEFT_OUT = {
     "fsdp_demo.__version__": "a text, not an interface",
     "fsdp_demo.checkpoint.crc32": "a checksum that other packages of this project share",
-    "fsdp_demo.planner.PEAK": "a table of numbers, for the recipes",
+    "fsdp_demo.tools.planner.PEAK": "a table of numbers, for the recipes",
     "fsdp_demo.checkpoint.describe_part": "the head of a part; fsdp-demo inspect prints it",
 }
 PUBLIC = (
     "fsdp_demo",
     "fsdp_demo.checkpoint",
-    "fsdp_demo.planner",
+    "fsdp_demo.tools.planner",
     "fsdp_demo.integrations.trainer",
     "fsdp_demo.integrations.export",
     "deepspeed_ext",

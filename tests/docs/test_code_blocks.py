@@ -313,10 +313,12 @@ def _unknown(script: str, words: list[str]) -> list[str]:
     return [f"{script} has no {flag}" for flag in flags if not _knows(script, text, flag)]
 
 
+PARTS = ["recipes/pretrain_parts.py", "fsdp_demo/integrations/arguments.py"]
+
 SHARED = {
-    "recipes/pretrain.py": ["fsdp_demo/integrations/arguments.py"],
-    "recipes/pretrain_trainer.py": ["fsdp_demo/integrations/arguments.py"],
-    "recipes/pretrain_deepspeed.py": ["recipes/pretrain.py", "fsdp_demo/integrations/arguments.py"],
+    "recipes/pretrain.py": [*PARTS],
+    "recipes/pretrain_trainer.py": ["recipes/trainer_parts.py", *PARTS],
+    "recipes/pretrain_deepspeed.py": ["recipes/deepspeed_parts.py", *PARTS],
     "recipes/check.sh": ["recipes/check.py"],
 }
 

@@ -14,7 +14,7 @@ import fsdp_demo
 
 MAKES = {"empty", "zeros", "ones", "full", "tensor", "eye", "linspace", "rand", "randn"}
 NUMBERS = {"arange", "randint", "randperm"}  # of integers: the default dtype is no matter
-PACKAGES = ("channels", "checkpoint", "comm", "compression", "doctor", "exchange", "hosts")
+PACKAGES = ("channels", "checkpoint", "comm", "compression", "tools", "exchange", "hosts")
 PRESETS = ("diloco", "demo", "sign_loco", "muloco", "desloc", "streaming_diloco", "stride", "full")
 
 

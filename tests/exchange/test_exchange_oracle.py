@@ -935,6 +935,12 @@ RESUMED = {
     "sign_loco": preset(
         "sign_loco", beta=0.6, period=3, momentum_warmup=2, clip=None, **{"schedule.delay": 1}
     ),
+    # the second phase begins at the step of the save, before the last message of the first lands
+    "sign_loco-switch": preset(
+        "sign_loco", period=3, momentum_warmup=2, clip=None, switch=6, **{"schedule.delay": 1}
+    ),
+    # in the middle of the second phase, with what is kept
+    "sign_loco-late": preset("sign_loco", period=2, clip=None, switch=3, late_topk=20),
 }
 
 

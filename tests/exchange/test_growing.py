@@ -22,6 +22,9 @@ from .test_survivors import Small, backward
 
 pytest.importorskip("zmq")
 CASES = {"full": preset("full"), "diloco": preset("diloco", period=3, momentum_warmup=0)}
+# most have switched when the third comes
+CASES["switch"] = preset("sign_loco", period=3, switch=5, **{"schedule.delay": 1})
+
 MORE = 12
 """Steps that all take together."""
 
@@ -69,7 +72,9 @@ def agree(found: list[Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(f[4], found[0][4], strict=True))
 
 
-@pytest.mark.parametrize(("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2), ("switch", 1)]
+)
 def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int) -> None:
     def env(me: Any) -> dict[str, str]:
         return {

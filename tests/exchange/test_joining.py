@@ -18,6 +18,7 @@ import fsdp_demo
 from fsdp_demo import PeerLost, Stopped, WireError, base_optimizer, preset
 from fsdp_demo.comm.header import PAYLOAD, STOP, Header
 from fsdp_demo.comm.joining import Expected, Tick, packed, to_bytes, unpacked
+from fsdp_demo.exchange import replay
 from fsdp_demo.exchange.message import replica_weights
 
 from ..support import joining, threaded
@@ -624,6 +625,55 @@ def test_what_is_an_islands_own_stays_a_newcomers_own(run_ranks) -> None:
         exchange.detach()
 
     run_ranks(run, islands=1, procs=1)
+
+
+@pytest.mark.parametrize("name", ["diloco", "demo-adamw"])
+def test_moments_that_it_brings_stay_where_islands_share_none(run_ranks, name: str) -> None:
+    """As `RunState` has loaded them from its own checkpoint, before `attach`."""
+    config = CASES[name]
+
+    def loaded(config: Any, seed: int) -> Any:
+        model, optimizer, schedule = made(config, seed)
+        for p in model.parameters() if seed == 7 else ():
+            if p.requires_grad:
+                optimizer.state[p] = {
+                    "step": torch.tensor(3.0),
+                    "exp_avg": torch.full_like(p, 2.0),
+                    "exp_avg_sq": torch.full_like(p, 4.0),
+                }
+        return model, optimizer, schedule
+
+    def run() -> None:
+        record, truth = recorded(config, 6, made=loaded)
+        _, exchange, _ = joins(config, record, 4, made=loaded)
+        now = joining.stand(exchange._runtime)
+        compare(config, now, truth[6])
+        kept = [bool((s["exp_avg"] == 2.0).all()) and s["step"] == 3.0 for s in now["states"]]
+        assert all(kept) if name == "diloco" else not any(kept)
+        exchange.detach()
+
+    run_ranks(run, islands=1, procs=1)
+
+
+def test_how_long_a_snapshot_takes_is_said_early(monkeypatch, caplog) -> None:
+    """After some seconds, and then seldom: with what the link has carried so far."""
+    now = iter([100.0, 102.0, 105.0, 110.0, 120.0])
+    monkeypatch.setattr(replay.time, "monotonic", lambda: next(now))
+
+    class Slow:
+        fetched = 1 << 20  # the head
+
+        def bodies(self, sizes: list[int], seconds: float) -> None:
+            self.fetched += 1 << 20
+
+    caplog.set_level("INFO", "fsdp_demo")
+    ask = replay._fetching(Slow(), [20 << 20, 20 << 20], "a")  # type: ignore[arg-type]
+    assert [ask() for _ in range(4)] == [None] * 4
+    assert caplog.messages == [
+        "a: 2 of 40 MiB of the snapshot after 5 s: about 1.6 minutes are left",
+        "a: 3 of 40 MiB of the snapshot after 10 s: about 2.1 minutes are left",
+        "a: 4 of 40 MiB of the snapshot after 20 s: about 3.0 minutes are left",
+    ]
 
 
 def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None:

@@ -18,6 +18,19 @@ from ..support import journey
 
 MOST = {"demo": 45, "streaming_diloco": 43}  # files, as docs/architecture.md says
 HEARTBEATS = {"comm/tcp.py"}  # entered twice a second, whatever a step does
+PRESENCE = {
+    "comm/attempts.py",
+    "comm/presence.py",
+    "comm/replica.py",
+    "comm/roll.py",
+    "comm/store_client.py",
+    "comm/store_line.py",
+    "comm/store_wire.py",
+}
+"""What the threads may enter that tell the store, by the clock, that the island lives. They have no
+part in a step.
+"""
+BY_THE_CLOCK = ("presence", "store")
 
 
 @pytest.fixture
@@ -30,12 +43,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})],
 )
 def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
-    def run(me: Any) -> set[str]:
-        return journey.step(name, **changes).files
+    def run(me: Any) -> dict[str, set[str]]:
+        followed = journey.step(name, **changes)
+        return {thread: followed.entered_by(thread) for thread in followed.threads}
 
-    for files in run_ranks(run, 2, 1):
-        # it has seen the three threads
-        assert files >= {"exchange/runtime.py", "comm/peers.py", "comm/membership.py"}
+    for by_thread in run_ranks(run, 2, 1):
+        assert by_thread.keys() >= {"MainThread", "exchange", "network"}
+        clocked = [by_thread.pop(thread, set()) for thread in BY_THE_CLOCK]
+        assert set().union(*clocked) <= PRESENCE, clocked
+        files = set().union(*by_thread.values())
         assert not files & {
             "exchange/exchange.py",
             "exchange/readings.py",

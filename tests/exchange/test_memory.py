@@ -20,7 +20,7 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset, presets
 from fsdp_demo.channels.channel import ChannelRunner
 from fsdp_demo.channels.codec import ChannelCodec
-from fsdp_demo.channels.placement import Placement
+from fsdp_demo.channels.state import Placement
 from fsdp_demo.comm import collectives, streams
 from fsdp_demo.compression import blocks, dense, positions, quantize
 from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp_demo
 from fsdp_demo import MuonAdamW, preset
 from fsdp_demo.hosts.sharded_muon import ShardedMuon
-from fsdp_demo.planner import choosing
+from fsdp_demo.tools.planner import choosing
 
 
 class Tiny(nn.Module):

@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 from fsdp_demo.integrations.trainer import stop as trainer_stop  # noqa: E402
-from fsdp_demo.report.files import load  # noqa: E402
+from fsdp_demo.runlog.files import load  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from ..support.pages import metric, metrics_table  # noqa: E402

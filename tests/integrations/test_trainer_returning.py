@@ -1,5 +1,5 @@
-"""Under the Trainer, over ZeroMQ: an island is killed and comes back with the checkpoint on its
-disk. It fetches what came since.
+"""Under the Trainer, over ZeroMQ: an island is killed and comes back by itself. What islands share
+it fetches; moments that are its own come from its checkpoint.
 """
 
 import logging
@@ -36,8 +36,11 @@ class Life(TrainerCallback):
 
     def __init__(self, come, back, dies=0):
         self.come, self.back, self.dies, self.rates = come, back, dies, {}
+        self.clocks = set()
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        if not self.rates:
+            self.clocks = {int(s["step"]) for s in optimizer.state.values()}
         if self.back or state.global_step > 110:
             self.come.touch()
 
@@ -64,17 +67,21 @@ def life(me, dies=0):
     come = me.folder.parent / "come"
     watch = Life(come, me.island == 1 and not dies, dies)
     trainer = script.trainer(
-        me.folder.parent / f"disk{me.island}", extra("full", {}), callbacks=[watch], **PLAN
+        me.folder.parent / f"disk{me.island}",
+        extra("diloco", {"period": 5}),
+        callbacks=[watch],
+        **PLAN,
     )
     if watch.back:
         come.with_name("coming").touch()
     trainer.train(resume_from_checkpoint="auto")
     whole = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    return whole, watch.rates, [t for t in lines.texts if "MiB fetched" in t or "can be used" in t]
+    said = [t for t in lines.texts if "MiB fetched" in t or "begin anew" in t or "go on from" in t]
+    return whole, (watch.rates, watch.clocks), said
 
 
-def test_nothing_but_what_came_since_is_fetched(run_ranks):
-    """`full` has equal replicas, with moments of AdamW: the Trainer's own methods load both."""
+def test_it_goes_on_with_moments_of_its_own(run_ranks):
+    """Those of `diloco`, with AdamW inside: the Trainer's own methods load them."""
 
     def run(me):
         if me.island == 1 and (child := os.fork()):
@@ -86,7 +93,11 @@ def test_nothing_but_what_came_since_is_fetched(run_ranks):
             if me.island == 1:
                 os._exit(1)
 
-    (kept, rates, _), (came, again, said) = run_ranks(run, islands=2, procs=1, timeout=200, env=ENV)
-    assert len(said) == 1 and "step 4 from its own checkpoint" in said[0], said
-    assert torch.equal(kept, came)
+    (kept, (rates, _), _), (came, (again, clocks), said) = run_ranks(
+        run, islands=2, procs=1, timeout=200, env=ENV
+    )
+    own, fetched, whole = said
+    assert "go on from checkpoint-4" in own and "from a snapshot" in fetched, said
+    assert "random states begin anew" in whole and "moments" not in whole
+    assert torch.equal(kept, came) and clocks == {4}
     assert again and all(rates[step] == rate for step, rate in again.items())

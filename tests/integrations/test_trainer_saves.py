@@ -23,10 +23,10 @@ pytest.importorskip("datasets")
 from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
+from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
 from fsdp_demo.checkpoint.fence import Fence  # noqa: E402
 from fsdp_demo.errors import NeedsDecision, Superseded
 from fsdp_demo.integrations.trainer import saves  # noqa: E402
-from fsdp_demo.integrations.trainer.state import held_in, whole_steps  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history  # noqa: E402
@@ -94,7 +94,7 @@ def test_no_checkpoint_of_a_nan(run_ranks):
         trained = made(rank, callbacks=[Poison()] if rank.island else [], max_steps=6, save_steps=2)
         trained.train()
         return (
-            whole_steps(own(rank)),
+            script.whole_steps(own(rank)),
             sorted(p.name for p in own(rank).glob("*")),
             history(trained, "exchange/failed_saves"),
         )
@@ -124,12 +124,12 @@ def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, alw
         try:
             trained.train()
         except OSError as error:
-            return str(error), whole_steps(own(rank))
+            return str(error), script.whole_steps(own(rank))
         except Exception as error:  # the other island is gone
-            return type(error).__name__, whole_steps(own(rank))
+            return type(error).__name__, script.whole_steps(own(rank))
         finally:
             saves.save_state = save
-        return "", whole_steps(own(rank))
+        return "", script.whole_steps(own(rank))
 
     zero, one = run_ranks(work, islands=2, procs=1, env={"ISLAND_TIMEOUT": "10"})
     if always:
@@ -178,8 +178,8 @@ def test_sigterm_in_an_exchange_where_islands_may_leave(run_ranks):
         try:
             made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
         except SystemExit as end:
-            return end.code, whole_steps(own(rank))
-        return None, whole_steps(own(rank))
+            return end.code, script.whole_steps(own(rank))
+        return None, script.whole_steps(own(rank))
 
     assert run_ranks(work, islands=2, procs=1) == [(75, [4]), (None, [9])]
 
@@ -196,7 +196,7 @@ def test_a_save_that_fails_at_the_end_is_no_save(run_ranks, full):
         try:
             trained.train()
         except SystemExit as ended:
-            return ended.code, whole_steps(own(rank))
+            return ended.code, script.whole_steps(own(rank))
         finally:
             saves.save_state = save
         return None, []
@@ -251,7 +251,7 @@ def test_auto_does_not_begin_anew_beside_checkpoints_of_another_number_of_island
 def test_swapped_folders_and_a_refused_start_leave_all_usable(run_ranks):
     def work(rank):
         made(rank, max_steps=6, save_steps=2).train()
-        every = whole_steps(own(rank))
+        every = script.whole_steps(own(rank))
         meet(rank, 1)
         if rank.island == 0:
             shutil.move(rank.folder / "out" / "island0", rank.folder / "x")
@@ -261,9 +261,8 @@ def test_swapped_folders_and_a_refused_start_leave_all_usable(run_ranks):
         again()
         with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
             made(rank, max_steps=8).train(resume_from_checkpoint="auto")
-        return every == whole_steps(own(rank)), [
-            h.owner for h in held_in(own(rank), fsdp_demo.Topology.from_env().islands)
-        ]
+        kept = CheckpointManager(own(rank), fsdp_demo.Topology.from_env())
+        return every == kept.complete(), [h.owner for h in kept.held()]
 
     assert run_ranks(work, islands=2, procs=1) == [(True, [1, 1, 1]), (True, [0, 0, 0])]
 

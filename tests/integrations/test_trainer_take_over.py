@@ -17,10 +17,9 @@ from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import taking_over  # noqa: E402
-from fsdp_demo.checkpoint.choice import Held  # noqa: E402
 from fsdp_demo.errors import NeedsDecision  # noqa: E402
-from fsdp_demo.integrations.trainer.state import whole_steps  # noqa: E402
-from fsdp_demo.integrations.trainer.take_over import TakeOver, heard, sources, told  # noqa: E402
+from fsdp_demo.integrations.trainer.choosing import TakeOver, _with_others, told  # noqa: E402
+from fsdp_demo.integrations.trainer.joining import sentence  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history  # noqa: E402
@@ -66,7 +65,9 @@ def lose(rank, islands, where="disk"):
 
 
 def kept(rank, where="disk"):
-    return whole_steps(rank.folder / f"{where}{rank.island}" / "out" / f"island{rank.island}")
+    return script.whole_steps(
+        rank.folder / f"{where}{rank.island}" / "out" / f"island{rank.island}"
+    )
 
 
 @pytest.mark.parametrize("resume", [True, "auto", "out/checkpoint-4"])
@@ -212,13 +213,14 @@ def test_the_furthest_is_taken_over_by_all(run_ranks):
 # ---- its parts ---------------------------------------------------------------------------------
 
 
-def test_who_loads_and_who_takes_over():
-    assert sources([Held(4), Held(4)]) == [4, 4] and sources([Held(4), Held(6)]) == [4, 6]
-    assert sources([Held(4), None]) == [4, None] and sources([Held(4), None, Held(6)]) == [
-        None,
-        None,
-        6,
-    ]
+class Told:
+    """A saver whose donor, "b", tells `state`."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def tell(self, note):
+        return {"name": "b", "state": self.state}
 
 
 def test_what_a_donor_tells(tmp_path):
@@ -234,13 +236,12 @@ def test_what_a_donor_tells(tmp_path):
         json.dumps(state | {"stateful_callbacks": {"A": "x" * taking_over.LARGEST}})
     )
     assert told(tmp_path) == {"best_metric": 0.5, "epoch": 1.5}
-    taken = heard(4, [{"name": "a", "state": None}, {"name": "b", "state": {"epoch": 1.5}}])
-    assert (taken.step, taken.donor, taken.state) == (4, "b", {"epoch": 1.5}) and heard(
-        4, [{"name": "a", "state": None}]
-    ).state == {}
+    for state in ({"epoch": 1.5}, {}):
+        taken = _with_others(None, 4, Told(state))
+        assert (taken.step, taken.donor, taken.state) == (4, "b", state)
     for wrong in ([1], {"global_step": 5}, {"epoch": "1"}):
         with pytest.raises(ValueError, match="b has left a note of another form"):
-            heard(4, [{"name": "b", "state": wrong}])
+            _with_others(None, 4, Told(wrong))
     (tmp_path / "trainer_state.json").write_text("[")
     assert told(tmp_path) == {}
 
@@ -283,7 +284,7 @@ def test_a_scheduler_that_goes_by_a_metric_is_told(caplog):
 def test_what_is_not_exact_is_said():
     args = SimpleNamespace(ignore_data_skip=False, load_best_model_at_end=True)
     exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"))
-    text = TakeOver(4, "a", {"best_metric": 1.0}).sentence(exchange, args)
+    text = sentence(exchange, args, 4, TakeOver(4, "a"), 1.0)
     assert (
         text.startswith("no checkpoint here: took over step 4 from a, rows are skipped")
         and "best model so far is on the other" in text

@@ -16,10 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fsdp_demo import cli
 from fsdp_demo.launch import rehearse, run
-from fsdp_demo.launch.console import Console, Splitter
 from fsdp_demo.launch.rehearsal import Rehearsal, devices
 from fsdp_demo.launch.rehearsal import command as launched
-from fsdp_demo.launch.rehearse import Supervisor
+from fsdp_demo.launch.rehearse import Console, Splitter, Supervisor
 
 from .rehearsals import (
     ON_LINUX,

@@ -7,6 +7,9 @@ Every H steps, from the anchor a, over blocks of 4096 values in a row:
     e_r[I_r] -= q_r, where beta > 0
     u = mean of q over those that sent;  M = mu M + u;  a -= lr (u + mu M);  theta_r = a
 
+What is sent at step `switch` or later has beta = 1, u = (1 / R) sum of q, and a -= late_lr u; M is
+of no use any more.
+
 mu rises linearly from 0 over the first rounds. What is in no block travels whole in bf16, as the
 scales do, and is averaged over all replicas.
 """
@@ -40,9 +43,13 @@ class SignLoCo(Replicas):
         momentum: float = 0.5,
         rise: int = 48,
         delay: int = 0,
+        switch: int = 0,
+        late_lr: float = 1.5,
+        late_k: int | None = None,
         **kw: Any,
     ):
         super().__init__(*args, **kw)
+        self.switch, self.late_lr, self.late_k = switch or 1 << 30, late_lr, late_k or k
         self.period, self.k, self.beta, self.delay = period, k, beta, delay
         self.lr, self.momentum, self.rise = lr, momentum, rise
         start = self.now(0)
@@ -50,30 +57,36 @@ class SignLoCo(Replicas):
         self.M = {n: torch.zeros_like(p) for n, p in start.items()}
         self.e = [{n: torch.zeros_like(p) for n, p in start.items()} for _ in range(self.R)]
         self.rounds = 0
-        self.due: dict[int, Tensors] = {}
+        self.due: dict[int, tuple[Tensors, bool]] = {}
+
+    @property
+    def late(self) -> bool:
+        """Whether what is sent now is sent at step `switch` or later; steps count from 0."""
+        return self.t - 1 >= self.switch
 
     def step(self, grads: list[Gradients]) -> None:
         self.local_steps(grads)
         self.t += 1
         if self.t % self.period == 0:
-            self.due[self.t + self.delay] = {n: self.exchanged(n) for n in self.a}
+            self.due[self.t + self.delay] = {n: self.exchanged(n) for n in self.a}, self.late
         if self.t in self.due:
-            self.outer(self.due.pop(self.t))
+            self.outer(*self.due.pop(self.t))
 
     def exchanged(self, name: str) -> torch.Tensor:
         """u of one tensor: each shard has blocks of its own."""
+        beta = 1.0 if self.late else self.beta
         for r, e in enumerate(self.e):
-            e[name] = self.beta * e[name] + (self.a[name] - self.theta[r][name].detach())
+            e[name] = beta * e[name] + (self.a[name] - self.theta[r][name].detach())
         shards = [shard_rows(e[name], self.S) for e in self.e]
         out = []
         for of_all in zip(*shards, strict=True):
             sent = [self.sent(x.reshape(-1)) for x in of_all]
-            if self.beta > 0:
-                for x, (q, _) in zip(of_all, sent, strict=True):
-                    x -= q.reshape(x.shape)
+            for x, (q, _) in zip(of_all, sent, strict=True):
+                x -= q.reshape(x.shape) if beta > 0 else x  # without beta nothing is kept
             total = sum(q for q, _ in sent)
             senders = sum(who.to(total.dtype) for _, who in sent)
-            out.append((total / senders.clamp(min=1)).reshape(of_all[0].shape))
+            by = self.R if self.late else senders.clamp(min=1)
+            out.append((total / by).reshape(of_all[0].shape))
         return torch.cat(out)
 
     def sent(self, e: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +97,7 @@ class SignLoCo(Replicas):
             places = block.reshape(-1).tolist()
             size = {p: abs(float(e[p])) for p in places}
             order = sorted(places, key=lambda p: (-size[p], p))
-            k = math.ceil(self.k * len(places) / 4096)
+            k = math.ceil((self.late_k if self.late else self.k) * len(places) / 4096)
             mean = math.fsum(size[p] for p in order[:k]) / k
             self.clear(size[order[k - 1]] - size[order[k]], size[order[0]])
             near = {bf16(mean * (1 + x)) for x in (-(2**-18), 2**-18)}
@@ -99,12 +112,12 @@ class SignLoCo(Replicas):
         if of:
             self.margin = min(self.margin, distance / of)
 
-    def outer(self, u: Tensors) -> None:
-        """The Nesterov step; everybody goes on from the anchor."""
+    def outer(self, u: Tensors, late: bool) -> None:
+        """The Nesterov step, or the plain one; everybody goes on from the anchor."""
         mu = self.momentum * min(1.0, self.rounds / self.rise) if self.rise else self.momentum
         self.rounds += 1
         for n, a in self.a.items():
             self.M[n] = mu * self.M[n] + u[n]
-            a -= self.lr * (u[n] + mu * self.M[n])
+            a -= self.late_lr * u[n] if late else self.lr * (u[n] + mu * self.M[n])
             for theta in self.theta:
                 theta[n].data.copy_(a)

@@ -23,8 +23,10 @@ sys.path.insert(0, str(RECIPES))
 
 import data  # noqa: E402
 import pretrain  # noqa: E402 (imported before the first fork)
+import pretrain_parts  # noqa: E402
 import report  # noqa: E402
 
+import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint.local_state import replica_tree  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 
@@ -108,7 +110,7 @@ class Run:
 
 def train(rank, source, output, options, at=None):
     """`pretrain.main()`; `at` (step -> action) is called after that step."""
-    run, attach = Run(), pretrain.attach
+    run, attach = Run(), fsdp_demo.attach
 
     def recorded(loader, position):
         for batch in data.forever(loader, position):
@@ -164,8 +166,8 @@ def train(rank, source, output, options, at=None):
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(source / "cache"))
-        patch.setattr(pretrain, "forever", recorded)
-        patch.setattr(pretrain, "attach", attached)
+        patch.setattr(pretrain_parts, "forever", recorded)
+        patch.setattr(fsdp_demo, "attach", attached)
         patch.setattr(StepRuntime, "after", stepped)
         patch.setattr(report.Report, "draw", lambda *_: None)
         micro = report.Report.micro_batch

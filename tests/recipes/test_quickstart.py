@@ -232,18 +232,17 @@ def passed(*options):
 def test_every_option_of_the_recipe_is_named_and_passed_on():
     import dataclasses
 
-    import pretrain
+    from pretrain_parts import Arguments
 
     text = quickstart("--help", timeout=20).stdout
     own = {"exchange", "config", "set", "islands", "procs", "steps", "output", "mesh"}
     words = []
-    for group in (pretrain.DataArguments, pretrain.CrossArguments, pretrain.TrainArguments):
-        for field in dataclasses.fields(group):
-            name = field.name.replace("_", "-")
-            name = "no-shard" if name == "shard" else name
-            assert f"--{name}" in text
-            if name not in own:
-                words += [f"--{name}", *(["7"] * (field.type not in (bool, "bool")))]
+    for field in dataclasses.fields(Arguments):
+        name = field.name.replace("_", "-")
+        name = "no-shard" if name == "shard" else name
+        assert f"--{name}" in text
+        if name not in own:
+            words += [f"--{name}", *(["7"] * (field.type not in (bool, "bool")))]
     assert " ".join(words) in " ".join(passed(*words))
     underscores = [word[:2] + word[2:].replace("-", "_") for word in words]
     assert " ".join(words) in " ".join(passed(*underscores))
@@ -272,8 +271,8 @@ def interrupted(rank, preset):
     """Six steps in one go, and three steps, a save on the way out, a new process's worth of
     objects, three steps: parameters of both.
     """
-    import pretrain
     from accelerate.state import AcceleratorState, GradientState
+    from model import load_model
 
     import fsdp_demo
     from fsdp_demo.checkpoint import CheckpointManager, RunState
@@ -291,7 +290,7 @@ def interrupted(rank, preset):
         accelerator = island_accelerator()
         # the resumed run starts from other weights, which must not matter
         torch.manual_seed(0 if not saved else 7)
-        model = pretrain.load_model("tiny", 258)
+        model = load_model("tiny", 258)
         optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), 0.01)
         model, optimizer = accelerator.prepare(model, optimizer)
         os.environ["ISLAND_RUN"] = f"{run}-{saved}"

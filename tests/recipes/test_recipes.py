@@ -4,6 +4,7 @@ is tested by `test_quickstart.py`.
 
 import json
 import math
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -276,10 +277,10 @@ def test_too_little_data_for_a_batch_is_refused(accelerate_state):
     [("tiny", 459_904), ("small", 3_280_128), ("llama-3.2-1b", 1_235_814_400)],
 )
 def test_parameter_counts(name, parameters):
-    import pretrain
+    from model import load_model
 
     with torch.device("meta"):
-        model = pretrain.load_model(name, TOKENIZER.vocab_size)
+        model = load_model(name, TOKENIZER.vocab_size)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert next(model.parameters()).dtype == torch.float32
     if name == "llama-3.2-1b":
@@ -290,18 +291,18 @@ def test_parameter_counts(name, parameters):
 
 
 def test_model_with_too_few_tokens_is_refused():
-    import pretrain
+    from model import load_model
 
     with pytest.raises(ValueError, match="vocab_size=258"):
-        pretrain.load_model("tiny", 50_000)
+        load_model("tiny", 50_000)
 
 
 def test_schedules_rise_and_end_at_a_tenth():
-    import pretrain
+    from pretrain_parts import Arguments, schedule
 
     for name, end in (("cosine", 0.1), ("wsd", 0.1), ("constant", 1.0)):
-        train = pretrain.TrainArguments(steps=100, warmup_steps=10, schedule=name)
-        values = [pretrain.schedule(step, train) for step in range(101)]
+        train = Arguments(steps=100, warmup_steps=10, schedule=name)
+        values = [schedule(step, train) for step in range(101)]
         assert 0 < values[0] < 0.1 and max(values) <= 1 and values[:10] == sorted(values[:10])
         assert values[-1] == pytest.approx(end, abs=1e-6)
 
@@ -310,16 +311,15 @@ def test_schedules_rise_and_end_at_a_tenth():
 
 
 def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
-    import pretrain
+    from model import checkpoint_and_compile, load_model
 
-    model = pretrain.load_model("tiny", TOKENIZER.vocab_size)
+    model, cpu = load_model("tiny", TOKENIZER.vocab_size), torch.device("cpu")
     names = [name for name, _ in model.named_parameters()]
-    pretrain.checkpoint_and_compile(model, pretrain.CrossArguments(), torch.device("cpu"))
+    checkpoint_and_compile(model, cpu, False, None)
     assert not model.is_activation_checkpointing and not any(
         m._compiled_call_impl for m in model.modules()
     )
-    how = pretrain.CrossArguments(activation_checkpointing=True, compile="aot_eager")
-    pretrain.checkpoint_and_compile(model, how, torch.device("cpu"))
+    checkpoint_and_compile(model, cpu, True, "aot_eager")
     assert [type(m).__name__ for m in model.modules() if m._compiled_call_impl] == [
         "LlamaDecoderLayer"
     ] * 2
@@ -327,28 +327,24 @@ def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
         model.is_activation_checkpointing
         and [name for name, _ in model.named_parameters()] == names
     )
-    monkeypatch.setattr(pretrain.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match="needs a C.. compiler.*--compile aot_eager"):
-        pretrain.checkpoint_and_compile(
-            model, pretrain.CrossArguments(compile="inductor"), torch.device("cpu")
-        )
+        checkpoint_and_compile(model, cpu, False, "inductor")
 
 
 def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
     """dynamo gives up, and runs eagerly, at the ninth version of one function."""
-    import pretrain
+    from model import MODELS, checkpoint_and_compile, load_model
 
-    config = json.loads((pretrain.MODELS / "tiny.json").read_text()) | {
+    config = json.loads((MODELS / "tiny.json").read_text()) | {
         "num_hidden_layers": 10,
         "use_cache": True,
     }
     (tmp_path / "deep.json").write_text(json.dumps(config))
 
     def compiled():
-        model = pretrain.load_model(str(tmp_path / "deep.json"), TOKENIZER.vocab_size)
-        pretrain.checkpoint_and_compile(
-            model, pretrain.CrossArguments(compile="eager"), torch.device("cpu")
-        )
+        model = load_model(str(tmp_path / "deep.json"), TOKENIZER.vocab_size)
+        checkpoint_and_compile(model, torch.device("cpu"), False, "eager")
         model(input_ids=torch.zeros(2, 8, dtype=torch.int64))
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -356,15 +352,11 @@ def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
 
 
 def test_compile_takes_a_backend_or_none():
-    import pretrain
+    from pretrain_parts import Arguments
     from transformers import HfArgumentParser
 
     def parsed(*words):
-        return (
-            HfArgumentParser(pretrain.CrossArguments)
-            .parse_args_into_dataclasses(list(words))[0]
-            .compile
-        )
+        return HfArgumentParser(Arguments).parse_args_into_dataclasses(list(words))[0].compile
 
     assert [
         parsed(),
@@ -392,6 +384,7 @@ def recipe(rank, folder, *options):
     batch.
     """
     import pretrain
+    import pretrain_parts
 
     seen = []
 
@@ -415,7 +408,7 @@ def recipe(rank, folder, *options):
         2,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "forever", recorded)
+        patch.setattr(pretrain_parts, "forever", recorded)
         patch.setattr(report.Report, "draw", lambda *_: None)
         patch.setattr(
             sys,
@@ -563,25 +556,25 @@ def test_compiled_and_recomputed_run_learns_the_same(run_ranks, tmp_path):
     ],
 )
 def test_mesh_sizes_come_from_the_launcher(monkeypatch, variables, expected):
-    import pretrain
+    from pretrain_parts import mesh_config
 
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    config = pretrain.mesh_config()
+    config = mesh_config()
     assert (config.dp_replicate_size, config.dp_shard_size) == expected
     monkeypatch.setenv("ISLAND_COUNT", "2")
     with pytest.raises(ValueError, match="one world or islands"):
-        pretrain.mesh_config()
+        mesh_config()
 
 
 def tiny(**changes):
-    import pretrain
+    from model import MODELS
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(pretrain.MODELS / "tiny.json", **changes)
+            AutoConfig.from_pretrained(MODELS / "tiny.json", **changes)
         )
 
 

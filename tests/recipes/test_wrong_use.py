@@ -15,9 +15,10 @@ pytest.importorskip("transformers")
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-import pretrain  # noqa: E402
+import model  # noqa: E402
 import pretrain_trainer  # noqa: E402
 import wrong_use  # noqa: E402
+from pretrain_parts import Arguments  # noqa: E402
 from transformers import HfArgumentParser  # noqa: E402
 
 import fsdp_demo  # noqa: E402
@@ -55,7 +56,7 @@ def unsaved(error):
     [
         (lambda: fsdp_demo.preset("demo", topkk=3), 2, "preset 'demo' has no setting 'topkk'"),
         (lambda: fsdp_demo.load_config("none.yaml"), 2, "none.yaml"),
-        (lambda: pretrain.load_model("tiny", 10**6), 2, "--model tiny has vocab_size="),
+        (lambda: model.load_model("tiny", 10**6), 2, "--model tiny has vocab_size="),
         (lambda: refuse(NeedsDecision("choose")), 78, "choose"),
         (lambda: refuse(Mismatch("other steps")), 78, "other steps"),
         (lambda: refuse(PeerLost("island 1 did not come")), 75, "island 1 did not come"),
@@ -116,10 +117,9 @@ def test_errors_of_others_keep_their_traceback(ends):
     ],
 )  # fmt: skip
 def test_an_option_that_is_not_there(monkeypatch, words, text):
-    kinds = (pretrain.DataArguments, pretrain.CrossArguments, pretrain.TrainArguments)
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
     with pytest.raises(ValueError, match=text):
-        wrong_use.parse(HfArgumentParser(kinds))
+        wrong_use.parse(HfArgumentParser(Arguments))
 
 
 @pytest.mark.parametrize(

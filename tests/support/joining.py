@@ -20,7 +20,7 @@ from fsdp_demo.comm.collectives import ReceivedMessage
 from fsdp_demo.comm.epochs import Member
 from fsdp_demo.comm.fixed_peers import LonePeerGroup
 from fsdp_demo.comm.header import NORM, PAYLOAD
-from fsdp_demo.comm.joining import OWN, Expected, Snapshot, Tick, packed, unpacked
+from fsdp_demo.comm.joining import Expected, Snapshot, Tick, packed, unpacked
 from fsdp_demo.comm.peers import PeerGroup
 from fsdp_demo.errors import PeerLost
 from fsdp_demo.exchange import replay
@@ -33,8 +33,7 @@ class Record:
     Attributes:
         snapshots: by step, as bytes, with the futures of what is under way. ticks: as bytes, by
             step.
-        messages: what came back within steps, in order. marks: step and snapshot without tensors of
-            checkpoints that may be brought.
+        messages: what came back within steps, in order.
     """
 
     wanted = follows = True
@@ -44,7 +43,6 @@ class Record:
         self.snapshots: dict[int, tuple[list[torch.Tensor], list[Future[ReceivedMessage]]]] = {}
         self.hooks: dict[int, torch.Tensor] = {}
         self.messages: list[ReceivedMessage] = []
-        self.marks: dict[str, tuple[int, list[torch.Tensor]]] = {}
         # ranks of one island look at the desk when they vote: here they do after every step
         exchange._runtime._pace.agreed = lambda slowest: None
         line = exchange._connections.peers
@@ -75,12 +73,6 @@ class Record:
             [part.clone() for part in snapshot.pack()],
             list(under_way),
         )
-
-    def hold(self) -> bool:
-        return False
-
-    def forget(self) -> None:
-        self.marks.clear()
 
     def tick(self, tick: Tick) -> None:
         self.hooks[tick.step] = tick.pack()
@@ -119,13 +111,7 @@ class Fed:
     def head(self, longest: int, seconds: float, brings: dict[str, str]) -> torch.Tensor | None:
         self.brought = brings
         self.waits -= 1
-        if self.waits >= 0:
-            return None
-        # all since that is kept
-        if (marked := self.record.marks.get(brings.get(OWN, ""))) is not None:
-            self.at, self.parts = marked
-            self.queue = [packed(m) for m in self.record.messages if m.headers[0].step >= self.at]
-        return self.parts[0]
+        return None if self.waits >= 0 else self.parts[0]
 
     def bodies(self, sizes: list[int], seconds: float) -> list[torch.Tensor] | None:
         self.asked = list(sizes)

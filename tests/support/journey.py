@@ -7,10 +7,10 @@ docs/architecture.md counts it.
     fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save FOLDER
     fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
 
-What counts is a function of the package that is entered for the first time, in the thread that
-trains or, at the places where they were given their work, in the threads that exchange and that
-move messages. A function whose body
-is one simple statement looks something up or hands on: it does not count. Functions that follow
+What counts is a function of the package that is entered for the first time, in any thread. What the
+threads that exchange and that move messages have entered stands where they were given their work;
+what other threads have entered stands behind all that, thread by thread. A function whose body is
+one simple statement looks something up or hands on: it does not count. Functions that follow
 each other in one file are a stay. A stay in a file that was left before is a return.
 
 Who reads breadth first, in each file all that the way enters there, opens a file again only if
@@ -22,7 +22,7 @@ from __future__ import annotations
 import ast
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,20 +39,24 @@ ROOT = Path(fsdp_demo.__file__).parent
 THREADS = {"CommWorker.submit": "exchange", "Driver._post": "network"}
 """Functions that give work to a thread: behind them stands what that thread has entered."""
 
+FOLLOW = getattr(threading, "setprofile_all_threads", threading.setprofile)  # of Python 3.12
+
 
 class Journey:
-    """Follows this process inside `with`. Make it before the threads that it is to see."""
+    """Follows all threads of this process inside `with`. Make it before they are started: before
+    Python 3.12 a thread that runs already cannot be followed, and one that did is an error.
+    """
 
     def __init__(self) -> None:
-        self._entered: dict[str, dict[tuple[str, str, int], None]] = {
-            "MainThread": {},
-            **{thread: {} for thread in THREADS.values()},
-        }
+        self._entered: defaultdict[str, dict[tuple[str, str, int], None]] = defaultdict(dict)
         self._calls: set[tuple[str, str]] = set()
         self._on = False
-        threading.setprofile(self._look)
+        self._before = {*threading.enumerate()} - {threading.current_thread()}
+        FOLLOW(self._look)
 
     def __enter__(self) -> Journey:
+        unseen = [thread.name for thread in self._before if thread.is_alive()]
+        assert not unseen or FOLLOW is not threading.setprofile, f"not followed: {unseen}"
         self._on = True
         sys.setprofile(self._look)
         return self
@@ -64,9 +68,7 @@ class Journey:
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
         if not self._on or event != "call" or not frame.f_code.co_filename.startswith(str(ROOT)):
             return
-        entered = self._entered.get(threading.current_thread().name)
-        if entered is None:
-            return
+        entered = self._entered[threading.current_thread().name]
         code, name = frame.f_code, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         entered[code.co_filename, name, code.co_firstlineno] = None
         # what is defined inside another function is read there
@@ -83,7 +85,11 @@ class Journey:
     def stays(self) -> list[tuple[str, list[str]]]:
         """(file below the package, functions), in order."""
         out: list[tuple[str, list[str]]] = []
-        for file, name, line in dict.fromkeys(self._way("MainThread", set(THREADS.values()))):
+        others = set(THREADS.values())
+        way = [*self._way("MainThread", others)]
+        for thread in sorted({*self._entered} - {"MainThread", *THREADS.values()} | others):
+            way += self._entered[thread]
+        for file, name, line in dict.fromkeys(way):
             if line not in works(file):
                 continue
             where = short(file)
@@ -99,6 +105,15 @@ class Journey:
             if (other := THREADS.get(entered[1], "")) in others:
                 others.remove(other)
                 yield from self._way(other, others)
+
+    @property
+    def threads(self) -> set[str]:
+        """Names of the threads that have entered a function of the package."""
+        return {thread for thread, entered in self._entered.items() if entered}
+
+    def entered_by(self, thread: str) -> set[str]:
+        """Files whose functions that count this thread has entered."""
+        return {short(file) for file, _, line in self._entered[thread] if line in works(file)}
 
     @property
     def files(self) -> set[str]:
@@ -128,6 +143,7 @@ class Journey:
             f"{len(seen)} files, {len(self.stays)} stays, {len(self.stays) - len(seen)} returns; "
             f"files of each package: {dict(floors)}"
         )
+        print(f"threads: {', '.join(sorted(self.threads))}")
         print(f"each once, in this order: {' '.join(self.order)}")
         print(f"in a circle, or behind one: {' '.join(sorted(seen - {*self.order})) or 'none'}")
 

@@ -40,7 +40,7 @@ KEPT = {
         "test_the_loss_goes_on": r"^diloco$",
     },
     "checkpoint/test_returning.py": {
-        "test_nothing_but_what_came_since_is_fetched": r"diloco|late",
+        "test_it_goes_on_with_moments_of_its_own": r"diloco|late",
     },
     "comm/test_membership_exhaustive.py": {
         # OwnView-gather-1 is another end of the same mutant

@@ -1,4 +1,4 @@
-"""The pages that users read, in pieces: fenced blocks with their marks, commands, sentences, links.
+"""The pages that users read, in pieces: fenced blocks with their marks, commands, links.
 
 A mark is one line directly above a fence: `<!-- not run: REASON -->`, or `<!-- run first: PATH -->`
 with a file of python (from the repository root) that gives the block what a reader has already.
@@ -130,29 +130,6 @@ def without_blocks(text: str) -> str:
     for number, line in enumerate(lines, 1):
         out.append("" if number in inside else line)
     return "\n".join(out)
-
-
-def sentences(text: str) -> list[str]:
-    """What a page says outside of code, tables and headings. Inline code counts as one word, of a
-    link its text.
-    """
-    text = re.sub(r"<!--.*?-->", "", without_blocks(text), flags=re.DOTALL)
-    text = re.sub(r"`[^`]+`", "code", text)
-    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"^[ \t]*(\||#|:::|!!!|===|\[\^).*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^[ \t]*([*+-]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
-    found = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        for sentence in re.split(r"(?<=[.!?])[)\"'*]*\s+", " ".join(paragraph.split())):
-            if words(sentence):
-                found.append(sentence)
-    return found
-
-
-def words(sentence: str) -> int:
-    """How many words a sentence has."""
-    return sum(any(c.isalnum() for c in word) for word in sentence.split())
 
 
 def links(text: str) -> list[str]:

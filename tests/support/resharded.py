@@ -15,7 +15,7 @@ import torch
 
 from fsdp_demo import ExchangeConfig
 from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner
-from fsdp_demo.channels.placement import Placement
+from fsdp_demo.channels.state import Placement
 from fsdp_demo.checkpoint import save_exchange
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.config.fragments import expand

@@ -20,6 +20,8 @@ from transformers import (
     set_seed,
 )
 
+from fsdp_demo import Topology
+from fsdp_demo.checkpoint import CheckpointManager
 from fsdp_demo.integrations.accelerate import allow_fsdp_on_cpu
 from fsdp_demo.integrations.data import split_dataset_by_island
 from fsdp_demo.integrations.trainer import ExchangeCallback
@@ -154,3 +156,8 @@ def exchange_of(trained):
     """What its `ExchangeCallback` shows."""
     (callback,) = (c for c in trained.callback_handler.callbacks if isinstance(c, ExchangeCallback))
     return callback.exchange
+
+
+def whole_steps(folder):
+    """The steps of the checkpoints that are whole in an island's folder."""
+    return CheckpointManager(folder, Topology()).complete()

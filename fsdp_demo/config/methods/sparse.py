@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..channel import Accumulator, Applier, Channel, Codec, Reducer, SyncSchedule
+from dataclasses import replace
+
+from ..channel import Accumulator, Applier, Channel, Codec, Phase, Reducer, SyncSchedule
 from ..parsing import one_of
 from ..patterns import EMBEDDINGS
 from ..schema import ExchangeConfig
@@ -109,6 +111,9 @@ def sign_loco(
     momentum: float = 0.6,
     momentum_warmup: int = 48,
     value_dtype: str = "1bit",
+    switch: float = 0.0,
+    late_lr: float = 1.5,
+    late_topk: int | None = None,
 ) -> ExchangeConfig:
     """Ours, from no paper: the largest values of the pseudo-gradient in one bit, and an outer
     momentum over the mean of what was sent.
@@ -126,6 +131,10 @@ def sign_loco(
     The outer momentum rises from 0 over the first `momentum_warmup` rounds. The rule says the first
     half of the rounds: set it to steps / (2 period). 48 is that of the 480 steps it was tried on.
 
+    `switch` (a share of the run, or a step; 0: never) begins a second phase: from there on nothing
+    that is not sent is forgotten (`beta` 1), the mean goes over all replicas, and the anchor takes
+    plain steps of rate `late_lr`, without momentum. It sends `late_topk` values (default `topk`).
+
     Where the numbers come from: docs/measured/study.md, on 0.49 M parameters with an inner AdamW at
     8e-3, eight seeds. It is for short runs of small models: it ended level with the all-reduce
     there, 0 and 3 % above at 0.92 M parameters (two seeds), 8 and 4 % above at 3.3 M (two). The
@@ -141,4 +150,13 @@ def sign_loco(
         reducer=Reducer("senders"),
         applier=outer_step(lr, momentum, momentum_warmup, dense_lr=lr),
     )
+    if switch:
+        late = Phase(
+            switch,
+            Accumulator(beta=1.0),
+            replace(channel.codec, topk=late_topk or topk),
+            feedback="subtract",
+            applier=outer_step(late_lr, 0.0, 0, dense_lr=late_lr),
+        )
+        channel = replace(channel, later=(late,))
     return ExchangeConfig("sign_loco", (channel,), inner_optimizers=ADAPTIVE, lr=8e-3, clip=1.0)

@@ -109,7 +109,7 @@ def refuse_damaged(chosen: Chosen) -> None:
     have been edited since.
     """
     for found, _, _ in chosen.parts:
-        bad = [name for name in damaged(found.folder, sealed=False) if not name.endswith(".json")]
+        bad = [name for name in damaged(found.folder) if not name.endswith(".json")]
         if bad:
             raise ValueError(
                 f"{found.folder} is damaged, the checksum does not fit: {', '.join(bad[:4])}. "

@@ -1,10 +1,9 @@
 """How a training of the Trainer begins: anew, from a checkpoint, at the step of islands that hold
-one which this island lacks (`take_over.py`), or at that of a run under way (`joining.py`).
+one which this island lacks, or at that of a run under way (`joining.py`).
 """
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,17 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ...attaching import attach
 from ...checkpoint.exchange_state import SavedExchange
+from ...checkpoint.manager import CheckpointManager
 from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...exchange.exchange import Exchange
-from ...exchange.startup import OwnCheckpoint
+from .choosing import TakeOver, find_checkpoint, is_named
 from .engine import engine_of
 from .evaluation import Evaluations
-from .joining import move_to
-from .returning import own_checkpoint
+from .joining import load_moments, move_to
+from .saves import manager_of
 from .setup import clipping
-from .state import find_checkpoint, open_state, restore_local
-from .take_over import TakeOver
+from .state import open_state, restore_local
 from .words import check_optimizer, warn
 
 
@@ -41,6 +40,7 @@ class Beginning:
         named: a person named the checkpoint.
         fresh: begin the exchange's state anew.
         after: what must be undone when training is over.
+        manager: of the Trainer's checkpoints.
         exchange: what `attach` made; None before.
     """
 
@@ -50,6 +50,7 @@ class Beginning:
     named: bool
     fresh: bool
     after: ExitStack
+    manager: CheckpointManager
     exchange: Exchange | None = None
 
     @classmethod
@@ -59,19 +60,13 @@ class Beginning:
         Raises:
             NeedsDecision, ValueError: as `find_checkpoint`.
         """
-        named = isinstance(wanted, (str, os.PathLike)) and str(wanted).lower() not in (
-            "true",
-            "auto",
-        )
-        joins, after = topology.under_way(), ExitStack()
-        where = (
-            None
-            if joins
-            else find_checkpoint(wanted, Path(str(trainer.args.output_dir)), topology, fresh)
-        )
+        joins, manager = topology.under_way(), manager_of(trainer, topology)
+        where = None if joins else find_checkpoint(wanted, manager, fresh)
         taken = where if isinstance(where, TakeOver) else None
-        given = taken.begin(trainer, after) if taken else where
-        return cls(given, taken, joins, named, fresh, after)
+        after = ExitStack()
+        after.callback(manager.close)
+        given = None if taken else where
+        return cls(given, taken, joins, is_named(wanted), fresh, after, manager)
 
     def attach(self, trainer: Trainer, config: ExchangeConfig, topology: Topology) -> Exchange:
         """Join the other replicas. Model and optimizer are sharded and, on resume, loaded.
@@ -93,16 +88,18 @@ class Beginning:
             **{name: str(getattr(args, name)) for name in ("lr_scheduler_type", "warmup_steps")},
             "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
         }
+        own = self.joins and not self.fresh and engine is None
+        moments = own and load_moments(trainer, topology)
         # with a state of the exchange islands may stand at unlike steps between two exchanges
         if self.fresh:
-            facts["at"] = state.global_step
+            facts["at"] = self.taken.step if self.taken else state.global_step
         self.exchange = exchange = attach(
             trainer.optimizer if engine is None else engine,
             config,
             model=trainer.model,
             topology=topology,
             must_match=facts | Evaluations.facts(trainer),
-            step=0 if self.taken else state.global_step,
+            step=state.global_step,
             state=self._state(trainer, topology),
             batch=(args.per_device_train_batch_size, args.gradient_accumulation_steps),
             # questions to the islands come first: one that has to catch up waits for those that it
@@ -114,28 +111,24 @@ class Beginning:
         # after an error the others see at once that this island is gone; else the Trainer may train
         # on with this optimizer
         self.after.callback(exchange.detach)
-        if exchange.newcomer:
-            warn(trainer, topology, move_to(trainer, exchange, self.after))
+        if exchange.newcomer or self.taken:
+            told = move_to(trainer, exchange, self.taken, self.after, moments)
+            warn(trainer, topology, told)
         elif exchange.step != state.global_step:
             raise ValueError(
                 f"{topology.name} resumes at step {state.global_step}, another island at "
                 f"{exchange.step}: resume all from one step"
             )
-        if self.taken:
-            warn(trainer, topology, self.taken.sentence(exchange, args))
         elif state.global_step and not self.fresh:
             restore_local(self._folder(trainer), exchange, engine is not None)
             exchange.accept_parameters()
         return exchange
 
-    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | OwnCheckpoint | None:
+    def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | None:
         """What `attach` is given to go on from."""
-        if self.joins:
-            without = self.fresh or engine_of(trainer) is not None
-            return None if without else own_checkpoint(trainer, topology)
-        if not trainer.state.global_step or self.taken:
+        if self.joins or self.fresh or not trainer.state.global_step:
             return None
-        return open_state(self._folder(trainer), topology, self.fresh)
+        return open_state(self._folder(trainer))
 
     def _folder(self, trainer: Trainer) -> Path:
         """The one that the Trainer has loaded."""

@@ -9,7 +9,7 @@ with one replica.
 
 The callback finds its Trainer and wraps methods of that one object (`train`, `training_step`,
 `evaluation_loop`, `log`, `_save_checkpoint`; for the hub `push_to_hub`, `create_model_card`; on the
-way in those of `take_over.py`): what it must see or show there passes through no event. Facts:
+way in that of `joining.py`): what it must see or show there passes through no event. Facts:
 transformers 5.23, `CallbackHandler.call_event`.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -31,10 +30,12 @@ from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
 from ...status import SAVED, tell_launcher
 from .beginning import Beginning
+from .choosing import refuse_elsewhere
 from .optimizer import exchange_optimizer
+from .saves import manager_of
 from .session import Session
 from .setup import find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
-from .state import refuse_alone, refuse_elsewhere
+from .state import refuse_alone
 from .stop import Stops
 from .words import talk, warn
 
@@ -179,7 +180,7 @@ class ExchangeCallback(TrainerCallback):
             output_dir = str(self._trainer.args.output_dir)
             resume_from_checkpoint = get_last_checkpoint(output_dir)
             if resume_from_checkpoint is None:
-                refuse_elsewhere(Path(output_dir), self._topology)
+                refuse_elsewhere(manager_of(self._trainer, self._topology))
         if not self._fresh and self._trainer is not None:
             last = resume_from_checkpoint is True and get_last_checkpoint(
                 self._trainer.args.output_dir

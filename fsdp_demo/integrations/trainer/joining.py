@@ -1,5 +1,5 @@
-"""An island joins a run under way: its Trainer goes to the step of the others after `attach`, as if
-it had trained so far.
+"""An island joins a run under way, or takes over where it holds no checkpoint: its Trainer goes to
+the step of the others after `attach`, as if it had trained so far.
 
 The Trainer works out epoch and place in the data before its callbacks hear that training begins,
 and gives both to `_run_epoch`. The step is known only then. So that method is wrapped on this one
@@ -12,24 +12,60 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 
-from ...checkpoint.taking_over import begins_anew, forward, small
+from ...checkpoint.folders import found, misfits
+from ...checkpoint.taking_over import begins_anew, forward, moments_in, small
+from ...comm.ranks import Ranks
+from ...comm.topology import Topology
 from ...exchange.exchange import Exchange
+from .choosing import KINDS, TakeOver
 from .engine import door_of, engine_of
 from .evaluation import Evaluations
-from .take_over import KINDS
 
 
-def move_to(trainer: Trainer, exchange: Exchange, undo: ExitStack) -> str:
+def load_moments(trainer: Trainer, topology: Topology) -> bool:
+    """Load the newest checkpoint of this island with the Trainer's own methods; whether there is
+    one that `moments_in` accepts. Before `attach`, which replaces what replicas share; all ranks of
+    the island call it together.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    group = dist.new_group(backend="gloo") if world > 1 else None
+    ranks = Ranks(group, trainer.args.process_index, world)
+    trained: Any = trainer
+    root = Path(str(trainer.args.output_dir))
+    step = ranks.from_first(
+        lambda: max((s for s, folder in found(root) if _whole(folder)), default=-1)
+    )
+    folder = root / f"checkpoint-{step}"
+    if step < 0 or moments_in(folder, topology, ranks) is None:
+        return False
+    trained._load_from_checkpoint(
+        str(folder), *([trained.model_wrapped] if trained.is_fsdp_enabled else [])
+    )
+    trained._load_optimizer_and_scheduler(str(folder))
+    return True
+
+
+def _whole(folder: Path) -> bool:
+    """Sealed, and with the optimizer's state (`save_only_model` leaves it out)."""
+    return not misfits(folder) and any(folder.glob("optimizer*"))
+
+
+def move_to(
+    trainer: Trainer, exchange: Exchange, taken: TakeOver | None, undo: ExitStack, moments: bool
+) -> str:
     """Let rate, scheduler, sampler and counters be those of `exchange.step`; the sentence for the
     log. After `attach` in `on_train_begin`.
 
     Args:
-        undo: what must be undone when training is over.
+        taken: of an island that takes over at the start; None for one that joins a run.
+        undo: what must be undone when training is over. moments: as `load_moments` has said.
     """
     trained: Any = trainer
     step, args, state = exchange.step, trainer.args, trainer.state
@@ -37,36 +73,54 @@ def move_to(trainer: Trainer, exchange: Exchange, undo: ExitStack) -> str:
         args, trained.callback_handler.train_dataloader
     )
     per_epoch, in_epoch = values[1], values[5]
-    epochs, steps = divmod(step, per_epoch)
+    epochs, behind = divmod(step, per_epoch)
+    told = taken.state if taken is not None else exchange.told.get("state")
     _count(
         trainer,
         exchange,
-        epochs + min(steps * args.gradient_accumulation_steps, in_epoch) / in_epoch,
+        told if isinstance(told, dict) else {},
+        epochs + min(behind * args.gradient_accumulation_steps, in_epoch) / in_epoch,
     )
     if (engine := engine_of(trainer)) is not None and (door := door_of(trainer)) is not None:
         door.advance(engine, step)
     # else the engine's, or one that goes by a metric
     if isinstance(trained.lr_scheduler, LRScheduler):
         forward(trained.lr_scheduler, step - trained.lr_scheduler.last_epoch)
-    skipped = 0 if args.ignore_data_skip else steps * args.gradient_accumulation_steps
+    skipped = 0 if args.ignore_data_skip else behind * args.gradient_accumulation_steps
     trained._run_epoch = functools.partial(
         _run_epoch, trained._run_epoch, epochs, skipped, str(args.output_dir)
     )
     undo.callback(vars(trainer).pop, "_run_epoch", None)
+    return sentence(exchange, args, step, taken, state.best_metric, moments)
+
+
+def sentence(
+    exchange: Exchange,
+    args: Any,
+    step: int,
+    taken: TakeOver | None,
+    best: float | None,
+    moments: bool,
+) -> str:
+    """What was taken over and what was not, for the log."""
     rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
-    text = f"joined the others at step {state.global_step}{rows}"
-    if args.load_best_model_at_end and state.best_metric is not None:
+    text = (
+        f"joined the others at step {step}{rows}"
+        if taken is None
+        else f"no checkpoint here: took over step {step} from {taken.donor}{rows}"
+    )
+    if args.load_best_model_at_end and best is not None:
         text += (
             ". The best model so far is on the other islands only: without a better one, this "
             "island ends with its last"
         )
-    return f"{text}; {begins_anew(exchange.config)}"
+    return f"{text}; {begins_anew(exchange.config, not moments)}"
 
 
-def _count(trainer: Any, exchange: Exchange, epoch: float) -> None:
+def _count(trainer: Any, exchange: Exchange, told: dict[str, Any], epoch: float) -> None:
     """The Trainer's counters; what only a donor knows comes from its own."""
-    state, told = trainer.state, exchange.told.get("state")
-    for name, value in told.items() if isinstance(told, dict) else ():
+    state = trainer.state
+    for name, value in told.items():
         if isinstance(value, KINDS.get(name, ())):
             setattr(state, name, value)
     if state.stateful_callbacks and told:

@@ -13,8 +13,8 @@ from transformers.trainer_callback import ProgressCallback
 
 from ...comm.meter import ring_all_reduce_bytes
 from ...exchange.exchange import Exchange
-from ...report.progress import Progress, ProgressLine, line
-from ...report.record import RunRecord, ledger_rows
+from ...runlog.progress import Progress, ProgressLine, line
+from ...runlog.record import RunRecord, ledger_rows
 
 log = logging.getLogger("fsdp_demo")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from ...errors import PeerLost, WireError
 from ...exchange.exchange import Exchange
-from ...report.metrics import tracked
+from ...runlog.record import tracked
 from .batches import FirstBatches, tokens_in
 from .beginning import Beginning
 from .engine import before_steps, engine_of
@@ -25,7 +24,6 @@ from .evaluation import Evaluations
 from .joining import tells
 from .record import TrainerRecord
 from .saves import Saves
-from .state import Rotation
 from .stop import Stops
 from .words import warn
 
@@ -58,17 +56,10 @@ class Session(TrainerCallback):
             after.callback(before_steps(trainer.accelerator, self._hear))
         else:  # DeepSpeed looks by itself
             exchange.watch_gradients()
-        self._saves = Saves(trainer, exchange, self._engine_steps)
-        self._saves.begin(trainer.state.global_step, beginning.named)
-        self._rotation: Rotation | None = None
-        if exchange.topology.kind == "islands":
-            if args.process_index == 0:
-                self._rotation = Rotation(
-                    Path(args.output_dir), exchange.topology, args.save_total_limit
-                )
-                after.callback(self._rotation.close)
-            after.callback(setattr, args, "save_total_limit", args.save_total_limit)
-            args.save_total_limit = None
+        beginning.manager.own(trainer.state.global_step or None, beginning.named)
+        self._saves = Saves(trainer, exchange, beginning.manager, self._engine_steps)
+        after.callback(setattr, args, "save_total_limit", args.save_total_limit)
+        args.save_total_limit = None  # the manager rotates
         exchange.raises_stopped = False
         self._evaluations = Evaluations(exchange, trainer)
         exchange.tells = functools.partial(tells, trainer, self._evaluations)
@@ -165,13 +156,6 @@ class Session(TrainerCallback):
         self._stops.hold(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """This rank's part of the exchange, beside the Trainer's own files, and the manifest over
-        all.
-        """
-        saved = self._saves.seal(state.global_step, kwargs.get("model"))
-        self._stops.unsaved = not saved
-        if saved and self._rotation is not None:
-            self._rotation.saved(state.global_step, state.best_model_checkpoint)
         if self._record is not None:
             self._record.saved()
         self._stops.hold(control)
@@ -233,9 +217,8 @@ class Session(TrainerCallback):
         if self.exchange.step == state.global_step + 1:
             trainer.lr_scheduler.step()
             state.global_step += 1
-        if not (
-            Path(args.output_dir) / f"checkpoint-{state.global_step}" / "trainer_state.json"
-        ).exists():
+        manager = self._saves.manager
+        if not manager.ranks.from_first(lambda: state.global_step in manager.whole()):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(args, state, trainer.control)
 
@@ -245,7 +228,8 @@ class Session(TrainerCallback):
     # ---- around methods of the Trainer ---------------------------------------------------------
 
     def save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
-        self._saves.write(original, model, trial)
+        self._stops.unsaved = True  # also where it raises
+        self._stops.unsaved = not self._saves.save(original, model, trial)
 
     def training_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any

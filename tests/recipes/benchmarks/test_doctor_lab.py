@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
 import doctor_faults as machine  # noqa: E402
 import doctor_lab as lab  # noqa: E402
 
-from fsdp_demo.doctor.findings import RULES  # noqa: E402
+from fsdp_demo.tools.doctor.findings import RULES  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "recipes" / "study" / "study.py"
 sys.path[:0] = [str(SCRIPT.parents[1])]
 
-from pretrain import TrainArguments, load_model, schedule  # noqa: E402
+from model import load_model  # noqa: E402
+from pretrain_parts import Arguments, schedule  # noqa: E402
 from study import cells as study_cells  # noqa: E402
 from study import chosen  # noqa: E402
 from study import gain as study_gain  # noqa: E402
@@ -79,7 +80,7 @@ def as_processes(rank, cell):
     torch.manual_seed(run.seed)
     model = load_model(SHORT.model, 258)
     optimizer = base_optimizer(cell.config(), model.named_parameters(), cell.lr)
-    facts = TrainArguments(steps=SHORT.steps, warmup_steps=SHORT.warmup)
+    facts = Arguments(steps=SHORT.steps, warmup_steps=SHORT.warmup)
     rates = LambdaLR(optimizer, lambda t: schedule(t, facts))
     exchange = attach(optimizer, cell.config(), model=model)
     rows, losses = study_run.batches(texts().train[rank.island :: 4], run, rank.island), []

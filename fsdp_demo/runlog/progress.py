@@ -1,0 +1,196 @@
+"""The line of progress of one island: how far all islands are, and what this one does now."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from .words import size, times
+
+PLAIN_EVERY = 5.0
+"""Seconds between two lines, where the output is no terminal."""
+REFRESH = 0.5
+"""Seconds after which the line on a terminal is written again."""
+LONG_WAIT = 30.0
+"""Seconds of standing still after which a line says so, where the output is no terminal."""
+HOLD = 0.1
+"""Seconds for which the line stays away once a record of the log has taken it off."""
+WINDOW = 50  # steps from which the end is predicted
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is known after a step.
+
+    Attributes:
+        step, steps: optimizer steps done, and of the job (None: nobody knows).
+        loss: nats per token; everywhere: it is the mean over all islands, else this island's own.
+        tokens_per_second: of all islands.
+        sent, full: bytes of this island so far, and what a bf16 all-reduce at every step would have
+            sent.
+    """
+
+    step: int
+    steps: int | None
+    loss: float | None = None
+    everywhere: bool = False
+    tokens_per_second: float | None = None
+    sent: float | None = None
+    full: float | None = None
+
+
+def line(known: Progress, state: str, end: float | None = None, now: float | None = None) -> str:
+    """The line.
+
+    Args:
+        state: of this island, in words. end: when the job will end, in seconds since 1970. now: the
+            same of this moment (None: the clock's).
+
+    Example:
+        >>> from fsdp_demo.runlog.progress import Progress, line
+        >>> line(Progress(120, 300, 2.5, True, 12_340, 2.4e6, 1.2e8), "waiting for 2")
+        'step 120/300, loss 2.500, 12,340 tokens/s, waiting for 2, sent 2.4 MB, 50 x less than \
+all-reduce'
+    """
+    parts = [f"step {known.step}" + (f"/{known.steps}" if known.steps else "")]
+    if known.loss is not None:
+        parts.append(f"loss {known.loss:.3f}" + ("" if known.everywhere else " (this island)"))
+    if known.tokens_per_second is not None:
+        parts.append(f"{known.tokens_per_second:,.0f} tokens/s")
+    parts.append(state)
+    if known.sent:
+        parts.append(f"sent {size(known.sent)}")
+        if known.full:
+            parts.append(f"{times(known.full / known.sent)} less than all-reduce")
+    if end is not None:
+        parts.append(f"ends {clock(end, time.time() if now is None else now)}")
+    return ", ".join(parts)
+
+
+def clock(end: float, now: float) -> str:
+    """A time of day, with the day where it is another one."""
+    then, today = time.localtime(end), time.localtime(now)
+    if (then.tm_year, then.tm_yday) == (today.tm_year, today.tm_yday):
+        return time.strftime("%H:%M", then)
+    return time.strftime("%a %H:%M" if end - now < 6 * 86_400 else "%Y-%m-%d %H:%M", then)
+
+
+class ProgressLine:
+    """Writes the line: over itself on a terminal, as plain lines elsewhere.
+
+    Args:
+        exchange: `activity` is read, also from a thread of this object, so that it says whom an
+            island waits for while its training stands still.
+        steps: of the job, if known.
+        stream: None: stderr.
+    """
+
+    def __init__(self, exchange: Any, steps: int | None, stream: TextIO | None = None):
+        self._exchange, self._stream = exchange, stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self.known = Progress(exchange.step, steps)
+        self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._lock, self._shown, self._next, self._said = threading.RLock(), False, 0.0, False
+        self._over, self._held = threading.Event(), 0.0
+        self._filter = _Above(self)
+        self._handlers = [
+            h
+            for logger in (logging.getLogger(), logging.getLogger("fsdp_demo"))
+            for h in logger.handlers
+            if self._terminal
+        ]
+        for handler in self._handlers:
+            handler.addFilter(self._filter)
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+        self._thread.start()
+
+    def step(self, step: int) -> None:
+        """An optimizer step has ended; costs a look at the clock."""
+        self._times.append((step, time.monotonic()))
+        self.known = _replaced(self.known, step=step)
+
+    def update(self, **fields: Any) -> None:
+        """What is known now, by the names of `Progress`; a plain line where one is due."""
+        self.known = _replaced(self.known, **fields)
+        if not self._terminal and (time.monotonic() >= self._next or self._last):
+            self._next = time.monotonic() + PLAIN_EVERY
+            self.write(self.text())
+
+    @property
+    def _last(self) -> bool:
+        return self.known.step == self.known.steps
+
+    def text(self) -> str:
+        """The line as it is now."""
+        return line(self.known, self._exchange.activity.text, self._end())
+
+    def _end(self) -> float | None:
+        if self.known.steps is None or len(self._times) < 2 or self._last:
+            return None
+        (first, began), (last, ended) = self._times[0], self._times[-1]
+        left = self.known.steps - last
+        return time.time() + (ended - began) / max(last - first, 1) * left
+
+    def write(self, text: str) -> None:
+        """A whole line, above the one that is rewritten."""
+        with self._lock:
+            self.clear()
+            print(text, file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        """Take the line off the terminal."""
+        with self._lock:
+            self._held = time.monotonic() + HOLD
+            if self._shown:
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
+                self._shown = False
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._over.set()
+        self._thread.join(5.0)
+        self.clear()
+        for handler in self._handlers:
+            handler.removeFilter(self._filter)
+
+    def _watch(self) -> None:
+        while not self._over.wait(REFRESH):
+            activity = self._exchange.activity
+            if self._terminal:
+                if time.monotonic() >= self._held:
+                    self._show()
+            elif activity.seconds < LONG_WAIT:
+                self._said = False
+            elif not self._said:  # once for each wait
+                self._said = True
+                self.write(f"{self.text()}: for {activity.seconds:.0f} s now")
+
+    def _show(self) -> None:
+        width = shutil.get_terminal_size().columns
+        with self._lock:
+            self._stream.write(f"\r{self.text()[: width - 1]}\x1b[K")
+            self._stream.flush()
+            self._shown = True
+
+
+class _Above(logging.Filter):
+    """Takes the line off the terminal before a record of the log is written."""
+
+    def __init__(self, line: ProgressLine):
+        super().__init__()
+        self._line = line
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self._line.clear()
+        return True
+
+
+def _replaced(known: Progress, **fields: Any) -> Progress:
+    return Progress(**{**vars(known), **fields})

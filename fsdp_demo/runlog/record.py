@@ -1,0 +1,227 @@
+"""Writes what a run leaves of itself, while it trains: one object per island, on the rank that
+writes for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from . import files
+
+
+class RunRecord:
+    """The files of one island (`files.py`).
+
+    Args:
+        folder: of the island; made if it is not there.
+        exchange: read, never changed.
+        steps: of the job, if known.
+        parameters: numbers of the whole model.
+        procs: ranks of the island.
+        facts: what else the script says of the run, as JSON values.
+
+    A record that begins at a later step than 0 goes on with the files that are there, up to that
+    step.
+
+    Attributes:
+        last: the last line of metrics.jsonl that an earlier start has left; empty without one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        exchange: Any,
+        *,
+        steps: int | None,
+        parameters: int,
+        procs: int,
+        facts: dict[str, Any] | None = None,
+    ):
+        self._folder, self._exchange = folder, exchange
+        self._last: Any = None  # of the exchanges that were written
+        self._seen = list(exchange.participants)
+        self._left_out = self._counts()
+        self._files: dict[str, TextIO] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        topology = exchange.topology
+        head = {
+            "format": files.FORMAT,
+            "name": topology.name,
+            "island": topology.island,
+            "islands": topology.count,
+            "procs": procs,
+            **_method(exchange),
+            "steps": steps,
+            "parameters": parameters,
+            "began": time.time(),
+            "facts": facts or {},
+        }
+        if exchange.step and (before := files.read_json(folder / files.HEAD_FILE)) is not None:
+            head["began"] = before.get("began", head["began"])
+        self._first = head["began"]
+        self._head = head
+        files.write_json(folder / files.HEAD_FILE, head)
+        (folder / files.SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start
+        self._began = time.perf_counter()
+        self.resume(exchange.step)
+
+    def resume(self, step: int) -> None:
+        """Go on after `step`: what the files have of later steps was never part of this job."""
+        for file in self._files.values():
+            file.close()
+        last = step if step else -1
+        kept = {
+            files.STEPS_FILE: files.keep_until(self._folder / files.STEPS_FILE, last),
+            files.EXCHANGES_FILE: files.keep_until(
+                self._folder / files.EXCHANGES_FILE, step - 1, "applied"
+            ),
+            files.EVENTS_FILE: files.keep_until(self._folder / files.EVENTS_FILE, last),
+        }
+        self.last = (kept[files.STEPS_FILE] or [{}])[-1]
+        times = [line.get("seconds", 0.0) for lines in kept.values() for line in lines]
+        before = max(times, default=0.0)
+        if step and self._exchange.newcomer:  # the others trained on meanwhile
+            before = max(before, time.time() - self._first)
+        self._began = time.perf_counter() - before
+        self._files = {
+            name: open(self._folder / name, "a", encoding="utf-8")  # noqa: SIM115
+            for name in kept
+        }
+        if step and self._exchange.newcomer:
+            self._event("joined", step, islands=[self._exchange.topology.island])
+        else:
+            self._event("resume" if step else "begin", step)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start of the job, pauses between starts not counted."""
+        return time.perf_counter() - self._began
+
+    def tick(self) -> None:
+        """Once per step: note which islands are gone, new, or left out of a round, and which method
+        `auto` has chosen.
+        """
+        if self._exchange.config.preset != self._head["preset"]:
+            self._head |= _method(self._exchange)
+            files.write_json(self._folder / files.HEAD_FILE, self._head)
+            self.event("chosen", reason=self._exchange.chosen_because)
+        now, before = list(self._exchange.participants), self._seen
+        for kind, slots in (
+            ("lost", [i for i in before if i not in now]),
+            ("joined", [i for i in now if i not in before]),
+        ):
+            if now and slots:
+                self.event(kind, islands=slots)
+        self._seen = now or before
+        counts = self._counts()
+        for reason, count in counts.items():
+            if count > self._left_out[reason]:
+                self.event("skipped round", reason=reason)
+        self._left_out = counts
+
+    def _counts(self) -> dict[str, int]:
+        metrics = self._exchange.metrics()
+        return {
+            "a contribution was not finite": metrics.get("not_finite", 0),
+            "a contribution's norm was far from the others'": metrics.get("far", 0),
+        }
+
+    def line(self, values: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, and the exchanges that have ended since the last."""
+        self._write(files.STEPS_FILE, {"seconds": self.seconds, **values})
+        self.exchanges()
+
+    def exchanges(self) -> None:
+        """Write the exchanges that have ended since the last call."""
+        for flown in self._exchange.ended_since(self._last):
+            start, end = (
+                None if t is None else t - self._began for t in (flown.began, flown.ended)
+            )
+            self._last = flown
+            self._write(
+                files.EXCHANGES_FILE,
+                {
+                    "step": flown.step,
+                    "applied": flown.applied,
+                    "channels": list(flown.channels),
+                    "start": start,
+                    "end": end,
+                    "waiting": flown.waited,
+                    "bytes": flown.sent,
+                    "received": flown.received,
+                    "islands": list(flown.islands),
+                },
+            )
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened now: see `files.EVENT`."""
+        self._event(kind, self._exchange.step, **fields)
+
+    def _event(self, kind: str, step: int, **fields: Any) -> None:
+        self._write(
+            files.EVENTS_FILE, {"kind": kind, "step": step, "seconds": self.seconds, **fields}
+        )
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        print(json.dumps(value), file=self._files[name], flush=True)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The run has ended as it should."""
+        self.exchanges()
+        self.event("finish")
+        files.write_json(self._folder / files.SUMMARY_FILE, summary)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        for file in self._files.values():
+            file.close()
+
+
+def ledger_rows(exchange: Any) -> dict[str, Any]:
+    """The ledger of the rank that writes, as it stands in summary.json: bytes sent and received."""
+    page = exchange.ledger()
+    rows = {name: [m.sent, m.received] for name, m in page.channels.items()}
+    return {
+        "channels": rows,
+        "headers": [page.headers.sent, page.headers.received],
+        "other": [page.other.sent, page.other.received],
+    }
+
+
+def _method(exchange: Any) -> dict[str, str]:
+    """What the head of a run says of its method."""
+    return {
+        "preset": exchange.config.preset,
+        "config": exchange.config.to_yaml(),
+        "chosen_because": exchange.chosen_because,
+    }
+
+
+# ---- the metrics of an exchange by name: the same in every tracker -------------------------------
+
+# docs/metrics.md has the table.
+
+PREFIX = "exchange/"
+
+
+def tracked(exchange: Any) -> dict[str, float]:
+    """The island's metrics as trackers get them: `exchange/NAME`. A collective of the island: all
+    its ranks call it together.
+
+    Example:
+        >>> import torch, fsdp_demo
+        >>> from fsdp_demo.runlog.record import tracked
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+        >>> tracked(exchange)["exchange/bytes_sent"]
+        0
+    """
+    found = {f"{PREFIX}{name}": value for name, value in exchange.totals().items()}
+    for channel, share in exchange.kept_energy().items():
+        found[f"{PREFIX}kept_energy/{channel}"] = share
+    return found

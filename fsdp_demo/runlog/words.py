@@ -1,0 +1,66 @@
+"""Numbers as people read them, and aligned tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import size as size
+
+
+def short(count: float) -> str:
+    """A count with a decimal prefix.
+
+    Example:
+        >>> from fsdp_demo.runlog.words import short
+        >>> short(950), short(409_600), short(1_250_000_000)
+        ('950', '410 k', '1.25 G')
+    """
+    for unit in ("", " k", " M", " G"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}" if unit else f"{count:.0f}"
+        count /= 1000
+    return f"{count:.3g} T"
+
+
+def times(ratio: float) -> str:
+    """A ratio with three digits.
+
+    Example:
+        >>> from fsdp_demo.runlog.words import times
+        >>> times(2.734), times(50), times(2641.3)
+        ('2.73 x', '50 x', '2,640 x')
+    """
+    return f"{float(f'{ratio:.3g}'):,.10g} x"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits.
+
+    Example:
+        >>> from fsdp_demo.runlog.words import duration
+        >>> duration(8.25), duration(340), duration(7500)
+        ('8.2 s', '5 min 40 s', '2 h 05 min')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
+    """Aligned columns; the first row is the head, the first column is left-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    padded = [
+        [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+        ]
+        for row in rows
+    ]
+    if not markdown:
+        return "\n".join("  ".join(row) for row in padded)
+    lines = ["| " + " | ".join(row) + " |" for row in padded]
+    lines.insert(1, "|" + "|".join(["---", *["---:"] * (len(widths) - 1)]) + "|")
+    return "\n".join(lines)

@@ -1,0 +1,2 @@
+"""What is used beside a run: a planner before it, a doctor of links and machines, a report
+after it."""

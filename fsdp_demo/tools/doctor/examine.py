@@ -1,0 +1,248 @@
+"""The examination of all islands, on one of them: facts, who reaches whom, then pair by pair what
+passes.
+
+Pairs without an island in common are measured at the same time, as in a tournament; so two islands
+that share a line are not measured against each other unless there are four.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...comm import attempts, descriptors
+from ...comm.address import route_to
+from ...comm.store_client import Store
+from ...comm.topology import Topology
+from ...comm.zeromq import Meeting
+from ...errors import PeerLost, counted, see
+from . import facts, reach
+from .measured import OK, Direction, Examination, Island, Reach
+from .probe import Pair, Probe
+
+MEET = 15.0  # seconds that two islands have to connect
+SLACK = 30.0  # seconds beyond the budget, after which a pair is given up
+LATE = 120.0  # seconds that an island may come later to a point of the examination than another
+LOOK = 0.05  # seconds between two looks at the store
+
+
+def examine(
+    topology: Topology,
+    seconds: float,
+    disk_mb_s: float | None = None,
+    step_seconds: float | None = None,
+) -> Examination:
+    """Examine the islands of a run; all of them call it.
+
+    Args:
+        topology: of this island; one of a kind that meets at a store, or single.
+        seconds: that measuring the links may take.
+        disk_mb_s, step_seconds: of this island, where they were measured.
+
+    Returns:
+        The same on all islands.
+
+    Raises:
+        PeerLost: no store, or an island did not come. ValueError: see `SharedNotes`.
+    """
+    planned, topology = topology, guest(topology)
+    own = address(topology)
+    mine = local(planned, own, disk_mb_s, step_seconds)  # with room for those that come later
+    if topology.kind != "islands":
+        return Examination((mine,))
+    shared = SharedNotes(topology)
+    notes = shared.share("facts", {"island": mine.note()}, topology.timeout)
+    islands = tuple(Island.of(note["island"]) for note in notes.values())
+    reaches = _reaches(shared, topology, own)
+    measured: list[Direction] = []
+    rounds = list(tournament(topology.count))
+    each = seconds / len(rounds)
+    for n, pairs in enumerate(rounds):
+        for pair in pairs:
+            if topology.island in pair:
+                measured.append(_measure(shared, topology, pair, own, reaches, islands, each))
+        shared.share(f"round/{n}", {}, 3 * each + SLACK + LATE)
+    said = shared.share("measured", {"directions": [d.note() for d in measured]}, LATE)
+    found = [Direction.of(d) for note in said.values() for d in note["directions"]]
+    shared.leave()
+    return Examination(islands, reaches, {(d.sender, d.receiver): d for d in found})
+
+
+def address(topology: Topology) -> str:
+    """Where the others reach this island, as a run would say it; "" for a single replica."""
+    if topology.kind != "islands":
+        return topology.address
+    return topology.address or route_to(topology.endpoint)
+
+
+def local(
+    topology: Topology, own: str, disk_mb_s: float | None, step_seconds: float | None
+) -> Island:
+    """What this island knows of itself."""
+    name = facts.interface(own)
+    settings = facts.tcp_settings()
+    return Island(
+        topology.island,
+        topology.name,
+        socket.gethostname(),
+        own,
+        facts.versions(),
+        name,
+        facts.speed(name),
+        facts.mtu(name),
+        disk_mb_s=disk_mb_s,
+        step_seconds=step_seconds,
+        open_files=descriptors.allowed(),
+        open_files_needed=descriptors.num_open() + descriptors.needed(topology.islands),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Rounds in which every two of `count` islands meet once, none twice in a round (the circle
+    method).
+
+    >>> list(tournament(4))
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        yield sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def _reaches(shared: SharedNotes, topology: Topology, own: str) -> dict[tuple[int, int], Reach]:
+    """Who reaches whom; the same on all islands."""
+    me, route = topology.island, route_to(topology.endpoint)
+    addresses = list(dict.fromkeys((own, route)))
+    secret = secrets.token_hex(16)
+    listener = reach.Listener(secret, me, addresses, reach.PATIENCE)
+    try:
+        told = {"secret": secret, "ports": listener.ports}
+        places = shared.share("ports", told, LATE)
+        found = []
+        for step in range(1, topology.count):  # not all at once to the same one
+            other = (me + step) % topology.count
+            note = places[other]
+            found.append(reach.reach(note["secret"], me, other, note["ports"]))
+        said = shared.share("reached", {"reaches": [r.note() for r in found]}, LATE)
+    finally:
+        listener.close()
+    made = [Reach.of(r) for note in said.values() for r in note["reaches"]]
+    return {(r.sender, r.receiver): r for r in made}
+
+
+def _measure(
+    shared: SharedNotes,
+    topology: Topology,
+    pair: tuple[int, int],
+    own: str,
+    reaches: dict[tuple[int, int], Reach],
+    islands: tuple[Island, ...],
+    seconds: float,
+) -> Direction:
+    """What this island measures of its messages to the other one of a pair."""
+    low, high = pair
+    me, other = topology.island, low if topology.island == high else high
+    # of two the first one listens: the other one of the pair where only that one is reached
+    order = pair if reaches[high, low].state == OK else (high, low)
+    if reaches[order[1], order[0]].state != OK:
+        return Direction(me, other, error="no connection stands")
+    if not reaches[order[1], order[0]].whole:
+        return Direction(me, other, error="connections stand, but data do not pass")
+    meeting = Meeting(
+        shared.store,
+        f"{shared.prefix}/pair/{low}.{high}",
+        order.index(me),
+        2,
+        tuple(islands[i].name for i in order),
+        own if reaches[other, me].state == OK else "",  # it may not be this machine's
+        MEET,
+        topology.token,
+    )
+    line = None
+    try:
+        line = Pair(meeting, time.monotonic() + 2 * seconds + SLACK)
+        return Probe(line, me, other, seconds, len(islands) - 1).run()
+    except PeerLost as error:
+        return Direction(me, other, error=str(error)[:300])
+    finally:
+        if line is not None:
+            line.close()
+
+
+# ---- through the store -------------------------------------------------------------------------
+
+
+def guest(topology: Topology) -> Topology:
+    """The same island in a run of its own, `RUN.doctor`, so that the run that is to come, or that
+    trains, is left alone.
+
+    Raises:
+        ValueError: the island would come later than the others.
+    """
+    if topology.kind == "islands" and topology.island >= topology.count:
+        raise ValueError(
+            f"ISLAND_RANK={topology.island} with ISLAND_COUNT={topology.count}: doctor examines "
+            "the islands that begin a run; raise ISLAND_COUNT to examine more"
+        )
+    run = f"{topology.run}.doctor"
+    return replace(topology, run=run, islands=topology.count, suffice=0, _rendezvous=None)
+
+
+class SharedNotes:
+    """What the islands of one examination tell each other through the store, the one place that all
+    of them reach.
+
+    Args:
+        topology: of `guest`.
+
+    Attributes:
+        store: below the keys of this examination.
+
+    Raises:
+        PeerLost: no store. ValueError: a process that lives plays the same island.
+    """
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        self.store: Store = topology.open_store()
+        self.store.deadline = topology.question
+        self.store = self.store.under(attempts.join(topology, self.store).prefix)
+        self.prefix = self.store.prefix.rstrip("/")
+
+    def share(self, name: str, mine: dict[str, Any], seconds: float) -> dict[int, dict[str, Any]]:
+        """What every island says under a name, by island, in their order.
+
+        Raises:
+            PeerLost: one has not said it within so many seconds. ValueError: what it says cannot be
+                read.
+        """
+        t = self._topology
+        self.store.set(f"{name}/{t.island}", json.dumps(mine))
+        found, end = {t.island: mine}, time.monotonic() + seconds
+        while missing := [i for i in range(t.count) if i not in found]:
+            for i in missing:
+                if self.store.get(f"{name}/{i}"):
+                    found[i] = self.store.note(f"{name}/{i}", f"island {i}", dict[str, Any])
+            if len(found) < t.count and time.monotonic() > end:
+                gone = ", ".join(str(i) for i in range(t.count) if i not in found)
+                raise PeerLost(
+                    f"waited {seconds:g} s for {counted(t.count, 'island')} at {t.endpoint}, run "
+                    f"{t.run!r}, at {name!r}: missing {gone}. Start fsdp-demo doctor on all "
+                    "islands with the same ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
+                    f"{see('missing-islands')}"
+                )
+            time.sleep(LOOK)
+        return dict(sorted(found.items()))
+
+    def leave(self) -> None:
+        """The examination is over: the next one under this name is another."""
+        self.store.compare_set("ended", "", str(self._topology.island))

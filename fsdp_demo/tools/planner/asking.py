@@ -1,0 +1,282 @@
+"""From the words of a command line to situations: texts with units, lists, ranges, and what is
+guessed where nothing is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...comm.link import Link, parse_rate, parse_rtt
+from ...config.load import load_config
+from ...config.schema import ExchangeConfig
+from ...errors import see
+from ...files import read_json
+from ..doctor import reading
+from .line import SIMULATED, System
+from .models import Tensors, numel
+from .rows import HSDP
+from .situation import device, guessed_step
+
+_NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BYTES = {"": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "g": 1e9}
+LARGEST = 1e30
+"""No number of a plan is larger. It also keeps infinity out."""
+
+TOKENS_PER_RANK = 8192
+"""Tokens of a step on each rank where nothing says how many."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step without an exchange, tokens of it on one island (None: unknown), and where
+    they are from.
+    """
+
+    seconds: float
+    tokens: float | None
+    source: str
+
+
+def number(text: str, flag: str) -> float:
+    """`1.3B`, `20e9` as a number.
+
+    Raises:
+        ValueError: no number above 0 with k, M, B (or G) or T.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    word = found[2].lower() if found else "?"
+    if found is None or word not in _THOUSANDS or not 0 < float(found[1]) < LARGEST:
+        raise ValueError(
+            f"{flag} {text!r}: expected a number above 0 (and below {LARGEST:g}), if you like with "
+            "k, M, B or T, as in 1.3B"
+        )
+    return float(found[1]) * _THOUSANDS[word]
+
+
+def memory(text: str) -> float:
+    """`80GB`, `80GiB`, `80e9` as bytes.
+
+    Raises:
+        ValueError: no size of a megabyte or more.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    value = float(found[1]) * _BYTES.get(found[2].lower(), 0.0) if found else 0.0
+    if not 1e6 <= value < LARGEST:
+        raise ValueError(
+            f"--memory {text!r}: expected a number above 0 (and below {LARGEST:g}) with MB, GB, "
+            "GiB or TB, as in 80GB"
+        )
+    return value
+
+
+def seconds(text: str, flag: str) -> float:
+    """`0.8s`, `350ms`, `0.8` as seconds.
+
+    Raises:
+        ValueError: no time above 0.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    per = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}
+    if found is None or found[2].lower() not in per or not 0 < float(found[1]) < LARGEST:
+        raise ValueError(
+            f"{flag} {text!r}: expected a time above 0 (and below {LARGEST:g}) with s, ms, us or "
+            "ns, as in 0.8s"
+        )
+    return float(found[1]) * per[found[2].lower()]
+
+
+def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
+    """`["1Gbit"]`, `["100Mbit,1Gbit"]`, `["1Gbit,40ms"]`: rates, and one round trip for all. A file
+    is what doctor has measured; its round trip counts unless `rtt` is given.
+
+    Raises:
+        ValueError: what is no rate above 0, no time and no doctor.json; several round trips.
+    """
+    rates: list[float | None] = []
+    trips = [parse_rtt(rtt)] if rtt is not None else []
+    # also "1Gbit 10Gbit", but "1 Gbit" is one rate
+    words = (w for text in texts for w in re.split(r",|\s+(?=[0-9.])", text.rstrip(",")))
+    for word in map(str.strip, words):
+        if word.endswith(".json"):
+            measured = reading.load(word).link
+            rates.append(measured.bits_per_second)
+            trips += [measured.rtt] if rtt is None else []
+        elif re.fullmatch(r"[0-9.e+-]+\s*(us|ms|s)", word, re.IGNORECASE):
+            trips.append(parse_rtt(word))
+        else:
+            rates.append(None if word.lower() == "none" else _rate(word))
+    if len(set(trips)) > 1:
+        raise ValueError(
+            f"--link/--rtt name {len(set(trips))} round trips: give one, which is that of all rates"
+        )
+    return [Link(rate, trips[0] if trips else 0.0) for rate in rates or [None]]
+
+
+def measured_step(texts: Sequence[str]) -> Step | None:
+    """The step of the slowest island from the first doctor.json of `--link`, if it has one."""
+    for word in (w.strip() for text in texts for w in text.split(",")):
+        if word.endswith(".json") and (took := reading.load(word).step_seconds):
+            return Step(
+                took,
+                None,
+                f"{word}, the slowest island; doctor --model times one row of 512 tokens: give "
+                "--step-time if your steps are larger",
+            )
+    return None
+
+
+def _rate(word: str) -> float:
+    if re.fullmatch(r"0*\.?0+\s*([kmg]?bit(/s)?|[kmg]?bps)?", word, re.IGNORECASE):
+        raise ValueError(
+            f"--link {word!r} carries nothing: give a rate above 0, as in 1Gbit, or none for no "
+            "limit"
+        )
+    return parse_rate(word)
+
+
+def islands(text: str) -> list[int]:
+    """`4`, `2,4,8`, or `2:64`, which doubles from 2 up to 64.
+
+    Raises:
+        ValueError: none of them.
+    """
+    return list(dict.fromkeys(n for word in text.split(",") for n in _doubled(text, word.strip())))
+
+
+def _doubled(text: str, word: str) -> list[int]:
+    low, colon, high = word.partition(":")
+    if not low.isdecimal() or (colon and not high.isdecimal()):
+        raise ValueError(
+            f"--islands {text!r}: expected a number, a list or a range, as in 4 or 2,4,8 or 2:64"
+        )
+    first, last = int(low), int(high or low)
+    if first < 2:
+        raise ValueError(
+            f"--islands {text!r}: fewer than two islands exchange nothing, so there is nothing to "
+            "plan: give 2 or more"
+        )
+    if last < first:
+        raise ValueError(f"--islands {text!r}: expected the lower end first, as in {last}:{first}")
+    out = [first]
+    while out[-1] < last:
+        out.append(min(2 * out[-1], last))
+    return out
+
+
+def targets(texts: Sequence[str]) -> list[float]:
+    """`["0.5,0.8"]`, `["95%"]` as shares.
+
+    Raises:
+        ValueError: no share between 0 and 1.
+    """
+    out = []
+    for word in (w.strip() for text in texts for w in text.split(",")):
+        try:
+            share = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < 1:
+            raise ValueError(
+                f"--target-utilisation {word!r}: expected a share between 0 and 1, as in 0.9"
+            )
+        out.append(share)
+    return out
+
+
+def exchanges(names: Sequence[str], changes: Sequence[str]) -> list[ExchangeConfig | str] | None:
+    """What `--exchange` and `--set` ask for; None for all presets.
+
+    A change counts for each of the exchanges that know it, one that reads NAME:PATH=VALUE for that
+    one alone.
+
+    Raises:
+        ValueError: unknown names, keys and values; a change that no exchange knows.
+    """
+    wanted = [n.strip() for text in names for n in text.split(",") if n.strip()]
+    if not wanted:
+        if changes:
+            raise ValueError("--set changes an exchange: give --exchange NAME|YAML, too")
+        return None
+    used: set[str] = set()
+    out: list[ExchangeConfig | str] = []
+    for name in wanted:
+        mine = []
+        for text in changes if name != HSDP else ():
+            owner, colon, rest = text.partition(":")
+            plain = not colon or "=" in owner
+            if plain and len(wanted) > 1 and _lacks(name, text):
+                continue
+            if plain or owner == name:
+                mine.append(text if plain else rest)
+                used.add(text)
+        out.append(name if name == HSDP else load_config(name, mine))
+    left = [text for text in changes if text not in used]
+    if left:
+        raise ValueError(f"--set {left[0]}: none of {', '.join(wanted)} has such a setting")
+    return out
+
+
+def _lacks(name: str, change: str) -> bool:
+    """Whether an exchange has no such setting, or none that acts. A wrong value is raised: in
+    silence the plan would be of the old one.
+    """
+    try:
+        load_config(name, [change])
+    except ValueError as error:
+        if see("unknown-key") in str(error) or "has no effect" in str(error):
+            return True
+        raise ValueError(
+            f"--set {change}, {name}: {error} (--set NAME:PATH=VALUE changes one exchange alone)"
+        ) from None
+    return False
+
+
+def system(simulated: bool, bytes_per_parameter: float | None, compression: bool) -> System:
+    """How line and machines behave."""
+    base = SIMULATED if simulated else System()
+    return replace(
+        base,
+        bytes_per_parameter=bytes_per_parameter,
+        compression=base.compression and compression,
+    )
+
+
+def step_from(path: str) -> tuple[Step, dict[str, Any]]:
+    """The step of a run of a recipe, from its summary.json, without what it waited for the link;
+    and the summary.
+
+    Raises:
+        ValueError: the file is no such summary.
+    """
+    try:
+        found = read_json(Path(path))
+        steps = found["steps"] - found.get("since", 0)
+        whole = found["tokens"] / found["tokens_per_second"]
+        step = (whole - found["wait_share"] * found["seconds"]) / steps
+        tokens = found["tokens"] / found["islands"] / steps
+    except OSError as error:
+        raise ValueError(f"--step-from {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"--step-from {path}: this is no summary.json of a recipe ({error!r:.80})"
+        ) from None
+    if not step > 0:
+        raise ValueError(f"--step-from {path}: its steps took {step:g} s, more than 0 is needed")
+    return Step(step, tokens, f"{path}, without its waiting"), found
+
+
+def guess(tensors: Tensors, shards: int, name: str, tokens: float | None) -> Step:
+    """A step's time from FLOPs, where nobody has measured it."""
+    of = device(name)
+    per_step = tokens or float(TOKENS_PER_RANK * shards)
+    took = guessed_step(numel(tensors), per_step, shards, of)
+    said = (
+        f"a guess: 6 FLOPs per parameter and token, {per_step:,.0f} tokens per island and step, "
+        f"{shards} x {name} at {of.flops / 1e12:.3g} TFLOP/s and {of.mfu:.0%} MFU"
+    )
+    return Step(took, per_step, said)

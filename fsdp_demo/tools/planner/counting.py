@@ -1,0 +1,196 @@
+"""What one island sends: the messages of a cycle of steps, leg by leg, from shapes alone.
+
+Bytes come from the plan that training is checked against (`exchange/plan.py`), summed over the
+ranks of the island, which work side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ...channels.codec import ChannelCodec
+from ...config.fragments import layer_of
+from ...config.patterns import covers
+from ...config.schema import ExchangeConfig
+from ...exchange.message import MessageLayout
+from ...exchange.plan import Plan, local_shape, plan_model
+from .models import Tensors
+
+LONGEST = 10_000
+"""Steps of a cycle that are played one by one; a longer one is cut there."""
+
+Leg = tuple[float, float]
+"""Bytes out of an island and into it, all its ranks together."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one island sends at one step in one piece, and what comes back.
+
+    Attributes:
+        legs: one after the other: everybody's header and body, with the parts of vectors that are
+            reduced, then the means of these.
+        delay: steps after which training waits for it.
+        values: of the largest rank that are read, coded and applied. sparse, transformed: of these.
+        releases: (share of the bytes, share of backward that is still to come when they are ready),
+            in the order of backward.
+    """
+
+    legs: tuple[Leg, ...]
+    delay: int
+    values: int
+    sparse: int
+    transformed: int
+    releases: tuple[tuple[float, float], ...]
+
+    @property
+    def bytes_out(self) -> float:
+        """Of all legs."""
+        return sum(leg[0] for leg in self.legs)
+
+    @property
+    def bytes_in(self) -> float:
+        """Of all legs."""
+        return sum(leg[1] for leg in self.legs)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The messages of a number of steps after which they repeat.
+
+    Attributes:
+        steps: how many. due: step -> its messages, in the order in which they are sent.
+    """
+
+    steps: int
+    due: dict[int, list[Message]]
+
+
+def cycle(
+    config: ExchangeConfig,
+    tensors: Tensors,
+    islands: int,
+    shards: int = 1,
+    bytes_per_parameter: float | None = None,
+) -> Cycle:
+    """The messages of one cycle.
+
+    Args:
+        bytes_per_parameter: what is exchanged takes so many bytes per value, moves as in a ring
+            all-reduce (2 (R - 1) / R times its size) and has no header; None: as it is sent.
+    """
+    plans = list(_plans(config, tensors, islands, shards))
+    sections = plans[0][0].sections
+    steps, made = min(plans[0][0].cycle, LONGEST), dict[tuple[int, ...], Message]()
+    # the end of the second cycle: all fragments take part, and periods end together
+    first = 2 * plans[0][0].cycle - steps
+    due: dict[int, list[Message]] = {}
+    for step in range(steps):
+        all_due = [i for i, s in enumerate(sections) if s.channel.schedule.due(first + step)]
+        for members in _stages(sections, all_due):
+            if members not in made:
+                made[members] = _message(plans, members, tensors, islands, bytes_per_parameter)
+            due.setdefault(step, []).append(made[members])
+    return Cycle(steps, due)
+
+
+def _plans(
+    config: ExchangeConfig, tensors: Tensors, islands: int, shards: int
+) -> Iterable[tuple[Plan, int]]:
+    """The plans of the ranks of an island, and how many ranks have each: shards of equal shapes
+    have equal plans.
+    """
+    times: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for shard in range(shards):
+        times.setdefault(tuple(local_shape(s, shards, shard) for _, s in tensors), []).append(shard)
+    for shapes, ranks in times.items():
+        mine = [(n, shape) for (n, _), shape in zip(tensors, shapes, strict=True)]
+        yield plan_model(config, mine, islands)[0], len(ranks)
+
+
+def _stages(sections: Sequence[ChannelCodec], due: Sequence[int]) -> list[tuple[int, ...]]:
+    """The messages of a step, as `Plan.message` cuts them: gradients, what follows the step, and
+    what comes after a channel.
+    """
+    channels = {i: sections[i].channel for i in due}
+    stages = (
+        tuple(i for i, c in channels.items() if not c.after and c.before_step),
+        tuple(i for i, c in channels.items() if not c.after and not c.before_step),
+        tuple(i for i, c in channels.items() if c.after),
+    )
+    return [stage for stage in stages if stage]
+
+
+def _message(
+    plans: Sequence[tuple[Plan, int]],
+    members: tuple[int, ...],
+    tensors: Tensors,
+    islands: int,
+    bytes_per_parameter: float | None,
+) -> Message:
+    mine = [plans[0][0].sections[i] for i in members]
+    names = [(n, shape) for n, shape in tensors if any(covers(s.channel, n) for s in mine)]
+    legs = [(0.0, 0.0), (0.0, 0.0)]
+    if bytes_per_parameter is None:
+        for plan, times in plans:
+            legs = _add(legs, _legs([plan.sections[i] for i in members], islands), times)
+    else:
+        size = sum(prod(shape) for _, shape in names) * bytes_per_parameter
+        legs = [(size * (islands - 1) / islands,) * 2] * 2
+    sparse = [s.layout.numel for s in mine if s.codec.sparse]
+    transformed = [s.layout.numel for s in mine if s.codec.transform != "none"]
+    return Message(
+        tuple(leg for leg in legs if leg[0] or leg[1]),
+        min(s.channel.schedule.delay for s in mine),
+        sum(s.layout.numel for s in mine),
+        sum(sparse),
+        sum(transformed),
+        releases(names, tensors),
+    )
+
+
+def _legs(sections: Sequence[ChannelCodec], islands: int) -> list[Leg]:
+    """Of one rank of island 0. Over ZeroMQ headers, bodies and parts leave together
+    (`membership.py`, a launch).
+    """
+    if islands == 1:
+        return [(0.0, 0.0), (0.0, 0.0)]
+    message, others = MessageLayout(sections), islands - 1
+    out = into = others * message.num_bytes
+    if not message.vectors:
+        return [(out, into), (0.0, 0.0)]
+    there, back = message.legs(islands)
+    first = (out + sum(there) - there[0], into + others * there[0])
+    return [first, (others * back[0], sum(back) - back[0])]
+
+
+def _add(legs: Sequence[Leg], more: Sequence[Leg], times: int) -> list[Leg]:
+    return [(a + times * c, b + times * d) for (a, b), (c, d) in zip(legs, more, strict=True)]
+
+
+def releases(names: Tensors, tensors: Tensors) -> tuple[tuple[float, float], ...]:
+    """When backward has the gradients of `names`: (share of their values, share of backward still
+    to come), in the order of backward.
+
+    All layers of the model take equally long. What is in no layer comes with the first of them to
+    be done where it stands behind the layers (head, last norm), else with the last.
+    """
+    layers = sorted({x for n, _ in tensors if (x := layer_of(n)) is not None})
+    if not layers:
+        return ((1.0, 0.0),)
+    first = next(i for i, (n, _) in enumerate(tensors) if layer_of(n) is not None)
+    ahead = {n for n, _ in tensors[:first]}
+    left = dict.fromkeys(layers, 0)
+    for name, shape in names:
+        layer = layer_of(name)
+        if layer is None:
+            layer = layers[0] if name in ahead else layers[-1]
+        left[layer] += prod(shape)
+    whole = sum(left.values()) or 1
+    return tuple(
+        (left[x] / whole, i / len(layers))
+        for i, x in sorted(enumerate(layers), reverse=True)
+        if left[x]
+    )

@@ -1,0 +1,303 @@
+"""One row of a plan: a setting, and what it costs on a link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ...comm.link import Link
+from ...comm.meter import ring_all_reduce_bytes
+from ...config.channel import BLOCK
+from ...config.schema import ExchangeConfig
+from ...exchange.memory import Memory, inner_state, plan_memory
+from .counting import Cycle, Message, cycle, releases
+from .gaps import expected_gap
+from .line import BACKWARD, Played, Timed, message_seconds, play
+from .situation import Situation
+
+HSDP = "hsdp"
+LENGTH = 1000
+"""Steps of a run whose length is not known, where phases begin at a share of it."""
+
+LOWEST, HIGHEST = 1e3, 1e15  # bits per second
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one setting costs.
+
+    Attributes:
+        name: the preset, or "hsdp": a bf16 ring all-reduce of the gradients at every step, layer by
+            layer while backward runs, as torch's HSDP does it.
+        config: None for HSDP. chosen: the planner has set period, code and delay.
+        bytes_per_exchange: that one island sends at the step at which it sends the most.
+        bytes_per_step: the same on average.
+        peak_gbit_s: rate that lets the largest exchange end before training waits for it, where it
+            has a delay, and within one step where it has none. mean_gbit_s: on average, over the
+            compute alone. line_use: share of the time in which the line is busy.
+        exposed_seconds_per_step: in which training waits or works for the exchange. waiting: of
+            these, for the line.
+        compute_utilisation: step over step and exposed seconds.
+        memory: of the first rank, or None for HSDP. device_bytes, host_bytes: state, parameters,
+            gradients and workspace of one rank.
+    """
+
+    name: str
+    settings: str
+    config: ExchangeConfig | None
+    chosen: bool
+    bytes_per_exchange: float
+    bytes_per_step: float
+    peak_gbit_s: float
+    mean_gbit_s: float
+    line_use: float
+    exposed_seconds_per_step: float
+    waiting_seconds_per_step: float
+    compute_utilisation: float
+    memory: Memory | None
+    device_bytes: float
+    host_bytes: float
+    expected_gap: dict[str, Any] | None
+    no_gap: str
+    days: float | None
+    run_bytes: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, under the keys that docs/plan.md lists."""
+        return {
+            "preset": self.name,
+            "settings": self.settings,
+            "chosen": self.chosen,
+            "bytes_per_exchange": self.bytes_per_exchange,
+            "bytes_per_step": self.bytes_per_step,
+            "peak_gbit_s": self.peak_gbit_s,
+            "mean_gbit_s": self.mean_gbit_s,
+            "line_use": self.line_use,
+            "exposed_seconds_per_step": self.exposed_seconds_per_step,
+            "waiting_seconds_per_step": self.waiting_seconds_per_step,
+            "compute_utilisation": self.compute_utilisation,
+            "memory_gb": self.device_bytes / 1e9,
+            "host_gb": self.host_bytes / 1e9,
+            "expected_gap": self.expected_gap,
+            "no_gap": self.no_gap,
+            "days": self.days,
+            "run_bytes": self.run_bytes,
+        }
+
+
+def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False) -> Row:
+    """The row of one configuration; of one that changes in the run, its costliest phase."""
+    if any(c.later for c in config.channels):
+        phases = config.fixed(situation.steps or LENGTH)
+        rows = [plan_row(situation, phases.at(begin), chosen) for begin in phases.begins]
+        most = max(rows, key=lambda row: (row.bytes_per_step, row.device_bytes))
+        return replace(most, config=config)
+    s, found = situation, _counted(situation, config)
+    played = _played(s, config)
+    sent = found.due.values()
+    largest = max((sum(m.bytes_out for m in messages) for messages in sent), default=0.0)
+    mean = sum(m.bytes_out for messages in sent for m in messages) / found.steps
+    ways = [
+        8e-9 * s.crossing * max(m.bytes_out, m.bytes_in) / (max(m.delay, 1) * s.step_seconds)
+        for messages in sent
+        for m in messages
+    ]
+    memory = plan_memory(config, s.tensors, s.islands, s.shards, staged=s.device != "cpu")
+    own = inner_state(config, s.tensors, s.shards)
+    device = 8 * memory.parameters + own  # parameters and gradients in fp32
+    device += memory.device_state + memory.device_flight + memory.device_workspace
+    host = memory.host_state + memory.host_flight + memory.host_workspace
+    gap, none = expected_gap(config, s.parameters, s.islands)
+    return _row(
+        s,
+        played,
+        config.preset,
+        with_delay(config),
+        config,
+        chosen,
+        (largest, mean, max(ways, default=0.0)),
+        (memory, device, host),
+        (gap, none),
+    )
+
+
+def hsdp_row(situation: Situation) -> Row:
+    """The baseline: FSDP inside an island, an all-reduce between islands."""
+    s = situation
+    size = ring_all_reduce_bytes(s.islands, 2 * s.parameters)
+    share = (s.parameters * 4 + 3 * 4 * s.parameters) / s.shards  # parameters, gradient, AdamW
+    gap = {"percent": 0.0, "source": "itself", "extrapolated": "", "factor": 1.0, "period": None}
+    return _row(
+        s,
+        _played(s, None),
+        HSDP,
+        "every 1, bf16, all-reduce during backward",
+        None,
+        False,
+        (size, size, 8e-9 * size / s.step_seconds),
+        (None, share, 0.0),
+        (gap, ""),
+    )
+
+
+def utilisation(situation: Situation, config: ExchangeConfig | None) -> float:
+    """Compute utilisation alone; None is HSDP."""
+    played = _played(situation, config)
+    t = situation.step_seconds
+    return t / (t + played.waiting + played.working)
+
+
+def gbit_s(situation: Situation, config: ExchangeConfig | None, target: float) -> float | None:
+    """The lowest rate, in Gbit/s, at which the compute utilisation is `target`; to 0.1 %.
+
+    Args:
+        config: None is HSDP. The link's rate does not matter, its round trip does.
+
+    Returns:
+        None where no rate does: round trips and the work of compression alone take more.
+    """
+    rtt = situation.link.rtt
+
+    def reached(rate: float | None) -> bool:
+        return utilisation(replace(situation, link=Link(rate, rtt)), config) >= target
+
+    if not reached(HIGHEST):
+        return None
+    low, high = LOWEST, HIGHEST
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high / 1e9
+
+
+def _row(
+    s: Situation,
+    played: Played,
+    name: str,
+    words: str,
+    config: ExchangeConfig | None,
+    chosen: bool,
+    moved: tuple[float, float, float],
+    memory: tuple[Memory | None, float, float],
+    gap: tuple[dict[str, Any] | None, str],
+) -> Row:
+    exposed = played.waiting + played.working
+    whole = s.step_seconds + exposed
+    steps = s.length
+    return Row(
+        name,
+        words,
+        config,
+        chosen,
+        moved[0],
+        moved[1],
+        moved[2],
+        8e-9 * (1.0 if config is None else s.crossing) * moved[1] / s.step_seconds,
+        played.line / whole,
+        exposed,
+        played.waiting,
+        s.step_seconds / whole,
+        *memory,
+        *gap,
+        None if steps is None else steps * whole / 86400,
+        None if steps is None else steps * moved[1],
+    )
+
+
+# ---- times -------------------------------------------------------------------------------------
+
+
+def _played(s: Situation, config: ExchangeConfig | None) -> Played:
+    if config is None:
+        return play(1, {0: [_ring(s)]}, s.step_seconds)
+    found = _counted(s, config)
+    steps = sorted(found.due)
+    gaps = {
+        b: (b - a) % found.steps or found.steps
+        for a, b in zip([steps[-1], *steps[:-1]], steps, strict=True)
+    } if steps else {}  # fmt: skip
+    due = {
+        step: [_timed(s, m, gaps[step] * s.step_seconds) for m in messages]
+        for step, messages in found.due.items()
+    }
+    return play(found.steps, due, s.step_seconds)
+
+
+def _timed(s: Situation, message: Message, pause: float) -> Timed:
+    peers = s.shards * (s.islands - 1)
+    seconds = message_seconds(message.legs, s.line, s.system, peers, pause, s.islands - 1)
+    before = after = 0.0
+    if s.system.compression:
+        p = s.processor
+        plain = message.sparse - message.transformed
+        work = p.transformed * message.transformed + p.sparse * plain
+        work += p.dense * (message.values - message.sparse)
+        if s.compression is not None:
+            work = s.compression * message.values
+        before = after = work / 2
+        moved = max(message.bytes_out, message.bytes_in) / s.shards
+        seconds += p.message + p.per_byte * moved
+    early: tuple[tuple[float, float], ...] = ()
+    if s.system.overlap_backward:
+        backward = BACKWARD * s.step_seconds
+        early = tuple((share, left * backward) for share, left in message.releases)
+    return Timed(seconds, message.delay, before, after, early)
+
+
+def _ring(s: Situation) -> Timed:
+    """A ring all-reduce of bf16 gradients in 2 (R - 1) legs. Of a site one island sends to the next
+    site, so an uplink carries what one island sends.
+    """
+    times, per = 2 * (s.islands - 1), s.system.bytes_per_parameter or 2.0
+    legs = ((per * s.parameters / s.islands,) * 2,) * times
+    seconds = message_seconds(legs, s.link, s.system, s.shards, s.step_seconds)
+    backward = BACKWARD * s.step_seconds
+    early = tuple((share, left * backward) for share, left in releases(s.tensors, s.tensors))
+    return Timed(seconds, releases=early)
+
+
+def _counted(s: Situation, config: ExchangeConfig) -> Cycle:
+    key = tuple((n, tuple(shape)) for n, shape in s.tensors)
+    return _cycle(config, key, s.islands, s.shards, s.system.bytes_per_parameter)
+
+
+@lru_cache(maxsize=256)
+def _cycle(
+    config: ExchangeConfig,
+    tensors: tuple[tuple[str, tuple[int, ...]], ...],
+    islands: int,
+    shards: int,
+    per: float | None,
+) -> Cycle:
+    return cycle(config, list(tensors), islands, shards, per)
+
+
+# ---- words -------------------------------------------------------------------------------------
+
+
+def rate_words(rate: float) -> str:
+    """Gbit/s as a person says them: `48 Mbit/s`."""
+    return f"{rate:.3g} Gbit/s" if rate >= 1 else f"{1e3 * rate:.3g} Mbit/s"
+
+
+def settings(config: ExchangeConfig) -> str:
+    """Period, code, selection and delay of a preset's channels in a few words."""
+    first = config.channels[0]
+    periods = sorted({c.schedule.sync_every for c in config.channels})
+    words = [f"every {'/'.join(map(str, periods))}", first.codec.value_dtype]
+    words += [f"{first.codec.topk} of {BLOCK}"] if first.codec.sparse else []
+    words += ["fragments"] if first.fragments is not None else []
+    return ", ".join(words)
+
+
+def with_delay(config: ExchangeConfig) -> str:
+    """`settings` and the delay, if there is one."""
+    delay = max(c.schedule.delay for c in config.channels)
+    return settings(config) + (f", delay {delay}" if delay else "")
+
+
+def named(rows: Sequence[Row], name: str) -> Row | None:
+    """The first row of that preset."""
+    return next((r for r in rows if r.name == name), None)

@@ -1,0 +1,322 @@
+"""A plan as text: a table, the recommendation, what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...comm.link import Link
+from ...config.load import preset
+from ...config.presets import presets
+from ...config.schema import ExchangeConfig
+from ...errors import counted, size
+from .choosing import Choice, said
+from .rows import HSDP, Row, rate_words, settings, utilisation
+from .situation import Situation
+
+_HEAD = (
+    "preset|settings|bytes/exchange|bytes/step|mean Gbit/s|peak Gbit/s|line use|exposed s/step|"
+    "compute|GB device|GB host|gap %"
+).split("|")
+_SPARED = "line use|GB host|mean Gbit/s|peak Gbit/s|bytes/exchange|bytes of the run|GB device"
+"""Columns that a narrow terminal does not get, the first of them first."""
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width; the first two to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """All rows; chosen settings below the presets.
+
+    Args:
+        width: of the terminal; the least important columns are left out until a line fits, and
+            the text says so. None: all columns.
+    """
+    days = any(r.days is not None for r in rows)
+    head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
+    body = [head]
+    for r in rows:
+        cells = [
+            ("> " if r.chosen else "") + r.name,
+            r.settings,
+            size(r.bytes_per_exchange),
+            size(r.bytes_per_step),
+            f"{r.mean_gbit_s:.3g}",
+            f"{r.peak_gbit_s:.3g}",
+            f"{r.line_use:.0%}",
+            _short(r.exposed_seconds_per_step),
+            f"{r.compute_utilisation:.1%}",
+            f"{r.device_bytes / 1e9:.2f}",
+            f"{r.host_bytes / 1e9:.2f}",
+            _gap(r.expected_gap),
+        ]
+        if days:
+            cells += [
+                "-" if r.days is None else f"{r.days:.3g}",
+                "-" if r.run_bytes is None else size(r.run_bytes),
+            ]
+        body.append(cells)
+    spared: list[str] = []
+    for name in _SPARED.split("|") if width else ():
+        if max(map(len, table(body).splitlines())) <= (width or 0):
+            break
+        if name in body[0]:
+            i = body[0].index(name)
+            body, spared = [row[:i] + row[i + 1 :] for row in body], [*spared, name]
+    left = f"\nleft out, as the terminal is narrow: {', '.join(spared)} (| cat shows all)"
+    return table(body) + left * bool(spared)
+
+
+def summary(found: Sequence[tuple[Situation, Row]]) -> str:
+    """One line for each case: what comes first there, and what it costs."""
+    body = ["islands, link|settings|bytes/step|exposed s/step|compute".split("|")]
+    for s, r in found:
+        cells = [f"{s.islands}, {said(s).removeprefix('a link of ')}", f"{r.name} ({r.settings})"]
+        cells.append(size(r.bytes_per_step))
+        missed = f" (below {s.target:.0%})" if r.compute_utilisation < s.target else ""
+        share = f"{r.compute_utilisation:.1%}{missed}"
+        body.append([*cells, _short(r.exposed_seconds_per_step), share])
+    return table(body)
+
+
+def _short(seconds: float) -> str:
+    """Three digits, and none below a tenth of a millisecond."""
+    return f"{seconds:.3g}" if seconds >= 1e-4 or not seconds else "<0.0001"
+
+
+def _gap(gap: dict[str, Any] | None) -> str:
+    """`+0.5`; `+0.5*` away from where it was measured; `(+0.5)` where that was a model of another
+    order of size, so that only the order of methods can be compared.
+    """
+    if gap is None:
+        return "-"
+    percent = f"{round(gap['percent'], 1) + 0.0:+.1f}"  # no -0.0
+    if not 0.1 < gap["factor"] < 10:
+        return f"({percent})"
+    return f"{percent}{'*' * bool(gap['extrapolated'] or gap['period'])}"
+
+
+def title(situations: Sequence[Situation], model: str, source: str) -> str:
+    """What the plan is for, and where the step's time is from.
+
+    Args:
+        situations: unlike in their islands only. One: its link is named, too.
+    """
+    s = situations[0]
+    counts = ", ".join(f"{one.islands}" for one in situations)
+    link = f", {said(s)}" if len(situations) == 1 and s.link.bits_per_second else ""
+    out = (
+        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {counts} islands of "
+        f"{counted(s.shards, 'shard')}{link}\nstep {s.step_seconds:.4g} s ({source})"
+    )
+    if s.system.overlap_backward:
+        return (
+            f"{out}\nas simulated in papers: bytes over a rate, which leave layer by layer while "
+            "backward runs; no headers, no windows, no work of compression"
+        )
+    return f"{out}\n{s.device}: {s.processor.source}"
+
+
+def notes(rows: Sequence[Row]) -> str:
+    """What the columns mean, and where the gaps are from."""
+    lines = [
+        "> settings that the planner would choose. GB of one rank, parameters, gradients and inner "
+        "optimizer included, activations not. gap: of the loss against an all-reduce at every "
+        "step, where somebody has measured it; * away from where it was measured; in brackets: on "
+        "a model of another order of size, not to be compared with the others:"
+    ]
+    seen: dict[str, list[str]] = {}
+    for r in rows:
+        if r.expected_gap is not None and r.expected_gap["extrapolated"]:
+            key = f"{r.expected_gap['source']}: {r.expected_gap['extrapolated']}"
+            if r.name not in seen.setdefault(key, []):
+                seen[key].append(r.name)
+    lines += [f"* {', '.join(names)}: {key}" for key, names in seen.items()]
+    gaps = [(r.name, r.expected_gap) for r in rows if r.expected_gap is not None]
+    if told := dict.fromkeys(f"{name} {gap['period']}" for name, gap in gaps if gap["period"]):
+        lines.append(f"* measured at other periods: {', '.join(told)}")
+    none = {r.name: r.no_gap for r in rows if r.expected_gap is None}
+    return "\n".join([*lines, *(f"- {name}: {why}" for name, why in none.items())])
+
+
+def recommendation(choice: Choice) -> str:
+    """One line."""
+    return f"Recommended: {choice.reason}."
+
+
+def targets_table(rows: Sequence[dict[str, Any]], rtt: float) -> str:
+    """Gbit/s for each target, of links with a round trip of `rtt` seconds."""
+    wanted = list(dict.fromkeys((r["islands"], r["target_utilisation"]) for r in rows))
+    several = len({islands for islands, _ in wanted}) > 1
+    found: dict[tuple[str, str], dict[tuple[int, float], float | None]] = {}
+    for r in rows:
+        key = (r["preset"], r["settings"])
+        found.setdefault(key, {})[r["islands"], r["target_utilisation"]] = r["gbit_s"]
+    shares = (f"{t:.0%}{f', {n} islands' if several else ''}" for n, t in wanted)
+    head = ["preset", "settings", *shares]
+    body = [
+        [name, words, *(_rate(by.get(case)) for case in wanted)]
+        for (name, words), by in found.items()
+    ]
+    link = f"a link with a round trip of {1e3 * rtt:g} ms" if rtt else "a link"
+    return f"Gbit/s of {link} for a compute utilisation of\n{table([head, *body])}"
+
+
+def _rate(value: float | None) -> str:
+    return "no rate does" if value is None else f"{value:.3g}"
+
+
+# ---- compute utilisation over the rate of the link, as a picture ---------------------------------
+
+POINTS = 60
+FLAT = 0.005
+"""The picture begins and ends where all curves lie so near to where they begin and end."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Compute utilisation of one setting at each of the rates; `recommended` stands out."""
+
+    label: str
+    values: list[float]
+    baseline: bool = False
+    recommended: bool = False
+
+
+def draw(
+    path: str,
+    situation: Situation,
+    exchanges: list[ExchangeConfig | str] | None = None,
+    links: Sequence[Link] = (),
+    recommended: Sequence[ExchangeConfig] = (),
+) -> None:
+    """Write the picture; its ending says the format.
+
+    Args:
+        exchanges: "hsdp" or configurations; None: HSDP and all presets at their published settings.
+        links: whose rates are marked.
+        recommended: settings that the planner chose for these links.
+
+    Raises:
+        ValueError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ValueError(
+            f"--plot needs matplotlib: pip install 'fsdp-demo[report]' ({error})"
+        ) from None
+    marked = {link.bits_per_second for link in links if link.bits_per_second}
+    rates, curves = _curves(situation, exchanges, recommended, marked)
+    figure, axes = pyplot.subplots(figsize=(12, 5.5))
+    for i, curve in enumerate(curves):
+        axes.plot([r / 1e9 for r in rates], curve.values, label=curve.label, **_style(curve, i))
+    for rate in marked:
+        axes.axvline(rate / 1e9, color="grey", linestyle=":", linewidth=1)
+        axes.annotate(
+            rate_words(rate / 1e9),
+            (rate / 1e9, 0.01),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            fontsize=8,
+            rotation=90,
+            ha="right",
+            va="bottom",
+        )
+    axes.axhline(situation.target, color="grey", linestyle=":", linewidth=1)
+    axes.annotate(
+        f"target {situation.target:.0%}",
+        (rates[0] / 1e9, situation.target),
+        xytext=(2, -3),
+        textcoords="offset points",
+        fontsize=8,
+        va="top",
+    )
+    axes.set_xscale("log")
+    axes.set_xlim(rates[0] / 1e9, rates[-1] / 1e9)
+    axes.set_xlabel(
+        "Gbit/s of an island's line"
+        if situation.islands_per_uplink == 1
+        else f"Gbit/s of an uplink of {situation.islands_per_uplink} islands"
+    )
+    axes.set_ylabel("compute utilisation")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axes.set_title(_title(situation), fontsize=10)
+    figure.tight_layout()
+    figure.savefig(Path(path), dpi=120)
+    pyplot.close(figure)
+
+
+def _curves(
+    situation: Situation,
+    exchanges: list[ExchangeConfig | str] | None,
+    recommended: Sequence[ExchangeConfig],
+    marked: set[float],
+) -> tuple[list[float], list[Curve]]:
+    """The rates that the picture shows, and a curve for each setting. Rates at both ends where no
+    curve moves are left out unless they are marked.
+    """
+    wanted: list[ExchangeConfig | str] = [HSDP, *map(preset, presets())]
+    wanted = wanted if exchanges is None else list(exchanges)
+    for better in recommended:
+        if better not in wanted:
+            wanted.append(better)
+    rates = [10 ** (6 + 6 * i / (POINTS - 1)) for i in range(POINTS)]  # 1 Mbit/s to 1 Tbit/s
+    curves = []
+    for one in wanted:
+        config = None if isinstance(one, str) else one
+        values = [
+            utilisation(replace(situation, link=Link(rate, situation.link.rtt)), config)
+            for rate in rates
+        ]
+        chosen = config is not None and config in recommended
+        label = HSDP if config is None else f"{config.preset} ({settings(config)})"
+        label = f"recommended: {label}" if chosen else label
+        curves.append(Curve(label, values, config is None, chosen))
+    shown = [
+        i
+        for i in range(POINTS)
+        for c in curves
+        if min(abs(c.values[i] - c.values[0]), abs(c.values[i] - c.values[-1])) > FLAT
+    ]
+    shown += [i for i in range(POINTS - 1) if any(rates[i] <= m <= rates[i + 1] for m in marked)]
+    first, last = max(min(shown, default=0) - 1, 0), max(shown, default=POINTS) + 2
+    cut = [replace(curve, values=curve.values[first:last]) for curve in curves]
+    return rates[first:last], cut
+
+
+def _style(curve: Curve, i: int) -> dict[str, Any]:
+    """The baseline is black, what is recommended thick; the others change between four forms of
+    lines, so that one that lies on another is seen in its gaps.
+    """
+    if curve.recommended:
+        return {"color": "crimson", "linewidth": 3}
+    return {
+        "color": "black" if curve.baseline else f"C{i % 10}",
+        "linestyle": ("-", "--", ":", "-.")[i % 4],
+        "linewidth": 1.3,
+    }
+
+
+def _title(s: Situation) -> str:
+    return (
+        f"{float(f'{s.parameters / 1e6:.3g}'):,g} M parameters, {s.islands} islands of "
+        f"{counted(s.shards, 'shard')}, step {s.step_seconds:.3g} s, "
+        f"round trip {s.link.rtt * 1e3:g} ms"
+    )

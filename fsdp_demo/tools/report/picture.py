@@ -1,0 +1,231 @@
+"""The pictures of a report, drawn by matplotlib (extra `report`): as SVG for the page, which says
+how colours look in light and dark, and together as a png."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...runlog.files import Run
+from ...runlog.words import size, times
+from .figures import curve, far_apart, figures, lanes, marks, still, still_everywhere
+
+COLOURS = (
+    "#0b6e99",
+    "#c2570c",
+    "#2a7d3f",
+    "#a63d97",
+    "#b3261e",
+    "#6b6f00",
+    "#5151cf",
+    "#7a4b2b",
+)
+TEXT, GRID, STILL = "#5a6775", "#e3e8ee", "#1c2733"
+BY_NAME = {
+    **{colour: f"var(--c{n})" for n, colour in enumerate(COLOURS)},
+    TEXT: "var(--soft)",
+    GRID: "var(--grid)",
+    STILL: "var(--still)",
+}
+"""What the page calls a colour: it is another one in the dark."""
+MARKS = {"lost": ("v", COLOURS[4]), "joined": ("^", COLOURS[2]), "skipped round": ("D", COLOURS[1])}
+UNITS: dict[str, tuple[tuple[float, float, str], ...]] = {
+    "tokens": ((1e9, 1e9, "tokens (G)"), (1e6, 1e6, "tokens (M)"), (1e3, 1e3, "tokens (k)")),
+    "seconds": ((3600, 3600, "hours"), (120, 60, "minutes")),
+    "bytes_sent": tuple(
+        (f, f, f"{name} sent by each island")
+        for f, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    ),
+}
+"""From which value on an axis is in which unit: (least, divisor, label)."""
+PLAIN = {"tokens": "tokens", "seconds": "seconds", "bytes_sent": "bytes sent by each island"}
+MANY = 150
+"""Exchanges of a row from which on its bars are points of one image."""
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    from importlib.util import find_spec
+
+    return find_spec("matplotlib") is not None
+
+
+def draw(runs: Sequence[Run], path: str | Path) -> None:
+    """Write all pictures as one png.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    if not available():
+        raise ValueError("--png needs matplotlib: pip install 'fsdp_demo[report]'")
+    low = 1.2 + 0.28 * sum(len(lanes(run)) for run in runs)
+    figure = _figure(12, 6.6 + low)
+    grid = figure.add_gridspec(3, 3, height_ratios=[3.4, 2.2, low])
+    for i, against in enumerate(PLAIN):
+        _losses(figure.add_subplot(grid[0, i]), runs, against)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, ncols=4)
+    _still(panel := figure.add_subplot(grid[1, :]), runs)
+    if len(runs) == 1:
+        panel.legend(frameon=False, fontsize=8, ncols=4)
+    _exchanges(figure.add_subplot(grid[2, :]), runs)
+    figure.suptitle(_title(runs), fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def losses(runs: Sequence[Run], against: str) -> str:
+    """Loss against "tokens", "seconds" or "bytes_sent", as SVG."""
+    return _svg(3.9, 2.9, against, lambda panel: _losses(panel, runs, against))
+
+
+def standing_still(runs: Sequence[Run]) -> str:
+    """The share of time for which training stood still: of the islands of one run, or of several
+    runs, as SVG.
+    """
+    return _svg(11.5, 2.6, "still", lambda panel: _still(panel, runs))
+
+
+def exchanges(run: Run) -> str:
+    """The messages and events of a run over time, as SVG."""
+    rows = len(lanes(run)) + 1
+    return _svg(11.5, 0.9 + 0.3 * rows, run.name, lambda panel: _exchanges(panel, [run]))
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _svg(width: float, height: float, name: str, fill: Callable[[Any], None]) -> str:
+    """A panel as the text of an svg element, without a background; text stays text. Its `name`
+    keeps references within it apart from those of other pictures of the page.
+    """
+    from matplotlib import rc_context
+
+    figure, out = _figure(width, height), io.StringIO()
+    fill(figure.add_subplot())
+    kind = "wide" if width > 6 else "chart"
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", out.getvalue(), flags=re.S)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nobody refers to these
+    text = text[text.index("<svg") :].replace("<svg ", f'<svg class="{kind}" role="img" ', 1)
+    text = re.sub(r'(<svg [^>]*?)width="[^"]*" ', r"\1", text, count=1)
+    text = re.sub(r'(<svg [^>]*?)height="[^"]*" ', r"\1", text, count=1)
+    for colour, name in BY_NAME.items():
+        text = text.replace(colour, name)
+    return text
+
+
+def _title(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs"
+    found = figures(runs[0])
+    saved = f", {times(found.ratio)} fewer bytes than a bf16 all-reduce" if found.ratio else ""
+    return f"{found.preset}: {found.shape}{saved}"
+
+
+def _plain(panel: Any, what: str, values: Sequence[float]) -> None:
+    """An x axis from 0 in the unit that fits `values`, and no frame."""
+    from matplotlib.ticker import FuncFormatter
+
+    top = max(values, default=0.0)
+    _, factor, label = next((u for u in UNITS[what] if top >= u[0]), (0.0, 1.0, PLAIN[what]))
+    panel.set_xlim(0, top or 1)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / factor:g}"))
+    if factor == 60:  # 300 seconds are 5 minutes; 250 are nothing that people read
+        panel.xaxis.get_major_locator().set_params(steps=[1.2, 3, 6])
+    _bare(panel, label)
+
+
+def _by_ratio(panel: Any, what: str) -> None:
+    """An x axis by powers of ten."""
+    from matplotlib.ticker import FuncFormatter
+
+    panel.set_xscale("log")
+    panel.minorticks_off()
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+    _bare(panel, f"{PLAIN[what]}, by powers of ten")
+
+
+def _bare(panel: Any, label: str) -> None:
+    panel.set_xlabel(label)
+    panel.grid(color=GRID)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[:].set_color(TEXT)
+    panel.tick_params(color=TEXT, labelcolor=TEXT, labelsize=9)
+    for text in (panel.xaxis.label, panel.yaxis.label):
+        text.set(color=TEXT, fontsize=9)
+
+
+def _name(text: str) -> str:
+    return text if len(text) <= 24 else f"{text[:23]}…"
+
+
+def _losses(panel: Any, runs: Sequence[Run], against: str) -> None:
+    values: list[float] = []
+    by_ratio = against == "bytes_sent" and far_apart(runs)
+    for number, run in enumerate(runs):
+        found, colour = curve(run, against), COLOURS[number % 8]
+        held, name = bool(found.validation), _name(run.name)
+        thin: dict[str, Any] = {"lw": 1.0 if held else 1.6, "alpha": 0.5 if held else 1.0}
+        dots: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4}
+        for kind, points, style in (
+            ("training", found.training, thin),
+            ("validation", found.validation, dots),
+        ):
+            if by_ratio:
+                points = [p for p in points if p[0] > 0]
+            if points:
+                # a run is named once, by its strong line
+                label = kind if len(runs) == 1 else name if style is dots or not held else "_"
+                panel.plot(*zip(*points, strict=True), color=colour, label=label, **style)
+                values += [x for x, _ in points]
+    panel.set_ylabel("loss (nats per token)")
+    if by_ratio:
+        _by_ratio(panel, against)
+    else:
+        _plain(panel, against, values)
+
+
+def _still(panel: Any, runs: Sequence[Run]) -> None:
+    lines = [(_name(run.name), still_everywhere(run)) for run in runs]
+    if len(runs) == 1:
+        lines = [(island.name, still(island)) for island in runs[0].islands]
+    values = [0.0]
+    for number, (name, points) in enumerate(lines):
+        values += [x for x, _ in points]
+        share = [100 * y for _, y in points]
+        panel.plot([x for x, _ in points], share, color=COLOURS[number % 8], lw=1.4, label=name)
+    panel.set_ylim(bottom=0)
+    panel.set_ylabel("standing still (% of the time)")
+    _plain(panel, "seconds", values)
+
+
+def _exchanges(panel: Any, runs: Sequence[Run]) -> None:
+    rows = [(run, name, number, bars) for run in runs for name, number, bars in lanes(run)]
+    ends = [bar.end for *_, bars in rows for bar in bars]
+    for row, (_, _, number, bars) in enumerate(rows):
+        wire = [(bar.start, bar.end - bar.start) for bar in bars]
+        waits = [(bar.end - bar.waiting, bar.waiting) for bar in bars if bar.waiting > 0]
+        style = {"lw": 0, "rasterized": len(bars) > MANY}
+        panel.broken_barh(wire, (row - 0.4, 0.8), color=COLOURS[number % 8], alpha=0.55, **style)
+        panel.broken_barh(waits, (row + 0.05, 0.35), color=STILL, alpha=0.75, **style)
+    for run in runs:
+        for event in marks(run):
+            shape, colour = MARKS.get(event["kind"], ("s", TEXT))
+            panel.plot(event["seconds"], len(rows), shape, color=colour, ms=5)
+            ends.append(event["seconds"])
+    ends += [line["seconds"] for run in runs for i in run.islands for line in i.lines[-1:]]
+    names = [name if len(runs) == 1 else f"{_name(run.name)}: {name}" for run, name, *_ in rows]
+    panel.set_yticks(range(len(rows) + 1), [*names, "events"])
+    panel.set_ylim(len(rows) + 0.6, -0.6)
+    _plain(panel, "seconds", ends)

@@ -1,0 +1,55 @@
+"""Measured tables have a date, a machine and a command, or say that these were not recorded."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from ..support import pages
+
+DOCS = pages.ROOT / "docs"
+MEASURED = sorted(f"measured/{p.stem}" for p in (DOCS / "measured").glob("*.md"))
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+MACHINE = re.compile(r"CPU core|Xeon|EPYC|H100|no machine matters|machine was not recorded")
+COMMAND = re.compile(r"```bash|`[^`\n]*\.(?:py|sh)\b[^`\n]*`|commands? .*not recorded")
+
+
+def sections(text: str, inherit: bool = False) -> list[tuple[str, str]]:
+    """(heading, what stands below it up to the next heading) of a page; `inherit`: below a part of
+    a section stands the beginning of its section, too, below that the beginning of the page.
+    """
+    lines = text.splitlines()
+    code = {n for b in pages.blocks(text) for n in range(b.line, b.line + b.code.count("\n"))}
+    heads = [n for n, line in enumerate(lines) if re.match(r"#{2,3} ", line) and n + 1 not in code]
+    found, section, begin = [], "", "\n".join(lines[: heads[0] if heads else None])
+    for start, end in pairwise([*heads, len(lines)]):
+        below = "\n".join(lines[start + 1 : end]).strip() + "\n"
+        section = section if lines[start].startswith("###") else below
+        if inherit and TABLE.search(below):
+            below += ("" if section is below else section) + begin
+        found.append((lines[start].lstrip("# "), below))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "below"),
+    [
+        pytest.param(page, head, below, id=f"{page} {head}")
+        for page in MEASURED
+        for head, below in sections((DOCS / f"{page}.md").read_text(encoding="utf-8"), inherit=True)
+        if TABLE.search(below) and head not in ("What is tested where", "Pages")
+    ],
+)
+def test_a_measured_table_has_date_machine_and_command(page: str, head: str, below: str) -> None:
+    lacks = [
+        what
+        for what, form in (
+            ("a date", re.compile(r"20\d\d-\d\d-\d\d")),
+            ("a machine", MACHINE),
+            ("a command", COMMAND),
+        )
+        if not form.search(below)
+    ]
+    assert not lacks, f"docs/{page}.md, {head}, lacks {' and '.join(lacks)}"

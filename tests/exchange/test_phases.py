@@ -1,0 +1,132 @@
+"""Phases of a channel (`Channel.later`): where they begin, what is refused, and a run that goes on.
+Their mathematics is tested against the oracle of `sign_loco`
+(`tests/channels/test_sign_loco.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, preset
+from fsdp_demo.exchange.memory import plan_memory
+
+from ..support.threaded import islands, values
+
+
+def test_a_share_of_the_run_becomes_a_step_when_its_steps_are_known() -> None:
+    config = preset("sign_loco", switch=0.25)
+    assert config.waits_for_steps and ExchangeConfig.from_yaml(config.to_yaml()) == config
+    fixed = config.fixed(1000)
+    assert fixed.begins == [0, 250] and not fixed.waits_for_steps
+    assert fixed.digest() != config.fixed(2000).digest()
+    assert config.fixed(None).at(10**6) == preset("sign_loco")
+    assert fixed.at(249) == preset("sign_loco")
+    late = fixed.at(250).channels[0]
+    assert (late.accumulator.beta, late.feedback, late.reducer.mean_over) == (
+        1.0,
+        "subtract",
+        "replicas",
+    )
+    assert (late.applier.lr, late.applier.momentum, late.codec.topk) == (1.5, 0.0, 90)
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ([{"begin": 0}], "later.begin=0.0 is out of range"),
+        ([{"begin": 1.5}], "later.begin=1.5 is out of range"),
+        ([{"begin": 20}, {"begin": 10}], "give phases in their order"),
+        ([{"begin": 20, "codec": {"select": "dense"}}], "codec.select='dense'"),
+        ([{"begin": 20, "feedback": "subtract"}], "from 20 on: feedback='subtract' needs an acc"),
+        (
+            [{"begin": 20, "applier": {"acts_as": "outer_step", "mix": 0.5}}],
+            "it must stay what it is",
+        ),
+        ([{"begin": 20, "lr": 1}], "unknown key channels"),
+    ],
+)
+def test_refuses(later: list[dict[str, Any]], said: str) -> None:
+    data = preset("sign_loco").to_dict()
+    for phase in later:
+        own = data["channels"][0]
+        data["channels"][0]["later"] += [
+            {"codec": own["codec"], "applier": own["applier"], **phase}
+        ]
+    with pytest.raises(ValueError, match=said):
+        ExchangeConfig.from_dict(data)
+
+
+def test_an_accumulator_stays() -> None:
+    data = preset("sign_loco", beta=0.6, switch=10).to_dict()
+    data["channels"][0]["later"][0] |= {"accumulator": None, "feedback": "none"}
+    with pytest.raises(ValueError, match="what is in it would be lost"):
+        ExchangeConfig.from_dict(data)
+
+
+def train(exchange: Any, model: torch.nn.Module, optimizer: Any, island: int, until: int) -> None:
+    while exchange.step < until:
+        x = torch.full((2, 64), float(island + 1) + exchange.step)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def begun(topology: Any, steps: int | None, state: Any = None, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    config = preset("sign_loco", switch=0.5, period=2, inner_optimizers="as_is", **changes)
+    facts = {} if steps is None else {"steps": steps}
+    exchange = fsdp_demo.attach(
+        optimizer, config, model=model, topology=topology, must_match=facts, state=state
+    )
+    return exchange, model, optimizer
+
+
+def test_a_longer_run_that_is_resumed_does_not_switch_back(run_ranks: Any) -> None:
+    """A run of 8 steps switches at 4. It goes on to step 40: its phases begin where they began."""
+
+    def run(me: Any) -> Any:
+        def first(island: int, topology: Any) -> Any:
+            exchange, model, optimizer = begun(topology, steps=8)
+            train(exchange, model, optimizer, island, 6)
+            state = exchange.state_dict()
+            exchange.detach()
+            return state
+
+        states = values(islands(first))
+
+        def second(island: int, topology: Any) -> Any:
+            exchange, *_ = begun(topology, steps=40, state=states[island])
+            found = exchange.config.begins, exchange.channels[0].channel.applier.lr
+            exchange.detach()
+            return found
+
+        return values(islands(second))
+
+    assert run_ranks(run, 1, 1) == [[([0, 4], 1.5)] * 2]
+
+
+def test_without_the_number_of_steps_todays_rule_stays(run_ranks: Any, caplog: Any) -> None:
+    exchange, *_ = begun(None, steps=None)
+    assert exchange.config.begins == [0]
+    assert "its steps are not known" in caplog.text and "must_match" in caplog.text
+    exchange.detach()
+
+
+def test_memory_is_that_of_the_larger_phase() -> None:
+    shape = [("layers.0.weight", (1024, 1024))]
+    first, late, both = (
+        plan_memory(config, shape, islands=2).per_parameter("device_state")
+        for config in (
+            preset("sign_loco"),  # an anchor and an outer momentum
+            preset("sign_loco", beta=0.5, momentum=0.0, momentum_warmup=0),
+            preset("sign_loco", switch=100),
+        )
+    )
+    assert first == late == both == 8.0
+    delayed = preset("sign_loco", switch=100, **{"schedule.delay": 2})
+    assert plan_memory(delayed, shape, islands=2).per_parameter("device_state") == 12.0

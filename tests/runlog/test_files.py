@@ -1,0 +1,164 @@
+"""What a run leaves: read whole, cut off in the middle, gone on with, and told apart from what is
+no run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_demo import preset
+from fsdp_demo.runlog import files
+from fsdp_demo.runlog.files import load, load_all
+from fsdp_demo.runlog.record import RunRecord
+
+from . import made
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", islands=3, steps=40, lost_at=20))
+    assert run.name == "run" and [i.name for i in run.islands] == ["island0", "island1", "island2"]
+    first = run.islands[0]
+    assert [line["step"] for line in first.lines] == list(range(5, 45, 5))
+    assert len(first.exchanges) == 40 and first.exchanges[0]["start"] == pytest.approx(0.4)
+    assert first.exchanges[24]["islands"] == [0, 1] and first.exchanges[35]["islands"] == [0, 1, 2]
+    kinds = [e["kind"] for e in first.events if e["kind"] not in ("evaluation", "checkpoint")]
+    assert kinds == ["begin", "lost", "joined", "skipped round", "finish"]
+    lost = next(e for e in first.events if e["kind"] == "lost")
+    assert (lost["islands"], lost["step"], lost["seconds"]) == ([2], 20, 20.0)
+    assert run.notes == [] and first.summary is not None
+
+
+def test_every_field_that_is_written_is_documented(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", steps=20, lost_at=5) / "island0"
+    assert set(json.loads((folder / files.HEAD_FILE).read_text())) == set(files.HEAD)
+    assert set(lines(folder / files.STEPS_FILE)[0]) == set(files.STEP)
+    assert set(lines(folder / files.EXCHANGES_FILE)[0]) == set(files.EXCHANGE)
+    fields = {name for event in lines(folder / files.EVENTS_FILE) for name in event}
+    assert fields - {"tokens", "bytes_sent"} == set(files.EVENT)
+    kinds = {event["kind"] for event in lines(folder / files.EVENTS_FILE)}
+    assert kinds <= set(files.EVENT["kind"].split(", "))
+
+
+def test_a_run_that_was_killed_says_so(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", steps=40, ended=False)
+    path = folder / "island1" / files.STEPS_FILE
+    path.write_text(path.read_text()[:-30])
+    run = load(folder)
+    assert [line["step"] for line in run.islands[1].lines] == list(range(5, 40, 5))
+    assert run.notes == [
+        "island0 has no end: its last line is of step 40 of 40.",
+        "island1 has no end: its last line is of step 35 of 40.",
+        "island1: 1 line left out, cut off or damaged.",
+    ]
+
+
+def test_islands_that_are_elsewhere_are_named(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", islands=3)
+    (tmp_path / "one").mkdir()
+    (folder / "island1").rename(tmp_path / "one" / "island1")
+    assert load(tmp_path / "one").notes == ["1 of 3 islands here: island1."]
+    assert [i.name for i in load(tmp_path / "one" / "island1").islands] == ["island1"]
+
+
+def test_a_later_start_drops_what_came_after_its_step(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", islands=1, steps=40, ended=False)
+    clock = made.Clock()
+    monkeypatch.setattr("fsdp_demo.runlog.record.time.perf_counter", clock)
+    exchange = made.Said(made.Place(0, 1), step=20)
+    began = json.loads((folder / "island0" / files.HEAD_FILE).read_text())["began"]
+    record = RunRecord(folder / "island0", exchange, steps=40, parameters=1, procs=1)
+    assert record.last["step"] == 20 and record.seconds == pytest.approx(20.0)
+    clock.now += 3
+    record.line({"step": 21})
+    record.close()
+    run = load(folder).islands[0]
+    assert [line["step"] for line in run.lines] == [5, 10, 15, 20, 21]
+    assert run.lines[-1]["seconds"] == pytest.approx(23.0) and run.head["began"] == began
+    assert [e["step"] for e in run.exchanges] == list(range(20))
+    assert (run.events[-1]["kind"], run.events[-1]["step"]) == ("resume", 20)
+
+
+def test_who_joins_again_counts_the_time_it_was_gone(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", islands=2, steps=20, ended=False) / "island1"
+    head = json.loads((folder / files.HEAD_FILE).read_text())
+    monkeypatch.setattr("fsdp_demo.runlog.record.time.time", lambda: head["began"] + 500.0)
+    exchange = made.Said(made.Place(1, 2), step=60, newcomer=True)
+    record = RunRecord(folder, exchange, steps=90, parameters=1, procs=1)
+    assert record.seconds == pytest.approx(500.0, abs=1.0)
+    record.line({"step": 65, "tokens": 30, "loss": 1.0})
+    record.close()
+    run = load(folder)
+    assert (run.islands[0].events[-1]["kind"], run.islands[0].events[-1]["islands"]) == (
+        "joined",
+        [1],
+    )
+
+
+def test_what_auto_has_chosen_is_in_the_head(tmp_path) -> None:
+    exchange = made.Said(made.Place(0, 2), "auto")
+    record = RunRecord(tmp_path, exchange, steps=90, parameters=1, procs=1)
+    record.tick()
+    assert json.loads((tmp_path / files.HEAD_FILE).read_text())["preset"] == "auto"
+    exchange.config = preset("diloco", period=7)
+    exchange.chosen_because = "the link is slow"
+    exchange.step = 8
+    record.tick()
+    record.tick()
+    record.close()
+    head = json.loads((tmp_path / files.HEAD_FILE).read_text())
+    assert (head["preset"], head["chosen_because"]) == ("diloco", "the link is slow")
+    assert "sync_every: 7" in head["config"]
+    chosen = [e for e in lines(tmp_path / files.EVENTS_FILE) if e["kind"] == "chosen"]
+    assert [(e["step"], e["reason"]) for e in chosen] == [(8, "the link is slow")]
+
+
+def test_each_exchange_is_written_once(tmp_path) -> None:
+    exchange = made.Said(made.Place(0, 2))
+    record = RunRecord(tmp_path, exchange, steps=9, parameters=1, procs=1)
+    for step in range(6):
+        exchange.flown.append(made.ExchangeRecord(step, step, ("a",), None, None))
+        if step % 2:
+            record.exchanges()
+    record.exchanges()
+    record.close()
+    assert [e["step"] for e in lines(tmp_path / files.EXCHANGES_FILE)] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda f: None, "is no folder: give the output folder of a run"),
+        (lambda f: f.mkdir(), "holds no run: neither it nor a folder in it has a run.json"),
+        (
+            lambda f: (f.mkdir(), (f / "run.json").write_text('{"format": 99}')),
+            "has format 99, this release reads 1",
+        ),
+        (lambda f: (f.mkdir(), (f / "run.json").write_text("{")), "is no JSON"),
+        (lambda f: (f.mkdir(), (f / "run.json").write_text("[]")), "holds a list"),
+    ],
+)
+def test_what_is_no_run_is_one_sentence(tmp_path, prepare, says) -> None:
+    prepare(tmp_path / "run")
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / "run")
+    assert says in str(error.value) and str(tmp_path / "run") in str(error.value)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch) -> None:
+    folders = [made.run(monkeypatch, tmp_path / part / "demo") for part in ("a", "b")]
+    assert [run.name for run in load_all(folders)] == ["a/demo", "b/demo"]
+    assert [run.name for run in load_all(folders[:1] * 2)] == ["a/demo", "a/demo (2)"]
+
+
+def test_the_page_documents_the_format() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    for of in (files.HEAD, files.STEP, files.EXCHANGE, files.EVENT):
+        assert "\n".join(f"| `{name}` | {text} |" for name, text in of.items()) in page
+    assert f"`format` in `run.json` is {files.FORMAT}." in page

@@ -1,0 +1,88 @@
+"""Metrics have one name each, in the table of docs/metrics.md and in every tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo.runlog.record import PREFIX, tracked
+
+from ..support import threaded
+from ..support.pages import metric, metrics_table
+
+TABLE = metrics_table()
+
+
+def test_every_name_that_an_exchange_gives_is_in_the_table(run_ranks: Any) -> None:
+    """Two islands, one of which has a gradient that is not finite, and a mean at the end."""
+
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        config = fsdp_demo.preset("demo")
+        optimizer = fsdp_demo.base_optimizer(config, [("weight", weight)], lr=1e-3)
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+        exchange.watch_energy()
+        for t in range(3):
+            weight.grad = torch.full((64, 64), float("nan") if i == t == 1 else 1.0 + t)
+            exchange.report(tokens=10, loss=2.0 + i)
+            optimizer.step()
+        found = exchange.metrics(), exchange.totals(), tracked(exchange)
+        exchange.finish()
+        return found
+
+    def run() -> Any:
+        return threaded.values(threaded.islands(island))
+
+    (found,) = run_ranks(run, 1, 1)
+    for rank, totals, names in found:
+        of = {name: TABLE[name][1] for name in {**rank, **totals}}
+        assert all(of[name] != "island" for name in rank if name not in ("drift",))
+        assert all(of[name] != "rank" for name in totals)
+        assert set(names) == {f"{PREFIX}{n}" for n in totals} | {"exchange/kept_energy/momentum"}
+        assert all(metric(name) in TABLE for name in names)
+        assert names["exchange/tokens"] == 30 and names["exchange/loss"] == 2.5
+        assert names["exchange/not_finite"] == 1 and rank["bytes_sent"] == totals["bytes_sent"]
+        always = {n: of for n, (_, of, _, when) in TABLE.items() if when == "always"}
+        assert {n for n, of in always.items() if of != "rank"} <= set(totals)
+        assert {n for n, of in always.items() if of != "island"} <= set(rank)
+
+
+def test_a_tracker_of_accelerate_gets_these_names(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, main_process_only = "kept", False, True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[Any] = []
+
+        @property
+        def tracker(self) -> Any:
+            return self.logged
+
+        @on_main_process
+        def store_init_configuration(self, values: Any) -> None:
+            pass
+
+        @on_main_process
+        def log(self, values: Any, step: int | None = None, **_: Any) -> None:
+            self.logged.append((step, values))
+
+    kept = Kept()
+    accelerator = accelerate.Accelerator(cpu=True, log_with=kept)
+    accelerator.init_trackers("fsdp_demo")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+    accelerator.log(tracked(exchange), step=7)
+    exchange.finish()
+    ((step, values),) = kept.logged
+    assert step == 7 and "exchange/seconds_waiting" in values
+    assert all(metric(name) in TABLE for name in values)

@@ -1,0 +1,146 @@
+"""The line of progress: rewritten on a terminal, plain elsewhere; it says whom an island waits for
+while training stands still.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_demo
+from fsdp_demo.exchange.readings import Activity
+from fsdp_demo.runlog import progress
+from fsdp_demo.runlog.progress import Progress, ProgressLine, clock, line
+
+from ..support import threaded
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def said(state: Activity) -> SimpleNamespace:
+    return SimpleNamespace(step=0, activity=state)
+
+
+def until(holds, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert holds()
+
+
+def test_the_line_has_what_is_known() -> None:
+    assert line(Progress(3, None), "training") == "step 3, training"
+    own = line(Progress(3, 9, 2.0), "sending to 1")
+    assert own == "step 3/9, loss 2.000 (this island), sending to 1"
+    now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))
+    assert line(Progress(3, 9), "training", now + 3600, now).endswith("training, ends 13:00")
+
+
+def test_the_end_has_its_day() -> None:
+    now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))  # a Monday
+    assert clock(now + 86_400, now) == "Tue 12:00" and clock(now + 1, now) == "12:00"
+    assert clock(now + 9 * 86_400, now) == "2026-12-02 12:00"
+
+
+def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY", 1e9)
+    out = io.StringIO()
+    shown = ProgressLine(said(Activity()), 30, out)
+    for step in range(1, 31):
+        shown.step(step)
+        if step % 10 == 0:
+            shown.update(loss=1.0, everywhere=True)
+    shown.close()
+    first, last = out.getvalue().splitlines()  # the first, and that of the last step
+    assert first.startswith("step 10/30, loss 1.000, training, ends ")
+    assert last == "step 30/30, loss 1.000, training"
+
+
+def test_the_end_is_predicted_from_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(value=100.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now.value)
+    shown = ProgressLine(said(Activity()), 100, io.StringIO())
+    for step in range(1, 61):
+        now.value += 50.0 if step < 11 else 2.0  # the first steps are slow: not in the window
+        shown.step(step)
+    left = (shown._end() or 0.0) - time.time()
+    shown.close()
+    assert left == pytest.approx(80.0, abs=1.0)
+
+
+def test_a_long_wait_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REFRESH", 0.01)
+    out, state = io.StringIO(), said(Activity("waiting", (2,), 31.0))
+    shown = ProgressLine(state, 9, out)
+    until(lambda: "waiting for 2: for 31 s now" in out.getvalue())
+    time.sleep(0.1)
+    shown.close()
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_a_terminal_has_one_line_and_the_log_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REFRESH", 0.01)
+    out = Terminal()
+    handler, log = logging.StreamHandler(out), logging.getLogger("fsdp_demo")
+    log.addHandler(handler)
+    try:
+        state = said(Activity("sending", (1, 2)))
+        shown = ProgressLine(state, 9, out)
+        until(lambda: "sending to 1, 2" in out.getvalue())
+        state.activity = Activity("waiting", (2,), 1.0)  # nobody calls it: training stands still
+        until(lambda: "waiting for 2" in out.getvalue())
+        log.error("something else")
+        shown.close()
+    finally:
+        log.removeHandler(handler)
+    assert "\n" not in out.getvalue().split("something else")[0]
+    assert "\r\x1b[Ksomething else\n" in out.getvalue() and handler.filters == []
+    assert out.getvalue().endswith(("\x1b[K", "something else\n"))
+
+
+def test_an_exchange_says_for_whom_it_waits(run_ranks) -> None:
+    """Island 1 comes late: island 0 waits for it, and sends while it trains."""
+
+    def island(i: int, topology: fsdp_demo.Topology) -> list[str]:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        config = fsdp_demo.preset("diloco", period=2, **{"schedule.delay": 1})
+        optimizer = fsdp_demo.base_optimizer(config, [("weight", weight)], lr=1e-3)
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+        seen, threads = [exchange.activity.text], []
+
+        def watch() -> None:
+            until(lambda: exchange.activity.kind == "waiting" and exchange.activity.islands != ())
+            seen.append(exchange.activity.text)
+
+        for t in range(3):
+            if t == 1:  # the payload leaves after this step
+                threads.append(
+                    threaded.threading.Thread(target=watch if i == 0 else (lambda: None))
+                )
+                if i == 1:
+                    time.sleep(1.0)
+            weight.grad = torch.ones(64, 64)
+            optimizer.step()
+            if t == 1:
+                if i == 0:
+                    until(lambda: exchange.activity.islands != ())
+                seen.append(exchange.activity.text)
+                threads[0].start()
+        threads[0].join()
+        exchange.finish()
+        return [*seen, exchange.activity.text]
+
+    def run() -> list[list[str]]:
+        return threaded.values(threaded.islands(island))
+
+    ((first, _),) = run_ranks(run, 1, 1)
+    assert first == ["training", "sending to 1", "waiting for 1", "finished"]

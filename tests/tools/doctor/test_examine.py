@@ -1,0 +1,156 @@
+"""Whole examinations on loopback: every island prints the same, and a dead way is a finding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import resource
+
+import pytest
+
+from fsdp_demo import PeerLost, Topology
+from fsdp_demo.tools.doctor import examine as examining
+from fsdp_demo.tools.doctor import reach
+from fsdp_demo.tools.doctor.examine import examine, tournament
+from fsdp_demo.tools.doctor.findings import findings
+from fsdp_demo.tools.doctor.measured import Direction, Examination, Island, Reach
+from fsdp_demo.tools.doctor.reading import as_json, summary, text
+
+SHORT = 1.0  # seconds for the links
+
+
+def examined(step_seconds: float | None = None) -> tuple[Examination, str]:
+    seen = examine(Topology.from_env(), SHORT, 100.0, step_seconds)
+    return seen, text(seen, findings(seen))
+
+
+@pytest.mark.parametrize("islands", [2, 3])
+def test_all_islands_see_the_same(run_ranks, islands) -> None:
+    found = run_ranks(lambda: examined(), islands=islands, procs=1, timeout=120)
+    assert len({said for _, said in found}) == 1
+    seen = found[0][0]
+    assert [i.island for i in seen.islands] == list(range(islands))
+    assert len(seen.directions) == len(seen.reaches) == islands * (islands - 1)
+    for (i, j), d in seen.directions.items():
+        assert (d.sender, d.receiver, d.error) == (i, j, "")
+        assert d.rtt_ms > 0 and d.rtt_p95_ms >= d.rtt_ms and abs(d.clock_offset_ms) < 1000
+        assert set(d.mbit_s) >= {"1", "2", "4"} and str(d.connections) in d.mbit_s
+        assert min([*d.mbit_s.values(), d.mbit_s_both, d.first_after_idle_ms, d.warm_ms]) > 0
+        assert d.by_size["65536"] > 0
+    assert all(r.whole for r in seen.reaches.values())
+    number = summary(seen)
+    assert number["bits_per_second"] == 1e6 * min(d.rate for d in seen.directions.values())
+    assert json.loads(json.dumps(as_json(seen, findings(seen))))["links"][0]["from"] == 0
+
+
+def test_the_same_run_can_be_examined_twice(run_ranks) -> None:
+    env = {"ISLAND_RUN": "examined-twice"}
+    for _ in range(2):
+        found = run_ranks(lambda: examined(), islands=2, procs=1, env=env, timeout=120)
+        assert found[0][1] == found[1][1]
+
+
+def test_a_step_time_of_each_island(run_ranks) -> None:
+    def run(rank) -> list[str]:
+        seen, _ = examined(1.0 + rank.island)
+        return [f.name for f in findings(seen)]
+
+    for found in run_ranks(run, islands=2, procs=1, timeout=120):
+        assert "unequal-islands" in found
+
+
+def test_a_limit_of_open_files_that_all_slots_would_pass(run_ranks) -> None:
+    def run(rank) -> list[str]:
+        if rank.island:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+        seen, _ = examined()
+        return [f.says for f in findings(seen) if f.name == "open-files"]
+
+    env = {"ISLAND_SLOTS": "32"}
+    for (says,) in run_ranks(run, islands=2, procs=1, env=env, timeout=120):
+        assert says.startswith("island 1 (island1) allows 400 open files")
+
+
+def test_an_address_that_nobody_has_is_the_wrong_interface(run_ranks) -> None:
+    def env(rank) -> dict[str, str]:
+        return {"ISLAND_ADDRESS": "192.0.2.7"} if rank.island else {}  # RFC 5737
+
+    for seen, said in run_ranks(lambda: examined(), islands=2, procs=1, env=env, timeout=120):
+        (finding,) = [f for f in findings(seen) if f.stops]
+        assert finding.name == "wrong-interface" and "127.0.0.1" in finding.cure
+        assert "wrong-interface (stops a run)" in said
+
+
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_an_island_that_nobody_reaches(run_ranks, deaf) -> None:
+    """It listens no more, as a firewall that refuses would have it."""
+
+    def run(rank) -> tuple[Examination, str]:
+        if rank.island == deaf:
+
+            class Deaf(reach.Listener):
+                def __init__(self, *args) -> None:
+                    super().__init__(*args)
+                    self.close()
+
+            examining.reach.Listener = Deaf
+        return examined()
+
+    for seen, _ in run_ranks(run, islands=2, procs=1, timeout=120):
+        (finding,) = [f for f in findings(seen) if f.name == "one-sided-firewall"]
+        assert finding.stops == (deaf == 0)
+        # the other one can listen, so there are numbers all the same
+        assert all(d.rate for d in seen.directions.values())
+
+
+def test_a_missing_island_has_a_deadline(run_ranks) -> None:
+    def run(rank) -> None:
+        if rank.island:
+            return
+        topology = dataclasses.replace(Topology.from_env(), timeout=1.0)
+        with pytest.raises(PeerLost, match="missing 1.*Start fsdp-demo doctor on all islands"):
+            examine(topology, SHORT)
+
+    run_ranks(run, islands=2, procs=1, timeout=60)
+
+
+def test_a_single_replica_has_no_links() -> None:
+    seen = examine(Topology.from_env({}), SHORT)
+    assert len(seen.islands) == 1 and not seen.directions
+    assert summary(seen) is None and as_json(seen, [])["link"] is None
+
+
+def test_islands_that_come_later_are_refused() -> None:
+    late = {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_RANK": "2"}
+    topology = Topology.from_env({**late, "ISLAND_ENDPOINT": "127.0.0.1:1"})
+    with pytest.raises(ValueError, match="ISLAND_RANK=2 with ISLAND_COUNT=2"):
+        examine(topology, SHORT)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_in_a_tournament_each_two_meet_once(count) -> None:
+    rounds = list(tournament(count))
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(i, j) for i in range(count) for j in range(i + 1, count)]
+    for pairs in rounds:
+        taking_part = [island for pair in pairs for island in pair]
+        assert len(taking_part) == len(set(taking_part))
+
+
+def test_records_survive_json_and_another_release() -> None:
+    for record in (
+        Island(0, "a", "host", versions={"torch": "2"}),
+        Reach(0, 1, "ok", forth=True),
+        Direction(0, 1, mbit_s={"1": 2.0}, error="x"),
+    ):
+        note = json.loads(json.dumps({**record.note(), "of_a_later_release": math.pi}))
+        assert type(record).of(note) == record
+
+
+def test_a_summary_needs_all_directions() -> None:
+    islands = Island(0, "a", "h"), Island(1, "b", "h")
+    whole = {(0, 1): Direction(0, 1, 10.0, mbit_s={"1": 50.0})}
+    assert summary(Examination(islands, {}, whole)) is None
+    whole[1, 0] = Direction(1, 0, 12.0, mbit_s={"1": 30.0, "4": 90.0})
+    assert summary(Examination(islands, {}, whole)) == {"bits_per_second": 3e7, "rtt": 0.012}

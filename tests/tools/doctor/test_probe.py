@@ -1,0 +1,164 @@
+"""Numbers of one pair, against what is known: a link of a known rate, counts of the kernel, a
+connection that dies.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_demo.comm.store_client import WorldStore
+from fsdp_demo.comm.tcp import Counted
+from fsdp_demo.comm.zeromq import Meeting
+from fsdp_demo.tools.doctor.measured import Direction
+from fsdp_demo.tools.doctor.probe import Pair, Probe, lost, pieces
+
+from ...support.threads import warm
+
+
+def paired(fn: Callable[[Pair, int], Any], **how: Any) -> list[Any]:
+    """fn(pair, rank) on two threads; what each returned."""
+    store, found = WorldStore(dist.HashStore(), "the test", 5.0), [None, None]
+    warm()
+
+    def work(rank: int) -> None:
+        names = ("a", "b")
+        meeting = Meeting(store, "pair", rank, 2, names, "127.0.0.1", 10.0, **how)
+        pair = Pair(meeting, time.monotonic() + 60)
+        try:
+            found[rank] = fn(pair, rank)
+        finally:
+            pair.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(100)
+    assert not any(t.is_alive() for t in threads), "a side hangs"
+    return found
+
+
+def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
+    """run() in a process of its own: threads and sockets end with it."""
+    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
+
+
+def slowed(pair: Pair, rate: float) -> None:
+    """Let each piece that this side sends take its time at `rate` bit/s, on all connections
+    together.
+    """
+    widen = pair.widen
+
+    def slow(group: Any) -> None:
+        send = group.send
+
+        def late(tensors: Any, rank: int, tag: int) -> Any:
+            time.sleep(8 * tensors[0].numel() / rate)
+            return send(tensors, rank, tag)
+
+        group.send = late
+
+    def widened(connections: int) -> None:
+        before = len(pair._groups)
+        widen(connections)
+        for group in pair._groups[before:]:
+            slow(group)
+
+    pair.widen = widened  # type: ignore[method-assign]
+    for group in pair._groups:
+        slow(group)
+
+
+def test_a_link_of_a_known_rate(run_ranks) -> None:
+    def run() -> None:
+        def fn(pair: Pair, rank: int) -> Direction:
+            if rank:
+                slowed(pair, 50e6)
+            return Probe(pair, rank, 1 - rank, 4.0).run()
+
+        fast, slow = paired(fn)
+        assert fast.error == slow.error == ""
+        # never faster than it is; a busy machine may make it slower
+        assert all(1 < rate < 60 for rate in slow.mbit_s.values())
+        assert max(fast.mbit_s.values()) > max(slow.mbit_s.values())
+        assert "16777216" not in slow.by_size  # 2.7 s of 4 would be too long
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
+def test_the_kernel_counts_what_is_sent(run_ranks) -> None:
+    def run() -> None:
+        both = threading.Barrier(2)  # who ends first closes the connections
+
+        def fn(pair: Pair, rank: int) -> tuple[list[Counted], list[Counted]]:
+            pair.widen(2)
+            before = pair.counted()
+            pair.message(rank == 0, pieces(8 << 20), 2)
+            after = pair.counted()
+            both.wait(30)
+            return before, after
+
+        (before, after), _ = paired(fn)
+        assert len(before) == len(after) == 2
+        packets = [b.packets - a.packets for a, b in zip(before, after, strict=True)]
+        mss = after[0].mss
+        assert all(n * mss >= 4 << 20 for n in packets)  # half of the message each
+        assert after[0].mtu >= mss and after[0].busy > 0 and after[0].window > 0
+        assert lost(before, after)["loss"] < 0.5
+
+    alone(run_ranks, run)
+
+
+def test_with_a_token_all_is_measured_encrypted(run_ranks) -> None:
+    def run() -> None:
+        found = paired(
+            lambda pair, rank: Probe(pair, rank, 1 - rank, 1.0).run(),
+            token="a secret of these tests only",
+        )
+        for one in found:
+            assert one.error == "" and one.rate > 0
+
+    alone(run_ranks, run)
+
+
+def test_a_connection_that_dies_leaves_what_was_measured(run_ranks) -> None:
+    def run() -> None:
+        def fn(pair: Pair, rank: int) -> Direction:
+            probe = Probe(pair, rank, 1 - rank, 1.0)
+            if rank:
+                probe._by_size = lambda leads: pair._groups[0].close()  # type: ignore[method-assign]
+            return probe.run()
+
+        for one in paired(fn):
+            assert one.rtt_ms > 0 and one.error and not one.mbit_s
+
+    alone(run_ranks, run)
+
+
+def test_time_that_is_over_ends_it(run_ranks) -> None:
+    def run() -> None:
+        def fn(pair: Pair, rank: int) -> Direction:
+            pair.message(rank == 0, [1])  # both have met
+            pair._end = time.monotonic()
+            return Probe(pair, rank, 1 - rank, 1.0).run()
+
+        for one in paired(fn):
+            assert one.error == "the time for this measurement is over"
+
+    alone(run_ranks, run)
+
+
+def test_losses_are_those_between_two_looks() -> None:
+    before = Counted(1448, 1500, 10, 5, 1000, 1.0, 0.0, 0.0)
+    after = before._replace(again=15, packets=1500, mss=1400)
+    assert lost([before], [after]) == {"loss": 0.02, "mss": 1400, "mtu": 1500}
+    assert lost([before], [before])["loss"] == 0.0
+    assert lost([], []) == {} and lost([before], [after, after]) == {}

@@ -1,0 +1,61 @@
+"""doctor.json as a planner reads it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fsdp_demo import Link
+from fsdp_demo.tools.doctor.reading import Reading, load
+
+GOOD: dict[str, Any] = {
+    "format": 1,
+    "link": {"bits_per_second": 9.3e7, "rtt": 0.041},
+    "islands": [{"step_seconds": 0.5}, {"step_seconds": 0.75}],
+}
+
+
+def written(tmp_path: Any, value: Any) -> Any:
+    path = tmp_path / "doctor.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def test_the_slowest_island_counts(tmp_path) -> None:
+    assert load(written(tmp_path, GOOD)) == Reading(Link(9.3e7, 0.041), 0.75)
+
+
+def test_without_all_step_times_there_is_none(tmp_path) -> None:
+    steps = [{"step_seconds": 0.5}, {"step_seconds": None}]
+    assert load(written(tmp_path, {**GOOD, "islands": steps})).step_seconds is None
+    assert load(written(tmp_path, {**GOOD, "islands": []})).step_seconds is None
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("{", "cannot be read"),
+        ([], "has format None"),
+        ({**GOOD, "format": 2}, "has format 2, this release reads 1"),
+        ({**GOOD, "link": None}, "holds no measured link"),
+        ({**GOOD, "link": {"bits_per_second": "fast", "rtt": 0.1}}, "holds no measured link"),
+        ({**GOOD, "link": {"bits_per_second": 1e6}}, "holds no measured link"),
+    ],
+)
+def test_what_is_refused(tmp_path, value, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(written(tmp_path, value))
+
+
+def test_a_missing_file_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(tmp_path / "none.json")
+
+
+def test_reading_needs_no_torch() -> None:
+    code = "import sys; import fsdp_demo.tools.doctor.reading; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

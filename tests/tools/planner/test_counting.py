@@ -1,0 +1,88 @@
+"""Bytes of the planner: those of `recipes/benchmarks/bytes.py`, of the library's plan rank by rank,
+and of formulas.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_demo import Link, preset, presets, ring_all_reduce_bytes
+from fsdp_demo.exchange.plan import plan_model
+from fsdp_demo.tools.planner import Situation, equal_layers, load, plan_rows
+from fsdp_demo.tools.planner.counting import cycle, releases
+from fsdp_demo.tools.planner.models import numel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "recipes"))
+
+from benchmarks import bytes as counting  # noqa: E402
+
+TINY = load("tiny")
+CASES = [(2, 1), (3, 2), (4, 4), (5, 1)]
+
+
+@pytest.mark.parametrize(("islands", "shards"), CASES)
+def test_rows_send_what_the_table_of_bytes_says(islands: int, shards: int) -> None:
+    there = {
+        e.preset: (e.sent, e.sent_per_step)
+        for e in counting.entries(TINY, islands, shards, Link(1e9, 0.04))
+    }
+    rows = plan_rows(Situation(TINY, islands, Link(1e9, 0.04), shards=shards), presets())
+    assert {r.name: (r.bytes_per_exchange, pytest.approx(r.bytes_per_step)) for r in rows} == {
+        name: sent for name, sent in there.items() if name in presets()
+    }
+    (hsdp,) = plan_rows(Situation(TINY, islands, shards=shards), ["hsdp"])
+    assert hsdp.bytes_per_exchange == there["(all-reduce)"][0]
+
+
+@pytest.mark.parametrize("shards", [1, 3, 4])
+@pytest.mark.parametrize("name", ["full", "demo", "streaming_diloco", "desloc", "muloco"])
+def test_equal_shards_are_counted_once_and_added(name: str, shards: int) -> None:
+    """Against one plan per rank, also where shards are unlike (3 do not divide 128)."""
+    config = preset(name)
+    plans = plan_model(config, TINY, 3, shards)
+    found = cycle(config, TINY, 3, shards)
+    sent = [sum(m.bytes_out for m in messages) for messages in found.due.values()]
+    assert max(sent) == sum(p.most().bytes_sent for p in plans)
+    mean = sum(p.average()[0] for p in plans)
+    assert sum(sent) / found.steps == pytest.approx(mean, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_legs_carry_the_bytes_of_the_plan(name: str) -> None:
+    for config in (preset(name), preset(name, **{"schedule.delay": 2})):
+        found = cycle(config, TINY, 3, 2)
+        plans = plan_model(config, TINY, 3, 2)
+        means = [sum(p.average()[i] for p in plans) for i in (0, 1)]
+        messages = [m for sent in found.due.values() for m in sent]
+        assert sum(m.bytes_out for m in messages) / found.steps == pytest.approx(means[0])
+        assert sum(m.bytes_in for m in messages) / found.steps == pytest.approx(means[1])
+        assert all(len(m.legs) in (1, 2) and m.delay in (0, 2, 5) for m in messages)
+
+
+def test_a_given_size_moves_as_in_a_ring() -> None:
+    tensors = equal_layers(10_000_000, 8)
+    assert numel(tensors) == 10_000_000
+    for islands in (2, 5):
+        found = cycle(preset("full"), tensors, islands, 1, 0.5)
+        (message,) = found.due[0]
+        assert message.bytes_out == pytest.approx(
+            ring_all_reduce_bytes(islands, 5_000_000), abs=islands
+        )
+
+
+def test_streaming_fragments_make_peaks_of_their_own() -> None:
+    tensors = equal_layers(24_000_000, 24)
+    found = cycle(preset("streaming_diloco", period=100), tensors, 2, 1, 2.0)
+    assert sorted(found.due) == [int(p * 100 / 8 - 1) % 100 for p in range(1, 8)] + [99]
+    assert {round(m.bytes_out) for sent in found.due.values() for m in sent} == {2 * 3_000_000}
+
+
+def test_when_backward_has_what() -> None:
+    tensors = [("embed", (8, 2)), ("layers.0.w", (4, 2)), ("layers.1.w", (4, 2)), ("head", (8, 2))]
+    assert releases(tensors, tensors) == ((0.5, 0.5), (0.5, 0.0))  # head with layer 1, embed with 0
+    assert releases(tensors[1:2], tensors) == ((1.0, 0.0),)
+    assert releases(tensors[2:3], tensors) == ((1.0, 0.5),)
+    assert releases([("w", (3,))], [("w", (3,))]) == ((1.0, 0.0),)

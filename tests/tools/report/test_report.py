@@ -1,0 +1,242 @@
+"""The report: numbers against sums by hand, pictures that hold what was written, one file that
+needs no other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from fsdp_demo import cli
+from fsdp_demo.runlog.files import load
+from fsdp_demo.tools.report import picture as report_png
+from fsdp_demo.tools.report.figures import comparison, curve, figures, lanes, still
+
+from ...runlog import made
+
+VOID = {"meta", "br", "link", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that tags close, and collects what would be fetched."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and v]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def drawn(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S)]
+
+
+def test_figures_are_those_of_the_files(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=40, each=5000, speed=2.0))
+    found = figures(run)
+    assert (found.step, found.steps, found.tokens, found.sent) == (40, 40, 512 * 40, 5000 * 40)
+    assert found.ratio == 4.0 and found.tokens_per_second == 1024 and found.equal is True
+    # 0.1 and 0.2 of each step
+    assert found.still == pytest.approx(0.15) and found.held_out and found.ended
+    head, row = comparison([found])
+    assert dict(zip(head, row, strict=True))["against all-reduce"] == "4 x less"
+
+
+def test_curves_are_means_over_the_islands(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
+    lines = [island.lines for island in run.islands]
+    by_hand = [
+        ((a["tokens"] + b["tokens"]) / 2, (a["loss"] + b["loss"]) / 2)
+        for a, b in zip(*lines, strict=True)
+    ]
+    found = curve(run, "tokens").training
+    assert [x for x, _ in found] == [x for x, _ in by_hand]
+    assert [y for _, y in found] == pytest.approx([y for _, y in by_hand])
+    assert [x for x, _ in curve(run, "bytes_sent").validation] == [100_000, 200_000]
+    assert [y for _, y in still(run.islands[1])] == pytest.approx([0.2] * 8)
+
+
+def test_a_count_that_began_anew_does_not_go_back(tmp_path, monkeypatch) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
+    for line in run.islands[1].lines[4:]:  # it came back after step 20
+        line["tokens"], line["bytes_sent"] = line["tokens"] - 10_000, line["bytes_sent"] - 90_000
+    for against in ("tokens", "bytes_sent"):
+        found = [x for x, _ in curve(run, against).training]
+        assert found == sorted(found) == [line[against] for line in run.islands[0].lines]
+    assert figures(run).tokens == 512 * 40
+
+
+def test_the_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
+    folders = [
+        made.run(monkeypatch, tmp_path / "a & b", islands=3, steps=200, lost_at=40),
+        made.run(monkeypatch, tmp_path / "killed", steps=30, ended=False),
+        made.run(monkeypatch, tmp_path / "empty", steps=3, ended=False),
+    ]
+    out, md = tmp_path / "out.html", tmp_path / "out.md"
+    assert cli.main(["report", *map(str, folders), "--out", str(out), "--md", str(md)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out), str(md)]
+    text = out.read_text(encoding="utf-8")
+    assert Page(text).fetched == [] and "@import" not in text
+    assert not re.findall(r"url\((?!#)", text)
+    ids = re.findall(r'id="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert "a &amp; b" in text and "prefers-color-scheme: dark" in text
+    for says in (
+        "killed: island0 has no end",
+        "empty: island0 has no line of metrics yet.",
+        "island 2 lost",
+        "island 2 joined",
+        "round skipped: a contribution was not finite",
+        "nothing happened",
+        "preset: demo",
+    ):
+        assert says in text, says
+    assert "| killed | " in md.read_text() and "no end" in md.read_text()
+
+
+needs_matplotlib = pytest.mark.skipif(
+    not report_png.available(), reason="needs matplotlib: pip install 'fsdp_demo[report]'"
+)
+
+
+@needs_matplotlib
+def test_the_pictures_of_the_page_have_text_and_the_colours_of_the_page(
+    tmp_path, monkeypatch
+) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", islands=3, steps=130, lost_at=40)
+    assert cli.main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    pictures = drawn(page)
+    assert len(pictures) == 5 and all("width" not in p.attrib for p in pictures)
+    words = ["".join(p.itertext()) for p in pictures]
+    for text, *says in zip(
+        words,
+        ["tokens (k)", "loss (nats per token)"],
+        ["minutes"],
+        ["MB sent by each island"],
+        ["standing still (% of the time)"],
+        ["island0, ", "events"],
+        strict=False,
+    ):
+        assert all(one in text for one in says[0]), (says, text[-300:])
+    assert not [c for c in report_png.BY_NAME if c in page.partition("</style>")[2]]
+    assert "var(--c0)" in page and "var(--soft)" in page
+
+
+def test_a_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", steps=40)
+    monkeypatch.setattr("fsdp_demo.tools.report.picture.available", lambda: False)
+    assert cli.main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("pip install &#x27;fsdp_demo[report]&#x27;") == 5 and "<svg" not in page
+    assert "Key figures" in page and "preset: demo" in page
+
+
+@pytest.mark.parametrize("steps", [40, 400])
+def test_the_timeline_has_every_exchange_once(tmp_path, monkeypatch, steps: int) -> None:
+    run = load(made.run(monkeypatch, tmp_path / "run", steps=steps))
+    assert [len(bars) for _, _, bars in lanes(run)] == [steps, steps]
+    for _, _, bars in lanes(run):
+        assert all(0 <= b.waiting <= b.end - b.start for b in bars)
+
+
+@needs_matplotlib
+def test_many_exchanges_are_one_image(tmp_path, monkeypatch) -> None:
+    few, many = (
+        load(made.run(monkeypatch, tmp_path / str(n), steps=n)) for n in (40, report_png.MANY + 100)
+    )
+    assert "<image" not in report_png.exchanges(few) and "<image" in report_png.exchanges(many)
+    assert len(report_png.exchanges(many)) < 200_000
+
+
+def test_a_png_where_matplotlib_is(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    assert report_png.available()  # the name marks the test: tests/support/kinds.py
+    folder = made.run(monkeypatch, tmp_path / "run", islands=3, lost_at=10)
+    assert cli.main(["report", str(folder), "--png", str(tmp_path / "r.png")]) == 0
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fsdp-demo: error: ") and error.count("\n") == 1
+    folder = made.run(monkeypatch, tmp_path / "run")
+    monkeypatch.setattr("fsdp_demo.tools.report.picture.available", lambda: False)
+    assert cli.main(["report", str(folder), "--png", "r.png"]) == 2
+    assert "pip install 'fsdp_demo[report]'" in capsys.readouterr().err
+    assert not Path("r.png").exists()
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "no" / "r.html")]) == 2
+    assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_and_a_damaged_file(tmp_path, monkeypatch) -> None:
+    folder = made.run(monkeypatch, tmp_path / "run", steps=40)
+    metrics = folder / "island0" / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    one = json.loads(lines[2])
+    lines[2] = json.dumps(one | {"loss": math.nan})
+    lines += [json.dumps(one | {"step": "x"}), json.dumps(one | {"seconds": None}), "\0{", "[1]"]
+    metrics.write_text("\n".join(lines), encoding="utf-8")
+    with open(folder / "island1" / "events.jsonl", "a", encoding="utf-8") as file:
+        print('{"kind": "lost"}', '{"seconds": 1, "step": 2}', sep="\n", file=file)
+    with open(folder / "island1" / "exchanges.jsonl", "a", encoding="utf-8") as file:
+        print('{"step": 3}', '{"step": "x", "channels": ["a"]}', sep="\n", file=file)
+    run = load(folder)
+    assert len(run.islands[0].lines) == 8 and len(run.islands[1].exchanges) == 40
+    assert len(curve(run, "tokens").training) == 7
+    assert run.notes == [
+        "island0: the loss of 1 line is NaN or infinite, not drawn.",
+        "island0: 2 lines left out, cut off or damaged.",
+    ]
+    assert cli.main(["report", str(folder)]) == 0
+    assert "nan" not in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_loss_says_when_it_was_measured(tmp_path, monkeypatch) -> None:
+    def loss(folder: Path) -> str:
+        head, row = comparison([figures(load(folder))])
+        return dict(zip(head, row, strict=True))["loss"]
+
+    ended = made.run(monkeypatch, tmp_path / "ended", steps=40)
+    assert " " not in loss(ended)
+    killed = made.run(monkeypatch, tmp_path / "killed", steps=35, ended=False)
+    assert loss(killed).endswith(" (step 20)")
+    for island in killed.iterdir():
+        (island / "events.jsonl").unlink()
+    assert loss(killed).endswith(" (training)")
+
+
+def test_runs_that_sent_unlike_amounts_are_drawn_by_ratio(tmp_path, monkeypatch) -> None:
+    folders = [
+        made.run(monkeypatch, tmp_path / name, steps=40, each=each)
+        for name, each in (("few", 100), ("many", 100_000))
+    ]
+    for chosen, words in ((folders, True), (folders[:1], False)):
+        out = tmp_path / "out.html"
+        assert cli.main(["report", *map(str, chosen), "--out", str(out)]) == 0
+        assert ("by powers of ten" in out.read_text(encoding="utf-8")) is words
+
+
+def test_a_folder_of_runs_is_named(tmp_path, monkeypatch) -> None:
+    made.run(monkeypatch, tmp_path / "runs" / "a", steps=5)
+    with pytest.raises(ValueError, match=r"as in: fsdp-demo report .*runs.a$"):
+        load(tmp_path / "runs")
