@@ -15,17 +15,10 @@ if TYPE_CHECKING:
     from .comm.link import Link
     from .comm.meter import Meter, ring_all_reduce_bytes
     from .comm.topology import Topology
-    from .config.channel import (
-        Accumulator,
-        Applier,
-        Channel,
-        Codec,
-        Fragments,
-        Reducer,
-        SyncSchedule,
-    )
+    from .config.channel import Channel, Phase
     from .config.load import load_config, preset
     from .config.methods.averages import half_life_multiples
+    from .config.parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule
     from .config.presets import presets
     from .config.schema import ExchangeConfig
     from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
@@ -49,6 +42,7 @@ __all__ = [
     "NeedsDecision",
     "NotFinite",
     "PeerLost",
+    "Phase",
     "Reducer",
     "Stopped",
     "SyncSchedule",
@@ -73,16 +67,9 @@ _HOMES = {
     "comm.link": ("Link",),
     "comm.meter": ("Meter", "ring_all_reduce_bytes"),
     "comm.topology": ("Topology",),
-    "config.channel": (
-        "Accumulator",
-        "Applier",
-        "Channel",
-        "Codec",
-        "Fragments",
-        "Reducer",
-        "SyncSchedule",
-    ),
+    "config.channel": ("Channel", "Phase"),
     "config.load": ("load_config", "preset"),
+    "config.parts": ("Accumulator", "Applier", "Codec", "Fragments", "Reducer", "SyncSchedule"),
     "config.methods.averages": ("half_life_multiples",),
     "config.presets": ("presets",),
     "config.schema": ("ExchangeConfig",),

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from ..compression.transform import Transform, make_transform
 from ..compression.windows import ContiguousViews, Window
-from ..config.channel import Applier
+from ..config.parts import Applier
 from .decode import DecodedMean
 from .state import LocalChannel, less
 

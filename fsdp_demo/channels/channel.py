@@ -24,7 +24,7 @@ from ..compression.windows import ContiguousViews, Window
 from ..config.channel import Channel
 from . import apply
 from .codec import ChannelCodec
-from .decode import DecodedMean, DenseMean
+from .decode import DecodedMean
 from .state import LocalChannel, Placement, less
 
 
@@ -64,15 +64,12 @@ class Received:
         weights: each replica's share in its mean.
         present: of a gradient channel, which of its tensors any replica had a gradient for; else
             None.
-        workspace: the mean itself instead (transform domain), where the message was decoded under
-            another layout.
     """
 
     bodies: Sequence[Tensor]
     means: Sequence[Tensor]
     weights: Sequence[float]
     present: list[bool] | None = None
-    workspace: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -281,9 +278,7 @@ class ChannelRunner(LocalChannel):
             self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha, only)
 
     def _sent_here(self, out: ChannelPayload) -> bool:
-        """Whether there is a code to take out of the accumulator: not where nothing leaves it, or
-        it was sent under another layout (`checkpoint/reshard.py`).
-        """
+        """Whether there is a code to take out of the accumulator: not where nothing leaves it."""
         return self.channel.taken > 0 and (out.body is not None or bool(out.vectors))
 
     def release(self, out: ChannelPayload) -> None:
@@ -355,13 +350,9 @@ class ChannelRunner(LocalChannel):
         window, which decodes when it is asked.
         """
         assert self.section is not None
-        if received.workspace is not None:
-            found: DecodedMean = DenseMean(
-                self.section.layout, received.workspace.to(self.host.device)
-            )
-        elif self.section.gathered:
+        if self.section.gathered:
             bodies = [b.to(self.host.device, non_blocking=True) for b in received.bodies]
-            found = self.section.received(bodies, received.weights, step)
+            found: DecodedMean = self.section.received(bodies, received.weights, step)
         else:
             found = self.section.reduced(received.means, step)
         found.device = self.host.device

@@ -24,8 +24,9 @@ from ..compression import sparse
 from ..compression.blocks import Layout
 from ..compression.selection import seeded
 from ..compression.windows import EDGE, Group
-from ..config.channel import BLOCK, Channel
+from ..config.channel import Channel
 from ..config.names import FORMATS
+from ..config.parts import BLOCK
 from .decode import DecodedMean, DenseMean, QuantizedMean, SeededMean, SparseMean
 
 
@@ -168,14 +169,6 @@ class ChannelCodec:
         return (
             self._scattered(means, step) if self.codec.seeded else DenseMean(self.layout, means[0])
         )
-
-    def mean(self, bodies: Sequence[Tensor], weights: Sequence[float], step: int) -> Tensor:
-        """`received` as an fp32 workspace."""
-        return self.received(bodies, weights, step).clone()
-
-    def workspace(self, means: Sequence[Tensor], step: int) -> Tensor:
-        """`reduced` as an fp32 workspace, for vectors that are not seeded the vector itself."""
-        return self.reduced(means, step).clone() if self.codec.seeded else means[0]
 
     def _received(
         self, bodies: Sequence[Tensor], weights: Sequence[float], step: int

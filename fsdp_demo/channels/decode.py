@@ -18,7 +18,7 @@ from ..compression import sparse
 from ..compression.blocks import Layout
 from ..compression.staging import upload
 from ..compression.windows import Group, Window
-from ..config.channel import BLOCK, Codec, Reducer
+from ..config.parts import BLOCK, Codec, Reducer
 
 # coefficients of a block, counted in cells of their own, for which that is done in parts
 FEW, CACHED = 64, 64

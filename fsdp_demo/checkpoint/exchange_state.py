@@ -7,6 +7,7 @@ how the model lay.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +16,17 @@ from typing import Any
 
 import torch
 
+from ..comm.position import form
 from ..exchange.exchange import Exchange
+from ..exchange.saved_state import ExchangeState
 from .files import FRESH, OTHER, copied, read_head, write_part
-from .reshard import convert
+from .reshard import reshard, without_messages
 from .saved import PartSet
 
-# of a head: with equal ones a state is taken as it is
-PLACE = ("islands", "island", "shards", "shard", "copies", "copy", "active_copies")
+log = logging.getLogger("fsdp_demo")
+
+# of a head: with equal ones a rank holds what it held
+PLACE = ("shards", "shard", "copies", "copy", "active_copies")
 
 
 def method_of(exchange: Exchange) -> dict[str, Any]:
@@ -102,42 +107,52 @@ class SavedExchange(PartSet):
     """Parts that an exchange can go on from: `attach(state=load_exchange(folder))`."""
 
     def state_for(self, exchange: Exchange) -> dict[str, Any]:
-        """The state of `exchange`'s rank: as it was saved if it stands where it stood, else
-        converted to its numbers and its order of parameters.
+        """The state of `exchange`'s rank: as it was saved if it stands where it stood, else what of
+        it goes on with other numbers or another order of parameters.
+
+        An island that is not among the saved ones takes the part of the first of them. In a mesh of
+        another number of replicas all take only what they share.
 
         Raises:
             ValueError: another preset or model; parts that are missing or damaged.
         """
         mine = self.check(exchange)
-        island, rank = mine["island"], mine["rank"]
-        head = next((h for h in self.heads if (h["island"], h["rank"]) == (island, rank)), None)
-        if (
-            head is not None
-            and all(head.get(k) == mine[k] for k in PLACE)
-            and _stretches(head) == _stretches(mine)
-        ):
-            return self.state(rank, island)
-        first = self.heads[0]
-        if (
-            all(first[k] == mine[k] for k in ("islands", "shards", "copies", "active_copies"))
-            and island in self.islands
-        ):
-            self.head(rank, island)  # the numbers are those of this run: the part itself is missing
-        return convert(self, exchange)
+        island = mine["island"] if mine["island"] in self.islands else self.islands[0]
+        head = self._like(mine, island)
+        islands = head["islands"] == mine["islands"]
+        ranks = all(head[k] == mine[k] for k in PLACE) and _stretches(head) == _stretches(mine)
+        if ranks and islands:
+            return self.state(mine["rank"], island)
+        shared = not islands and len(self.islands) > 1
+        if ranks and not shared:
+            saved = ExchangeState.from_tree(self.state(mine["rank"], island))
+            state = without_messages(saved)
+        else:
+            saved = self.outline(head["rank"], island)
+            state = reshard(self, island, exchange, mine, shared)
+        if mine["rank"] == 0:
+            part = "what replicas share; the rest begins anew" if shared else "all of it"
+            _say(head, mine, [f.step for f in saved.in_flight], part)
+        return state.to_tree()
+
+    def _like(self, mine: Mapping[str, Any], island: int) -> dict[str, Any]:
+        """The head of the same rank of a saved island; of another number of ranks the first
+        one's.
+        """
+        first = self.of_island(island)[0]
+        return self.head(mine["rank"], island) if first["world"] == mine["world"] else first
 
     def check(self, exchange: Exchange) -> dict[str, Any]:
         """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own
         rank, were it saved now.
 
         Raises:
-            ValueError: another preset or model, parameters that are no longer fp32 or now are, or
-                cut in a way that cannot be joined and cut anew.
+            ValueError: another preset or model, parameters that are no longer fp32 or now are.
         """
         mine = describe_part(exchange)
         self._check_kin(mine)
         if any(c.source == "delta" for c in exchange.config.channels):
             self._check_dtypes(mine)
-        self._check_stretches(mine)
         return mine
 
     def _check_dtypes(self, mine: Mapping[str, Any]) -> None:
@@ -152,34 +167,6 @@ class SavedExchange(PartSet):
                     f"{self.where()} was saved with {name} in {theirs[name]}, this run has it in "
                     f"{dtype}: load the model with dtype=torch.{theirs[name]}, {FRESH}"
                 )
-
-    def _check_stretches(self, mine: Mapping[str, Any]) -> None:
-        """Stretches of flattened tensors (ZeRO, or FSDP2 over tensor parallelism) are taken over by
-        who holds the same ones.
-        """
-        if not any(
-            p.get("offset") is not None for h in [*self.heads, mine] for p in h["parameters"]
-        ):
-            return
-        alike = [
-            h for h in self.heads if (h["shards"], h["shard"]) == (mine["shards"], mine["shard"])
-        ]
-        if not alike or any(_stretches(h) != _stretches(mine) for h in alike):
-            first = self.heads[0]
-            form = [
-                "in stretches"
-                if any(p.get("offset") is not None for p in h["parameters"])
-                else "along dim 0"
-                for h in (first, mine)
-            ]
-            raise ValueError(
-                f"{self.where()}: the saved ranks hold other stretches of the parameters "
-                f"({first['shards']} shards, cut {form[0]}) than "
-                f"those of this run ({mine['shards']} shards, cut {form[1]}), and stretches (of "
-                "ZeRO, or of FSDP2 over tensor parallelism) are not cut anew: resume with as many "
-                "ranks per replica, the same ZeRO stage or device mesh and "
-                f"parameter groups, {FRESH}"
-            )
 
     def _check_kin(self, mine: Mapping[str, Any]) -> None:
         """Refuse another preset, and another model."""
@@ -262,6 +249,14 @@ def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) 
 
 
 _NAME = re.compile(r"rank\d+\.json")
+
+
+def _say(saved: Mapping[str, Any], mine: Mapping[str, Any], flying: list[int], part: str) -> None:
+    """Log what of a state goes on with other numbers, and what does not."""
+    before, now = (f"{h['islands']} x {form(h['shards'], h['copies'])}" for h in (saved, mine))
+    dropped = f"; messages in flight (steps {flying}) are dropped" if flying else ""
+    text = "%s: state of %s (islands x shards x copies) taken over by %s: %s%s"
+    log.info(text, mine["name"], before, now, part, dropped)
 
 
 def _stretches(head: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...], int | None]]:

@@ -142,42 +142,40 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     """
     saved = found.open()
     first = saved.heads[0]
+    config = ExchangeConfig.from_dict(first["config"])
     problems = [f"island {i} lacks the part of rank {r}" for i, r in saved.missing]
+    files = {f for path in saved.paths.values() for f in (path, path.with_suffix(".safetensors"))}
+    said = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
     out: dict[str, Any] = {
         "folder": str(found.folder),
-        "complete": not problems,
+        "complete": True,
         "problems": problems,
         "step": saved.step,
-    }
-    out |= {"preset": first["preset"], "islands": first["islands"], "holds": _holders(saved)}
-    out["versions"] = {
-        "format": first["format"],
-        "fsdp_demo": first.get("package"),
-        "torch": first.get("torch"),
-    }
-    out["bytes"] = sum(
-        f.stat().st_size
-        for path in saved.paths.values()
-        for f in {path, path.with_suffix(".safetensors")}
-        if f.exists()
-    )
-    said = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
-    out["participants"] = list(said.pop()) if len(said) == 1 else []
-    out["held"] = _held(saved, found.folder, problems)
-    config = ExchangeConfig.from_dict(first["config"])
-    out |= {
+        "preset": first["preset"],
+        "islands": first["islands"],
+        "holds": {str(h["island"]): h.get("name") or f"island{h['island']}" for h in saved.heads},
+        "versions": {
+            "format": first["format"],
+            "fsdp_demo": first.get("package"),
+            "torch": first.get("torch"),
+        },
+        "bytes": sum(f.stat().st_size for f in files if f.exists()),
+        "participants": list(said.pop()) if len(said) == 1 else [],
+        "held": _held(saved, found.folder, problems),
         "method": config.describe(),
         "settings": settings(config),
         "chosen_because": first.get("auto_choice", {}).get("reason", ""),
         "digest": f"{config.digest():016x}",
         "run": first["run"],
+        "topology": first["kind"],
+        "shards": first["shards"],
+        "copies": first["copies"],
+        "parameters": _elements(first, frozen=False),
+        "frozen": _elements(first, frozen=True),
+        "tokens": 0,
+        "states": {},
+        "in_flight": [],
     }
-    out |= {"topology": first["kind"], "shards": first["shards"], "copies": first["copies"]}
-    for name, frozen in (("parameters", False), ("frozen", True)):
-        # ZeRO has a tensor in several shards
-        whole = {p["name"]: p["global_shape"] for p in first["parameters"] if p["frozen"] == frozen}
-        out[name] = sum(map(math.prod, whole.values()))
-    out |= {"tokens": 0, "states": {}, "in_flight": []}
     for island, rank in saved.paths:
         _add_part(out, saved, island, rank, problems)
     # a mesh's replicas, see integrations/trainer/state.py
@@ -191,11 +189,10 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     return out
 
 
-def _holders(saved: SavedExchange) -> dict[str, Any]:
-    """Number and name of the islands of which parts are here."""
-    return {
-        str(head["island"]): head.get("name") or f"island{head['island']}" for head in saved.heads
-    }
+def _elements(head: dict[str, Any], frozen: bool) -> int:
+    """Of whole tensors: ZeRO has one in several shards."""
+    whole = {p["name"]: p["global_shape"] for p in head["parameters"] if p["frozen"] == frozen}
+    return sum(map(math.prod, whole.values()))
 
 
 def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, list[Any]]:
@@ -325,15 +322,11 @@ def text(info: dict[str, Any]) -> str:
     rows = [("step", str(info["step"])), ("islands", f"{info['islands']}, here {here}")]
     if info["participants"]:
         rows.append(("took part", f"{listed(info['participants'])} in the last exchange"))
-    rows += _details(info)
+    versions = (f"{name} {value}" for name, value in info["versions"].items() if value is not None)
     rows += [
+        *_details(info),
         ("size", f"{size(info['bytes'])} of exchange states"),
-        (
-            "versions",
-            ", ".join(
-                f"{name} {value}" for name, value in info["versions"].items() if value is not None
-            ),
-        ),
+        ("versions", ", ".join(versions)),
         ("complete", "yes" if info["complete"] else "NO: " + "; ".join(info["problems"])),
     ]
     return "\n".join([info["folder"], *(f"  {label:18}{value}" for label, value in rows)])
@@ -353,21 +346,11 @@ def _details(info: dict[str, Any]) -> list[tuple[str, str]]:
     if info["tokens"]:
         rows.append(("tokens", f"{info['tokens']:,}, {of_islands(map(int, info['holds']))}"))
     for channel, kept in info["states"].items():
-        rows.append(
-            (
-                f"state {channel}",
-                ", ".join(f"{name} {size(count)}" for name, count in kept.items())
-                or "none between exchanges",
-            )
-        )
+        states = ", ".join(f"{name} {size(count)}" for name, count in kept.items())
+        rows.append((f"state {channel}", states or "none between exchanges"))
     for flight in info["in_flight"]:
-        rows.append(
-            (
-                "in flight",
-                f"sent in step {flight['step']} by {', '.join(flight['channels'])}: "
-                f"{size(flight['bytes'])}",
-            )
-        )
+        sent = f"sent in step {flight['step']} by {', '.join(flight['channels'])}"
+        rows.append(("in flight", f"{sent}: {size(flight['bytes'])}"))
     return rows
 
 

@@ -29,7 +29,6 @@ from .files import copied, read_part, write_part
 from .finite import refuse_not_finite
 from .manager import CheckpointManager
 from .random_state import random_states, set_random_states
-from .reshard import shares
 from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
 from .taking_over import moments_in
 
@@ -120,9 +119,9 @@ class RunState:
     ) -> None:
         """Agree with the other islands on a step and load it, before `attach`.
 
-        With other numbers of islands or ranks, from the folders of all replicas that this machine
-        sees beside its own. An island that joins a run under way loads its newest checkpoint for
-        the inner optimizers' moments alone: the rest comes with `attach`.
+        An island without this step in its folder loads nothing: `attach` brings what the others
+        hold. An island that joins a run under way loads its newest checkpoint for the inner
+        optimizers' moments alone: the rest comes with `attach`.
 
         Args:
             resume, take_over: see `CheckpointManager.resolve_resume_step`.
@@ -140,10 +139,7 @@ class RunState:
             if not fresh and self.checkpoints.topology.under_way():
                 self._load_moments()
             return
-        own = self.checkpoints.has(step)
-        if own or self._siblings(step):
-            self._load(step, own, fresh)
-        else:
+        if not self.checkpoints.has(step):
             if self.checkpoints.topology.rank == 0:
                 log.warning(
                     "%s: what messages have left out so far, moments of the inner optimizer that "
@@ -151,9 +147,9 @@ class RunState:
                     self.checkpoints.topology.name,
                 )
             return  # at step 0, so that attach gives it what the others hold
+        self._load(self.checkpoints.path(step), fresh)
         self.step = step
-        whose = "checkpoint" if own else "the other islands' checkpoints"
-        log.info("resumed from %s of step %d", whose, step)
+        log.info("resumed from checkpoint of step %d", step)
         if fresh:
             self.saved = None
 
@@ -164,8 +160,8 @@ class RunState:
         folder, rank = shelf.path(step), shelf.topology.rank
         head = None if step < 0 else moments_in(folder, shelf.topology, shelf.ranks)
         if head is not None:
-            places = {folder / "model": 1.0}
-            load_tensors(places, self.model, self.optimizers, shelf.group, head["optimizers"], True)
+            kinds = head["optimizers"]
+            load_tensors(folder / "model", self.model, self.optimizers, shelf.group, kinds, True)
             loop = read_part(folder / "loop" / f"rank{rank}.json")[1]
             self._count_on(loop.get(COUNTERS, {}))
 
@@ -181,62 +177,27 @@ class RunState:
         if states is not None:
             set_random_states(states)
 
-    def _load(self, step: int, own: bool, fresh: bool) -> None:
-        """From this replica's checkpoint; with other numbers, from all that are seen."""
-        rank, mine = self.checkpoints.topology.rank, self.checkpoints.path(step)
-        if own:
-            self.checkpoints.verify(mine)
-        of = self._replicas([mine] if own else [], self._siblings(step))
-        taken, loops = self._weights(), mine if own else next(iter(of.values()))
-        for folder in sorted({*(of[i] for i in taken), loops} - ({mine} if own else set())):
-            self.checkpoints.verify(folder)
+    def _load(self, folder: Path, fresh: bool) -> None:
+        """From a checkpoint of this replica."""
+        topology = self.checkpoints.topology
+        self.checkpoints.verify(folder)
+        self.saved = saved = load_exchange(folder / "exchange")
+        head = saved.heads[0]
+        self.same = (head["islands"], head["island"], head["world"]) == (
+            topology.islands,
+            topology.island,
+            topology.world,
+        )
         all_of_it = load_tensors(
-            {of[i] / "model": w for i, w in taken.items()},
+            folder / "model",
             self.model,
             self.optimizers,
             self.checkpoints.group,
-            self._optimizers(),
+            head["optimizers"],
             fresh,
         )
-        loop = read_part(loops / "loop" / f"rank{rank if self.same else 0}.json")[1]
-        self._take(loop, all_of_it)
-
-    def _optimizers(self) -> list[str]:
-        """Kinds of the optimizers that saved what is resumed."""
-        assert isinstance(self.saved, SavedExchange)
-        kinds: list[str] = self.saved.heads[0]["optimizers"]
-        return kinds
-
-    def _replicas(self, own: list[Path], seen: list[Path]) -> dict[int, Path]:
-        """Open the exchange's state in `own`, or, if this run has other numbers than that, in all
-        that are seen; island -> folder.
-        """
-        saved = load_exchange(*(f / "exchange" for f in own or seen))
-        if own and not self._fits(saved):
-            saved = load_exchange(*(f / "exchange" for f in seen or own))
-        self.saved, self.same = saved, self._fits(saved)
-        return {island: path.parent.parent for (island, _), path in saved.paths.items()}
-
-    def _fits(self, saved: SavedExchange) -> bool:
-        """Whether it is this very replica's, in the same numbers."""
-        t, h = self.checkpoints.topology, saved.heads[0]
-        return len(saved.islands) == 1 and (h["islands"], h["island"], h["world"]) == (
-            t.islands,
-            t.island,
-            t.world,
-        )
-
-    def _weights(self) -> dict[int, float]:
-        """What this replica takes of the saved islands."""
-        assert isinstance(self.saved, SavedExchange)
-        return shares(self.saved.islands, self.checkpoints.topology.islands)[
-            self.checkpoints.topology.island
-        ]
-
-    def _siblings(self, step: int) -> list[Path]:
-        """The folders of this step of all replicas that this machine sees."""
-        found = self.checkpoints.root.parent.glob(f"*/checkpoint-{step}/manifest.json")
-        return sorted(manifest.parent for manifest in found)
+        rank = topology.rank if self.same else 0
+        self._take(read_part(folder / "loop" / f"rank{rank}.json")[1], all_of_it)
 
     def _take(self, loop: dict[str, Any], all_of_it: bool) -> None:
         """Random states only for the rank that saved them.

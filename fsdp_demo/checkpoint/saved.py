@@ -74,6 +74,15 @@ class PartSet:
             f"lost; {OTHER}, {FRESH}"
         )
 
+    def of_island(self, island: int) -> list[dict[str, Any]]:
+        """The heads of all ranks of an island.
+
+        Raises:
+            ValueError: one is not here.
+        """
+        world = next(int(h["world"]) for h in self.heads if h["island"] == island)
+        return [self.head(rank, island) for rank in range(world)]
+
     def state(self, rank: int, island: int | None = None) -> dict[str, Any]:
         """The `Exchange.state_dict()` that one rank saved, with its tensors (CPU).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +169,7 @@ def _unshared(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_tensors(
-    shares: Mapping[Path, float],
+    folder: Path,
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     group: Any,
@@ -180,8 +180,7 @@ def load_tensors(
     also states that the optimizers here make at their first step only.
 
     Args:
-        shares: model folders and their weights. Several: the weighted mean of several replicas,
-            which is a copy where all are equal; of states in 8 bits those of the first.
+        folder: of the model, in a checkpoint.
         group: as for `save_tensors`.
         kinds: of the optimizers that saved it (`optimizer_kind`); None: not known.
         weights_suffice: of other optimizers the states begin anew, with a warning.
@@ -196,20 +195,19 @@ def load_tensors(
         materialise(optimizer)
     held = model_tensors(model)
     beside = outside(held, optimizers)
-    first = next(iter(shares))
-    saved = _saved(first)
+    saved = _saved(folder)
     named = held | beside
     states = [k for name, size in saved.items() if (k := _kept(name, size, named)) is not None]
     why = _misfit(optimizers, kinds, named, states)
     if why and not weights_suffice:
-        raise ValueError(f"{first} does not fit this optimizer ({why}): {OPTIMIZER}")
+        raise ValueError(f"{folder} does not fit this optimizer ({why}): {OPTIMIZER}")
     if why:
         log.warning(
-            "%s: only the model is taken, the optimizer's state begins anew (%s)", first, why
+            "%s: only the model is taken, the optimizer's state begins anew (%s)", folder, why
         )
     live = _weights(held, beside)
     rooms = {} if why else _rooms(optimizers, named, states)
-    _read(shares, live | {k.name: t for k, t in rooms.items()}, _single(rooms), not why, group)
+    _read(folder, live | {k.name: t for k, t in rooms.items()}, saved, not why, group)
     by_id = holders(optimizers)
     for k, number in ((k, t) for k, t in rooms.items() if k.part == NUMBER):
         p = named[k.parameter]
@@ -337,46 +335,28 @@ def _on_all_ranks(t: torch.Tensor, p: Any) -> torch.Tensor:
     return DTensor.from_local(t, p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
 
 
-def _single(rooms: Iterable[_Kept]) -> set[str]:
-    """Names of states that have no mean: all of a parameter with numbers in a code of their own."""
-    coded = {
-        k.parameter for k in rooms if k.part != NUMBER and (k.part or not k.dtype.is_floating_point)
-    }
-    return {k.name for k in rooms if k.part == NUMBER or k.parameter in coded}
-
-
 def _read(
-    shares: Mapping[Path, float],
+    folder: Path,
     live: dict[str, torch.Tensor],
-    single: Collection[str],
+    saved: Mapping[str, Any],
     states: bool,
     group: Any,
 ) -> None:
-    """Fill `live` with the weighted mean of the folders, of `single` with the first one's.
+    """Fill `live`.
 
     Args:
-        states: all that is in the folders is to be read, not the weights alone.
+        saved: what is in the folder (`_saved`).
+        states: all of it is to be read, not the weights alone.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    total: dict[str, torch.Tensor] = {}
-    for folder, weight in shares.items():
-        _compare(folder, live, _saved(folder), states)
-        reader = dcp.HuggingFaceStorageReader(str(folder))
-        try:
-            dcp.load(live, storage_reader=reader, process_group=group)
-        except (Exception, CheckpointException) as error:  # of any rank
-            raise ValueError(f"{folder} cannot be read ({_cause(error)}): {OTHER}") from error
-        for name, tensor in live.items() if len(shares) > 1 else ():
-            part = local_part(tensor)
-            if name in single:
-                total.setdefault(name, part.clone())
-            else:
-                part = part.double() * weight
-                total[name] = total[name] + part if name in total else part
-    for name, value in total.items():
-        local_part(live[name]).copy_(value)
+    _compare(folder, live, saved, states)
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    try:
+        dcp.load(live, storage_reader=reader, process_group=group)
+    except (Exception, CheckpointException) as error:  # of any rank
+        raise ValueError(f"{folder} cannot be read ({_cause(error)}): {OTHER}") from error
 
 
 def _compare(

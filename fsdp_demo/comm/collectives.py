@@ -9,7 +9,7 @@ The means of codes under 8 bits come back in int8.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,14 +33,12 @@ class ReceivedMessage:
     """What came back: headers and bodies of all replicas, and for dense vectors their mean, all on
     the CPU.
 
-    `decoded`: means of channels by name, as workspaces, where the message was decoded under another
-    layout (`checkpoint/reshard.py`). `slots`: the islands whose headers and bodies these are, in
-    order; empty where that is not known any more."""
+    `slots`: the islands whose headers and bodies these are, in order; empty where that is not known
+    any more."""
 
     headers: list[Header]
     bodies: list[Tensor]
     means: list[Tensor]
-    decoded: dict[str, Tensor] = field(default_factory=dict)
     slots: tuple[int, ...] = ()
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import TypeVar
@@ -28,7 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..config.channel import BLOCK
+from ..config.parts import BLOCK
 from .windows import CACHED, EDGE, Box, ContiguousViews, Group, Window
 
 MAX_PADDING = 1.1
@@ -201,19 +200,6 @@ class Layout:
     def dense_part(self, work: Tensor) -> Tensor:
         """View [num_dense] of a workspace."""
         return work[self.num_blocks * BLOCK :]
-
-    def only(self, tensor: int) -> Layout:
-        """The same workspace with one tensor alone in it, as number 0."""
-        alone = copy(self)
-        alone.num_tensors = 1
-        alone.pieces = [
-            replace(p, region=replace(p.region, tensor=0))
-            for p in self.pieces
-            if p.region.tensor == tensor
-        ]
-        alone.dense = [replace(d, tensor=0) for d in self.dense if d.tensor == tensor]
-        alone._windows = {}
-        return alone
 
     def windows(self, device: torch.device | str) -> list[Window]:
         """The workspace in stretches that are worked on at once on `device`, each in parts that are

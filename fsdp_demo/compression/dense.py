@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config.channel import BLOCK
 from ..config.names import FORMATS
+from ..config.parts import BLOCK
 from . import quantize
 from .formats import EXACT
 

@@ -19,7 +19,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ..config.channel import BLOCK
+from ..config.parts import BLOCK
 from .staging import upload
 from .windows import CACHED
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config.channel import BLOCK, Codec
+from ..config.parts import BLOCK, Codec
 from . import positions
 from . import quantize as values
 from .blocks import Layout

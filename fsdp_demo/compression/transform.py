@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.channel import BLOCK, Codec
+from ..config.parts import BLOCK, Codec
 from .blocks import Layout
 from .windows import EDGE, ContiguousViews, Group, Window
 

@@ -14,7 +14,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ..config.channel import BLOCK
+from ..config.parts import BLOCK
 
 EDGE = 64
 CACHED = 32

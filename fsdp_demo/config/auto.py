@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .channel import NEVER, Channel, SyncSchedule
+from .channel import Channel
 from .parsing import nearest
+from .parts import NEVER, SyncSchedule
 from .schema import ExchangeConfig
 
 AUTO = "auto"

@@ -18,8 +18,9 @@ import yaml
 
 from ..errors import counted
 from . import rules
-from .channel import BLOCK, Channel, Phase
+from .channel import Channel, Phase
 from .parsing import build, in_range, nearest, one_of, read_yaml, set_path
+from .parts import BLOCK
 
 CLIP_SCOPES = ("replica", "islands")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from ..channels.channel import ChannelPayload, ChannelRunner, Incoming, Received
+from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
 from ..comm.collectives import ReceivedMessage
 from ..comm.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP
 from ..comm.peers import PeerGroup
@@ -138,13 +138,6 @@ class InFlightQueue:
         waiting = [c for c in self.channels if c.channel.name in first.parts]
         return waiting, first.step + max(c.channel.schedule.delay for c in waiting)
 
-    @property
-    def converted(self) -> bool:
-        """Whether something under way came back under another layout (`checkpoint/reshard.py`): it
-        cannot be handed on.
-        """
-        return any(f.arrived is not None and f.arrived.decoded for f in self.flights)
-
     # ---- receiving -----------------------------------------------------------------------------
 
     def receive(
@@ -191,8 +184,7 @@ class InFlightQueue:
                 self.flown.append(flight.record(int(step) if now is None else now, islands))
 
     def _told(self, arrived: ReceivedMessage) -> int:
-        """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out. Of
-        a message from a run with other islands nobody's is known."""
+        """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out."""
         peers = self.connections.peers
         own = (
             h.flags
@@ -209,9 +201,6 @@ class InFlightQueue:
         c.release(sent)
         if arrived is None:
             received, present = None, sent.present
-        elif name in arrived.decoded:
-            received = Received([], [], [], workspace=arrived.decoded.pop(name))
-            present = sent.present
         else:
             received = flight.layout.split(name, arrived)
             present = received.present

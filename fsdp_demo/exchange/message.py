@@ -8,7 +8,7 @@ Vectors go in the two legs of a reduce (`comm/collectives.py`).
 
 Channels come in the order of the configuration. Presence is one bit per tensor of each gradient
 channel: whether this replica has a gradient for it. The queue writes and reads messages by this
-layout, the checkpoint reader reads saved ones, the planner and the memory model count what it says.
+layout, the planner and the memory model count what it says.
 """
 
 from __future__ import annotations

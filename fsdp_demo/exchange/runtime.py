@@ -547,9 +547,7 @@ class StepRuntime:
             self.status.goes or not self.queue.flights
         )
         peers = self.peers
-        unasked = peers is not None and (
-            peers.desk is None or not peers.desk.wanted or self.queue.converted
-        )
+        unasked = peers is not None and (peers.desk is None or not peers.desk.wanted)
         flags, leaves, told, unwanted = self._voted(
             self.queue.watch.stop, alone, alone and self.status.told, unasked
         )

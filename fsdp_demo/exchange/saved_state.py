@@ -117,9 +117,7 @@ class InFlightState:
         got, said, arrived = tree["arrived"], tree["said"], None
         if got is not None:
             headers = [Header(**h) for h in got["headers"]]
-            arrived = ReceivedMessage(
-                headers, list(got["bodies"]), list(got["means"]), dict(got["decoded"])
-            )
+            arrived = ReceivedMessage(headers, list(got["bodies"]), list(got["means"]))
         return cls(
             int(tree["step"]),
             list(tree["members"]),

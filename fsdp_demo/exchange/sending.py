@@ -121,7 +121,7 @@ class PendingExchange:
         if got is not None:
             headers = [replace(h, number=0) for h in got.headers]
             bodies = [b.clone() for b in got.bodies]
-            got = ReceivedMessage(headers, bodies, got.means, dict(got.decoded))
+            got = ReceivedMessage(headers, bodies, got.means)
         return InFlightState(self.step, self.members, self.parts, got, said)
 
 

@@ -14,7 +14,8 @@ from ..comm.meter import ring_all_reduce_bytes
 from ..comm.topology import Topology
 from ..compression.blocks import Layout
 from ..config.auto import undecided
-from ..config.channel import BLOCK, Channel
+from ..config.channel import Channel
+from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
 from ..errors import counted
 from ..hosts.base import TrainingHost

@@ -42,8 +42,8 @@ from fsdp_demo.comm.link import (
 from fsdp_demo.comm.meter import Meter  # noqa: E402
 from fsdp_demo.compression.positions import form  # noqa: E402
 from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
-from fsdp_demo.config.channel import BLOCK  # noqa: E402
 from fsdp_demo.config.fragments import layer_of  # noqa: E402
+from fsdp_demo.config.parts import BLOCK  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
 from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402
 from fsdp_demo.tools.planner.rows import settings  # noqa: E402

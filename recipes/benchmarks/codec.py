@@ -60,7 +60,7 @@ from report import table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, preset  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
-from fsdp_demo.config.channel import BLOCK, CODES  # noqa: E402
+from fsdp_demo.config.parts import BLOCK, CODES  # noqa: E402
 
 # ns per value, encode and decode
 TARGETS = {"int8": 3.0, "int4": 3.0, "fp4_e3m0": 12.0, "fp4_e2m1": 12.0}

@@ -36,8 +36,6 @@ import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import CheckpointManager, RunState  # noqa: E402
 
 ROWS, LENGTH, WIDTH, LAYERS = 2, 64, 576, 7
-BEHIND = 50
-"""Steps whose losses are compared: the run ends that many behind the return."""
 
 
 class Model(torch.nn.Module):
@@ -84,6 +82,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--kill", type=int, default=25)
     parser.add_argument("--save", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--steps", type=int, default=600, help="at most")
+    parser.add_argument("--behind", type=int, default=50, help="steps after the return")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds per step until then")
     return parser.parse_args()
 
@@ -128,7 +127,7 @@ def main() -> None:
         facts.setdefault("first", time.monotonic() - BEGAN)
         facts.setdefault("cpu", time.process_time())
         if last == args.steps and back.exists() and back.read_text():
-            last = int(back.read_text()) + BEHIND
+            last = int(back.read_text()) + args.behind
         if exchange.step % args.save == 0 and not back.exists():
             state.save(exchange)
     exchange.finish()

@@ -36,7 +36,7 @@ from fsdp_demo.channels.state import Placement  # noqa: E402
 from fsdp_demo.compression import selection as selecting  # noqa: E402
 from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
 from fsdp_demo.compression.transform import cpu_name, kernels, matrix, transform  # noqa: E402
-from fsdp_demo.config.channel import BLOCK, Codec  # noqa: E402
+from fsdp_demo.config.parts import BLOCK, Codec  # noqa: E402
 from fsdp_demo.hosts.torch_params import TorchHost  # noqa: E402
 
 BETA, LR, EDGE = 0.999, 1e-3, 64

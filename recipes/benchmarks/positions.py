@@ -37,7 +37,7 @@ from report import table  # noqa: E402
 
 from fsdp_demo import preset  # noqa: E402
 from fsdp_demo.compression import blocks, positions, quantize, sparse  # noqa: E402
-from fsdp_demo.config.channel import BLOCK, Codec  # noqa: E402
+from fsdp_demo.config.parts import BLOCK, Codec  # noqa: E402
 from tests.oracles import twelve_bits  # noqa: E402
 
 TOPK = (8, 16, 32, 64, 90)

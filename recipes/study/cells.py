@@ -149,7 +149,7 @@ def parameters(name: str) -> int:
 
 CALCULATES = (
     *("channels/", "compression/", "exchange/", "hosts/", "comm/collectives", "comm/header"),
-    *("config/channel", "config/fragments", "config/patterns", "config/schema"),
+    *("config/channel", "config/fragments", "config/parts", "config/patterns", "config/schema"),
 )
 """Beginnings of the paths, in the library, of what decides where a cell ends. Presets are not among
 them: a key has the whole configuration.

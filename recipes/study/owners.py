@@ -27,7 +27,7 @@ from fsdp_demo.channels.state import LocalChannel
 from fsdp_demo.compression import quantize
 from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.windows import Window
-from fsdp_demo.config.channel import BLOCK
+from fsdp_demo.config.parts import BLOCK
 from fsdp_demo.exchange.plan import plan_model
 
 

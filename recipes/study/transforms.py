@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp_demo.compression import transform as library
 from fsdp_demo.compression.transform import dct_matrix
-from fsdp_demo.config import channel as checks
+from fsdp_demo.config import parts as checks
 
 RIGHT, LEFT = "dct_right", "dct_left"
 """The DCT along one axis alone: along the inputs of a weight [outputs, inputs], or its outputs."""

@@ -137,7 +137,6 @@ def test_parameters_in_another_order_keep_their_values(run_ranks: Any, procs: in
     found = run_ranks(gone_on, islands=2, procs=procs, args=("abn", "ban"), check=False)
     for rank in found:
         assert rank.value == (["criterion"], ["criterion"], STOP), rank.error or rank.log
-        assert "whole and in sight" not in rank.log
 
 
 @pytest.mark.parametrize("procs", [1, 2])
@@ -161,13 +160,12 @@ def taken(me: Any, where: Path) -> dict[str, torch.Tensor]:
     return job.loaded
 
 
-def test_fewer_islands_take_the_mean(run_ranks: Any, tmp_path: Path) -> None:
+def test_fewer_islands_go_on_from_their_own(run_ranks: Any, tmp_path: Path) -> None:
     one, two = run_ranks(left, islands=2, procs=1, args=(tmp_path / "run",))
     (found,) = run_ranks(taken, islands=1, procs=1, args=(tmp_path / "run",))
     for name in ("a.weight", "norm.running_var", "teacher.weight", "criterion"):
         assert not torch.equal(one[name], two[name])
-        torch.testing.assert_close(found[name], (one[name] + two[name]) / 2)
-    assert found["chosen"].tolist() == [5, 0, 7]
+    assert apart(one, found) == []
 
 
 def test_names_outside_the_model_are_told_from_those_in_it() -> None:

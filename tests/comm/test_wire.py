@@ -21,7 +21,7 @@ from fsdp_demo.comm import streams
 from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
-from fsdp_demo.config.channel import BLOCK, Codec
+from fsdp_demo.config.parts import BLOCK, Codec
 from fsdp_demo.exchange.message import pack_bits, unpack_bits
 
 from ..support import threaded

@@ -19,7 +19,7 @@ from fsdp_demo.compression.blocks import Layout, matrix_shape
 from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.transform import matrix
 from fsdp_demo.compression.windows import Group
-from fsdp_demo.config.channel import Codec
+from fsdp_demo.config.parts import Codec
 
 from ..oracles import blocks as slow_blocks
 from ..oracles import dct as slow_dct

@@ -25,7 +25,7 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.sparse import decode_sparse
 from fsdp_demo.compression.transform import Transform, cpu_name, kernels, matrix, onednn
 from fsdp_demo.compression.windows import ContiguousViews
-from fsdp_demo.config.channel import BLOCK, Codec
+from fsdp_demo.config.parts import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchHost
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -224,7 +224,7 @@ def test_the_mean_is_that_of_a_plain_sum(
     made, parameters = channel(config, 3)
     bodies = [step(made, parameters, seed).body for seed in range(3)]
     section = made.section
-    found = section.mean(bodies, weights, 0)
+    found = section.received(bodies, weights, 0).clone()
     total, count = torch.zeros(made.layout.numel), torch.zeros(made.layout.numel)
     for body, w in zip(bodies, weights, strict=True):
         places, values, dense = decode_sparse(made.layout, section.codec, body)
@@ -310,7 +310,7 @@ def test_seeded_positions_are_scattered(select_: str, small: None) -> None:
         before = made.accumulator.clone()
         sent = made.encode(0, None)
         made.subtract(sent)
-    mean = made.section.workspace(sent.vectors, 0)
+    mean = made.section.reduced(sent.vectors, 0).clone()
     assert (
         torch.allclose(made.accumulator + mean, before, atol=1e-6)
         and int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fsdp_demo.compression import formats, positions, quantize, sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.positions import Form, form
-from fsdp_demo.config.channel import BLOCK, Codec
+from fsdp_demo.config.parts import BLOCK, Codec
 
 from ..oracles import twelve_bits, wire
 

@@ -26,8 +26,8 @@ from fsdp_demo import (
     presets,
 )
 from fsdp_demo.compression import dense, selection
-from fsdp_demo.config.channel import CODES
 from fsdp_demo.config.names import FORMATS
+from fsdp_demo.config.parts import CODES
 
 from ..oracles import dense as slow
 from ..support import threaded

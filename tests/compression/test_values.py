@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fsdp_demo.compression import quantize
 from fsdp_demo.compression.formats import CODERS, E2M1, E3M0
-from fsdp_demo.config.channel import CODES
 from fsdp_demo.config.names import FORMATS
+from fsdp_demo.config.parts import CODES
 
 from ..oracles import quantise
 

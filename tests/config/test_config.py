@@ -28,7 +28,8 @@ from fsdp_demo import (
     preset,
     presets,
 )
-from fsdp_demo.config.channel import BLOCK, CHANGING
+from fsdp_demo.config.channel import CHANGING
+from fsdp_demo.config.parts import BLOCK
 
 PRESETS = sorted(presets())
 quick = settings(max_examples=25, deadline=None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import deepspeed_ext
-import fsdp_demo
 from deepspeed_ext import checkpoints
 from deepspeed_ext.checkpoints import separate
 from fsdp_demo.checkpoint import load_exchange
@@ -25,7 +23,7 @@ from fsdp_demo.checkpoint.inspect import inspect
 from fsdp_demo.errors import Superseded
 from fsdp_demo.integrations.export.weights import anchors
 
-from ..support import resharded, zero
+from ..support import zero
 
 N = 5
 PRESETS: dict[str, dict[str, Any]] = {
@@ -440,28 +438,8 @@ def test_what_belongs_to_another_run(run_ranks, tmp_path) -> None:
     text = refused(run_ranks, tmp_path, config, "diloco", {"width": 66})
     assert "belongs to another model: embed.weight is (37, 130) there, (37, 66) here" in text
     text = refused(run_ranks, tmp_path, zero.settings("zero3"), "diloco", {})
-    assert "the same ZeRO stage or device mesh and parameter groups" in text
+    assert "the same ZeRO stage and parameter groups" in text
     assert "before attach" in text
-
-
-def test_stretches_and_rows(tmp_path) -> None:
-    """What FSDP2 has saved is not what ZeRO holds, and the other way round."""
-    config, form = fsdp_demo.preset("diloco"), resharded.Form(2, 2)
-    by_rows, by_zero = (
-        [[resharded.make(config, form, i, p, fill=True) for p in form.places(i)] for i in range(2)]
-        for _ in range(2)
-    )
-    for rank in (r for island in by_zero for r in island):
-        rank.host.params[:] = [replace(s, offset=0) for s in rank.host.params]
-    rows, stretches = (
-        load_exchange(*resharded.save(s, tmp_path / n))
-        for s, n in ((by_rows, "rows"), (by_zero, "zero"))
-    )
-    rows.check(by_rows[0][0])
-    stretches.check(by_zero[0][1])
-    for saved, rank in ((rows, by_zero[0][0]), (stretches, by_rows[1][0])):
-        with pytest.raises(ValueError, match="stretches .of ZeRO, or of FSDP2 .* are not cut anew"):
-            saved.state_for(rank)
 
 
 def anew(
@@ -520,7 +498,7 @@ def test_another_number_of_ranks_loads_weights(run_ranks, tmp_path, stage) -> No
     assert all(o.error is None for o in out), [o.error for o in out]
     assert "as weights alone, since 2 ranks saved it and 1 load it" in out[0].log
     whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "island0"))
-    assert all(torch.equal(o.value[n], t) for o in out for n, t in whole.items())
+    assert all(torch.equal(whole[n], t) for o in out for n, t in o.value.items())
 
 
 def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:

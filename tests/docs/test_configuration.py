@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from fsdp_demo.config import channel, reference
+from fsdp_demo.config import channel, parts, reference
 from fsdp_demo.config.schema import ExchangeConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -26,11 +26,11 @@ def test_every_field_is_on_the_page() -> None:
     for f in (*dataclasses.fields(ExchangeConfig), *dataclasses.fields(channel.Channel)):
         assert f"| `{f.name}` |" in text
     for part in (
-        channel.Accumulator,
-        channel.Codec,
-        channel.Reducer,
-        channel.Applier,
-        channel.Fragments,
+        parts.Accumulator,
+        parts.Codec,
+        parts.Reducer,
+        parts.Applier,
+        parts.Fragments,
     ):
         for f in dataclasses.fields(part):
             assert f"| `{part.__name__.lower()}.{f.name}` |" in text

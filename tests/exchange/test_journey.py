@@ -20,6 +20,7 @@ MOST = {"demo": 45, "streaming_diloco": 43}  # files, as docs/architecture.md sa
 HEARTBEATS = {"comm/tcp.py"}  # entered twice a second, whatever a step does
 PRESENCE = {
     "comm/attempts.py",
+    "comm/peers.py",  # which epoch it is in
     "comm/presence.py",
     "comm/replica.py",
     "comm/roll.py",
@@ -52,6 +53,8 @@ def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int])
         clocked = [by_thread.pop(thread, set()) for thread in BY_THE_CLOCK]
         assert set().union(*clocked) <= PRESENCE, clocked
         files = set().union(*by_thread.values())
+        # it has seen the three threads
+        assert files >= {"exchange/runtime.py", "comm/peers.py", "comm/membership.py"}
         assert not files & {
             "exchange/exchange.py",
             "exchange/readings.py",

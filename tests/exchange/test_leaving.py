@@ -15,7 +15,8 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.config.channel import Applier, Channel, Codec, Reducer, SyncSchedule
+from fsdp_demo.config.channel import Channel
+from fsdp_demo.config.parts import Applier, Codec, Reducer, SyncSchedule
 from fsdp_demo.config.schema import ExchangeConfig
 from fsdp_demo.exchange import local_status
 

@@ -10,7 +10,8 @@ from fsdp_demo.comm.collectives import ReceivedMessage, legs
 from fsdp_demo.comm.header import HEADER, Header
 from fsdp_demo.compression import dense
 from fsdp_demo.compression.blocks import Layout
-from fsdp_demo.config.channel import Accumulator, Channel, Codec
+from fsdp_demo.config.channel import Channel
+from fsdp_demo.config.parts import Accumulator, Codec
 from fsdp_demo.exchange.message import MessageLayout
 
 INDEXED = Codec("none", "topk", 4, value_dtype="int8")

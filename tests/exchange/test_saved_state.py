@@ -45,7 +45,6 @@ def tree() -> dict[str, Any]:
         "headers": [HEADER] * 2,
         "bodies": [torch.zeros(1, dtype=torch.uint8)] * 2,
         "means": [torch.ones(2)],
-        "decoded": {},
     }
     return {
         "step": 4,

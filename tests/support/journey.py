@@ -243,7 +243,7 @@ def load(folder: str) -> Journey:
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
     with run.journey as journey:
         found = checkpoints.resolve_resume_step(resume="auto")
-        saved = load_exchange(*sorted(Path(folder).glob(f"island*/checkpoint-{found}/exchange")))
+        saved = load_exchange(checkpoints.path(found) / "exchange")
         run.exchange.rejoin(saved, saved.step, run.model)
     run.exchange.finish()
     checkpoints.close()

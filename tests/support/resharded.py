@@ -1,10 +1,11 @@
-"""Ranks without processes, for tests of `resharding.convert`: channels with a state that is known
-as whole tensors.
+"""Ranks without processes, for tests of `SavedExchange.state_for`: channels with a state that is
+known as whole tensors.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,18 +57,27 @@ class Form:
 
 
 class GivenShards:
-    """Local parts of given tensors."""
+    """Local parts of given tensors: rows of dim 0, or, `flat`, an equal part of all of them
+    flattened and one behind the other, a long stretch in two.
+    """
 
     optimizer_names = ["AdamW"]
 
-    def __init__(self, place: ShardPosition, dtype: torch.dtype = torch.float32):
+    def __init__(self, place: ShardPosition, dtype: torch.dtype, flat: bool, names: list[str]):
         self.device = torch.device("cpu")
+        if flat:
+            cut = list(_flat(place, names))
+            self._tensors = [theta(n).flatten()[lo:hi].to(dtype) for n, lo, hi in cut]
+            self.params = [
+                LocalParam(n, SHAPES[n], (hi - lo,), dtype, False, lo) for n, lo, hi in cut
+            ]
+            return
         self._tensors = [
-            shard_rows(theta(n), place.num_shards)[place.shard].to(dtype) for n in SHAPES
+            shard_rows(theta(n), place.num_shards)[place.shard].to(dtype) for n in names
         ]
         self.params = [
-            LocalParam(n, s, tuple(t.shape), dtype, False)
-            for (n, s), t in zip(SHAPES.items(), self._tensors, strict=True)
+            LocalParam(n, SHAPES[n], tuple(t.shape), dtype, False)
+            for n, t in zip(names, self._tensors, strict=True)
         ]
 
     def tensors(self, source: str) -> list[torch.Tensor]:
@@ -75,6 +85,20 @@ class GivenShards:
 
     def states(self) -> list[str]:
         return ["exp_avg", "exp_avg_sq"]
+
+
+def _flat(place: ShardPosition, names: list[str]) -> Iterator[tuple[str, int, int]]:
+    """Name, from and to of the stretches of one rank."""
+    total, at = sum(math.prod(SHAPES[n]) for n in names), 0
+    begin, end = (total * s // place.num_shards for s in (place.shard, place.shard + 1))
+    for n in names:
+        size = math.prod(SHAPES[n])
+        lo, hi = (min(max(edge - at, 0), size) for edge in (begin, end))
+        at += size
+        half = (lo + hi) // 2 if hi - lo > 5000 else hi
+        yield n, lo, half
+        if half < hi:
+            yield n, half, hi
 
 
 @cache
@@ -100,17 +124,20 @@ def make(
     place: ShardPosition,
     fill: bool = False,
     dtype: torch.dtype = torch.float32,
+    flat: bool = False,
+    backwards: bool = False,
 ) -> Any:
-    """What `convert` and `save_exchange` see of an exchange; `fill` gives it the state of
-    `value`.
+    """What `state_for` and `save_exchange` see of an exchange; `fill` gives it the state of
+    `value`; `backwards`: its parameters stand in the other order.
     """
-    host = GivenShards(place, dtype)
+    names = list(SHAPES)[::-1] if backwards else list(SHAPES)
+    host = GivenShards(place, dtype, flat, names)
     here = Placement(host, place, form.copies, None, form.islands)  # type: ignore[arg-type]
-    bound = [ChannelRunner(c, here, config.seed) for c in expand(config, list(SHAPES))]
+    bound = [ChannelRunner(c, here, config.seed) for c in expand(config, names)]
     for c in bound:
         c.start()
         if fill:
-            _fill(c, island, place)
+            _fill(c, island)
     state = {
         "step": STEP,
         "digest": config.digest(),
@@ -144,19 +171,29 @@ def local(c: ChannelRunner, place: ShardPosition, tensors: dict[str, torch.Tenso
     element domain.
     """
     assert c.layout is not None
+    mine = [c.host.params[i] for i in c.covered]
     parts = [
-        shard_rows(tensors[c.host.params[i].name], place.num_shards)[place.shard].contiguous()
-        for i in c.covered
+        shard_rows(tensors[p.name], place.num_shards)[place.shard].contiguous()
+        if p.offset is None
+        else tensors[p.name].flatten()[p.offset : p.offset + p.shape[0]]
+        for p in mine
     ]
     return c.layout.pack(parts, c.layout.new("cpu"))
 
 
-def _fill(c: ChannelRunner, island: int, place: ShardPosition) -> None:
+def workspace(c: ChannelRunner, key: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`local`, of an accumulator as the coefficients that it keeps."""
+    work = local(c, c.position, tensors)
+    if key != "accumulator" or c.channel.codec.transform == "none":
+        return work
+    return transform(c.layout, work)
+
+
+def _fill(c: ChannelRunner, island: int) -> None:
     names = [c.host.params[i].name for i in c.covered]
     for key, work in c.state().workspaces.items():
-        work.copy_(local(c, place, {n: value(island, c.channel.name, key, n) for n in names}))
-        if key == "accumulator":
-            transform(c.layout, work)  # type: ignore[arg-type]
+        tensors = {n: value(island, c.channel.name, key, n) for n in names}
+        work.copy_(workspace(c, key, tensors))
     c.present = [n != "one" and (n != "tied.weight" or island == 0) for n in names]
 
 
@@ -198,7 +235,7 @@ def launch(ranks: list[list[Any]], step: int) -> None:
             for _ in line
         ]
         for rank, out in zip(line, sent, strict=True):
-            arrived = {"headers": headers, "bodies": bodies, "means": means, "decoded": {}}
+            arrived = {"headers": headers, "bodies": bodies, "means": means}
             parts = {n: vars(o) for n, o in out.items()}
             rank.state["in_flight"].append(
                 {"step": step, "members": members, "parts": parts, "arrived": arrived, "said": None}
@@ -212,19 +249,3 @@ def save(ranks: list[list[Any]], folder: Path) -> list[Path]:
         for rank in island:
             save_exchange(where, rank)
     return folders
-
-
-def tensors(ranks: list[Any], channel: str, work: Any) -> list[dict[str, torch.Tensor]]:
-    """Per shard of one island the local tensors of a workspace, coefficients as they are;
-    `work(rank)` gives the workspace.
-    """
-    out: list[dict[str, torch.Tensor]] = []
-    for rank in ranks:
-        c = next(c for c in rank.channels if c.channel.name == channel)
-        place = c.position
-        if place.copy == 0:
-            out.append(
-                {c.host.params[i].name: torch.zeros(c.host.params[i].shape) for i in c.covered}
-            )
-        c.layout.unpack(work(rank), list(out[place.shard].values()))
-    return out

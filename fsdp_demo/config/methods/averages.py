@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..channel import Applier, Channel, Codec, SyncSchedule
+from ..channel import Channel
+from ..parts import Applier, Codec, SyncSchedule
 from ..patterns import EMBEDDINGS
 from ..schema import ExchangeConfig
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..channel import Accumulator, Applier, Channel, Codec, Reducer
+from ..channel import Channel
 from ..parsing import one_of
+from ..parts import Accumulator, Applier, Codec, Reducer
 from ..schema import ExchangeConfig
 
 

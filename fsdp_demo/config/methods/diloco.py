@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..channel import Accumulator, Applier, Channel, Codec, Fragments, SyncSchedule
+from ..channel import Channel
+from ..parts import Accumulator, Applier, Codec, Fragments, SyncSchedule
 from ..schema import ExchangeConfig
 
 WARMUP = 20

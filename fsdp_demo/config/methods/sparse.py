@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..channel import Accumulator, Applier, Channel, Codec, Phase, Reducer, SyncSchedule
+from ..channel import Channel, Phase
 from ..parsing import one_of
+from ..parts import Accumulator, Applier, Codec, Reducer, SyncSchedule
 from ..patterns import EMBEDDINGS
 from ..schema import ExchangeConfig
 from .averages import averaged

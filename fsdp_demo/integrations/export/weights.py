@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.files import read_part
-from ...compression.blocks import Layout
-from ...config.fragments import expand
-from ...config.patterns import covers, tensor_layout_kind
-from ...config.schema import ExchangeConfig
+from ...checkpoint.reshard import Stretch, channels_of, gather
+from ...config.patterns import covers
 from ...errors import UNREADABLE
-from ...exchange.saved_state import ExchangeState
 from ...hosts.base import plain_name
 
 FULL, SHARDED, ADAPTER = "pytorch_model_fsdp.bin", ".metadata", "adapter_model.safetensors"
@@ -215,48 +213,24 @@ def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
     """The anchors of the delta channels as whole fp32 tensors by name, from the parts of one
     island.
     """
-    heads = sorted(
-        (h for h in saved.heads if h["island"] == island and h["copy"] < h["active_copies"]),
-        key=lambda h: int(h["shard"]),
-    )
-    config = ExchangeConfig.from_dict(heads[0]["config"])
-    channels = [
-        c
-        for c in expand(config, [p["name"] for p in heads[0]["parameters"] if not p["frozen"]])
-        if c.source == "delta"
-    ]
-    local: dict[str, list[Tensor]] = {}  # name -> by shard
-    for shard, head in ((int(h["shard"]), h) for h in heads):
-        kept = ExchangeState.from_tree(saved.state(head["rank"], island)).channels
-        for channel in channels:
-            anchor = kept[channel.name].anchor
-            # every active copy of a delta channel keeps one
-            assert anchor is not None, channel.name
-            mine = [p for p in head["parameters"] if not p["frozen"] and covers(channel, p["name"])]
-            layout = Layout(
-                [p["shape"] for p in mine],
-                [tensor_layout_kind(channel, p["name"]) for p in mine],
-                head["copy"],
-                head["active_copies"],
-            )
-            if any(p.get("offset") is not None for p in mine):
-                stretches = [torch.empty(p["shape"]) for p in mine]
-                layout.unpack(anchor, stretches)
-                for p, stretch in zip(mine, stretches, strict=True):
-                    (whole,) = local.setdefault(p["name"], [torch.zeros(p["global_shape"])])
-                    whole.view(-1)[p["offset"] : p["offset"] + stretch.numel()] = stretch.view(-1)
-                continue
-            for p in mine:
-                parts = local.setdefault(p["name"], [])
-                if len(parts) == shard:
-                    parts.append(torch.empty(p["shape"]))
-            # the active copies fill a shard together
-            layout.unpack(anchor, [local[p["name"]][shard] for p in mine])
-    return {
-        p["name"]: _whole(local[p["name"]], p["global_shape"])
-        for p in heads[0]["parameters"]
-        if p["name"] in local
+    first = saved.of_island(island)[0]
+    whole = {
+        p["name"]: Stretch(p["name"], tuple(p["global_shape"]), 0, prod(p["global_shape"]))
+        for p in first["parameters"]
+        if not p["frozen"]
     }
+    wanted = {
+        name: [s for s in whole.values() if covers(channel, s.name)]
+        for name, channel in channels_of(first).items()
+        if channel.source == "delta"
+    }
+    found = gather(saved, island, wanted, ("anchor",))
+    by_name = {
+        s.name: anchor
+        for channel, there in wanted.items()
+        for s, anchor in zip(there, found[channel]["anchor"], strict=True)
+    }
+    return {name: by_name[name] for name in whole if name in by_name}
 
 
 def _whole(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.exchange_state import SavedExchange, describe_part, load_exchange, save_exchange
-from ...checkpoint.files import read_part, write_part
+from ...checkpoint.files import read_head, read_part, write_part
 from ...checkpoint.local_state import fill_replica, replica_tree
 from ...comm.topology import Topology
 from ...exchange.exchange import Exchange
@@ -58,14 +58,15 @@ def open_state(checkpoint: Path) -> SavedExchange:
 
 def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> None:
     """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the
-    place of the mixture that the Trainer has loaded.
+    place of the mixture that the Trainer has loaded; of a mesh of other numbers the anchors, which
+    all replicas share.
 
     Args:
         apart: as for `save_state`: in a mesh there is nothing to put right.
 
     Raises:
-        ValueError: the mesh had other numbers; a checkpoint of islands in a mesh, of which the
-            Trainer has loaded one island's model.
+        ValueError: a mesh of other numbers, whose replicas share no anchors; a checkpoint of
+            islands in a mesh, of which the Trainer has loaded one island's model.
     """
     topology, folder = exchange.topology, Path(checkpoint) / "exchange"
     saved_in_mesh = (folder / "replica0").is_dir()
@@ -77,6 +78,10 @@ def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> 
         )
     if apart and topology.kind == "mesh":
         return
+    head = read_head(folder / "replica0" / "rank0.json")[0]
+    if (head["islands"], head["world"]) != (topology.islands, topology.world):
+        _begin_at_anchors(exchange, folder)
+        return
     path = folder / f"replica{topology.island}" / f"local{topology.rank}.json"
     if not path.exists():
         raise ValueError(
@@ -84,6 +89,20 @@ def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> 
             f"{exchange.config.preset!r}. {CURE}"
         )
     fill_replica(exchange.optimizers, read_part(path)[1], str(path))
+
+
+def _begin_at_anchors(exchange: Exchange, folder: Path) -> None:
+    """All ranks of a replica call it together."""
+    if exchange.config.result(exchange.topology.islands) != "anchor":
+        raise ValueError(
+            f"{folder} was saved by a mesh of other numbers, and replicas of preset "
+            f"{exchange.config.preset!r} share no anchors to go on from: resume with as many nodes "
+            f"and ranks. {CURE}"
+        )
+    for c in exchange.channels:
+        if c.channel.source == "delta":
+            c.show_anchor()
+            c.anchor_here()
 
 
 def _differs(exchange: Exchange) -> bool:

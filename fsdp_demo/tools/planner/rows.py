@@ -9,7 +9,7 @@ from typing import Any
 
 from ...comm.link import Link
 from ...comm.meter import ring_all_reduce_bytes
-from ...config.channel import BLOCK
+from ...config.parts import BLOCK
 from ...config.schema import ExchangeConfig
 from ...exchange.memory import Memory, inner_state, plan_memory
 from .counting import Cycle, Message, cycle, releases

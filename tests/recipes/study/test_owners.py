@@ -10,7 +10,7 @@ from .test_study import SHORT, Cell, Run, as_threads  # sets the path, too
 from study import owners as study_owners  # noqa: E402, I001 isort: skip
 
 from fsdp_demo.channels import apply  # noqa: E402
-from fsdp_demo.config.channel import BLOCK  # noqa: E402
+from fsdp_demo.config.parts import BLOCK  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

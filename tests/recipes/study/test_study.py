@@ -41,7 +41,7 @@ from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from fsdp_demo import attach, base_optimizer  # noqa: E402
 from fsdp_demo.compression import transform as transforms  # noqa: E402
 from fsdp_demo.compression.blocks import EDGE, Layout  # noqa: E402
-from fsdp_demo.config import channel as checks  # noqa: E402
+from fsdp_demo.config import parts as checks  # noqa: E402
 
 from ...oracles.dct import basis  # noqa: E402
 
