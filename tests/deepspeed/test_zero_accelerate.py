@@ -106,6 +106,6 @@ def test_mesh(run_ranks):
     for r, (crossing, sent, kind, weights) in enumerate(
         out := run_ranks(work, islands=1, procs=4, env={"ISLAND_COUNT": ""}, timeout=90)
     ):
-        assert {e.ranks for e in crossing} == {(r % 2, r % 2 + 2)} and kind == "mesh"
-        assert sum(e.size for e in crossing if e.name == "send") == sent > 0
+        # payloads have connections of their own
+        assert crossing == [] and sent > 0 and kind == "mesh", r
         assert all(torch.equal(weights[n], out[0][3][n]) for n in weights)

@@ -603,12 +603,10 @@ def exchanged(me, case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_payloads_cross_and_replicas_stay_equal(world, case: str) -> None:
+def test_no_collective_crosses_and_replicas_stay_equal(world, case: str) -> None:
     out = world(exchanged, case)
     for rank, mine in enumerate(out):
-        assert {e.ranks for e in mine["crossing"]} == {(rank % NODE, rank % NODE + NODE)}
-        assert {e.name for e in mine["crossing"]} == {"send", "recv"}
-        assert sum(e.size for e in mine["crossing"] if e.name == "send") == mine["sent"] > 0
+        assert mine["crossing"] == [] and mine["sent"] > 0, rank  # payloads have their connections
         for name, value in out[0]["weights"].items():
             assert torch.equal(mine["weights"][name], value), name
 

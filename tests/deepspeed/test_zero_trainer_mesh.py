@@ -104,13 +104,8 @@ def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, stage, pre
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
     for r, o in enumerate(out):
-        assert {e.ranks for e in o["crossing"]} == {(r % 2, r % 2 + 2)} and o["place"] == (
-            "mesh",
-            2,
-            4,
-            4,
-        )
-        assert sum(e.size for e in o["crossing"] if e.name == "send") == o["sent"] > 0
+        # payloads have connections of their own
+        assert o["crossing"] == [] and o["sent"] > 0 and o["place"] == ("mesh", 2, 4, 4)
         assert o["inside"] == {(0, 1) if r < 2 else (2, 3)} | ({(r,)} & o["inside"])
         assert (
             torch.equal(o["whole"], out[0]["whole"])

@@ -143,7 +143,7 @@ class Follower(LonePeerGroup):
 
     def __init__(self, fed: Fed, islands: int):
         super().__init__("newcomer", 5.0)
-        self._me = Member(islands - 1)
+        self._me, self._names = Member(islands - 1), {i: f"island{i}" for i in range(islands)}
         self._set(range(islands))
         self.following, self.said = fed, []
 
