@@ -7,9 +7,9 @@ Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo
 imported here and nowhere else.
 """
 
+from .advancing import advance
 from .attaching import attach, clipping
 from .node_mesh import installed, shard_within_node, topology
-from .taking_over import advance
 from .zero_params import ZeroHost
 
 __all__ = [

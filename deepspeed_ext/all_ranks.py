@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
-from fsdp_demo.comm.ranks import Ranks
+from fsdp_demo.peers.votes import Ranks
 
 
 def world() -> Ranks:

@@ -9,9 +9,9 @@ from fsdp_demo.attaching import join, settled, vacate
 from fsdp_demo.checkpoint import SavedExchange
 
 from . import checkpoints as folders
+from .advancing import advance
 from .node_mesh import topology as place
 from .refusals import refuse, warn
-from .taking_over import advance
 from .zero_params import ZeroHost
 
 

@@ -24,19 +24,19 @@ from typing import Any
 
 from fsdp_demo import Exchange, Topology
 from fsdp_demo.checkpoint import CheckpointManager, SavedExchange, load_exchange, save_exchange
-from fsdp_demo.checkpoint.choice import Held
+from fsdp_demo.checkpoint.choice import HeldCheckpoint
 from fsdp_demo.checkpoint.exchange_state import method_of
 from fsdp_demo.checkpoint.files import FRESH
-from fsdp_demo.checkpoint.finite import refuse_exchange
 from fsdp_demo.checkpoint.folders import MANIFEST
+from fsdp_demo.checkpoint.nan_check import refuse_exchange
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.reshard import stretches
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
 from fsdp_demo.config.auto import undecided
 from fsdp_demo.errors import NeedsDecision, see
 
+from .advancing import advance, of_users
 from .checkpoint_methods import Methods, latest
-from .taking_over import advance, of_users
 
 log = logging.getLogger("fsdp_demo")
 
@@ -242,7 +242,7 @@ class _Followed(Methods):
         manager: CheckpointManager,
         place: Path,
         saved: SavedExchange | None,
-        chosen: list[Held | None] | None,
+        chosen: list[HeldCheckpoint | None] | None,
         options: dict[str, Any],
     ) -> Any:
         """From this replica's own folder, or (`saved` is None) one of plain DeepSpeed."""
@@ -330,7 +330,7 @@ class _Followed(Methods):
 
     def _choose(
         self, manager: CheckpointManager, root: Path, tag: str | None
-    ) -> tuple[list[Held | None] | None, str]:
+    ) -> tuple[list[HeldCheckpoint | None] | None, str]:
         """From what each replica goes on; or None, and the tag of a checkpoint of plain DeepSpeed
         in `root`, "" for none.
 

@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 from torch.utils.data import DistributedSampler
 
-from fsdp_demo.comm.ranks import Ranks
+from fsdp_demo.peers.votes import Ranks
 
 from .all_ranks import told
 from .checkpoints import separate

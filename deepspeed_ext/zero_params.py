@@ -25,10 +25,10 @@ import torch
 from deepspeed import comm
 from torch import Tensor
 
-from fsdp_demo.comm.island import IslandGroup
-from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.hosts.base import LocalParam, foreign_tensors, named_buffers, plain_name
 from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
+from fsdp_demo.rendezvous.island import IslandGroup
+from fsdp_demo.rendezvous.position import ShardPosition
 
 from .step_hooks import EngineStepHooks
 from .wrappers import adapter

@@ -12,9 +12,6 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .attaching import attach
-    from .comm.link import Link
-    from .comm.meter import Meter, ring_all_reduce_bytes
-    from .comm.topology import Topology
     from .config.channel import Channel, Phase
     from .config.load import load_config, preset
     from .config.methods.averages import half_life_multiples
@@ -26,6 +23,9 @@ if TYPE_CHECKING:
     from .exchange.guard import guard, undecided
     from .hosts.muon import MuonAdamW
     from .hosts.optimizers import base_optimizer
+    from .net.link import Link
+    from .peers.meter import Meter, ring_all_reduce_bytes
+    from .rendezvous.topology import Topology
 
 __all__ = [
     "Accumulator",
@@ -64,9 +64,9 @@ __all__ = [
 # not wait seconds for it.
 _HOMES = {
     "attaching": ("attach",),
-    "comm.link": ("Link",),
-    "comm.meter": ("Meter", "ring_all_reduce_bytes"),
-    "comm.topology": ("Topology",),
+    "net.link": ("Link",),
+    "peers.meter": ("Meter", "ring_all_reduce_bytes"),
+    "rendezvous.topology": ("Topology",),
     "config.channel": ("Channel", "Phase"),
     "config.load": ("load_config", "preset"),
     "config.parts": ("Accumulator", "Applier", "Codec", "Fragments", "Reducer", "SyncSchedule"),

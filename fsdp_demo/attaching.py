@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from .checkpoint.exchange_state import SavedExchange
-from .comm.ranks import Ranks
-from .comm.topology import Topology
 from .config.auto import AutoChoice, undecided
 from .config.load import changed, load_config
 from .config.schema import ExchangeConfig
 from .errors import see
-from .exchange import log_setup
+from .exchange import summary
 from .exchange.exchange import Exchange
 from .exchange.startup import Start
 from .exchange.summary import total_steps
 from .hosts import registry
 from .hosts.base import TrainingHost
 from .hosts.torch_params import TorchHost, unwrap_model
+from .peers.votes import Ranks
+from .rendezvous.topology import Topology
 
 log = logging.getLogger("fsdp_demo")
 
@@ -98,8 +98,8 @@ def attach(
         "catch_up": catch_up,
         "fresh": fresh or None,
     }
-    if (door := registry.find_host(optimizer)) is not None:
-        attached: Exchange = door.attach(
+    if (engine_module := registry.find_host(optimizer)) is not None:
+        attached: Exchange = engine_module.attach(
             optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
         )
         return attached
@@ -142,7 +142,7 @@ def join(
     facts = {f"must_match.{k}": v for k, v in (must_match or {}).items()}
     topology = topology or Topology.from_env()
     refuse_lone_rank(topology, os.environ)
-    log_setup.speak(topology)
+    summary.speak(topology)
     choice: AutoChoice | None = None
     earlier: ExchangeConfig | None = None
     opened = config  # before it is known what this run began with

@@ -24,13 +24,13 @@ from fsdp_demo.automatic import earlier_choice, first_steps
 from fsdp_demo.automatic.first_steps import chosen as chosen_in
 from fsdp_demo.automatic.first_steps import coarse
 from fsdp_demo.checkpoint.exchange_state import describe_part
-from fsdp_demo.comm.ranks import Ranks
-from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.errors import StoreSilent
-from fsdp_demo.exchange import facts
+from fsdp_demo.exchange import run_specification
 from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
+from fsdp_demo.peers.votes import Ranks
+from fsdp_demo.store.client import WorldStore
 from fsdp_demo.tools.doctor import quick
 from fsdp_demo.tools.doctor.reading import LinkReading
 from fsdp_demo.tools.planner import Situation
@@ -132,7 +132,11 @@ def test_what_is_known_of_the_other_islands_outlives_the_choice(
     everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 1)
 
     def run(me: Any) -> tuple[bool, bool, int]:
-        facts.machine = lambda device: {"torch": "2", "device": "cpu", "processor": f"{me.island}"}
+        run_specification.machine = lambda device: {
+            "torch": "2",
+            "device": "cpu",
+            "processor": f"{me.island}",
+        }
         logging.basicConfig(level=logging.INFO, force=True)
         model = model_of()
         optimizer = optimizer_of("sgd", model)

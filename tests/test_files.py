@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import fsdp_demo
-import fsdp_demo.launch.store as launched
+import fsdp_demo.store.server as launched
 from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
-from fsdp_demo.comm import descriptors
 from fsdp_demo.commands import step_clock, store
 from fsdp_demo.config.parsing import read_yaml
+from fsdp_demo.elastic import descriptors
 from fsdp_demo.files import in_one_piece
 from fsdp_demo.runlog import files
 from fsdp_demo.tools.doctor import reading

@@ -14,3 +14,22 @@ def test_rows_name_tests(file: str) -> None:
     for name, kept in KEPT[file].items():
         assert re.search(rf"^def {name}\(", source, re.M), name
         re.compile(kept)
+
+
+ROOT = Path(__file__).parents[1]
+RULE = re.compile(r"^\| ([a-z-]+(?:, [a-z-]+)*) \| .* \| (.*) \|$", re.M)
+
+
+def test_rules_of_the_membership_name_tests() -> None:
+    """The table of rules in docs/membership.md: each row names tests that are there."""
+    page = (ROOT / "docs/membership.md").read_text(encoding="utf-8").partition("## Histories")[2]
+    page = page.partition("\n## ")[0]
+    letters = dict(re.findall(r"`([A-Z])` is `(tests/[\w/]+\.py)`", page))
+    rules = RULE.findall(page)
+    assert len(rules) >= 23
+    for rule, shown in rules:
+        tests = re.findall(r"`([\w/.]+)::(\w+)`", shown)
+        assert tests, rule
+        for where, name in tests:
+            source = (ROOT / letters.get(where, where)).read_text(encoding="utf-8")
+            assert re.search(rf"^def {name}\(", source, re.M), (rule, name)

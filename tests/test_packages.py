@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[1]
 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("fsdp_demo.errors", "fsdp_demo.files", "fsdp_demo.version", "fsdp_demo.tools"),
-    ("fsdp_demo.status", "fsdp_demo.runlog"),
+    ("fsdp_demo.status", "fsdp_demo.runlog", "fsdp_demo.net"),
     ("fsdp_demo.config",),
-    ("fsdp_demo.compression",),
-    ("fsdp_demo.comm",),
+    ("fsdp_demo.store", "fsdp_demo.membership", "fsdp_demo.compression"),
+    ("fsdp_demo.peers",),
+    ("fsdp_demo.elastic",),
+    ("fsdp_demo.rendezvous",),
     ("fsdp_demo.tools.doctor",),
     ("fsdp_demo.hosts",),
     ("fsdp_demo.channels",),
@@ -180,7 +182,7 @@ def test_neighbours_are_no_way_down(tmp_path: Path) -> None:
         tmp_path,
         {
             "launch/run.py": "from ..integrations import mesh",
-            "integrations/mesh.py": "from ..comm import link",
+            "integrations/mesh.py": "from ..net import link",
         },
     )
     assert [s.split(" imports ")[1] for s in upwards(tmp_path)] == [
@@ -198,12 +200,12 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     written(
         tmp_path,
         {
-            f"comm/{name}.py": text
+            f"peers/{name}.py": text
             for name, text in {**files, "header": "from .link import Link"}.items()
         },
     )
     assert circles(tmp_path) == [
-        ["fsdp_demo.comm.link", "fsdp_demo.comm.meter", "fsdp_demo.comm.peers"]
+        ["fsdp_demo.peers.link", "fsdp_demo.peers.meter", "fsdp_demo.peers.peers"]
     ]
 
 

@@ -85,7 +85,7 @@ def test_the_core_imports_torch_only() -> None:
     heavy = {"accelerate", "transformers", "datasets", "deepspeed", "matplotlib", "pandas"}
     assert not imported(
         "from fsdp_demo import *\nimport fsdp_demo.cli, fsdp_demo.launch.rehearse, "
-        "fsdp_demo.launch.store",
+        "fsdp_demo.store.server",
         heavy,
     )
 
@@ -96,7 +96,7 @@ def test_commands_that_need_no_torch_start_without_it() -> None:
     """
     modules = (
         "cli",
-        "launch.store",
+        "store.server",
         "launch.rehearse",
         "launch.restarts",
         "launch.run",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_demo.comm.store_client import StoreClient
+from fsdp_demo.store.client import StoreClient
 
 from .support import guard, kinds, ranks, threads
 
@@ -55,12 +55,12 @@ def test_patches_environment_and_folder_reach_the_ranks(
     run_ranks, everywhere, monkeypatch, tmp_path
 ):
     everywhere.setattr(sys.modules[__name__], "LIMIT", 2)
-    everywhere.setattr("fsdp_demo.comm.attempts", "BEAT", 0.25)
+    everywhere.setattr("fsdp_demo.rendezvous.attempts", "BEAT", 0.25)
     monkeypatch.setenv("SOME_WORD", "here")
     monkeypatch.chdir(tmp_path)
 
     def seen():
-        from fsdp_demo.comm import attempts
+        from fsdp_demo.rendezvous import attempts
 
         return LIMIT, attempts.BEAT, os.environ["SOME_WORD"], os.getcwd()
 

@@ -92,7 +92,19 @@ def test_nobody_else_names_them() -> None:
         - {"none", "dense", "fp32", "bf16", "random"},
         [],
     )
-    for package in ("config", "compression", "channels", "comm", "exchange", "checkpoint"):
+    for package in (
+        "config",
+        "compression",
+        "channels",
+        "net",
+        "store",
+        "membership",
+        "peers",
+        "elastic",
+        "rendezvous",
+        "exchange",
+        "checkpoint",
+    ):
         for file in sorted((PACKAGE / package).glob("*.py")):
             where = f"{package}/{file.name}"
             for node in (

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_demo.comm.store_client import StoreClient
+from fsdp_demo.store.client import StoreClient
 
 
 def test_values_and_environment(run_ranks):

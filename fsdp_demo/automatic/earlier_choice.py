@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..comm import attempts
-from ..comm.ranks import Ranks
-from ..comm.store_client import Store
-from ..comm.topology import Topology
 from ..config.auto import AutoChoice, undecided
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
+from ..peers.votes import Ranks
+from ..rendezvous import attempts
+from ..rendezvous.topology import Topology
+from ..store.client import Store
 
 log = logging.getLogger("fsdp_demo")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..comm.link import Link
 from ..compression.staging import synchronize
 from ..config.auto import AutoChoice, AutoConfig
 from ..config.load import preset
@@ -25,6 +24,7 @@ from ..exchange.exchange import Exchange
 from ..exchange.sending import ExchangeRecord
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import keeps_momentum
+from ..net.link import Link
 from ..tools.doctor.quick import quick_probe
 from ..tools.planner import Choice, Situation, choose, plan_rows
 from ..tools.planner.rows import plan_row

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.position import ShardPosition
 from ..compression.blocks import Layout
 from ..compression.selection import say_what_selects
 from ..compression.staging import synchronize
@@ -25,6 +24,7 @@ from ..compression.windows import Window
 from ..config.channel import Channel
 from ..config.patterns import covers, tensor_layout_kind
 from ..hosts.base import TrainingHost
+from ..rendezvous.position import ShardPosition
 
 # ---- where channels stand on one rank ------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class Placement:
 
     Example:
         >>> from fsdp_demo.channels.state import Placement
-        >>> from fsdp_demo.comm.position import ShardPosition
+        >>> from fsdp_demo.rendezvous.position import ShardPosition
         >>> position = ShardPosition(num_copies=2, copy=1)
         >>> Placement(None, position, active_copies=1).active_copy is None
         True

@@ -26,7 +26,7 @@ from .files import read_head
 
 
 @dataclass(frozen=True, order=True)
-class Held:
+class HeldCheckpoint:
     """A state that a replica can go on from.
 
     Attributes:
@@ -48,7 +48,7 @@ class Held:
     participants: str = ""
 
     def note(self) -> list[Any]:
-        """As JSON; `Held(*note)` is the inverse."""
+        """As JSON; `HeldCheckpoint(*note)` is the inverse."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def fits(self, applied: str, history: str = "") -> bool:
@@ -63,14 +63,15 @@ def _may_be(one: str, two: str) -> bool:
 
 
 Place = tuple[str, int, str, str]
-"""(applied, owner, history, participants) of `Held`."""
+"""(applied, owner, history, participants) of `HeldCheckpoint`."""
 
 NOWHERE: Place = ("", -1, "", "")
 """Where a state says nothing."""
 
 
 def look(exchange: Path, islands: int) -> Place:
-    """What the heads in a folder `exchange` say, for `Held`; `NOWHERE` where there is no part.
+    """What the heads in a folder `exchange` say, for `HeldCheckpoint`; `NOWHERE` where there is no
+    part.
 
     Raises:
         ValueError: a part is torn, or ranks stand between unlike exchanges.
@@ -83,7 +84,8 @@ def look(exchange: Path, islands: int) -> Place:
 
 
 def place_of(heads: Sequence[dict[str, Any]], islands: int, where: Path) -> Place:
-    """What the heads of an island's parts say, for `Held`; `NOWHERE` where there are none.
+    """What the heads of an island's parts say, for `HeldCheckpoint`; `NOWHERE` where there are
+    none.
 
     Args:
         islands: of this run: a state of another number of islands says less. where: for the error.
@@ -125,7 +127,7 @@ def _participants(heads: Iterable[dict[str, Any]]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def present(held: Sequence[Sequence[Held]], slots: Sequence[int]) -> list[bool]:
+def present(held: Sequence[Sequence[HeldCheckpoint]], slots: Sequence[int]) -> list[bool]:
     """Which islands hold something and took part when the newest state was saved, in the order of
     `held`. All that hold something, where that state does not say who took part.
 
@@ -145,7 +147,7 @@ def present(held: Sequence[Sequence[Held]], slots: Sequence[int]) -> list[bool]:
     return [bool(each) and slot in then for each, slot in zip(held, slots, strict=True)]
 
 
-def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
+def together(held: Sequence[Sequence[HeldCheckpoint]]) -> list[HeldCheckpoint] | None:
     """The newest states, one of each list, that lie between the same exchanges, with one history;
     None if there are none.
     """
@@ -166,7 +168,7 @@ def together(held: Sequence[Sequence[Held]]) -> list[Held] | None:
     )
 
 
-def alike(held: Sequence[Sequence[Held]]) -> list[list[Held]]:
+def alike(held: Sequence[Sequence[HeldCheckpoint]]) -> list[list[HeldCheckpoint]]:
     """All choices of states, one of each list, of one step and between the same exchanges, with one
     history.
     """
@@ -187,16 +189,16 @@ def alike(held: Sequence[Sequence[Held]]) -> list[list[Held]]:
     return found
 
 
-def _step(held: Held) -> int:
+def _step(held: HeldCheckpoint) -> int:
     return held.step
 
 
 def choose(
     names: Sequence[str],
-    held: Sequence[Sequence[Held]],
+    held: Sequence[Sequence[HeldCheckpoint]],
     how: str,
     slots: Sequence[int] | None = None,
-) -> list[Held | None] | None:
+) -> list[HeldCheckpoint | None] | None:
     """The state from which each island goes on; None for one that takes over from the others. None
     in all where nobody holds any.
 
@@ -215,7 +217,7 @@ def choose(
     slots = range(len(names)) if slots is None else slots
     if not any(held):
         return None
-    chosen: list[Held | None] | None = None
+    chosen: list[HeldCheckpoint | None] | None = None
     if all(held) or how != "common":
         asked = present(held, slots) if how == "newest" else [bool(each) for each in held]
         chosen = _joined(held, asked)
@@ -234,7 +236,7 @@ def choose(
     return _furthest(chosen) if None in chosen else chosen
 
 
-def _furthest(chosen: Sequence[Held | None]) -> list[Held | None]:
+def _furthest(chosen: Sequence[HeldCheckpoint | None]) -> list[HeldCheckpoint | None]:
     """Where some take over, the states of the furthest step are the ones to take from: the others'
     own steps after it would be lost in any case.
     """
@@ -242,7 +244,9 @@ def _furthest(chosen: Sequence[Held | None]) -> list[Held | None]:
     return [h if h is not None and h.step == furthest else None for h in chosen]
 
 
-def _joined(held: Sequence[Sequence[Held]], asked: Sequence[bool]) -> list[Held | None] | None:
+def _joined(
+    held: Sequence[Sequence[HeldCheckpoint]], asked: Sequence[bool]
+) -> list[HeldCheckpoint | None] | None:
     """The newest states that all `asked` hold together, and what others hold that fits them; None
     where those asked hold none.
     """
@@ -250,7 +254,7 @@ def _joined(held: Sequence[Sequence[Held]], asked: Sequence[bool]) -> list[Held 
     if not states:
         return None
     rest = iter(states)
-    chosen: list[Held | None] = [next(rest) if one else None for one in asked]
+    chosen: list[HeldCheckpoint | None] = [next(rest) if one else None for one in asked]
     for i, each in enumerate(held):
         if chosen[i] is None and each:
             fitting = together([*([h] for h in chosen if h is not None), each])
@@ -282,7 +286,7 @@ def superfluous(
     return [s for s in steps[:-keep] if s < common and s != best] if keep else []
 
 
-def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> str:
+def _choices(names: Sequence[str], held: Sequence[Sequence[HeldCheckpoint]], how: str) -> str:
     pairs = list(zip(names, held, strict=True))
     have = "; ".join(
         f"{name}: {', '.join(map(str, sorted({h.step for h in each}))) or 'none'}"
@@ -313,7 +317,7 @@ def _choices(names: Sequence[str], held: Sequence[Sequence[Held]], how: str) -> 
 
 
 def _check_owners(
-    names: Sequence[str], chosen: Sequence[Held | None], slots: Sequence[int]
+    names: Sequence[str], chosen: Sequence[HeldCheckpoint | None], slots: Sequence[int]
 ) -> None:
     """Folders that change hands between islands mix up data and accumulators; a copy of one
     island's folder is a way to take over.

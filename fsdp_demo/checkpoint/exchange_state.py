@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..comm.position import form
 from ..exchange.exchange import Exchange
 from ..exchange.saved_state import ExchangeState
+from ..rendezvous.position import form
 from .files import FRESH, OTHER, copied, read_head, write_part
 from .reshard import reshard, without_messages
 from .saved import PartSet

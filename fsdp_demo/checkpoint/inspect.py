@@ -18,7 +18,7 @@ from ..config.load import preset
 from ..config.presets import presets
 from ..config.schema import ExchangeConfig
 from ..errors import UNREADABLE, NeedsDecision, counted, size
-from .choice import Held, choose, place_of
+from .choice import HeldCheckpoint, choose, place_of
 from .exchange_state import SavedExchange, load_exchange
 from .files import OTHER, crc32, read_head
 from .folders import MANIFEST, is_put_off, sums
@@ -197,7 +197,7 @@ def _elements(head: dict[str, Any], frozen: bool) -> int:
 
 def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, list[Any]]:
     """By the number of an island, what the choice of a state to resume from knows of its part
-    (`Held.note`).
+    (`HeldCheckpoint.note`).
     """
     found = {}
     for island in sorted({int(head["island"]) for head in saved.heads}):
@@ -207,7 +207,7 @@ def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, 
         except ValueError as error:
             problems.append(str(error))
             continue
-        found[str(island)] = Held(saved.step, *known).note()
+        found[str(island)] = HeldCheckpoint(saved.step, *known).note()
     return found
 
 
@@ -401,12 +401,12 @@ def _resumed(
     """What `--resume auto` does where islands may come and go, by the rule of the resume itself;
     nothing where all go on from the newest step that all hold.
     """
-    held: dict[int, list[Held]] = {i: [] for i in islands}
+    held: dict[int, list[HeldCheckpoint]] = {i: [] for i in islands}
     for info in found:
         for island, note in info["held"].items() if info["complete"] else ():
-            known = Held(*note)
+            known = HeldCheckpoint(*note)
             if info["islands"] != count:  # it says less, see `choice.place_of`
-                known = Held(known.step, participants=known.participants)
+                known = HeldCheckpoint(known.step, participants=known.participants)
             held.get(int(island), []).append(known)
     try:
         chosen = choose([f"island {i}" for i in islands], list(held.values()), "newest", islands)

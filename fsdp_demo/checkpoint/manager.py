@@ -5,7 +5,7 @@ name.
 Layout, below a folder of the replica's own (`folders.py`):
 
     checkpoint-<step>/          what `write` put there, and manifest.json: version, step, every file with its size and checksum
-    .life.json                  whose folder this is (`fence.py`)
+    .life.json                  whose folder this is (`writer_lock.py`)
 
 Nothing here sends more than names of steps and small notes between islands: they lie in the store,
 under keys of this run.
@@ -22,14 +22,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.ranks import Ranks
-from ..comm.topology import Topology
 from ..errors import NeedsDecision, NotFinite, Superseded, see
+from ..peers.votes import Ranks
+from ..rendezvous.topology import Topology
 from . import folders
-from .choice import Held, look, superfluous
-from .fence import Fence, place
+from .choice import HeldCheckpoint, look, superfluous
 from .folders import MANIFEST, NEWER, misfits
 from .registry import CheckpointRegistry
+from .writer_lock import Fence, place
 
 log = logging.getLogger("fsdp_demo")
 
@@ -123,7 +123,7 @@ class CheckpointManager:
         """Whether this replica has a complete checkpoint of `step` (all ranks come together)."""
         return not self.ranks.any(step not in self.whole())
 
-    def held(self, name: str = "") -> list[Held]:
+    def held(self, name: str = "") -> list[HeldCheckpoint]:
         """What the replica can resume from, the same list on all its ranks. What is not complete is
         named in the log, and what is of a newer release refused.
 
@@ -149,18 +149,18 @@ class CheckpointManager:
                     log.warning("%s; it is left out", error)
             return list(out.values())
 
-        return [Held(*note) for note in self.ranks.from_first(notes)]
+        return [HeldCheckpoint(*note) for note in self.ranks.from_first(notes)]
 
-    def _opened(self, step: int, folder: Path) -> Held:
+    def _opened(self, step: int, folder: Path) -> HeldCheckpoint:
         """Raises ValueError where a head of the exchange's parts cannot be read."""
-        return Held(step, *look(folder / "exchange", self.topology.islands))
+        return HeldCheckpoint(step, *look(folder / "exchange", self.topology.islands))
 
-    def _known(self, step: int, folder: Path) -> Held:
+    def _known(self, step: int, folder: Path) -> HeldCheckpoint:
         """As `_opened`; the step alone where the heads cannot be read."""
         try:
             return self._opened(step, folder)
         except ValueError:
-            return Held(step)
+            return HeldCheckpoint(step)
 
     def adopt(self) -> None:
         """What a killed process has left unfinished goes; what a start that came to nothing has put
@@ -433,7 +433,9 @@ class CheckpointManager:
             return None
         return self.go_on(chosen)
 
-    def agree(self, held: list[Held], how: str, **same: Any) -> list[Held | None] | None:
+    def agree(
+        self, held: list[HeldCheckpoint], how: str, **same: Any
+    ) -> list[HeldCheckpoint | None] | None:
         """From what each island goes on (`choice.choose`), in the order of `Topology.starters`. All
         ranks of all islands come together.
 
@@ -449,13 +451,13 @@ class CheckpointManager:
             return None if chosen is None else [h and h.note() for h in chosen]
 
         notes = self.ranks.from_first(choice)
-        return None if notes is None else [note and Held(*note) for note in notes]
+        return None if notes is None else [note and HeldCheckpoint(*note) for note in notes]
 
-    def mine(self, chosen: list[Held | None]) -> Held | None:
+    def mine(self, chosen: list[HeldCheckpoint | None]) -> HeldCheckpoint | None:
         """Of what was agreed on what this island goes on from; None: it takes over."""
         return chosen[self.topology.starters.index(self.topology.island)]
 
-    def go_on(self, chosen: list[Held | None]) -> int:
+    def go_on(self, chosen: list[HeldCheckpoint | None]) -> int:
         """This life owns the folder from now on. Put aside what is newer than what this island goes
         on from, whose step is returned.
         """

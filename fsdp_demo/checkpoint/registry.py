@@ -18,10 +18,10 @@ from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager
 from typing import Any
 
-from ..comm.store_client import Store
-from ..comm.topology import Topology
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
-from .choice import Held, alike, choose
+from ..rendezvous.topology import Topology
+from ..store.client import Store
+from .choice import HeldCheckpoint, alike, choose
 
 PATIENCE = 3.0
 """Seconds that a question may take while training waits for it."""
@@ -49,8 +49,8 @@ class CheckpointRegistry:
         self._silent = False
 
     def choose(
-        self, mine: Sequence[Held], how: str, place: str = "", **same: Any
-    ) -> list[Held | None] | None:
+        self, mine: Sequence[HeldCheckpoint], how: str, place: str = "", **same: Any
+    ) -> list[HeldCheckpoint | None] | None:
         """Tell the islands what this one holds, and hear from which state each goes on
         (`choice.choose`). All that begin come together.
 
@@ -74,7 +74,7 @@ class CheckpointRegistry:
                 raise NeedsDecision(f"islands differ in {key} ({both}): give the same on all")
         try:
             names = [str(n["name"]) for n in notes]
-            held = [[Held(*h) for h in n["held"]] for n in notes]
+            held = [[HeldCheckpoint(*h) for h in n["held"]] for n in notes]
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"an island has left a note of another form ({error!r:.80}): use one release "
@@ -82,7 +82,7 @@ class CheckpointRegistry:
             ) from None
         return choose(names, held, how, self.topology.starters)
 
-    def common(self, mine: Sequence[Held]) -> int | None:
+    def common(self, mine: Sequence[HeldCheckpoint]) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for
         rotation. Islands need not come together: each says what it holds, and hears what the
         others have said last.
@@ -94,7 +94,7 @@ class CheckpointRegistry:
         said = self.exchange([[h.step, h.applied, h.history] for h in mine])
         held = [
             [
-                Held(int(s), applied=str(applied), history=str(*past))
+                HeldCheckpoint(int(s), applied=str(applied), history=str(*past))
                 for s, applied, *past in each or ()
             ]
             for each in said

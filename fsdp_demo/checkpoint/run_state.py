@@ -26,8 +26,8 @@ from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
 from .exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
 from .files import copied, read_part, write_part
-from .finite import refuse_not_finite
 from .manager import CheckpointManager
+from .nan_check import refuse_not_finite
 from .random_state import random_states, set_random_states
 from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
 from .taking_over import moments_in
@@ -155,13 +155,21 @@ class RunState:
 
     def _load_moments(self) -> None:
         """Of the newest checkpoint of an island that joins a run under way."""
-        shelf = self.checkpoints
-        step = shelf.ranks.from_first(lambda: max(shelf.complete(), default=-1))
-        folder, rank = shelf.path(step), shelf.topology.rank
-        head = None if step < 0 else moments_in(folder, shelf.topology, shelf.ranks)
+        checkpoint_folder = self.checkpoints
+        step = checkpoint_folder.ranks.from_first(
+            lambda: max(checkpoint_folder.complete(), default=-1)
+        )
+        folder, rank = checkpoint_folder.path(step), checkpoint_folder.topology.rank
+        head = (
+            None
+            if step < 0
+            else moments_in(folder, checkpoint_folder.topology, checkpoint_folder.ranks)
+        )
         if head is not None:
             kinds = head["optimizers"]
-            load_tensors(folder / "model", self.model, self.optimizers, shelf.group, kinds, True)
+            load_tensors(
+                folder / "model", self.model, self.optimizers, checkpoint_folder.group, kinds, True
+            )
             loop = read_part(folder / "loop" / f"rank{rank}.json")[1]
             self._count_on(loop.get(COUNTERS, {}))
 

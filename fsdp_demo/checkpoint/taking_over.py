@@ -14,16 +14,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..comm import store_wire
-from ..comm.ranks import Ranks
-from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
+from ..peers.votes import Ranks
+from ..rendezvous.topology import Topology
+from ..store import messages
 from .exchange_state import load_exchange
 from .folders import damaged
 
 log = logging.getLogger("fsdp_demo")
 
-LARGEST = store_wire.LARGEST // 2
+LARGEST = messages.LARGEST // 2
 """Bytes of JSON that a donor's host tells: counters and settings, no data of the training. The rest
 of the note, and what is quoted in it, have as much room.
 """

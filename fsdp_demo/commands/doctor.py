@@ -58,7 +58,7 @@ def doctor(args: argparse.Namespace) -> int:
     _check(args)
     if os.environ.get("RANK", "0") != "0":
         return 0  # a launcher's other ranks: one process per island measures
-    from ..comm.topology import Topology
+    from ..rendezvous.topology import Topology
     from ..tools.doctor.examine import examine
     from ..tools.doctor.facts import disk_mb_s
     from ..tools.doctor.findings import findings

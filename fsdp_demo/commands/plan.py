@@ -241,7 +241,7 @@ def _solve(
     step: Step,
     model: str,
 ) -> None:
-    from ..comm.link import Link
+    from ..net.link import Link
     from ..tools.planner import gbit_s, plan_rows, show
 
     out = []

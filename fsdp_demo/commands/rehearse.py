@@ -59,9 +59,9 @@ def add(commands: Commands) -> None:
 
 def rehearse(args: argparse.Namespace) -> int:
     """Run N islands on this machine and return the worst exit status."""
-    from ..comm.link import Link, parse_rate, parse_rtt
     from ..launch.rehearsal import Rehearsal
     from ..launch.rehearse import rehearse as run
+    from ..net.link import Link, parse_rate, parse_rtt
 
     link = None
     if args.link is not None or args.rtt is not None:

@@ -24,8 +24,8 @@ def add(commands: Commands) -> None:
 
 def status(args: argparse.Namespace) -> int:
     """Say who the members of a run are and how far they are; 1 if nobody answers."""
-    from ..comm.look import members, text
-    from ..comm.topology import Topology
+    from ..rendezvous.run_status import members, text
+    from ..rendezvous.topology import Topology
 
     topology = Topology.from_env({"ISLAND_COUNT": "2", **os.environ, "ISLAND_RANK": "0"})
     found = members(topology.open_store(10.0), topology.run, topology.token)

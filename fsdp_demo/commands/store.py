@@ -35,10 +35,11 @@ def add(commands: Commands) -> None:
 
 def store(args: argparse.Namespace) -> int:
     """Serve a store until SIGINT or SIGTERM."""
-    from ..comm import descriptors, environment
-    from ..comm.address import join_address
+    from ..elastic import descriptors
     from ..files import in_one_piece
-    from ..launch.store import FILE, StoreServer, bound_memory
+    from ..net.address import join_address
+    from ..rendezvous import environment
+    from ..store.server import FILE, StoreServer, bound_memory
 
     # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait`
     # below.

@@ -84,7 +84,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockRange:
     """Blocks lo..hi (row-major) of a region, in workspace slots start, start + 1, ..."""
 
     region: Region
@@ -166,7 +166,7 @@ class Layout:
                 groups.setdefault((region.transform, region.r, region.s), []).append(region)
             if rest < rows * cols:
                 dense.append((i, rest, rows * cols))
-        self.pieces: list[Piece] = []
+        self.pieces: list[BlockRange] = []
         self.groups: list[Group] = []
         slot = 0
         for number, ((transform, r, s), regions) in enumerate(sorted(groups.items(), reverse=True)):
@@ -174,7 +174,7 @@ class Layout:
             # else the last active copy gets every group's remainder
             turn = active_copies - 1 - active_copy if number % 2 else active_copy
             for region, lo, hi in _share(regions, [g.count for g in regions], turn, active_copies):
-                self.pieces.append(Piece(region, lo, hi, slot))
+                self.pieces.append(BlockRange(region, lo, hi, slot))
                 slot += hi - lo
             if slot > first:
                 self.groups.append(Group(r, s, transform, first, slot - first))
@@ -285,11 +285,11 @@ class Layout:
         return torch.zeros(self.numel, dtype=torch.float32, device=device)
 
 
-def _start(piece: Piece | DensePiece) -> int:
+def _start(piece: BlockRange | DensePiece) -> int:
     return piece.start
 
 
-def _end(piece: Piece | DensePiece) -> int:
+def _end(piece: BlockRange | DensePiece) -> int:
     return piece.start + piece.hi - piece.lo
 
 

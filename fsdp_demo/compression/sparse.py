@@ -1,4 +1,4 @@
-"""The byte layout of a sparse channel's section in the body of a message (`comm/header.py` has the
+"""The byte layout of a sparse channel's section in the body of a message (`peers/header.py` has the
 header).
 
 For each group of the layout the values (`quantize.encode`, one row per block) and then the

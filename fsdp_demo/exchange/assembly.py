@@ -10,16 +10,16 @@ from functools import partial
 import torch
 
 from ..channels.bind import Bound, bind
-from ..comm.topology import Topology
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
-from . import farewell
-from .connections import Connections
+from ..rendezvous.topology import Topology
+from . import leaving
 from .in_flight import InFlightQueue
 from .refusals import refuse, refuse_sparse
 from .runtime import StepRuntime
+from .sending import ExchangeConnections
 
 
 def check(config: ExchangeConfig, host: TrainingHost) -> None:
@@ -33,7 +33,7 @@ def assemble(
     topology: Topology,
     host: TrainingHost,
     model: torch.nn.Module | None,
-    connections: Connections,
+    connections: ExchangeConnections,
     step: int,
 ) -> StepRuntime:
     """The parts for the method of `config`, from step `step` of the job. No communication.
@@ -51,9 +51,9 @@ def assemble(
         topology.islands,
     )
     runtime = StepRuntime(config, topology, host, bound, queue, step)
-    farewell.allow(runtime)
+    leaving.allow(runtime)
     if topology.elastic:
-        runtime.goes_on = partial(farewell.goes_on, runtime)
+        runtime.goes_on = partial(leaving.goes_on, runtime)
     if connections.peers is not None:
         status = runtime.status  # not the runtime: whoever beats must not keep the model
         connections.peers.ends_when(lambda: status.told)
@@ -75,7 +75,7 @@ def change_method(
         c.watches_energy = watched
         c.start(runtime.step)
     runtime.queue.begin(runtime.step)
-    farewell.allow(runtime)
+    leaving.allow(runtime)
     if config.needs_gradients:
         refuse_sparse(runtime.host)
 
@@ -84,7 +84,7 @@ def _bound(
     config: ExchangeConfig,
     host: TrainingHost,
     model: torch.nn.Module | None,
-    connections: Connections,
+    connections: ExchangeConnections,
 ) -> Bound:
     names = [s.name for s in host.params if not s.frozen]
     home = "cpu" if config.offload_outer_state else None

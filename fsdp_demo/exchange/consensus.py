@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..comm import agreement
-from ..comm.header import QUESTION
-from ..comm.island import IslandGroup
+from ..elastic import agreement
+from ..peers.header import QUESTION
+from ..rendezvous.island import IslandGroup
 from .in_flight import InFlightQueue
 
 

@@ -1,9 +1,9 @@
-"""The object users hold: the door to all that an exchange does. No step passes through it.
+"""The object users hold: the way to all that an exchange does. No step passes through it.
 
 One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`.
 The parts are made in `assembly.py`. A run begins in `startup.py` and `first_step.py`, and ends in
-`finish.py`; an island stops in `departures.py`. What is kept is in `resume.py`, what a method calls
-its model in `result.py`, what can be read in `readings.py`. This file checks that what is asked for
+`finish.py`; an island stops in `leaving.py`. What is kept is in `resume.py`, what a method calls
+its model in `finish.py`, what can be read in `readings.py`. This file checks that what is asked for
 can be done.
 """
 
@@ -20,33 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.sibling_watch import collective
-from ..comm.topology import Topology
 from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import TrainingHost
+from ..rendezvous.island import collective
+from ..rendezvous.topology import Topology
 from ..status import leave, status_of
-from . import (
-    assembly,
-    farewell,
-    finish,
-    replay,
-    result,
-    resume,
-    snapshot,
-    startup,
-    summary,
-)
-from .connections import Connections
+from . import assembly, finish, leaving, replay, resume, snapshot, startup, summary
 from .consensus import IslandConsensus
-from .copies import Copies
-from .departures import Departures
-from .first_step import FirstStep
-from .frozen import refuse_unknown
+from .first_step import FirstStep, refuse_unknown
+from .leaving import Departures
 from .readings import Readings
-from .refusals import refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
+from .refusals import Copies, refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
+from .sending import ExchangeConnections
 from .startup import Start, StateSource
 
 log = logging.getLogger("fsdp_demo")
@@ -99,7 +87,7 @@ class Exchange(Readings):
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
         self.auto_choice: AutoChoice | None = None
-        self._connections = Connections(
+        self._connections = ExchangeConnections(
             topology, host.shard_position(topology.rank, topology.world), host.device
         )
         self._island, self._meter = self._connections.island, self._connections.meter
@@ -348,7 +336,7 @@ class Exchange(Readings):
         All ranks of all islands call it at the same step."""
         if self.finished and self._equal is not None or self.closed:
             return self._equal
-        return result.equal(self._runtime)
+        return finish.equal(self._runtime)
 
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
@@ -363,7 +351,7 @@ class Exchange(Readings):
         with (
             self._calls.within("outer_parameters()"),
             self._hooks.paused(_SHOWN),
-            result.shown(self._runtime, model, kind),
+            finish.shown(self._runtime, model, kind),
         ):
             before, self.shows_result = self.shows_result, self.shows_result or kind != "parameters"
             try:
@@ -434,7 +422,7 @@ class Exchange(Readings):
         return self._connections.close()
 
     def _at_exit(self) -> None:
-        farewell.warn_of_no_finish(self._runtime)
+        leaving.warn_of_no_finish(self._runtime)
         if not self._close():
             log.error(
                 "%s: an exchange was still waiting for a silent peer at exit", self.topology.name

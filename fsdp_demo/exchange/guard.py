@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from ..comm.sibling_watch import TORN
 from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
+from ..rendezvous.island import TORN
 from ..status import DECIDE, SAVED, leave, tell_launcher
 from .exchange import Exchange
 

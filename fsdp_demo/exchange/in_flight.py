@@ -21,16 +21,14 @@ import torch
 from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
-from ..comm.collectives import ReceivedMessage
-from ..comm.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP
-from ..comm.peers import PeerGroup
+from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
-from .connections import Connections
-from .ledger import Ledger
+from ..peers.collectives import ReceivedMessage
+from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP
 from .local_status import Said
-from .message import MessageLayout
+from .message import Ledger, MessageLayout
 from .saved_state import History, InFlightState
-from .sending import ExchangeRecord, MessageSender, PendingExchange
+from .sending import ExchangeConnections, ExchangeRecord, MessageSender, PendingExchange
 from .watch import Norms, Watch
 
 log = logging.getLogger("fsdp_demo")
@@ -66,7 +64,7 @@ class InFlightQueue:
     def __init__(
         self,
         channels: Sequence[ChannelRunner],
-        connections: Connections,
+        connections: ExchangeConnections,
         device: torch.device,
         speaks: bool = False,
         norm_limit: float | None = None,

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.digests import EVERY, total
-from ..comm.header import COUNTED, LEAVING, SKIPPED, STOP
-from ..comm.island import IslandGroup
-from ..comm.peers import PeerGroup
+from ..elastic.peer_group import PeerGroup
 from ..errors import NotFinite, see
 from ..hosts.base import TrainingHost
+from ..peers.digests import EVERY, total
+from ..peers.header import COUNTED, LEAVING, SKIPPED, STOP
+from ..rendezvous.island import IslandGroup
 
 LIMIT = 10
 """Steps or contributions in a row that may be left out because they are not finite, or far from the

@@ -7,15 +7,23 @@ every preset.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from math import prod
+
+import torch
 
 from ..channels.codec import ChannelCodec
-from ..comm.meter import Meter
 from ..compression.blocks import Layout
+from ..config.channel import Channel
 from ..config.fragments import expand
 from ..config.patterns import covers, tensor_layout_kind
 from ..config.schema import ExchangeConfig
+from ..hosts.optimizers import inner_class, materialise
+from ..peers.meter import Meter
 from .message import MessageLayout
 
 
@@ -151,3 +159,249 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
         return tuple(shape)
     rows = -(-shape[0] // shards)
     return (max(0, min(rows, shape[0] - shard * rows)), *shape[1:])
+
+
+# Memory before the first step: what an exchange keeps and needs on one rank, from shapes alone.
+#
+# Three parts, each on the device of the shards and on the host (the recipes' table:
+# `recipes/benchmarks/memory.py`):
+#
+# * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
+#   `offload_outer_state`, in pinned memory. torch rounds each pinned block up to a power of two
+#   (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again.
+# * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
+# * workspace: what one step with an exchange takes on top of both, at its largest: messages. A
+# sparse
+#   or gathered one is small; a vector that is reduced is a copy of what is sent, 4 bytes per
+# element.
+#
+# Each channel has four figures in each memory (`_Use`). A step adds up what acts in it; the order
+# within a message is left out, and what channels share in one is counted for each: at most 2 %
+# above what is held, as a test shows. What is worked on in windows (packing, transform,
+# selection, decoding, the outer step: under 64 MB) and copies of single shards come on top of the
+# workspace. Where copies of a shard share the work (active copies), one more workspace holds what
+# they gather. The inner optimizer's own state is apart (`inner_state`).
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: elements of its shards.
+        device_state, host_state: kept between steps.
+        device_flight, host_flight: kept while payloads are under way, at most.
+        device_workspace, host_workspace: taken by a step on top, at most.
+
+    Example:
+        >>> from fsdp_demo import preset
+        >>> from fsdp_demo.exchange.plan import plan_memory
+        >>> found = plan_memory(preset("diloco"), [("layers.0.weight", (1024, 1024))], islands=2)
+        >>> found.per_parameter("device_state")  # anchor and outer momentum
+        8.0
+    """
+
+    parameters: int
+    device_state: int
+    host_state: int
+    device_flight: int
+    host_flight: int
+    device_workspace: int
+    host_workspace: int
+
+    def per_parameter(self, field: str) -> float:
+        """One of the figures in bytes per parameter of the rank's shards."""
+        return float(getattr(self, field)) / self.parameters if self.parameters else 0.0
+
+
+def plan_memory(
+    config: ExchangeConfig,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    islands: int,
+    shards: int = 1,
+    shard: int = 0,
+    staged: bool = True,
+    low_precision: bool = False,
+) -> Memory:
+    """What the exchange takes on one rank of an island whose ranks hold each shard once (no
+    copies).
+
+    Args:
+        tensors: names and whole shapes of the trained parameters, ties once.
+        islands: number of replicas.
+        shards, shard: FSDP2 shards of the first dim, and which of them (the first is the largest).
+        staged: shards are on an accelerator, payloads are copied to the host; False: training on
+            the CPU, where `offload_outer_state` changes nothing and both columns are of one memory.
+        low_precision: parameters are not fp32 (delta channels then keep what was written into
+            them).
+    """
+    if len(config.begins) > 1:  # the figures of a run that changes are the largest of its stages
+        found = [
+            plan_memory(stage, tensors, islands, shards, shard, staged, low_precision)
+            for stage in _stages(config)
+        ]
+        return Memory(*(max(getattr(m, f.name) for m in found) for f in fields(Memory)))
+    plan = plan_model(config, tensors, islands, shards)[shard]
+    offloaded = staged and config.offload_outer_state
+    device = [_on_device(s, staged, offloaded, low_precision) for s in plan.sections]
+    alone = sum(bool(MessageLayout([s]).vectors) for s in plan.sections) == 1
+    host = [_on_host(s, staged, offloaded, alone) for s in plan.sections]
+    pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
+    parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
+    return Memory(parameters, *(figure for pair in pairs for figure in pair))
+
+
+def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:
+    """The configuration in each stage of a run. With a delay an outer momentum stays until what was
+    sent before has landed.
+    """
+    stages = [config.at(step) for step in config.begins]
+    for before, after in list(pairwise(stages)):
+        pairs = zip(before.channels, after.channels, strict=True)
+        both = [
+            replace(b, applier=replace(b.applier, momentum=a.applier.momentum))
+            if b.schedule.delay and a.applier.momentum
+            else b
+            for a, b in pairs
+        ]
+        stages.append(replace(after, channels=tuple(both)))
+    return stages
+
+
+def inner_state(
+    config: ExchangeConfig,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    shards: int = 1,
+    shard: int = 0,
+) -> int:
+    """Bytes of state on one rank of the inner optimizer that the preset is defined for: AdamW 8 per
+    parameter, Muon 4 per element of a matrix, SGD none."""
+    mine = tuple((n, local_shape(shape, shards, shard)) for n, shape in tensors)
+    return _inner_state(config.inner_optimizers[0], mine)
+
+
+@functools.lru_cache(64)
+def _inner_state(optimizer: str, tensors: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    # the planner asks for dozens of settings, which have three optimizers between them
+    named = [
+        (n, torch.nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float32)))
+        for n, shape in tensors
+    ]
+    made = inner_class(optimizer)(named, lr=1.0)
+    materialise(made)
+    return sum(
+        v.numel() * v.element_size()
+        for p, state in made.state.items()
+        for v in state.values()
+        if isinstance(v, torch.Tensor) and v.shape == p.shape
+    )
+
+
+# ---- the figures of a channel ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Bytes that one channel takes in one memory.
+
+    Attributes:
+        kept: all the time.
+        sent: from the step that sends until what has arrived is applied.
+        sending, applying: on top of that, while the one or the other is done.
+    """
+
+    channel: Channel
+    kept: int
+    sent: int
+    sending: int
+    applying: int = 0
+
+    @property
+    def delay(self) -> int:
+        return self.channel.schedule.delay
+
+    @property
+    def stage(self) -> int:
+        """One stage of a step follows another; the channels of one share a message."""
+        return 0 if self.channel.before_step else 2 if self.channel.after else 1
+
+    def under_way(self, first: int, last: int) -> int:
+        """Bytes of what is sent from step `first` to step `last`."""
+        schedule = self.channel.schedule
+        return self.sent * (schedule.round(last) - schedule.round(first - 1))
+
+
+def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool) -> _Use:
+    """Workspaces of the channel, what it sends (coded, or fp32 vectors that are reduced), and what
+    a sender needs again when the mean arrives. What is worked on in windows is not counted.
+    """
+    channel, work = section.channel, 4 * section.layout.numel
+    kept = section.known_bytes + (0 if channel.accumulator is None else work)
+    if channel.source == "delta":
+        kept += (0 if offloaded else _outer(section)) + work * low_precision
+    own, payload = work * channel.needs_own, _payload(section)
+    if channel.accumulator is not None:  # what is subtracted from it is rounded first
+        sending = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
+    elif section.codec.sparse:
+        sending = work
+    else:  # the vector is what is sent, or what the sender needs again
+        sending = work - own if section.gathered else 0
+    applying = 0
+    if section.gathered:  # on an accelerator all bodies, and what is sent whole
+        whole = section.layout.num_dense if section.codec.indexed else 0
+        whole += sum(n for n, _ in section.spans) if section.codec.seeded else 0
+        applying = section.size * section.num_bytes * staged + 4 * whole - payload
+    return _Use(channel, kept, own + payload, sending, applying)
+
+
+def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) -> _Use:
+    """The bodies of all islands and the means, until they are applied; during the exchange a copy
+    of what is sent, or the coded parts of the means. Values that travel as they are, `alone` in
+    their message, come where the mean is to lie: then the others' shares of one part.
+    """
+    message, means = MessageLayout([section]), 0
+    coded = message.num_bytes
+    if message.vectors:
+        means = sum(4 * n for n, _ in message.vectors)
+        share, part = (max(leg) for leg in message.legs(section.size))
+        in_place = alone and [code for _, code in message.vectors] == ["fp32"]
+        coded = (section.size - 1) * share if in_place else section.size * part
+    bodies = section.size * message.num_bytes
+    kept = _outer(section) if offloaded else 0
+    return _Use(section.channel, kept, bodies + means, coded + _payload(section) * staged)
+
+
+def _outer(section: ChannelCodec) -> int:
+    """Anchor and outer momentum."""
+    if section.channel.source != "delta":
+        return 0
+    return 4 * section.layout.numel * (2 if section.channel.applier.momentum else 1)
+
+
+def _payload(section: ChannelCodec) -> int:
+    return section.num_bytes if section.gathered else sum(4 * n for n, _ in section.spans)
+
+
+# ---- all channels together ---------------------------------------------------------------------
+
+
+def _totals(uses: Sequence[_Use], cycle: int) -> tuple[int, int, int]:
+    """Bytes kept; under way between two steps, at the most; within a step on top, at the most."""
+    end = 2 * cycle + max((u.delay for u in uses), default=0)
+    steps = range(end - min(cycle, 10_000), end)  # periods without a delay all end in these
+    between = max(sum(u.under_way(t - u.delay + 1, t) for u in uses) for t in steps)
+    within = max(_within(uses, stage, t) for t in steps for stage in range(3))
+    return sum(u.kept for u in uses), between, within - between
+
+
+def _within(uses: Sequence[_Use], stage: int, step: int) -> int:
+    """Bytes under way while the channels of one stage send and apply: earlier stages have sent and
+    applied in this step, later ones have not.
+    """
+    held = sending = applying = 0
+    for u in uses:
+        held += u.under_way(step - u.delay + (u.stage < stage), step - (u.stage > stage))
+        if u.stage == stage:
+            sending += u.sending * u.channel.schedule.due(step)
+            applying += u.applying * u.channel.schedule.due(step - u.delay)
+    return held + max(sending, applying)

@@ -14,19 +14,18 @@ from typing import Any, Literal
 import torch
 
 from ..channels.channel import ChannelRunner
-from ..comm.meter import Meter
-from ..comm.peers import PeerGroup
-from ..comm.sibling_watch import SiblingWatch, collective
-from ..comm.topology import Topology
 from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
+from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
+from ..peers.meter import Meter
+from ..rendezvous.island import SiblingWatch, collective
+from ..rendezvous.topology import Topology
 from . import summary
-from .connections import Connections
 from .in_flight import InFlightQueue
-from .ledger import LedgerPage
+from .message import LedgerPage
 from .runtime import StepRuntime
-from .sending import ExchangeRecord
+from .sending import ExchangeConnections, ExchangeRecord
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Readings:
     host: TrainingHost
     auto_choice: AutoChoice | None
     _calls: SiblingWatch
-    _connections: Connections
+    _connections: ExchangeConnections
     _meter: Meter
     _queue: InFlightQueue
     _runtime: StepRuntime

@@ -19,11 +19,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..comm.joining import LONGEST, Following, Listed, Tick, filled, sizes
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
-from . import rates, resume, snapshot
+from ..peers.join_messages import LONGEST, Following, Listed, Tick, filled, sizes
+from . import resume, run_specification, snapshot
 from .runtime import StepRuntime
-from .snapshot_head import Stand
+from .snapshot_head import DonorPosition
 
 log = logging.getLogger("fsdp_demo")
 
@@ -115,7 +115,7 @@ def _take_snapshot(
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
     following: Following | None,
-) -> Stand:
+) -> DonorPosition:
     """Where the donor stood."""
     island, what = runtime.island, f"{runtime.topology.name}: the snapshot of another island"
     _materialise(runtime)
@@ -127,7 +127,7 @@ def _take_snapshot(
     # copies that are not active hear where it stands from the first rank
     if island.position.num_copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and msgspec.to_builtins(stand))
-        stand = stand or msgspec.convert(said, Stand)
+        stand = stand or msgspec.convert(said, DonorPosition)
     assert stand is not None, (
         "a rank with a peer group has a snapshot, the others have heard of one"
     )
@@ -182,7 +182,7 @@ def _compared(
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
     data: Tensor | None,
-) -> tuple[Stand | None, Listed]:
+) -> tuple[DonorPosition | None, Listed]:
     """Where the donor stands, and what is to come; nothing on a rank without peers."""
     return (None, ()) if data is None else snapshot.expected(runtime, model, told, data)
 
@@ -217,7 +217,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
     """How many steps were made up for. The first rank's peer group says which come; rates are those
     of before in the end.
     """
-    before, taken = rates.read(runtime.host), 0
+    before, taken = run_specification.read_rates(runtime.host), 0
     runtime.queue.replays = True
     try:
         while (tick := _next(runtime, following)) is not None:
@@ -230,7 +230,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
         ) from None
     finally:
         runtime.queue.replays = False
-        rates.write(runtime.host, before)
+        run_specification.write_rates(runtime.host, before)
     return taken
 
 
@@ -258,7 +258,7 @@ def _take(runtime: StepRuntime, tick: Tick) -> None:
             f"step {tick.step} came to be made up for, here comes {runtime.step}: start this "
             "island again"
         )
-    rates.write(runtime.host, tick.rates)
+    run_specification.write_rates(runtime.host, tick.rates)
     runtime.status.skipping = True
     try:
         if runtime.before_step:

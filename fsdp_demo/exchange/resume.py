@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from ..comm.agreement import gather_json
+from ..elastic.agreement import gather_json
 from .in_flight import InFlightQueue
 from .runtime import StepRuntime
 from .saved_state import ExchangeState

@@ -33,21 +33,20 @@ from torch.profiler import record_function
 
 from ..channels.bind import Bound
 from ..channels.channel import ChannelPayload, ChannelRunner
-from ..comm import agreement
-from ..comm.digests import EVERY, total
-from ..comm.header import LEAVING
-from ..comm.island import IslandGroup
-from ..comm.joining import Tick
-from ..comm.peers import PeerGroup
-from ..comm.sibling_watch import SiblingWatch, collective
-from ..comm.topology import Topology
 from ..config.schema import ExchangeConfig
+from ..elastic import agreement
+from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
-from . import rates
-from .copies import Copies
+from ..peers.digests import EVERY, total
+from ..peers.header import LEAVING
+from ..peers.join_messages import Tick
+from ..rendezvous.island import IslandGroup, SiblingWatch, collective
+from ..rendezvous.topology import Topology
+from . import run_specification
 from .in_flight import InFlightQueue
 from .local_status import LocalStatus, Rewritten, VotePace, mean_rate
+from .refusals import Copies
 
 log = logging.getLogger("fsdp_demo")
 
@@ -89,7 +88,7 @@ class StepRuntime:
             (`snapshot.py`).
         at_end: called at the end of a step, behind everything else.
         goes_on: called at the end of a step after which this island is to stop alone: whether it
-            trains on for a moment (`farewell.py`).
+            trains on for a moment (`leaving.py`).
         ended: the last exchange is over.
         stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
         watches_gradients: see `Exchange.watch_gradients`.
@@ -224,8 +223,8 @@ class StepRuntime:
         self.host.assert_unchanged()
         self.status.begin()
         peers = self.peers
-        if peers is not None and peers.desk is not None and peers.desk.follows:
-            self._rates = rates.read(self.host)
+        if peers is not None and peers.donor_feed is not None and peers.donor_feed.follows:
+            self._rates = run_specification.read_rates(self.host)
         if self.needs_gradients:
             self._act_on_gradients()
         self.begun = self.step
@@ -547,7 +546,7 @@ class StepRuntime:
             self.status.goes or not self.queue.flights
         )
         peers = self.peers
-        unasked = peers is not None and (peers.desk is None or not peers.desk.wanted)
+        unasked = peers is not None and (peers.donor_feed is None or not peers.donor_feed.wanted)
         flags, leaves, told, unwanted = self._voted(
             self.queue.watch.stop, alone, alone and self.status.told, unasked
         )
@@ -573,8 +572,8 @@ class StepRuntime:
         """Tell who follows of the step that has ended; hand this island's state to who has asked
         for it.
         """
-        if self._rates is not None and self.peers is not None and self.peers.desk is not None:
-            self.peers.desk.tick(Tick(self.step - 1, self._rates))
+        if self._rates is not None and self.peers is not None and self.peers.donor_feed is not None:
+            self.peers.donor_feed.tick(Tick(self.step - 1, self._rates))
         self._rates = None
         if asked and self.handing is not None:
             self.handing()

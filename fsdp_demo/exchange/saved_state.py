@@ -11,9 +11,9 @@ from typing import Any
 
 from ..channels.channel import ChannelPayload
 from ..channels.state import ChannelState
-from ..comm.collectives import ReceivedMessage
-from ..comm.epochs import Member, extended
-from ..comm.header import Header
+from ..membership.protocol_types import Member, extended
+from ..peers.collectives import ReceivedMessage
+from ..peers.header import Header
 
 BEGUN = "0" * 16
 """Of a run in which all islands have taken part in everything."""
@@ -22,7 +22,7 @@ BEGUN = "0" * 16
 @dataclass
 class History:
     """Whose contributions the exchanges had that brought this replica where it is: one digest of
-    one rank, which goes into every checkpoint (K9).
+    one rank, which goes into every checkpoint (seal-stable).
 
     Two checkpoints between the same exchanges are of one state only if it is equal. It stays what
     it is from one exchange to the next, and changes where other islands take part than before. So

@@ -20,8 +20,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload
-from ..comm.collectives import ReceivedMessage
-from ..comm.header import (
+from ..channels.state import Placement
+from ..compression.staging import Staging
+from ..elastic.message_state import Vectors
+from ..elastic.peer_group import PeerGroup
+from ..elastic.worker import CommWorker, Exchanging
+from ..hosts.base import TrainingHost
+from ..peers.collectives import ReceivedMessage
+from ..peers.header import (
     LEAVING,
     NOT_FINITE,
     PAYLOAD,
@@ -32,16 +38,81 @@ from ..comm.header import (
     norm_of,
     rate_code,
 )
-from ..comm.held import Vectors
-from ..comm.peers import PeerGroup
-from ..comm.worker import Exchanging
-from ..compression.staging import Staging
-from .connections import Connections
-from .ledger import Ledger, Moved
+from ..peers.meter import Meter
+from ..rendezvous.island import IslandGroup
+from ..rendezvous.position import ShardPosition
+from ..rendezvous.topology import Topology
 from .local_status import Said, give_up
-from .message import MessageLayout
+from .message import Ledger, MessageLayout, Moved
 from .saved_state import InFlightState
 from .watch import Norms, Watch
+
+# The connections of one rank: the peer group to the other islands with its worker, and the
+# control group inside its own. Opened and closed together.
+
+
+class ExchangeConnections:
+    """What a topology gives the rank at `position`, whose parameters are on `device`.
+
+    Attributes:
+        active_copies: how many of the copies of a shard have peers.
+        worker: runs exchanges on the wire; None on a copy that is not active, and when closed.
+        island: the other ranks of this replica.
+        meter: of the peer group.
+        closed: `close` was called.
+    """
+
+    def __init__(self, topology: Topology, position: ShardPosition, device: torch.device):
+        self._topology, self.closed = topology, False
+        self.worker: CommWorker | None = None
+        try:
+            peers, self.active_copies = topology.join(position)
+            self.worker = CommWorker(peers) if peers is not None else None
+            if peers is not None and self.worker is not None:
+                peers.runs_in(self.worker.submit)
+            self.meter = peers.meter if peers is not None else Meter()
+            self.island = IslandGroup(topology, position, device)
+        except BaseException:  # Ctrl-C while waiting for peers, too
+            self._close_peers()
+            raise
+
+    @property
+    def peers(self) -> PeerGroup | None:
+        """To the ranks with the same shard on the other islands; None on a copy that is not active,
+        and when closed.
+        """
+        return None if self.worker is None else self.worker.peers
+
+    @property
+    def elastic(self) -> bool:
+        """Whether there is a peer group whose islands come and go."""
+        return self.peers is not None and self.peers.elastic
+
+    def placement(self, host: TrainingHost, home: str | None) -> Placement:
+        """Where channels over the tensors of `host` stand; `home`: see there."""
+        return Placement(
+            host,
+            self.island.position,
+            self.active_copies,
+            self.island.copies,
+            self._topology.islands,
+            home,
+        )
+
+    def close(self) -> bool:
+        """Let go of everything; False if a silent peer still holds the worker, which is left
+        behind.
+        """
+        self.closed = True
+        ended = self._close_peers()
+        self.island.release()
+        return ended
+
+    def _close_peers(self) -> bool:
+        ended = self.worker is None or self.worker.close()
+        self.worker = None
+        self._topology.release()
+        return ended
 
 
 @dataclass(frozen=True)
@@ -138,7 +209,7 @@ class MessageSender:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: ExchangeConnections,
         device: torch.device,
         watch: Watch,
         norms: Norms,

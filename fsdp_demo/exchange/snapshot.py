@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
-from ..comm.digests import digest
-from ..comm.header import PAYLOAD
-from ..comm.joining import Expected, Following, Listed, Snapshot
+from ..peers.digests import digest
+from ..peers.header import PAYLOAD
+from ..peers.join_messages import DonorSnapshot, Expected, Following, Listed
 from . import snapshot_head
-from .frozen import shared_tensors
+from .first_step import shared_tensors
 from .runtime import StepRuntime
 from .sending import PendingExchange
-from .snapshot_head import Open, Stand
+from .snapshot_head import DonorPosition, OpenExchange
 
 log = logging.getLogger("fsdp_demo")
 
@@ -47,14 +47,16 @@ log = logging.getLogger("fsdp_demo")
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
     """Take a snapshot of this rank and hand it to its peer group's desk."""
-    if runtime.peers is not None and runtime.peers.desk is not None:
-        runtime.peers.desk.hand(
+    if runtime.peers is not None and runtime.peers.donor_feed is not None:
+        runtime.peers.donor_feed.hand(
             take(runtime, model, told),
             [f.future for f in runtime.queue.flights if f.future is not None],
         )
 
 
-def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> Snapshot:
+def take(
+    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]
+) -> DonorSnapshot:
     """Copies of this rank's state in host memory.
 
     Args:
@@ -63,16 +65,16 @@ def take(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
     """
     for c in runtime.channels:
         c.state()  # copies to the host may still be under way
-    desk = None if runtime.peers is None else runtime.peers.desk
-    theirs = desk.brings.get("rest") if desk is not None else None
-    stand = Stand.of(
+    donor_feed = None if runtime.peers is None else runtime.peers.donor_feed
+    theirs = donor_feed.brings.get("rest") if donor_feed is not None else None
+    stand = DonorPosition.of(
         runtime,
         counts(runtime),
         same_rest=theirs is not None and theirs == brings(runtime, model).get("rest"),
     )
     parts = _parts(runtime, model, stand)
     head = snapshot_head.write(runtime, told, stand, states(runtime), [p.listed for p in parts])
-    return Snapshot(head, {p.name: p.copy() for p in parts})
+    return DonorSnapshot(head, {p.name: p.copy() for p in parts})
 
 
 def expected(
@@ -80,7 +82,7 @@ def expected(
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
     data: Tensor,
-) -> tuple[Stand, Listed]:
+) -> tuple[DonorPosition, Listed]:
     """Compare the head of a snapshot with what this rank runs; where its donor stands, and the
     tensors that are to come.
 
@@ -110,7 +112,7 @@ def expected(
 def give(
     runtime: StepRuntime,
     model: torch.nn.Module | None,
-    stand: Stand,
+    stand: DonorPosition,
     tensors: Mapping[str, Tensor],
     following: Following | None,
 ) -> None:
@@ -171,7 +173,9 @@ def _give_rest(
         t.copy_(part.clone().view(t.dtype).view(t.shape))
 
 
-def _give_parameters(runtime: StepRuntime, stand: Stand, tensors: Mapping[str, Tensor]) -> None:
+def _give_parameters(
+    runtime: StepRuntime, stand: DonorPosition, tensors: Mapping[str, Tensor]
+) -> None:
     """Parameters and optimizer states, where they come."""
     parameters, device = runtime.parameters, runtime.host.device
     sources = [] if _anchored(runtime) else [("parameters", "parameter")]
@@ -198,7 +202,7 @@ def _give_anchor(c: ChannelRunner, tensors: Mapping[str, Tensor]) -> None:
 def _flight(
     runtime: StepRuntime,
     number: int,
-    f: Open,
+    f: OpenExchange,
     tensors: Mapping[str, Tensor],
     following: Following | None,
 ) -> PendingExchange:
@@ -256,7 +260,9 @@ class _Part:
         return found.detach().to("cpu", copy=True)
 
 
-def _parts(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) -> list[_Part]:
+def _parts(
+    runtime: StepRuntime, model: torch.nn.Module | None, stand: DonorPosition
+) -> list[_Part]:
     """In their order. Both sides list the same by the same function."""
     return [
         *_of_model(runtime, model, stand),
@@ -265,7 +271,9 @@ def _parts(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) ->
     ]
 
 
-def _of_model(runtime: StepRuntime, model: torch.nn.Module | None, stand: Stand) -> Iterator[_Part]:
+def _of_model(
+    runtime: StepRuntime, model: torch.nn.Module | None, stand: DonorPosition
+) -> Iterator[_Part]:
     parameters, rest = runtime.parameters, _rest(runtime, model)
     assert parameters.layout is not None, "a copy that is not active has no peer group"
     if rest and parameters.position.copy == 0 and not stand.same_rest:
@@ -301,7 +309,7 @@ def _of_channels(runtime: StepRuntime, step: int) -> Iterator[_Part]:
                 )
 
 
-def _of_flights(runtime: StepRuntime, flights: Sequence[Open]) -> Iterator[_Part]:
+def _of_flights(runtime: StepRuntime, flights: Sequence[OpenExchange]) -> Iterator[_Part]:
     """What the donor sent of its parameters for means that are still to come."""
     by_name = {c.channel.name: c for c in runtime.queue.channels}
     for i, f in enumerate(flights):

@@ -12,11 +12,11 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..channels.channel import ChannelRunner
-from ..comm import agreement
-from ..comm.joining import Listed, from_bytes
+from ..elastic import agreement
+from ..peers.join_messages import Listed, from_bytes
 from ..version import __version__
-from . import facts
-from .facts import Described
+from . import run_specification
+from .run_specification import Described
 from .runtime import StepRuntime
 from .startup import specification
 from .watch import Kept
@@ -31,7 +31,7 @@ later: the step from which they go on.
 Whole = Annotated[int, Meta(gt=-(2**53), lt=2**53)]
 
 
-class Open(Struct, frozen=True):
+class OpenExchange(Struct, frozen=True):
     """A message under way: when it was sent, by which channels, and for each that has not applied
     it the gradients that the donor has ("010", a character for each of its tensors; empty for
     channels of something else)."""
@@ -49,7 +49,7 @@ class HistoryNote(TypedDict):
     at: Whole
 
 
-class Stand(Struct, frozen=True):
+class DonorPosition(Struct, frozen=True):
     """Where the donor stands.
 
     Attributes:
@@ -68,7 +68,7 @@ class Stand(Struct, frozen=True):
     applied: dict[str, Whole]
     last: dict[str, Whole]
     loss: float | None
-    flights: list[Open]
+    flights: list[OpenExchange]
     counts: list[dict[str, int | float]] | None
     same_rest: bool
     host: dict[str, Any]
@@ -78,11 +78,11 @@ class Stand(Struct, frozen=True):
     @classmethod
     def of(
         cls, runtime: StepRuntime, counts: list[dict[str, float]] | None, same_rest: bool
-    ) -> Stand:
+    ) -> DonorPosition:
         """Of this rank."""
         queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
-            Open(
+            OpenExchange(
                 f.step,
                 list(f.members),
                 {
@@ -110,7 +110,7 @@ class Stand(Struct, frozen=True):
         )
 
 
-class Head(Struct, frozen=True):
+class SnapshotHead(Struct, frozen=True):
     """The head of a snapshot of one rank.
 
     Attributes:
@@ -129,11 +129,11 @@ class Head(Struct, frozen=True):
     facts: dict[str, Any]
     parameters: list[Described]
     states: list[str]
-    stand: Stand
+    stand: DonorPosition
     tensors: list[tuple[str, str, int]]
 
 
-class Written(Struct):
+class WrittenHead(Struct):
     """By which release a head was written."""
 
     format: Any = None
@@ -143,24 +143,24 @@ class Written(Struct):
 def write(
     runtime: StepRuntime,
     told: Mapping[str, Any],
-    stand: Stand,
+    stand: DonorPosition,
     states: Sequence[str],
     tensors: Listed = (),
-) -> Head:
+) -> SnapshotHead:
     """The head of this rank's snapshot.
 
     Args:
         told: further facts of the run (`Start.facts`).
-        states, tensors: see `Head`.
+        states, tensors: see `SnapshotHead`.
     """
-    return Head(
+    return SnapshotHead(
         FORMAT,
         __version__,
         runtime.topology.island,
         runtime.topology.name,
         place(runtime),
         _run(runtime, told),
-        [facts.described(s) for s in runtime.host.params],
+        [run_specification.described(s) for s in runtime.host.params],
         list(states),
         stand,
         list(tensors),
@@ -191,7 +191,7 @@ def read(
     data: Tensor,
     states: Sequence[str],
     counts: Sequence[Mapping[str, float]] | None,
-) -> Head:
+) -> SnapshotHead:
     """A head that has come, compared with what this rank runs.
 
     Args:
@@ -203,13 +203,13 @@ def read(
             sides; or no head at all.
     """
     what = "the head of a snapshot"
-    by = from_bytes(data, Written, what, ValueError)
+    by = from_bytes(data, WrittenHead, what, ValueError)
     if by.format != FORMAT:
         raise ValueError(
             f"the snapshot has format {by.format!r:.20}, written by fsdp_demo {by.package!r:.40}; "
             f"this is {__version__}, which reads format {FORMAT}: use one release everywhere"
         )
-    head = from_bytes(data, Head, what, ValueError)
+    head = from_bytes(data, SnapshotHead, what, ValueError)
     stand, where = head.stand, head.place
 
     def refuse(what: str) -> ValueError:
@@ -227,7 +227,7 @@ def read(
     ]
     if must:
         raise refuse("; ".join(must[:6]))
-    if what := facts.tensors_apart(runtime.host.params, head.parameters):
+    if what := run_specification.tensors_apart(runtime.host.params, head.parameters):
         raise refuse(what)
     mine, theirs = (list(states), _names(counts)), (head.states, _names(stand.counts))
     if theirs != mine:
@@ -254,7 +254,7 @@ def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
     return f"{', '.join([*states, *numbers]) or 'none'} of {len(names)} tensors"
 
 
-def _odd(channels: Sequence[ChannelRunner], stand: Stand) -> list[str]:
+def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> list[str]:
     """What cannot be: marks of channels that are not here, messages that are not under way at that
     step.
     """
@@ -291,7 +291,7 @@ def _odd(channels: Sequence[ChannelRunner], stand: Stand) -> list[str]:
     return found
 
 
-def _under_way(c: ChannelRunner, f: Open, step: int) -> bool:
+def _under_way(c: ChannelRunner, f: OpenExchange, step: int) -> bool:
     """Whether channel `c` may have sent `f` and not applied it after `step` steps."""
     schedule, marks = c.channel.schedule, f.parts[c.channel.name]
     length = len(c.covered) if c.channel.before_step else 0

@@ -18,16 +18,16 @@ import torch
 
 from ..channels.channel import ChannelRunner
 from ..channels.state import LocalChannel
-from ..comm import agreement
-from ..comm.digests import digest
-from ..comm.header import SETUP
-from ..comm.island import IslandGroup
-from ..comm.peers import PeerGroup
 from ..config.schema import ExchangeConfig
+from ..elastic import agreement
+from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..hosts.base import TrainingHost, foreign_tensors
-from . import facts, resume
-from .frozen import shared_tensors
+from ..peers.digests import digest
+from ..peers.header import SETUP
+from ..rendezvous.island import IslandGroup
+from . import resume, run_specification
+from .first_step import shared_tensors
 from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
@@ -98,7 +98,7 @@ def come_together(
     peers, island, (own, applied) = runtime.peers, runtime.island, start.stands
     resumes = applied is not None
     rows = math.prod(start.batch) * runtime.topology.world if start.batch else 0
-    stand = Stand(own, applied, rows)
+    stand = StartPoint(own, applied, rows)
     found = agree_on_run(peers, runtime.config, runtime.host, start.facts, stand)
     if peers is not None:
         peers.digest = runtime.config.digest()  # from here on in every message
@@ -169,7 +169,7 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
     resume.agree(runtime.queue, runtime.step, donor)
 
 
-class Stand(NamedTuple):
+class StartPoint(NamedTuple):
     """What an island says of itself: `Start.stands`, and the rows that it trains in a step; 0 where
     no batch was told.
     """
@@ -204,7 +204,7 @@ def agree_on_run(
     config: ExchangeConfig,
     host: TrainingHost,
     told: Mapping[str, Any],
-    own: Stand,
+    own: StartPoint,
 ) -> Agreed:
     """Compare the run specification, the parameters and the optimizers with all replicas.
 
@@ -217,11 +217,11 @@ def agree_on_run(
     if peers is None or peers.size == 1:
         return Agreed(0, own.step, False, False, own.applied is not None, own.rows, False)
     unlike = agreement.agree(peers, specification(config, host, told))
-    facts.agree_on_tensors(peers, host.params)
-    everyone = [Stand(*theirs) for theirs in agreement.gather_json(peers, own)]
+    run_specification.agree_on_tensors(peers, host.params)
+    everyone = [StartPoint(*theirs) for theirs in agreement.gather_json(peers, own)]
     steps, rows = [e.step for e in everyone], [e.rows for e in everyone]
     if len(set(steps)) == 1:  # a schedule has moved the rates of those that are further
-        agreement.agree(peers, facts.rates(host))
+        agreement.agree(peers, run_specification.rates(host))
     alike = all(e.applied is not None and e.applied == everyone[0].applied for e in everyone)
     # of a step the one that has a state, if any has
     resume = [(e.step, e.applied is not None) for e in everyone]
@@ -242,8 +242,8 @@ def specification(
     """What all islands compare before the first step, flat; `told`: further facts of the run."""
     return {
         **told,
-        **facts.machine(host.device),
-        **facts.optimizers(host),
+        **run_specification.machine(host.device),
+        **run_specification.optimizers(host),
         **_flat(config.to_dict()),
     }
 

@@ -13,10 +13,10 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from ..comm.digests import odd_ones
-from ..comm.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
-from ..comm.peers import PeerGroup
+from ..elastic.peer_group import PeerGroup
 from ..errors import Mismatch, NotFinite, see
+from ..peers.digests import odd_ones
+from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
 from .local_status import give_up
 
 MESSAGES = 16

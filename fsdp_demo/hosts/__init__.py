@@ -1,5 +1,3 @@
 """What a training engine offers the exchange: local parameters, step hooks, inner optimizers. Other
 engines name themselves here.
-
-May import `comm`, `compression`, `config`.
 """

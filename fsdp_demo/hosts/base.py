@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ..comm.position import ShardPosition
+from ..rendezvous.position import ShardPosition
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
 
-    from ..comm.island import IslandGroup
+    from ..rendezvous.island import IslandGroup
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 

@@ -34,8 +34,8 @@ def find_host(thing: Any) -> ModuleType | None:
             "torch",
             "builtins",
         }:
-            if (door := named(module)) is not None:
-                return door
+            if (engine_module := named(module)) is not None:
+                return engine_module
         thing = (
             next(iter(thing), None)
             if isinstance(thing, (list, tuple))
@@ -49,6 +49,6 @@ def named(name: str) -> ModuleType | None:
     offers one.
     """
     for entry in entry_points(group=GROUP, name=name):
-        door: ModuleType = entry.load()
-        return door
+        engine_module: ModuleType = entry.load()
+        return engine_module
     return None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.island import IslandGroup
-from ..comm.position import ShardPosition
 from ..errors import counted, see
+from ..rendezvous.island import IslandGroup
+from ..rendezvous.position import ShardPosition
 from .base import (
     LocalParam,
     foreign_tensors,

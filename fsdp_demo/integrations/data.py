@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from ..comm.topology import Topology
 from ..errors import counted
+from ..rendezvous.topology import Topology
 
 log = logging.getLogger("fsdp_demo")
 

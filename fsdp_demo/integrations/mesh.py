@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from accelerate.utils import ParallelismConfig
 
-from ..comm.environment import patience
-from ..comm.topology import Topology
 from ..errors import counted, see
 from ..hosts.base import is_dtensor
+from ..rendezvous.environment import patience
+from ..rendezvous.topology import Topology
 
 
 @dataclass

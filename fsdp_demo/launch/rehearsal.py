@@ -17,8 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm.link import Link
 from ..errors import counted
+from ..net.link import Link
 from ..status import FOLDER as STATUS_FOLDER
 from .deepspeed import without_compiler
 from .processes import LAUNCHERS, reserve_port

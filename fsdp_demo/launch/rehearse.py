@@ -23,6 +23,7 @@ from typing import TextIO
 from ..errors import counted
 from ..status import DECIDE, SAVED
 from ..status import FOLDER as STATUS_FOLDER
+from ..store.server import FILE
 from .processes import (
     LAUNCHED,
     adopt_orphans,
@@ -34,7 +35,6 @@ from .processes import (
     start,
 )
 from .rehearsal import LOCALHOST, Rehearsal, command, devices, environment
-from .store import FILE
 
 # Output of several islands on one terminal: whole lines with the island's name, and one progress
 # bar that survives.
@@ -92,7 +92,7 @@ class Console:
 
     def show(self, name: str, text: str, *, passing: bool = False, first: bool = False) -> None:
         """One line of `name`; one that passes is shown only for the first island. A line that has
-        the name already (`exchange/log_setup.py`) gets no second one.
+        the name already (`exchange/summary.py`) gets no second one.
         """
         text = text.removeprefix(f"[{name}] ")
         if not passing:
@@ -129,7 +129,7 @@ started once more.
 
 
 @dataclass
-class Island:
+class RehearsedIsland:
     """One launched island and what is known of it."""
 
     name: str
@@ -149,8 +149,8 @@ class Supervisor:
         self.store: subprocess.Popen[bytes] | None = None
         # where the store is, and when it was started again
         self.endpoint, self.store_again_at = "", -math.inf
-        self.islands: list[Island] = []
-        self.ended: list[Island] = []  # in the order in which they ended
+        self.islands: list[RehearsedIsland] = []
+        self.ended: list[RehearsedIsland] = []  # in the order in which they ended
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self.stop_at: float | None = None  # SIGTERM is due then
@@ -224,7 +224,7 @@ class Supervisor:
             Path(env[STATUS_FOLDER]).mkdir()
             words = command(self.plan, self.folder, bool(visible[number]))
             process = start(words, env, apart=True)
-            island = Island(env["ISLAND_NAME"], process)
+            island = RehearsedIsland(env["ISLAND_NAME"], process)
             self.islands.append(island)
             for pipe in (process.stdout, process.stderr):
                 # Apart from each other: a progress bar on one leaves lines on the other whole.
@@ -276,7 +276,7 @@ class Supervisor:
         self.console.note("the store has ended; ending the islands")
         self.stop_at = now
 
-    def has_ended(self, island: Island, now: float) -> None:
+    def has_ended(self, island: RehearsedIsland, now: float) -> None:
         island.status = shell_status(island.process.wait())
         self.ended.append(island)
         if island.status == 0:

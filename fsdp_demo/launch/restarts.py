@@ -2,7 +2,7 @@
 or were killed.
 
 Each start is a process of its own (`run.py` without restarts), under the same `ISLAND_RUN`: the
-islands agree in the store on the attempt in which they meet again (`comm/attempts.py`).
+islands agree in the store on the attempt in which they meet again (`rendezvous/attempts.py`).
 """
 
 from __future__ import annotations

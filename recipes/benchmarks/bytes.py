@@ -35,16 +35,13 @@ from fsdp_demo import (  # noqa: E402
     presets,
     ring_all_reduce_bytes,
 )
-from fsdp_demo.comm.link import (
-    TCP_SHARE,  # noqa: E402
-    parse_rtt,  # noqa: E402
-)
-from fsdp_demo.comm.meter import Meter  # noqa: E402
 from fsdp_demo.compression.positions import form  # noqa: E402
 from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
 from fsdp_demo.config.fragments import layer_of  # noqa: E402
 from fsdp_demo.config.parts import BLOCK  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
+from fsdp_demo.net.link import TCP_SHARE, parse_rtt
+from fsdp_demo.peers.meter import Meter  # noqa: E402
 from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402
 from fsdp_demo.tools.planner.rows import settings  # noqa: E402
 

@@ -42,7 +42,7 @@ from data import stdlib_files  # noqa: E402
 
 from fsdp_demo import Topology, attach, base_optimizer, guard, preset  # noqa: E402
 from fsdp_demo.checkpoint import CheckpointManager, RunState  # noqa: E402
-from fsdp_demo.comm.header import FAR, NOT_FINITE, PAYLOAD, SKIPPED  # noqa: E402
+from fsdp_demo.peers.header import FAR, NOT_FINITE, PAYLOAD, SKIPPED  # noqa: E402
 
 CONTEXT, WIDTH, DEPTH = 8, 128, 4
 ROWS, LENGTH = 8, 64
@@ -126,15 +126,15 @@ class Facts:
 
 def relayed(slot: int, port: int) -> None:
     """From now on every connection to another island goes to a relay of the parent."""
-    from fsdp_demo.comm import newcomer
-    from fsdp_demo.comm.wire import Wire
+    from fsdp_demo.elastic import newcomer
+    from fsdp_demo.peers.connection import PeerConnection
 
     def relay(host: str, at: int) -> int:
         with socket.create_connection(("127.0.0.1", port), timeout=10.0) as door:
             door.sendall(json.dumps({"from": slot, "host": host, "port": at}).encode() + b"\n")
             return int(door.makefile("rb").readline())
 
-    dial, knock = Wire.dial, newcomer.knock
+    dial, ask_join_server = PeerConnection.dial, newcomer.ask_join_server
 
     def dial_relay(self: Any, where: str) -> None:
         host, _, at = where.removeprefix("tcp://").rpartition(":")
@@ -142,15 +142,15 @@ def relayed(slot: int, port: int) -> None:
         dial(self, f"tcp://127.0.0.1:{relay(host, int(at))}" if far else where)
 
     def knock_at_relay(context: Any, keys: Any, host: str, at: int, *words: Any) -> Any:
-        return knock(context, keys, "127.0.0.1", relay(host, at), *words)
+        return ask_join_server(context, keys, "127.0.0.1", relay(host, at), *words)
 
-    Wire.dial, newcomer.knock = dial_relay, knock_at_relay
+    PeerConnection.dial, newcomer.ask_join_server = dial_relay, knock_at_relay
 
 
 def noted(facts: Facts) -> None:
     """From now on each payload that this island has agreed on with the others is written down:
     number, step, who counts, whether it was settled in a change of members, and made again."""
-    from fsdp_demo.comm.peers import PeerGroup
+    from fsdp_demo.elastic.peer_group import PeerGroup
     from fsdp_demo.exchange.watch import Norms
 
     run, finished, remember = PeerGroup._run, PeerGroup._finished, Norms.note

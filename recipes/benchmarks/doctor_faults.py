@@ -169,7 +169,7 @@ class FaultyLab(Lab):
 
     def port(self, node: int, *words: str) -> None:
         """`ip link set` for the hub's end of a node's cable."""
-        self._in(self.hub, "ip", "link", "set", f"p{node}", *words)
+        self._in(self.poller, "ip", "link", "set", f"p{node}", *words)
 
     def upload(self, node: int, rate: float) -> None:
         """Another rate for what one node sends."""

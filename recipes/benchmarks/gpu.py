@@ -34,8 +34,10 @@ from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig, base_optimizer, preset  # noqa: E402
-from fsdp_demo.exchange.memory import plan_memory  # noqa: E402
-from fsdp_demo.exchange.plan import local_shape  # noqa: E402
+from fsdp_demo.exchange.plan import (
+    local_shape,  # noqa: E402
+    plan_memory,  # noqa: E402
+)
 from fsdp_demo.tools.planner import load  # noqa: E402
 
 SHARDS, AHEAD = 8, 0.06

@@ -32,10 +32,10 @@ from unittest import mock
 import torch
 
 from fsdp_demo import Link, Topology
-from fsdp_demo.comm import peers
-from fsdp_demo.comm.header import PAYLOAD
-from fsdp_demo.comm.peers import PeerGroup
-from fsdp_demo.comm.position import ShardPosition
+from fsdp_demo.elastic import peer_group
+from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.peers.header import PAYLOAD
+from fsdp_demo.rendezvous.position import ShardPosition
 
 WAYS = {"gather": 1, "reduce": 2}  # how often it crosses the link, half a round trip each
 
@@ -93,10 +93,10 @@ def meet(topology: Topology, connections: int) -> Candidate:
     made: list[int] = []
 
     def streams(rtt: float, num_peers: int) -> int:
-        made.append(connections or peers.streams(rtt, num_peers))
+        made.append(connections or peer_group.streams(rtt, num_peers))
         return made[-1]
 
-    with mock.patch.object(peers, "streams", streams):
+    with mock.patch.object(peer_group, "streams", streams):
         line, _ = topology.join(ShardPosition())
     assert line is not None
     return Candidate(made[-1], line)

@@ -4,7 +4,7 @@ and GB; and the same measured.
     python recipes/benchmarks/memory.py --model llama-3.2-1b --shards 8 --islands 4
     python recipes/benchmarks/memory.py --measure                     # every preset on a small model, planned and measured, on this CPU
 
-Whole shapes on the meta device, no weights; `fsdp_demo.exchange.memory` counts. `--measure` trains
+Whole shapes on the meta device, no weights; `fsdp_demo.exchange.plan` counts. `--measure` trains
 a model of plain tensors for a few steps against a peer that sends back what it gets, and follows
 every tensor that the exchange makes until it is freed.
 """  # noqa: E501
@@ -36,23 +36,23 @@ from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
-from fsdp_demo.comm import streams  # noqa: E402
-from fsdp_demo.comm.epochs import Member, Piece, Settlement, What  # noqa: E402
-from fsdp_demo.comm.fixed_peers import LonePeerGroup  # noqa: E402
-from fsdp_demo.comm.header import Sealed  # noqa: E402
-from fsdp_demo.comm.held import Due, Message  # noqa: E402
-from fsdp_demo.comm.topology import Topology  # noqa: E402
-from fsdp_demo.comm.worker import CommWorker  # noqa: E402
 from fsdp_demo.compression import quantize  # noqa: E402
 from fsdp_demo.compression.formats import CODERS  # noqa: E402
 from fsdp_demo.compression.transform import (
     matrix,  # noqa: E402
     onednn,  # noqa: E402
 )
+from fsdp_demo.elastic import chunks  # noqa: E402
+from fsdp_demo.elastic.message_state import Due, RoundMessage  # noqa: E402
+from fsdp_demo.elastic.worker import CommWorker  # noqa: E402
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
-from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory  # noqa: E402
+from fsdp_demo.exchange.plan import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
+from fsdp_demo.membership.protocol_types import Member, Piece, Settlement, What  # noqa: E402
+from fsdp_demo.peers.header import Sealed  # noqa: E402
+from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup  # noqa: E402
+from fsdp_demo.rendezvous.topology import Topology  # noqa: E402
 from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402
 
 PERIODS = {
@@ -154,20 +154,21 @@ class Echo(Topology):
 
 
 class EchoPeers(LonePeerGroup):
-    """Makes room for what would come, as `comm/streams.py` does, and fills it from what is sent."""
+    """Makes room for what would come, as `elastic/chunks.py` does, and fills it from what is
+    sent."""
 
     def __init__(self, size: int):
         super().__init__("island0", 60.0)
         self._set(range(size))
 
-    def _taken_part(self, message: Message) -> Due:
+    def _taken_part(self, message: RoundMessage) -> Due:
         self._next += 1
         members = tuple(map(Member, self.slots))
         due = Due(Settlement(message.n, members, 0))
         pieces = [("body", m) for m in members[1:]]
         if message.vectors:
             pieces += [(what, m) for what in ("share", "part") for m in members[1:]]
-        firsts = [torch.empty(streams.LARGEST, dtype=torch.uint8) for _ in pieces]
+        firsts = [torch.empty(chunks.LARGEST, dtype=torch.uint8) for _ in pieces]
 
         def came(what: What, of: Member, sent: Sealed) -> None:
             piece = Piece(what, of, 0)

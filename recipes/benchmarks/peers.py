@@ -49,7 +49,7 @@ from slow_link_island import Island, answer, make_model  # noqa: E402
 from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import Link  # noqa: E402
-from fsdp_demo.comm.link import parse_rtt  # noqa: E402
+from fsdp_demo.net.link import parse_rtt  # noqa: E402
 
 NAME = "peers"  # of the lab
 NAMES = ("rtt", "period", "rows", "length", "layers")  # settings of all rows

@@ -36,7 +36,8 @@ from report import table  # noqa: E402
 from slow_link_lab import PORT, Lab, LabError, command, missing  # noqa: E402
 
 from fsdp_demo import attach, preset  # noqa: E402
-from fsdp_demo.comm import meet, newcomer, zeromq  # noqa: E402, F401  # loaded once for all
+from fsdp_demo.elastic import connect, newcomer  # noqa: E402, F401
+from fsdp_demo.peers import zeromq  # noqa: E402, F401
 
 LIMIT = 600.0  # seconds that an experiment may take
 HEADS = {

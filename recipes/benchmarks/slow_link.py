@@ -42,7 +42,7 @@ from report import table  # noqa: E402
 from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link, preset  # noqa: E402
-from fsdp_demo.comm.link import parse_rtt  # noqa: E402
+from fsdp_demo.net.link import parse_rtt  # noqa: E402
 
 NO_OFFLOAD = {True: Link(100e6, 0.02), False: Link(10e6, 0.02)}
 """The links on which headers are counted, for messages over 1 MB and others: on a faster one a

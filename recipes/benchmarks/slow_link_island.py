@@ -26,7 +26,7 @@ from data import forever, load_data, load_tokenizer  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import Topology, attach, base_optimizer, preset  # noqa: E402
-from fsdp_demo.comm.position import ShardPosition  # noqa: E402
+from fsdp_demo.rendezvous.position import ShardPosition  # noqa: E402
 
 SHAPE = {
     "hidden_size": 320,

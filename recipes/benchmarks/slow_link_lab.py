@@ -81,7 +81,7 @@ class Lab:
     """
 
     def __init__(self, nodes: int, name: str = "slowlink", per_uplink: int = 1):
-        self.nodes, self.name, self.hub = nodes, name, f"{name}-hub"
+        self.nodes, self.name, self.poller = nodes, name, f"{name}-hub"
         self.per_uplink = per_uplink
         self._lines: dict[int, subprocess.Popen[bytes]] = {}
         self._delay = 0.0
@@ -92,16 +92,16 @@ class Lab:
     def up(self) -> None:
         """Build it; what an earlier one of this name left behind goes first."""
         self.down()
-        command("ip", "netns", "add", self.hub)
-        self._in(self.hub, "ip", "link", "add", "br0", "type", "bridge")
-        self._in(self.hub, "ip", "link", "set", "br0", "up")
+        command("ip", "netns", "add", self.poller)
+        self._in(self.poller, "ip", "link", "add", "br0", "type", "bridge")
+        self._in(self.poller, "ip", "link", "set", "br0", "up")
         for site in self._sites():
             self._join(site)
         for i in range(self.nodes):
             space, port = self._space(i), f"p{i}"
             command("ip", "netns", "add", space)
             self._in(
-                self.hub,
+                self.poller,
                 "ip",
                 "link",
                 "add",
@@ -114,13 +114,13 @@ class Lab:
                 "netns",
                 space,
             )
-            self._in(self.hub, "ip", "link", "set", port, "master", self._bridge(i), "up")
+            self._in(self.poller, "ip", "link", "set", port, "master", self._bridge(i), "up")
             self._in(space, "ip", "link", "set", "lo", "up")
             self._in(space, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             self._in(space, "ip", "link", "set", "eth0", "up")
             # as network cards do: what arrives together is acknowledged together
             self._in(space, "ethtool", "-K", "eth0", "gro", "on")
-            self._in(self.hub, "ethtool", "-K", port, "gro", "on")
+            self._in(self.poller, "ethtool", "-K", port, "gro", "on")
 
     def _sites(self) -> range:
         """Sites with a bridge of their own; none where each node has its own uplink."""
@@ -132,18 +132,18 @@ class Lab:
     def _join(self, site: int) -> None:
         """The bridge of a site and its uplink, whose ends are `u` at the site and `c`."""
         bridge, ends = f"site{site}", (f"u{site}", f"c{site}")
-        self._in(self.hub, "ip", "link", "add", bridge, "type", "bridge")
-        self._in(self.hub, "ip", "link", "set", bridge, "up")
+        self._in(self.poller, "ip", "link", "add", bridge, "type", "bridge")
+        self._in(self.poller, "ip", "link", "set", bridge, "up")
         pair = ("type", "veth", "peer", "name", ends[1])
-        self._in(self.hub, "ip", "link", "add", ends[0], *pair)
+        self._in(self.poller, "ip", "link", "add", ends[0], *pair)
         for end, master in zip(ends, (bridge, "br0"), strict=True):
-            self._in(self.hub, "ip", "link", "set", end, "master", master, "up")
+            self._in(self.poller, "ip", "link", "set", end, "master", master, "up")
 
     def _ends(self) -> list[tuple[str, str]]:
         """(namespace, device) of both ends of every cable that has the rate."""
         if self.per_uplink > 1:
-            return [(self.hub, f"{end}{site}") for site in self._sites() for end in "uc"]
-        ends = [((self._space(i), "eth0"), (self.hub, f"p{i}")) for i in range(self.nodes)]
+            return [(self.poller, f"{end}{site}") for site in self._sites() for end in "uc"]
+        ends = [((self._space(i), "eth0"), (self.poller, f"p{i}")) for i in range(self.nodes)]
         return [end for pair in ends for end in pair]
 
     def _far(self, node: int) -> list[str]:
@@ -157,7 +157,7 @@ class Lab:
     def uplink_bytes(self) -> list[int]:
         """Bytes that have left each site through its uplink; none without shared uplinks."""
         counts = "/sys/class/net/u{}/statistics/tx_bytes"
-        return [int(self._in(self.hub, "cat", counts.format(site))) for site in self._sites()]
+        return [int(self._in(self.poller, "cat", counts.format(site))) for site in self._sites()]
 
     def down(self) -> None:
         """End what runs in the lab and delete it; no error if there is none."""
@@ -167,7 +167,7 @@ class Lab:
             if line.strip()
         ]
         for space in found:
-            if space == self.hub or space.removeprefix(f"{self.name}-").isdigit():
+            if space == self.poller or space.removeprefix(f"{self.name}-").isdigit():
                 for number in (signal.SIGTERM, signal.SIGKILL):
                     pids = command("ip", "netns", "pids", space, check=False).split()
                     for pid in pids:
@@ -253,7 +253,7 @@ class Lab:
         own, as on a wire.
         """
         for i in range(self.nodes):
-            for space, device in ((self._space(i), "eth0"), (self.hub, f"p{i}")):
+            for space, device in ((self._space(i), "eth0"), (self.poller, f"p{i}")):
                 state = "on" if on else "off"
                 self._in(space, "ethtool", "-K", device, "tso", state, "gso", state)
 

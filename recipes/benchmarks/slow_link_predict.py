@@ -36,7 +36,7 @@ from slow_link import Case, Cell  # noqa: E402
 from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link  # noqa: E402
-from fsdp_demo.comm.link import parse_rtt  # noqa: E402
+from fsdp_demo.net.link import parse_rtt  # noqa: E402
 from fsdp_demo.tools.planner import Situation  # noqa: E402
 from fsdp_demo.tools.planner.line import System  # noqa: E402
 from fsdp_demo.tools.planner.models import Shape, Tensors  # noqa: E402

@@ -148,7 +148,7 @@ def parameters(name: str) -> int:
 
 
 CALCULATES = (
-    *("channels/", "compression/", "exchange/", "hosts/", "comm/collectives", "comm/header"),
+    *("channels/", "compression/", "exchange/", "hosts/", "peers/collectives", "peers/header"),
     *("config/channel", "config/fragments", "config/parts", "config/patterns", "config/schema"),
 )
 """Beginnings of the paths, in the library, of what decides where a cell ends. Presets are not among

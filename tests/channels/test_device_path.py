@@ -17,11 +17,11 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
 from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.state import Placement
-from fsdp_demo.comm.island import IslandGroup
-from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.compression import blocks, transform
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.hosts.torch_params import TorchHost
+from fsdp_demo.rendezvous.island import IslandGroup
+from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..support.accelerator import DEVICE, Accelerator, Synchronised, There, pin, plug_in
 from ..support.threaded import islands, values

@@ -9,10 +9,10 @@ from torch import nn
 from fsdp_demo import preset
 from fsdp_demo.channels.bind import bind
 from fsdp_demo.channels.state import Placement
-from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.config.channel import Channel
 from fsdp_demo.config.schema import ExchangeConfig
 from fsdp_demo.hosts.torch_params import TorchHost
+from fsdp_demo.rendezvous.position import ShardPosition
 
 
 def shards() -> tuple[nn.Module, TorchHost]:

@@ -12,15 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdp_demo
-from fsdp_demo.checkpoint.choice import NOWHERE, Held, alike, choose, look, superfluous, together
+from fsdp_demo.checkpoint.choice import (
+    NOWHERE,
+    HeldCheckpoint,
+    alike,
+    choose,
+    look,
+    superfluous,
+    together,
+)
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
-from fsdp_demo.comm.store_client import WorldStore
 from fsdp_demo.errors import NeedsDecision
+from fsdp_demo.store.client import WorldStore
 
 
 def at(*steps, applied="", owner=-1):
-    return [Held(s, applied, owner) for s in steps]
+    return [HeldCheckpoint(s, applied, owner) for s in steps]
 
 
 def names(held):
@@ -81,7 +89,7 @@ def test_auto_takes_over_only_where_an_island_holds_none():
 
 
 def elastic(island, *steps, took_part=(0, 1, 2), applied=""):
-    return [Held(s, applied, island, "", json.dumps(list(took_part))) for s in steps]
+    return [HeldCheckpoint(s, applied, island, "", json.dumps(list(took_part))) for s in steps]
 
 
 def test_an_island_that_was_away_does_not_hold_the_others_back():
@@ -134,7 +142,7 @@ def test_swapped_folders_are_refused_copies_are_not():
         chosen([at(10, owner=1), []], "auto")
 
 
-STATES = st.builds(Held, st.integers(0, 6), st.sampled_from(["", "1", "2"]))
+STATES = st.builds(HeldCheckpoint, st.integers(0, 6), st.sampled_from(["", "1", "2"]))
 
 
 @settings(max_examples=300, deadline=None)
@@ -196,12 +204,15 @@ class Told(CheckpointRegistry):
 
 
 def note(*steps, **more):
-    return {"name": "island1", "held": [Held(s).note() for s in steps], **more}
+    return {"name": "island1", "held": [HeldCheckpoint(s).note() for s in steps], **more}
 
 
 def test_a_board_chooses_for_all_islands():
-    assert Told(note(10, 20)).choose(at(10, 20, 30), "common") == [Held(20)] * 2
-    assert Told(note(resume="auto")).choose(at(10), "auto", resume="auto") == [Held(10), None]
+    assert Told(note(10, 20)).choose(at(10, 20, 30), "common") == [HeldCheckpoint(20)] * 2
+    assert Told(note(resume="auto")).choose(at(10), "auto", resume="auto") == [
+        HeldCheckpoint(10),
+        None,
+    ]
     with pytest.raises(
         NeedsDecision,
         match=r"islands differ in resume \(island0: True, island1: False\): give the same on all",
@@ -258,9 +269,11 @@ def test_islands_that_have_not_begun_are_not_asked():
     for i in (2, 3):
         store.set(
             f"checkpoints1/meeting1/note/{i}",
-            json.dumps({"name": f"island{i}", "held": [Held(10, owner=i).note()]}),
+            json.dumps({"name": f"island{i}", "held": [HeldCheckpoint(10, owner=i).note()]}),
         )
-    assert boards[0].choose([Held(10, owner=0)], "common") == [Held(10, owner=i) for i in (0, 2, 3)]
+    assert boards[0].choose([HeldCheckpoint(10, owner=0)], "common") == [
+        HeldCheckpoint(10, owner=i) for i in (0, 2, 3)
+    ]
     boards[2].exchange([[10, ""]])
     assert boards[0].common(at(10)) is None  # island 3 has not said anything yet
     boards[3].exchange([[10, ""]])

@@ -1,5 +1,5 @@
 """Checkpoints of one step whose exchanges had the contributions of unlike islands are not common
-(K9).
+(seal-stable).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import save_exchange
-from fsdp_demo.checkpoint.choice import NOWHERE, Held, alike, choose, look, together
+from fsdp_demo.checkpoint.choice import NOWHERE, HeldCheckpoint, alike, choose, look, together
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
@@ -25,11 +25,11 @@ from ..support.forked import forked
 ALL, TWO = "a" * 16, "b" * 16
 
 
-def held(step: int, history: str, applied: str = "9") -> Held:
-    return Held(step, applied, -1, history)
+def held(step: int, history: str, applied: str = "9") -> HeldCheckpoint:
+    return HeldCheckpoint(step, applied, -1, history)
 
 
-def steps(*each: list[Held], how: str = "common") -> list[int | None]:
+def steps(*each: list[HeldCheckpoint], how: str = "common") -> list[int | None]:
     found = choose([f"island{i}" for i in range(len(each))], each, how)
     assert found is not None
     return [h and h.step for h in found]

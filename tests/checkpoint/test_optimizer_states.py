@@ -13,8 +13,8 @@ import torch.distributed.checkpoint  # before the first fork: it takes a second
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, RunState
-from fsdp_demo.comm.topology import Topology
 from fsdp_demo.errors import NotFinite
+from fsdp_demo.rendezvous.topology import Topology
 
 STOP, STEPS = 3, 6
 REFUSED = ("LBFGS", "SparseAdam")  # several closures a step; sparse gradients

@@ -23,9 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_demo
 from fsdp_demo import NotFinite, PeerLost
 from fsdp_demo.checkpoint import CheckpointManager, folders
-from fsdp_demo.checkpoint.fence import LOCK, Fence
 from fsdp_demo.checkpoint.files import read_head, write_part
-from fsdp_demo.checkpoint.finite import first_not_finite, refuse_not_finite
 from fsdp_demo.checkpoint.folders import (
     ASIDE,
     GIVEN_UP,
@@ -34,8 +32,10 @@ from fsdp_demo.checkpoint.folders import (
     put_aside,
     take_back,
 )
+from fsdp_demo.checkpoint.nan_check import first_not_finite, refuse_not_finite
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.sharded_state import save_tensors
+from fsdp_demo.checkpoint.writer_lock import LOCK, Fence
 from fsdp_demo.errors import NeedsDecision, Superseded
 
 
@@ -416,7 +416,7 @@ def test_a_refused_start_does_not_take_the_folder(tmp_path):
 # -- a store that does not answer ----------------------------------------------------------------
 
 SERVE = """
-from fsdp_demo.launch.store import StoreServer
+from fsdp_demo.store.server import StoreServer
 store = StoreServer("127.0.0.1:0", ":memory:")
 print(store.port, flush=True)
 store.serve_while(lambda: True)

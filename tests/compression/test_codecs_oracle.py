@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.comm import header as frame
 from fsdp_demo.compression import quantize, sparse
 from fsdp_demo.compression.blocks import Layout, matrix_shape
 from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.transform import matrix
 from fsdp_demo.compression.windows import Group
 from fsdp_demo.config.parts import Codec
+from fsdp_demo.peers import header as frame
 
 from ..oracles import blocks as slow_blocks
 from ..oracles import dct as slow_dct

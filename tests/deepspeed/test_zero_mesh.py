@@ -24,9 +24,9 @@ from torch import nn
 from deepspeed_ext import node_mesh
 from deepspeed_ext.confinement import assert_confined, of_node
 from deepspeed_ext.node_mesh import NodeMPU, installed, shard_within_node, topology_of
-from fsdp_demo.comm.fixed_peers import meeting_place
-from fsdp_demo.comm.island import IslandGroup
-from fsdp_demo.comm.position import ShardPosition
+from fsdp_demo.rendezvous.fixed_peers import meeting_place
+from fsdp_demo.rendezvous.island import IslandGroup
+from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..support import zero
 from ..support.collectives import Recorder

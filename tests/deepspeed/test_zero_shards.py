@@ -64,9 +64,9 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
         settings["zero_optimization"] |= LAYOUTS[layout]
         made = zero.engine(settings)
         host = deepspeed_ext.ZeroHost(made)
-        assert host.shard_position(me.proc, me.procs) == fsdp_demo.comm.position.ShardPosition(
-            3, me.proc, 1, 0
-        )
+        assert host.shard_position(
+            me.proc, me.procs
+        ) == fsdp_demo.rendezvous.position.ShardPosition(3, me.proc, 1, 0)
         # what the model computes with, and the masters are made of
         with zero.gathered(made.module):
             full = {n: p.detach().float().clone() for n, p in made.module.named_parameters()}

@@ -72,7 +72,7 @@ def test_readers_are_sent_to_sections_that_are_there() -> None:
 @pytest.mark.parametrize("words", ["no store answers", "is no key of the configuration"])
 def test_a_message_ends_with_its_section(words: str) -> None:
     from fsdp_demo import load_config
-    from fsdp_demo.comm.store_client import connect
+    from fsdp_demo.store.client import connect
 
     with pytest.raises((ValueError, RuntimeError), match=words) as error:
         connect("127.0.0.1:1", 0.2, 1.0, 1.0) if "store" in words else load_config(

@@ -15,9 +15,9 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import Applier, Channel, Codec, ExchangeConfig, Fragments, SyncSchedule, preset
-from fsdp_demo.comm.position import form
 from fsdp_demo.config.fragments import expand, layer_of
 from fsdp_demo.config.parts import Accumulator, Reducer
+from fsdp_demo.rendezvous.position import form
 
 from ..channels.test_presets_oracle import adamw, sgd
 from ..support import probe, threaded

@@ -10,7 +10,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import Mismatch
-from fsdp_demo.exchange import copies
+from fsdp_demo.exchange import refusals
 
 
 @pytest.mark.parametrize("name", ["diloco", "demo"])
@@ -103,7 +103,7 @@ def test_a_root_that_nobody_sharded_is_named(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options = {} if name == "demo" else {"period": 2, "inner_optimizers": "as_is"}
         told: list[str] = []
-        copies.log.warning = lambda text, *args, **_: told.append(text % args)
+        refusals.log.warning = lambda text, *args, **_: told.append(text % args)
         exchange = fsdp_demo.attach(optimizer, name, model=model, **options)
         torch.manual_seed(1 + me.rank)
         for _ in range(4):

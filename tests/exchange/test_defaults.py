@@ -14,7 +14,20 @@ import fsdp_demo
 
 MAKES = {"empty", "zeros", "ones", "full", "tensor", "eye", "linspace", "rand", "randn"}
 NUMBERS = {"arange", "randint", "randperm"}  # of integers: the default dtype is no matter
-PACKAGES = ("channels", "checkpoint", "comm", "compression", "tools", "exchange", "hosts")
+PACKAGES = (
+    "channels",
+    "checkpoint",
+    "compression",
+    "exchange",
+    "hosts",
+    "tools",
+    "net",
+    "store",
+    "membership",
+    "peers",
+    "elastic",
+    "rendezvous",
+)
 PRESETS = ("diloco", "demo", "sign_loco", "muloco", "desloc", "streaming_diloco", "stride", "full")
 
 

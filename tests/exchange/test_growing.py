@@ -16,7 +16,8 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.comm import guests, spool
+from fsdp_demo.elastic import join_server
+from fsdp_demo.peers import bulk_stream
 
 from .test_survivors import Small, backward
 
@@ -114,21 +115,21 @@ def test_a_run_of_one_grows(run_ranks) -> None:
 def dies_as_a_donor(moment: str) -> None:
     """This process hands half a snapshot over and is killed, or some steps or messages later; it
     plans no join."""
-    put, read, seen = spool.put, guests._word, list[str]()
+    put, read, seen = bulk_stream.put, join_server._word, list[str]()
 
-    def half(hub: Any, wire: Any, head: spool.Head, parts: Any) -> None:
+    def half(poller: Any, wire: Any, head: bulk_stream.ItemHead, parts: Any) -> None:
         seen.append(head.item)
         if moment == head.item == "snapshot":
-            put(SimpleNamespace(changed=hub.changed, nudge=lambda wire: None), wire, head, parts)
+            put(SimpleNamespace(changed=poller.changed, nudge=lambda wire: None), wire, head, parts)
             wire._queue.pop()  # its last part
-            hub.nudge(wire)
+            poller.nudge(wire)
         else:
-            put(hub, wire, head, parts)
+            put(poller, wire, head, parts)
         if seen.count(moment) == (1 if moment == "snapshot" else 3):
             threading.Timer(0.3, os._exit, (9,)).start()
 
-    spool.put = half
-    guests._word = lambda note: [w if w != "ready" else "" for w in read(note)]
+    bulk_stream.put = half
+    join_server._word = lambda note: [w if w != "ready" else "" for w in read(note)]
 
 
 def handed_over(me: Any, case: str, moment: str) -> Any:

@@ -16,10 +16,10 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Stopped, WireError, base_optimizer, preset
-from fsdp_demo.comm.header import PAYLOAD, STOP, Header
-from fsdp_demo.comm.joining import Expected, Tick, packed, to_bytes, unpacked
 from fsdp_demo.exchange import replay
 from fsdp_demo.exchange.message import replica_weights
+from fsdp_demo.peers.header import PAYLOAD, STOP, Header
+from fsdp_demo.peers.join_messages import Expected, Tick, packed, to_bytes, unpacked
 
 from ..support import joining, threaded
 from ..support.cases import named

@@ -17,16 +17,16 @@ import fsdp_demo
 from ..support import journey
 
 MOST = {"demo": 45, "streaming_diloco": 43}  # files, as docs/architecture.md says
-HEARTBEATS = {"comm/tcp.py"}  # entered twice a second, whatever a step does
+HEARTBEATS = {"net/tcp.py"}  # entered twice a second, whatever a step does
 PRESENCE = {
-    "comm/attempts.py",
-    "comm/peers.py",  # which epoch it is in
-    "comm/presence.py",
-    "comm/replica.py",
-    "comm/roll.py",
-    "comm/store_client.py",
-    "comm/store_line.py",
-    "comm/store_wire.py",
+    "rendezvous/attempts.py",
+    "elastic/peer_group.py",  # which epoch it is in
+    "rendezvous/stop_notices.py",
+    "rendezvous/position.py",
+    "rendezvous/starting.py",
+    "store/client.py",
+    "store/connection.py",
+    "store/messages.py",
 }
 """What the threads may enter that tell the store, by the clock, that the island lives. They have no
 part in a step.
@@ -54,11 +54,10 @@ def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int])
         assert set().union(*clocked) <= PRESENCE, clocked
         files = set().union(*by_thread.values())
         # it has seen the three threads
-        assert files >= {"exchange/runtime.py", "comm/peers.py", "comm/membership.py"}
+        assert files >= {"exchange/runtime.py", "elastic/peer_group.py", "membership/machine.py"}
         assert not files & {
             "exchange/exchange.py",
             "exchange/readings.py",
-            "exchange/connections.py",
             "exchange/resume.py",
         }
         assert len(files - HEARTBEATS) <= MOST[name], " ".join(sorted(files))

@@ -1,5 +1,5 @@
 """An island that is told to end sends what it has done since its last exchange, and the others
-count it in their next one (K21).
+count it in their next one (early-part).
 
 Real processes over ZeroMQ, with `guard` around the loop.
 """

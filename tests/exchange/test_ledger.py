@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo.comm.header import HEADER
+from fsdp_demo.peers.header import HEADER
 
 from ..support import threaded
 

@@ -1,4 +1,4 @@
-"""What `fsdp_demo.exchange.memory` plans against what an exchange makes, every storage followed;
+"""What `fsdp_demo.exchange.plan` plans against what an exchange makes, every storage followed;
 and what `recipes/benchmarks/memory.py` prints."""
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fsdp_demo import ExchangeConfig, Topology, preset, presets
 from fsdp_demo.channels.channel import ChannelRunner
 from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.state import Placement
-from fsdp_demo.comm import collectives, streams
 from fsdp_demo.compression import blocks, dense, positions, quantize
-from fsdp_demo.exchange.memory import Memory, inner_state, plan_memory
-from fsdp_demo.exchange.plan import local_shape, plan_model
+from fsdp_demo.elastic import chunks
+from fsdp_demo.exchange.plan import Memory, inner_state, local_shape, plan_memory, plan_model
 from fsdp_demo.hosts.optimizers import materialise
 from fsdp_demo.hosts.torch_params import TorchHost
+from fsdp_demo.peers import collectives
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -104,7 +104,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
     monkeypatch.setattr(collectives, "STRETCH", collectives.STRETCH // SCALE)
     monkeypatch.setattr(quantize, "CHUNK", quantize.CHUNK // SCALE)
-    monkeypatch.setattr(streams, "LARGEST", streams.LARGEST // SCALE)
+    monkeypatch.setattr(chunks, "LARGEST", chunks.LARGEST // SCALE)
 
 
 @functools.cache

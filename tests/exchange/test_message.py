@@ -6,13 +6,13 @@ import torch
 
 from fsdp_demo.channels.channel import ChannelPayload
 from fsdp_demo.channels.codec import ChannelCodec
-from fsdp_demo.comm.collectives import ReceivedMessage, legs
-from fsdp_demo.comm.header import HEADER, Header
 from fsdp_demo.compression import dense
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.channel import Channel
 from fsdp_demo.config.parts import Accumulator, Codec
 from fsdp_demo.exchange.message import MessageLayout
+from fsdp_demo.peers.collectives import ReceivedMessage, legs
+from fsdp_demo.peers.header import HEADER, Header
 
 INDEXED = Codec("none", "topk", 4, value_dtype="int8")
 SEEDED = Codec("none", "random", 4, value_dtype="bf16")

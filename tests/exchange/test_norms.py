@@ -14,9 +14,9 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, NotFinite, PeerLost, Topology, preset
-from fsdp_demo.comm.header import FAR, HEADER, NOT_FINITE, Header, norm_code, norm_of
 from fsdp_demo.exchange.local_status import LIMIT
 from fsdp_demo.exchange.watch import LEAST, MESSAGES, Kept, Norms
+from fsdp_demo.peers.header import FAR, HEADER, NOT_FINITE, Header, norm_code, norm_of
 
 from ..support import probe
 from ..support.sealed import seal, unseal

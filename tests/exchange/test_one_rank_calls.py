@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo.comm import sibling_watch
+from fsdp_demo.rendezvous import island
 
 
 class Heard(logging.Handler):
@@ -35,8 +35,8 @@ class Heard(logging.Handler):
 
 def alone(me: Any) -> list[str]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(sibling_watch, "PATIENCE", 0.5)
-    patch.setattr(sibling_watch, "BEAT", 0.1)
+    patch.setattr(island, "PATIENCE", 0.5)
+    patch.setattr(island, "BEAT", 0.1)
     heard, model = Heard(), torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
@@ -68,8 +68,8 @@ def test_each_rank_says_where_all_are(run_ranks: Any) -> None:
 def test_a_call_that_all_make_says_nothing(run_ranks: Any) -> None:
     def together(me: Any) -> list[str]:
         patch = pytest.MonkeyPatch()
-        patch.setattr(sibling_watch, "PATIENCE", 0.3)
-        patch.setattr(sibling_watch, "BEAT", 0.05)
+        patch.setattr(island, "PATIENCE", 0.3)
+        patch.setattr(island, "BEAT", 0.05)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters())
         exchange, heard = fsdp_demo.attach(optimizer, "diloco", model=model), Heard()

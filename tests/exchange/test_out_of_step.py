@@ -16,9 +16,10 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Mismatch, PeerLost, Topology, WireError, preset
-from fsdp_demo.comm import agreement, digests, header
+from fsdp_demo.elastic import agreement
+from fsdp_demo.peers import digests, header
 
-from ..comm.test_transport import on_lines
+from ..elastic.test_peer_group import on_lines
 from ..support import threaded
 from ..support.threaded import Tap, values
 from .test_failure import Small

@@ -11,7 +11,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, preset
-from fsdp_demo.exchange.memory import plan_memory
+from fsdp_demo.exchange.plan import plan_memory
 
 from ..support.threaded import islands, values
 

@@ -19,11 +19,11 @@ from torch import nn
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, preset, presets, ring_all_reduce_bytes
-from fsdp_demo.comm import header
-from fsdp_demo.comm.meter import Meter
 from fsdp_demo.compression import dense as vectors
 from fsdp_demo.compression import quantize
 from fsdp_demo.exchange import plan
+from fsdp_demo.peers import header
+from fsdp_demo.peers.meter import Meter
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SCRIPT = RECIPES / "benchmarks" / "bytes.py"

@@ -16,7 +16,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.comm import signs
+from fsdp_demo.elastic import failure_detector
 from fsdp_demo.exchange.local_status import LIMIT
 
 try:
@@ -155,7 +155,7 @@ def test_an_island_that_stands_still_ends_and_never_the_one_that_waits(
     """
 
     def fn(me: Any) -> Any:
-        pytest.MonkeyPatch().setattr(signs, "PATIENCE", 1.0)
+        pytest.MonkeyPatch().setattr(failure_detector, "PATIENCE", 1.0)
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
         for t in range(7):
             backward(model, me.island, t)

@@ -15,7 +15,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.errors import Mismatch
-from fsdp_demo.exchange import facts
+from fsdp_demo.exchange import run_specification
 from fsdp_demo.exchange.local_status import mean_rate
 from fsdp_demo.hosts.torch_params import TorchHost
 
@@ -249,12 +249,12 @@ place = threading.local()  # whose island a thread is
 
 
 def test_machines_that_differ_are_said_in_one_line(islands: Any, everywhere: Any) -> None:
-    assert set(facts.machine(torch.device("cpu"))) == {"torch", "device", "processor"}
+    assert set(run_specification.machine(torch.device("cpu"))) == {"torch", "device", "processor"}
 
     def machine(device: torch.device) -> dict[str, str]:
         return {"torch": f"2.{place.island}", "device": "cpu", "processor": f"kind {place.island}"}
 
-    everywhere.setattr(facts, "machine", machine)
+    everywhere.setattr(run_specification, "machine", machine)
 
     def run(topology: Any) -> None:
         place.island, thread, lines = topology.island, threading.get_ident(), []

@@ -13,9 +13,9 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.comm import environment
-from fsdp_demo.exchange import log_setup
+from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.summary import odd_ends, total_steps
+from fsdp_demo.rendezvous import environment
 
 from ..support import threaded
 
@@ -105,10 +105,10 @@ def test_a_level_that_was_set_stays_and_other_ranks_only_warn(capfd) -> None:
         LOG.setLevel(logging.ERROR)
         snippet()
         assert not said(capfd) and LOG.level == logging.ERROR
-        log_setup.hush()
+        summary.hush()
         assert LOG.level == logging.ERROR
         LOG.setLevel(logging.NOTSET)
-        log_setup.speak(fsdp_demo.Topology("single", name="west", rank=1, world=2))
+        summary.speak(fsdp_demo.Topology("single", name="west", rank=1, world=2))
         LOG.info("west: of rank 0 only")
         LOG.warning("west: of all")
         assert said(capfd) == ["[west] WARNING: of all"]

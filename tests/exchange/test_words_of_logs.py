@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo.comm import look
 from fsdp_demo.errors import counted
+from fsdp_demo.rendezvous import run_status
 
 
 def attached(preset: str, **changes: Any) -> Any:
@@ -59,8 +59,8 @@ def test_what_a_sparse_channel_sends_whole_is_said(caplog: pytest.LogCaptureFixt
 def test_status_counts_the_islands_beside_the_epoch() -> None:
     member = {"slot": 0, "life": 0, "delivered": 1, "heard": {}}
     found = {"run": "a", "attempt": "0", "state": "members", "epoch": 0, "members": [member]}
-    head, line = look.text(found).splitlines()
+    head, line = run_status.text(found).splitlines()
     assert head == "run a, attempt 0: members; epoch 0, 1 island"
     assert line == "  island 0: 1 message delivered, heard nobody"
-    two = look.text(found | {"members": [member, member | {"slot": 1, "delivered": 2}]})
+    two = run_status.text(found | {"members": [member, member | {"slot": 1, "delivered": 2}]})
     assert "epoch 0, 2 islands" in two and "island 1: 2 messages delivered" in two

@@ -11,7 +11,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo.checkpoint import load_exchange, save_exchange
-from fsdp_demo.exchange import copies
+from fsdp_demo.exchange import refusals
 
 
 class Block(torch.nn.Module):
@@ -62,7 +62,7 @@ def test_partial_gradients_are_added_up_and_counted_once(
             "down": RowwiseParallel(output_layouts=Replicate()),
         }
         told: list[str] = []
-        copies.log.warning = lambda text, *args, **_: told.append(text % args)
+        refusals.log.warning = lambda text, *args, **_: told.append(text % args)
         cut = parallelize_module(Block(), me.mesh(), plan)
         found = stepped(cut, name, **changes)
         assert told == []  # the norm, which both ranks hold whole, trains as one

@@ -16,7 +16,9 @@ from fsdp_demo.errors import StoreSilent
 def test_a_store_that_is_silent_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fsdp_demo.comm.topology.Topology.open_store", refuse(StoreSilent("none")))
+    monkeypatch.setattr(
+        "fsdp_demo.rendezvous.topology.Topology.open_store", refuse(StoreSilent("none"))
+    )
     monkeypatch.setenv("ISLAND_ENDPOINT", "127.0.0.1:1")
     assert cli.main(["status"]) == 1
     assert capsys.readouterr().err == "fsdp-demo: error: none\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_demo import cli
-from fsdp_demo.checkpoint.choice import Held, choose
+from fsdp_demo.checkpoint.choice import HeldCheckpoint, choose
 
 
 def saved_run(rank) -> str:
@@ -112,7 +112,7 @@ def test_inspect_says_what_is_in_a_run(
 def described(step: int, island: int, islands: int, took: list[int] | None = None) -> Any:
     """What `inspect` says of one checkpoint, as far as `shared` reads it."""
     holds = {str(island): f"island{island}"}
-    known = Held(step, owner=island, participants=json.dumps(took) if took else "")
+    known = HeldCheckpoint(step, owner=island, participants=json.dumps(took) if took else "")
     return {
         "held": {str(island): known.note()},
         "step": step,
@@ -170,7 +170,9 @@ def test_what_inspect_says_is_what_a_resume_does() -> None:
 
     steps = [(100,), (100, 400, 420), (100, 400, 420)]
     found = [described(s, i, 3, [1, 2]) for i in range(3) for s in steps[i]]
-    held = [[Held(*f["held"][str(i)]) for f in found if str(i) in f["held"]] for i in range(3)]
+    held = [
+        [HeldCheckpoint(*f["held"][str(i)]) for f in found if str(i) in f["held"]] for i in range(3)
+    ]
     chosen = choose("abc", held, "newest") or []
     assert [state and state.step for state in chosen] == [None, 420, 420]
     assert shared(found).endswith("islands 1 and 2 from step 420, island 0 takes over from them")

@@ -95,7 +95,7 @@ def test_rehearse_hands_restarts_on() -> None:
 def test_somebody_must_decide_is_the_worst_status(own: tuple[int, ...], worst: int) -> None:
     supervisor = Supervisor(Rehearsal(len(own), 1, (__file__,), "torchrun"), sys.stdout)
     supervisor.islands = supervisor.ended = [
-        rehearse.Island(f"island{n}", None, status) for n, status in enumerate(own)
+        rehearse.RehearsedIsland(f"island{n}", None, status) for n, status in enumerate(own)
     ]  # type: ignore[arg-type]
     assert supervisor.verdict() == worst
 

@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 PARENT = """
 import gc, json, os, socket, sys
 from pathlib import Path
-import fsdp_demo.comm.look, fsdp_demo.comm.store_client, fsdp_demo.launch.store
+import fsdp_demo.rendezvous.run_status, fsdp_demo.store.client, fsdp_demo.store.server
 from fsdp_demo import Mismatch, PeerLost, Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
-from fsdp_demo.comm.position import ShardPosition
+from fsdp_demo.rendezvous.position import ShardPosition
 from tests.support.durable import Durable
 
 folder = Path(sys.argv[1])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_demo import cli
-from fsdp_demo.comm.address import join_address, split_address
-from fsdp_demo.comm.store_client import StoreClient
-from fsdp_demo.launch.store import InThread, StoreServer
+from fsdp_demo.net.address import join_address, split_address
+from fsdp_demo.store.client import StoreClient
+from fsdp_demo.store.server import InThread, StoreServer
 
 from .rehearsals import ON_LINUX, command
 
@@ -190,7 +190,7 @@ def test_store_listens_on_the_address_asked_for_and_no_other(tmp_path: Path) -> 
 def test_store_warns_of_open_and_of_public_addresses() -> None:
     import ipaddress
 
-    from fsdp_demo.launch.store import _open_to
+    from fsdp_demo.store.server import _open_to
 
     (warning,) = _open_to(ipaddress.ip_address("0.0.0.0"), "")
     assert "every address" in warning

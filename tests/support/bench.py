@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_demo.comm import moves
-from fsdp_demo.comm.epochs import Kind, Member, Record, Report, first_record
-from fsdp_demo.comm.membership import Rank, entered
+from fsdp_demo.membership import protocol_events
+from fsdp_demo.membership.machine import Rank, entered
+from fsdp_demo.membership.protocol_types import Kind, Member, Record, Report, first_record
 
 A, B, C, D = (Member(i) for i in range(4))
 At = tuple[Member, int]
@@ -34,26 +34,28 @@ class Bench:
             for m in self.members
             for r in range(peer_groups)
         }
-        self.frames: list[tuple[At, At, moves.PieceReceived]] = []
-        self.votes: list[tuple[At, moves.Voted]] = []
+        self.frames: list[tuple[At, At, protocol_events.PieceReceived]] = []
+        self.votes: list[tuple[At, protocol_events.Voted]] = []
         self.reports: list[Report] = []
         self.did: dict[At, list[Any]] = {at: [] for at in self.ranks}
 
-    def tell(self, at: At, event: moves.Event) -> list[Any]:
+    def tell(self, at: At, event: protocol_events.Event) -> list[Any]:
         """Feed one event; what the rank asked for."""
         self.ranks[at], actions = self.ranks[at].step(event)
         for action in actions:
-            if isinstance(action, moves.Send):
+            if isinstance(action, protocol_events.Send):
                 a = action
-                frame = moves.PieceReceived(a.view, a.epoch, at[0], a.n, a.kind, a.piece, a.landed)
+                frame = protocol_events.PieceReceived(
+                    a.view, a.epoch, at[0], a.n, a.kind, a.piece, a.landed
+                )
                 self.frames += [(at, (m, at[1]), frame) for m in a.to if (m, at[1]) in self.ranks]
-            elif isinstance(action, moves.CastVote):
+            elif isinstance(action, protocol_events.CastVote):
                 self.votes += [
-                    ((at[0], r), moves.Voted(action.ballot, action.epoch))
+                    ((at[0], r), protocol_events.Voted(action.ballot, action.epoch))
                     for r in range(self.peer_groups)
                     if r != at[1]
                 ]
-            elif isinstance(action, moves.PostReport):
+            elif isinstance(action, protocol_events.PostReport):
                 self.reports.append(action.report)
             else:
                 self.did[at].append(action)
@@ -63,7 +65,7 @@ class Bench:
         """All ranks of these islands launch message n."""
         for at in list(self.ranks):
             if at[0] in (who or self.members):
-                self.tell(at, moves.Launched(n, kind))
+                self.tell(at, protocol_events.Launched(n, kind))
 
     def let(
         self,
@@ -95,7 +97,7 @@ class Bench:
                 if peer != m and self.ranks[peer, peer_group].record.view == rank.record.view:
                     self.tell(
                         (m, peer_group),
-                        moves.LandedHeard(
+                        protocol_events.LandedHeard(
                             rank.record.view, peer, self.ranks[peer, peer_group].landed
                         ),
                     )
@@ -105,12 +107,12 @@ class Bench:
         for at in [at for at in self.ranks if at[0] in who]:
             for m in lost:
                 self.ranks[at] = self.ranks[at] if m == at[0] else replaced_lost(self.ranks[at], m)
-            self.tell(at, moves.FrozenHeard(self.ranks[at].record.view))
+            self.tell(at, protocol_events.FrozenHeard(self.ranks[at].record.view))
 
     def propose(self, at: At, waited: bool = True) -> Record | None:
         """What this rank proposes from all reports that were posted."""
-        found = self.tell(at, moves.ReportsSeen(tuple(self.reports), waited))
-        return next((a.record for a in found if isinstance(a, moves.ProposeRecord)), None)
+        found = self.tell(at, protocol_events.ReportsSeen(tuple(self.reports), waited))
+        return next((a.record for a in found if isinstance(a, protocol_events.ProposeRecord)), None)
 
     def change(self, *who: Member, adopt: bool = True) -> Record:
         """These freeze and report; their record becomes the newest and, if wanted, they adopt
@@ -127,13 +129,17 @@ class Bench:
     def adopt(self, *who: Member, rank: int | None = None) -> None:
         """These ranks read the newest record."""
         for at in [at for at in self.ranks if at[0] in who and rank in (None, at[1])]:
-            self.tell(at, moves.RecordSeen(self.record))
+            self.tell(at, protocol_events.RecordSeen(self.record))
 
     def delivered(self, member: Member, n: int = 0) -> list[str | None]:
         """For each rank of the island whose contributions it delivered as n: "ABC"."""
         found = []
         for r in range(self.peer_groups):
-            own = [a for a in self.did[member, r] if isinstance(a, moves.Deliver) and a.n == n]
+            own = [
+                a
+                for a in self.did[member, r]
+                if isinstance(a, protocol_events.Deliver) and a.n == n
+            ]
             sets = ["".join("ABCDE"[m.slot] for m in a.contributors) for a in own]
             assert len(sets) <= 1
             found.append(sets[0] if sets else None)
@@ -142,7 +148,8 @@ class Bench:
     def sealed(self, member: Member, rank: int = 0) -> int:
         """Below which message this rank may seal a checkpoint."""
         return max(
-            [a.below for a in self.did[member, rank] if isinstance(a, moves.SealAllowed)], default=0
+            [a.below for a in self.did[member, rank] if isinstance(a, protocol_events.SealAllowed)],
+            default=0,
         )
 
 

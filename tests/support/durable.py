@@ -49,7 +49,7 @@ class Durable:
         assert self.port, "the store did not start: see the log of the rank"
 
     def _serve(self, writer: int) -> None:
-        from fsdp_demo.launch.store import StoreServer
+        from fsdp_demo.store.server import StoreServer
 
         store = StoreServer(f"127.0.0.1:{self.port}", self._file, self._token, **self._bounds)
         os.write(writer, b"%d" % store.port)
@@ -74,7 +74,7 @@ class Durable:
 
     def client(self, deadline: float = 10.0, token: str | None = None, port: int = 0) -> Any:
         """A client of its own, of the store or of a relay before it."""
-        from fsdp_demo.comm.store_client import StoreClient
+        from fsdp_demo.store.client import StoreClient
 
         return StoreClient(
             f"127.0.0.1:{port or self.port}",

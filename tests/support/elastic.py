@@ -20,13 +20,14 @@ import zmq
 from torch import Tensor
 
 from fsdp_demo import PeerLost
-from fsdp_demo.comm import collectives, driver, meet
-from fsdp_demo.comm.header import HEADER, PAYLOAD, QUESTION
-from fsdp_demo.comm.meet import PeerPosition
-from fsdp_demo.comm.peers import PeerGroup
-from fsdp_demo.comm.store_client import WorldStore
-from fsdp_demo.comm.wire import Wire
-from fsdp_demo.comm.zeromq import Meeting
+from fsdp_demo.elastic import connect, driver
+from fsdp_demo.elastic.connect import PeerPosition
+from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.peers import collectives
+from fsdp_demo.peers.connection import PeerConnection
+from fsdp_demo.peers.header import HEADER, PAYLOAD, QUESTION
+from fsdp_demo.peers.zeromq import Meeting
+from fsdp_demo.store.client import WorldStore
 
 from .threads import warm
 
@@ -78,7 +79,9 @@ class Islands:
         self._undo: list[Callable[[], Any]] = []
         # it would end the process
         self._replace(
-            meet, "expelled", lambda place, record: self.expelled.append((place.slot, place.rank))
+            connect,
+            "expelled",
+            lambda place, record: self.expelled.append((place.slot, place.rank)),
         )
 
     def _replace(self, target: Any, name: str, value: Any) -> None:
@@ -99,15 +102,15 @@ class Islands:
             self.token,
         )
         place = PeerPosition(slot, rank, self.ranks, self.names)
-        limits = meet.Limits(self.dead, stall=60.0)
-        line = meet.elastic_peers(meeting, place, lambda: self.store.under("line"), None, limits)
+        limits = connect.Limits(self.dead, stall=60.0)
+        line = connect.elastic_peers(meeting, place, lambda: self.store.under("line"), None, limits)
         line.begun = True
-        self.lines[slot, rank], self._hubs[line._driver._hub] = line, (slot, rank)
+        self.lines[slot, rank], self._hubs[line._driver._poller] = line, (slot, rank)
         return line
 
-    def who(self, hub: Any) -> tuple[int, int] | None:
+    def who(self, poller: Any) -> tuple[int, int] | None:
         """(slot, rank) of a hub; None before it has met."""
-        return self._hubs.get(hub)
+        return self._hubs.get(poller)
 
     def run(
         self, fn: Callable[[PeerGroup], Any], limit: float = 40.0
@@ -173,17 +176,17 @@ class Islands:
     def kill_at_frame(self, k: int, *victims: tuple[int, int]) -> list[int]:
         """Kill each of the victims when it hands its k-th piece over, from 0; the ones before have
         left. The count goes on in what is returned, one for each victim."""
-        counts, plain = [0] * len(victims), Wire.post_send
+        counts, plain = [0] * len(victims), PeerConnection.post_send
 
-        def post_send(wire: Wire, piece: Any, number: int) -> None:
-            who = self.who(wire.hub)
+        def post_send(wire: PeerConnection, piece: Any, number: int) -> None:
+            who = self.who(wire.poller)
             if who in victims:
                 counts[victims.index(who)] += 1
                 if counts[victims.index(who)] == k + 1:
                     die(self.lines[who]._driver)
             plain(wire, piece, number)
 
-        self._replace(Wire, "post_send", post_send)
+        self._replace(PeerConnection, "post_send", post_send)
         return counts
 
     def kill_in(self, method: str, *victims: tuple[int, int], after: bool = False) -> None:
@@ -193,7 +196,7 @@ class Islands:
         plain, done = getattr(driver.Driver, method), set[tuple[int, int]]()
 
         def hooked(me: driver.Driver, action: Any) -> None:
-            who = self.who(me._hub)
+            who = self.who(me._poller)
             if after:
                 plain(me, action)
             if who in victims and who not in done:
@@ -214,14 +217,14 @@ class Islands:
 
 def die(me: driver.Driver) -> None:
     """In the driver's own thread."""
-    for wire in list(me._hub.wires):
+    for wire in list(me._poller.wires):
         if not wire.gone:
             wire.serve(zmq.POLLOUT)
     time.sleep(0.01)  # what the library has leaves
-    for wire in list(me._hub.wires):
+    for wire in list(me._poller.wires):
         wire.close(0)
     me._closed = True
-    me._desk._jobs.put(None)
+    me._store_session._jobs.put(None)
     raise Died
 
 

@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fsdp_demo.comm import moves
-from fsdp_demo.comm.epochs import Kind, Member, Record, Report, first_record
-from fsdp_demo.comm.membership import Rank, entered
+from fsdp_demo.membership import protocol_events
+from fsdp_demo.membership.machine import Rank, entered
+from fsdp_demo.membership.protocol_types import Kind, Member, Record, Report, first_record
 
 from .invariants import Outcome, Violation
 
@@ -30,8 +30,8 @@ class World(NamedTuple):
 
     ranks: tuple[Rank | None, ...]
     got: tuple[tuple[Outcome | None, ...], ...]
-    frames: tuple[tuple[tuple[int, int], tuple[moves.PieceReceived, ...]], ...]
-    votes: frozenset[tuple[int, moves.Voted]]
+    frames: tuple[tuple[tuple[int, int], tuple[protocol_events.PieceReceived, ...]], ...]
+    votes: frozenset[tuple[int, protocol_events.Voted]]
     reports: tuple[Report, ...]
     records: tuple[Record, ...]
     crashes: int
@@ -113,7 +113,7 @@ class Everything:
         ]
         return [self.machine(**vars(rank)) for rank in made]
 
-    def _launch(self, w: World, rank: Rank) -> moves.Launched | None:
+    def _launch(self, w: World, rank: Rank) -> protocol_events.Launched | None:
         """A newcomer first applies what comes before the message that it begins with: the others
         have delivered that.
         """
@@ -123,7 +123,7 @@ class Everything:
             return None
         if rank.begun and n >= rank.landed + rank.window:
             return None
-        return moves.Launched(n, self.kinds[n], n in self.questions)
+        return protocol_events.Launched(n, self.kinds[n], n in self.questions)
 
     def _begins(self, base: int) -> int:
         return next(n for n in itertools.count(base) if n not in self.questions)
@@ -147,14 +147,16 @@ class Everything:
             for m in rank.record.members:
                 peer = w.ranks[m.slot * self.peer_groups + rank.rank]
                 if m != rank.me and peer is not None and peer.record.view == rank.record.view:
-                    yield self._fed(w, at, moves.LandedHeard(rank.record.view, m, peer.landed))
+                    yield self._fed(
+                        w, at, protocol_events.LandedHeard(rank.record.view, m, peer.landed)
+                    )
             if any(r.view == rank.record.view for r in w.reports):
-                yield self._fed(w, at, moves.FrozenHeard(rank.record.view))
+                yield self._fed(w, at, protocol_events.FrozenHeard(rank.record.view))
             if rank.state == "frozen":
-                yield self._fed(w, at, moves.ReportsSeen(w.reports, waited=True))
+                yield self._fed(w, at, protocol_events.ReportsSeen(w.reports, waited=True))
             for record in w.records:
                 if record.epoch == rank.record.epoch + 1:
-                    yield self._fed(w, at, moves.RecordSeen(record))
+                    yield self._fed(w, at, protocol_events.RecordSeen(record))
 
     def _faults(self, w: World) -> Iterator[World]:
         """A suspicion, right or wrong, the crash of an island, or the plan to let one in."""
@@ -167,10 +169,10 @@ class Everything:
                 and rank.record.epoch == w.records[-1].epoch
             ):
                 for m in rank.record.members:
-                    yield self._fed(w, at, moves.ConnectionLost(m)) if m != rank.me else w
+                    yield self._fed(w, at, protocol_events.ConnectionLost(m)) if m != rank.me else w
         first = w.ranks[0]
         if w.joins and first is not None and first.next + 2 * self.window + 1 < len(self.kinds):
-            newcomer = moves.JoinPlanned(Member(self.islands))
+            newcomer = protocol_events.JoinPlanned(Member(self.islands))
             after = self._fed(w, 0, newcomer)
             yield after._replace(joins=0) if after != w else w
         if w.crashes and more:
@@ -180,7 +182,7 @@ class Everything:
                 )
                 yield w._replace(ranks=ranks, crashes=w.crashes - 1)
 
-    def _fed(self, w: World, at: int, event: moves.Event) -> World:
+    def _fed(self, w: World, at: int, event: protocol_events.Event) -> World:
         rank = w.ranks[at]
         assert rank is not None
         try:
@@ -192,31 +194,31 @@ class Everything:
             w = self._acted(w, at, after, action)
         return w
 
-    def _acted(self, w: World, at: int, rank: Rank, action: moves.Action) -> World:
-        if isinstance(action, moves.Send):
+    def _acted(self, w: World, at: int, rank: Rank, action: protocol_events.Action) -> World:
+        if isinstance(action, protocol_events.Send):
             frames = dict(w.frames)
             for m in action.to:
                 link = (at, m.slot * self.peer_groups + rank.rank)
-                frame = moves.PieceReceived(
+                frame = protocol_events.PieceReceived(
                     action.view, action.epoch, rank.me, action.n, action.kind, action.piece
                 )
                 frames[link] = (*frames.get(link, ()), frame)
             return w._replace(frames=_sorted(frames))
-        if isinstance(action, moves.CastVote):
+        if isinstance(action, protocol_events.CastVote):
             first = at - at % self.peer_groups
             to = {
-                (k, moves.Voted(action.ballot, action.epoch))
+                (k, protocol_events.Voted(action.ballot, action.epoch))
                 for k in range(first, first + self.peer_groups)
                 if k != at
             }
             return w._replace(votes=w.votes | to)
-        if isinstance(action, moves.PostReport):
+        if isinstance(action, protocol_events.PostReport):
             return w._replace(reports=(*w.reports, action.report))
-        if isinstance(action, moves.ProposeRecord):
+        if isinstance(action, protocol_events.ProposeRecord):
             if self.join:
                 return w._replace(asked=w.asked | {action.record})
             return self._written(w, action.record)
-        if isinstance(action, moves.Deliver):
+        if isinstance(action, protocol_events.Deliver):
             return self._delivered(w, at, action)
         return w
 
@@ -233,7 +235,7 @@ class Everything:
             got=(*w.got, *(none for _ in ranks)),
         )
 
-    def _delivered(self, w: World, at: int, action: moves.Deliver) -> World:
+    def _delivered(self, w: World, at: int, action: protocol_events.Deliver) -> World:
         if w.got[at][action.n] is not None:
             raise Violation("I2", f"{action} twice")
         own = tuple(
@@ -278,8 +280,8 @@ class Everything:
 
 
 def _sorted(
-    frames: dict[tuple[int, int], tuple[moves.PieceReceived, ...]],
-) -> tuple[tuple[tuple[int, int], tuple[moves.PieceReceived, ...]], ...]:
+    frames: dict[tuple[int, int], tuple[protocol_events.PieceReceived, ...]],
+) -> tuple[tuple[tuple[int, int], tuple[protocol_events.PieceReceived, ...]], ...]:
     return tuple(sorted((link, left) for link, left in frames.items() if left))
 
 

@@ -1,16 +1,16 @@
-"""Every history of a few messages under `fsdp_demo.comm.membership`, up to histories that differ in
-nothing a rank could notice.
+"""Every history of a few messages under `fsdp_demo.membership.machine`, up to histories that differ
+in nothing a rank could notice.
 
 A state is: for each rank its machine, the frames and votes on the way to it, a record it has not
 adopted yet, and what it delivered; and what was sealed by whom ever. `Explorer.run` visits every
 state that can be reached and checks the invariants after every step.
 
-What is left out, and why nothing is lost by it (tests/comm/test_membership_exhaustive.py compares
+What is left out, and why nothing is lost by it (tests/membership/test_exhaustive.py compares
 with `everything.py`, which leaves out nothing, where that is small enough):
 
 1. Steps of different ranks do not touch each other, but through what is sent. So all that a rank
    does in a view before it freezes is put before the first freeze of the change; what comes to a
-   frozen rank later (K1) follows the freezes at once.
+   frozen rank later (freeze-first) follows the freezes at once.
 2. A crashed island, a stopped, a slow and an unheard one take no part in the reports of a change.
    All are one choice here: whose ranks report. What such an island did before is explored; what it
    does later reaches nobody who counts, but for what it seals, which it might as well have sealed
@@ -18,8 +18,8 @@ with `everything.py`, which leaves out nothing, where that is small enough):
 3. Of a change only whose reports count matters, not who suspected whom; `largest` has its own
    tests.
 4. Ranks adopt a record at once, but for one rank at most that has voted in the old view and has not
-   delivered: it lags for as long as it likes, and hears the votes of ranks that are further (K24).
-   Who lags without having voted just receives later.
+   delivered: it lags for as long as it likes, and hears the votes of ranks that are further
+   (vote-with-view). Who lags without having voted just receives later.
 5. A vote, a beat or a share of leg 1 that completes nothing is put off until it does, or until a
    frame behind it is wanted.
 6. A message that a rank launches before a change is launched when the view begins; what it receives
@@ -39,9 +39,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from fsdp_demo.comm import moves
-from fsdp_demo.comm.epochs import Kind, Member, Record
-from fsdp_demo.comm.membership import Rank
+from fsdp_demo.membership import protocol_events
+from fsdp_demo.membership.machine import Rank
+from fsdp_demo.membership.protocol_types import Kind, Member, Record
 
 from .invariants import Invariants, Key, Node, remembered
 from .relabel import Relabel, outcome
@@ -49,7 +49,7 @@ from .relabel import Relabel, outcome
 NOW = 4
 """The newest epoch in every canonical state."""
 
-Local = tuple[int, tuple[moves.Action, ...]]
+Local = tuple[int, tuple[protocol_events.Action, ...]]
 """What becomes of one rank in a step, and what it asks for."""
 
 
@@ -192,7 +192,7 @@ class Explorer(Invariants):
         """
         node = self._node(i)
         numbers = range(node.machine.next, node.until) if node.pending is None else ()
-        return self._fed(i, tuple(moves.Launched(n, self.kinds[n]) for n in numbers))
+        return self._fed(i, tuple(protocol_events.Launched(n, self.kinds[n]) for n in numbers))
 
     def _run_out(self, key: Key) -> Key:
         """All that the islands do which are not marked to stay, in one order: a rank that lags
@@ -243,7 +243,7 @@ class Explorer(Invariants):
         state = (*key, self._id((None,) * n))
         for at, k in itertools.product(range(len(key)), range(n) if self.late == "nobody" else ()):
             state = self._done(
-                state, at, *self._fed(state[at], (moves.Launched(k, self.kinds[k]),))
+                state, at, *self._fed(state[at], (protocol_events.Launched(k, self.kinds[k]),))
             )
         return state
 
@@ -310,7 +310,9 @@ class Explorer(Invariants):
             yield self._adopt(i)
             return
         if node.machine.next < len(self.kinds) and not node.stays:
-            yield self._fed(i, (moves.Launched(node.machine.next, self.kinds[node.machine.next]),))
+            yield self._fed(
+                i, (protocol_events.Launched(node.machine.next, self.kinds[node.machine.next]),)
+            )
         # the next frame of one sender, with the shares before it
         for slot, frames in enumerate(node.inbox):
             count = next((k for k, f in enumerate(frames) if f.piece.what != "share"), None)
@@ -367,20 +369,20 @@ class Explorer(Invariants):
     def _beaten(self, i: int, landed: int) -> Local:
         machine = self._node(i).machine
         beats = (
-            moves.LandedHeard(machine.record.view, m, landed)
+            protocol_events.LandedHeard(machine.record.view, m, landed)
             for m in machine.record.members
             if m != machine.me
         )
         return self._fed(i, tuple(beats))
 
-    def _fed(self, i: int, events: tuple[moves.Event, ...]) -> Local:
+    def _fed(self, i: int, events: tuple[protocol_events.Event, ...]) -> Local:
         """One rank after these events, and all it asks for."""
         node, asked = self._node(i), []
         machine, got = node.machine, list(node.got)
         for event in events:
             machine, actions = machine.step(event)
             for action in actions:
-                if isinstance(action, moves.Deliver):
+                if isinstance(action, protocol_events.Deliver):
                     self._check(
                         "I2", got[action.n] is None, "{} delivers {} twice", machine.me, action.n
                     )
@@ -389,27 +391,29 @@ class Explorer(Invariants):
         votes = tuple(v for v in node.votes if got[v.ballot.n] is None)
         return self._id(node._replace(machine=machine, votes=votes, got=tuple(got))), tuple(asked)
 
-    def _done(self, key: Key, at: int, after: int, actions: tuple[moves.Action, ...]) -> Key:
+    def _done(
+        self, key: Key, at: int, after: int, actions: tuple[protocol_events.Action, ...]
+    ) -> Key:
         """The state when one rank has become `after` and what it asks for is done."""
         state = [*key]
         state[at] = after
         for action in actions:
-            if isinstance(action, moves.Send):
+            if isinstance(action, protocol_events.Send):
                 self._send(state, at, action)
-            elif isinstance(action, moves.CastVote):
+            elif isinstance(action, protocol_events.CastVote):
                 self._cast(state, at, action)
-            elif isinstance(action, moves.Deliver):
+            elif isinstance(action, protocol_events.Deliver):
                 self._check_delivered(state, at, action)
-            elif isinstance(action, moves.Free):
+            elif isinstance(action, protocol_events.Free):
                 self._check_freed(state, at, action.n)
-            elif isinstance(action, moves.SealAllowed):
+            elif isinstance(action, protocol_events.SealAllowed):
                 state[-1] = self._sealed(state, at, action.below)
         return tuple(state)
 
-    def _send(self, state: list[int], at: int, action: moves.Send) -> None:
+    def _send(self, state: list[int], at: int, action: protocol_events.Send) -> None:
         machine = self._node(state[at]).machine
         frame = self._id(
-            moves.PieceReceived(
+            protocol_events.PieceReceived(
                 action.view, action.epoch, machine.me, action.n, action.kind, action.piece
             )
         )
@@ -427,8 +431,11 @@ class Explorer(Invariants):
         )
         return self._id(node._replace(inbox=inbox))
 
-    def _cast(self, state: list[int], at: int, action: moves.CastVote) -> None:
-        first, vote = at - at % self.peer_groups, self._id(moves.Voted(action.ballot, action.epoch))
+    def _cast(self, state: list[int], at: int, action: protocol_events.CastVote) -> None:
+        first, vote = (
+            at - at % self.peer_groups,
+            self._id(protocol_events.Voted(action.ballot, action.epoch)),
+        )
         for to in range(first, first + self.peer_groups):
             if to != at and state[to]:
                 state[to] = self._told(state[to], vote)
@@ -481,8 +488,10 @@ class Explorer(Invariants):
     @remembered
     def _frozen(self, i: int) -> tuple[int, int]:
         """The rank when it has frozen, and its report."""
-        after, actions = self._fed(i, (moves.FrozenHeard(self._node(i).machine.record.view),))
-        (report,) = (a.report for a in actions if isinstance(a, moves.PostReport))
+        after, actions = self._fed(
+            i, (protocol_events.FrozenHeard(self._node(i).machine.record.view),)
+        )
+        (report,) = (a.report for a in actions if isinstance(a, protocol_events.PostReport))
         return after, self._id(report)
 
     def _late(self, key: Key, ranks: list[int]) -> Iterator[Key]:
@@ -522,9 +531,9 @@ class Explorer(Invariants):
     def _record(self, i: int, reports: tuple[int, ...]) -> int:
         """What this rank proposes."""
         (action,) = self._node(i).machine.step(
-            moves.ReportsSeen(tuple(self._values[r] for r in reports), waited=True)
+            protocol_events.ReportsSeen(tuple(self._values[r] for r in reports), waited=True)
         )[1]
-        assert isinstance(action, moves.ProposeRecord)
+        assert isinstance(action, protocol_events.ProposeRecord)
         return self._id(replace(action.record, history=""))
 
     def _adopted(self, key: Key, record: int, ranks: list[int]) -> Iterator[Key]:
@@ -555,12 +564,12 @@ class Explorer(Invariants):
         )
 
     @remembered
-    def _adopting(self, i: int, record: int) -> list[moves.Send]:
+    def _adopting(self, i: int, record: int) -> list[protocol_events.Send]:
         """What the rank sends when it adopts the record."""
         return [
             a
-            for a in self._node(i).machine.step(moves.RecordSeen(self._values[record]))[1]
-            if isinstance(a, moves.Send)
+            for a in self._node(i).machine.step(protocol_events.RecordSeen(self._values[record]))[1]
+            if isinstance(a, protocol_events.Send)
         ]
 
     @remembered
@@ -568,16 +577,18 @@ class Explorer(Invariants):
         """What is launched while the rank is frozen comes to the same as what is launched when it
         has adopted.
         """
-        machine, seen = self._node(i).machine, moves.RecordSeen(self._values[record])
-        launches = [moves.Launched(n, self.kinds[n]) for n in range(machine.next, len(self.kinds))]
+        machine, seen = self._node(i).machine, protocol_events.RecordSeen(self._values[record])
+        launches = [
+            protocol_events.Launched(n, self.kinds[n]) for n in range(machine.next, len(self.kinds))
+        ]
         before, after = ([*launches, seen], [seen, *launches]) if launches else ([], [])
         (one, sent), (two, later) = self._after(machine, before), self._after(machine, after)
         self._check(
             "launch", (one, sent) == (two, later), "{}: sent {} or {}", machine.me, sent, later
         )
 
-    def _after(self, machine: Rank, events: list[Any]) -> tuple[Rank, list[moves.Action]]:
-        asked: list[moves.Action] = []
+    def _after(self, machine: Rank, events: list[Any]) -> tuple[Rank, list[protocol_events.Action]]:
+        asked: list[protocol_events.Action] = []
         for event in events:
             machine, actions = machine.step(event)
             asked += actions
@@ -599,14 +610,15 @@ class Explorer(Invariants):
         stale = tuple(v for v in node.votes if v.ballot.view < node.pending.view)
         votes = tuple(v for v in node.votes if v not in stale)
         after, actions = self._fed(
-            self._id(node._replace(votes=votes, pending=None)), (moves.RecordSeen(node.pending),)
+            self._id(node._replace(votes=votes, pending=None)),
+            (protocol_events.RecordSeen(node.pending),),
         )
         self._check(
             "I6",
             self._node(after).machine.record == node.pending.bare(),
             "a rank goes on under another record than the store's",
         )
-        actions = tuple(a for a in actions if not isinstance(a, moves.Send))
+        actions = tuple(a for a in actions if not isinstance(a, protocol_events.Send))
         after, launched = self._launched(after) if node.stays else (after, ())
         after, more = self._fed(after, stale)
         return after, (*actions, *launched, *more)

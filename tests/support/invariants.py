@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fsdp_demo.comm import moves
-from fsdp_demo.comm.epochs import Kind, Member, Piece, Record, needed
-from fsdp_demo.comm.membership import Rank
+from fsdp_demo.membership import protocol_events
+from fsdp_demo.membership.machine import Rank
+from fsdp_demo.membership.protocol_types import Kind, Member, Piece, Record, needed
 
 Outcome = tuple[tuple[Member, ...], frozenset[Piece]]
 
@@ -30,8 +30,8 @@ class Node(NamedTuple):
     messages it has launched then."""
 
     machine: Rank
-    inbox: tuple[tuple[moves.PieceReceived, ...], ...]
-    votes: tuple[moves.Voted, ...]
+    inbox: tuple[tuple[protocol_events.PieceReceived, ...], ...]
+    votes: tuple[protocol_events.Voted, ...]
     pending: Record | None
     got: tuple[Outcome | None, ...]
     stays: bool | None = None
@@ -88,7 +88,7 @@ class Invariants:
         if not holds and name not in self.unchecked:
             raise Violation(name, text.format(*about))
 
-    def _check_delivered(self, state: list[int], at: int, action: moves.Deliver) -> None:
+    def _check_delivered(self, state: list[int], at: int, action: protocol_events.Deliver) -> None:
         """I1, I4 and I5 when a rank delivers."""
         n, got, me = action.n, (action.contributors, action.pieces), self._node(state[at]).machine
         nodes = [self._node(i) for i in state[:-1] if i]

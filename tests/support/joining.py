@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from fsdp_demo import Topology
-from fsdp_demo.comm.collectives import ReceivedMessage
-from fsdp_demo.comm.epochs import Member
-from fsdp_demo.comm.fixed_peers import LonePeerGroup
-from fsdp_demo.comm.header import NORM, PAYLOAD
-from fsdp_demo.comm.joining import Expected, Snapshot, Tick, packed, unpacked
-from fsdp_demo.comm.peers import PeerGroup
+from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.errors import PeerLost
 from fsdp_demo.exchange import replay
+from fsdp_demo.membership.protocol_types import Member
+from fsdp_demo.peers.collectives import ReceivedMessage
+from fsdp_demo.peers.header import NORM, PAYLOAD
+from fsdp_demo.peers.join_messages import DonorSnapshot, Expected, Tick, packed, unpacked
+from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup
 
 
 class Record:
@@ -48,7 +48,7 @@ class Record:
         line = exchange._connections.peers
         if line is None:
             return
-        line.desk, swap, gather = self, line.exchange, line.all_gather
+        line.donor_feed, swap, gather = self, line.exchange, line.all_gather
 
         def exchanged(*args: Any, **kwargs: Any) -> ReceivedMessage:
             self.messages.append(kept(arrived := swap(*args, **kwargs)))
@@ -68,7 +68,7 @@ class Record:
 
         line.exchange, line.all_gather = exchanged, gathered
 
-    def hand(self, snapshot: Snapshot, under_way: list[Future[ReceivedMessage]]) -> None:
+    def hand(self, snapshot: DonorSnapshot, under_way: list[Future[ReceivedMessage]]) -> None:
         self.snapshots[snapshot.head.stand.step] = (
             [part.clone() for part in snapshot.pack()],
             list(under_way),

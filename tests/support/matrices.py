@@ -42,7 +42,7 @@ KEPT = {
     "checkpoint/test_returning.py": {
         "test_it_goes_on_with_moments_of_its_own": r"diloco|late",
     },
-    "comm/test_membership_exhaustive.py": {
+    "membership/test_exhaustive.py": {
         # OwnView-gather-1 is another end of the same mutant
         "test_mutants_die": r"^(?!OwnView-gather-2)",
     },
@@ -55,7 +55,7 @@ KEPT = {
     "deepspeed/test_zero_mesh.py": {
         "test_from_pretrained_loads_every_replica_and_cuts_inside_the_node": r"^bf16",
         "test_the_trainer_is_confined_by_one_line": r"^zero3",
-        "test_only_payloads_cross_and_replicas_stay_equal": r"fp32|optimizer",
+        "test_no_collective_crosses_and_replicas_stay_equal": r"fp32|optimizer",
         "test_training_stays_inside_the_node_and_averages_it": r"bf16",
     },
     "deepspeed/test_zero_oracle.py": {
@@ -172,20 +172,20 @@ KEPT = {
     "exchange/test_survivors.py": {
         "test_survivors_train_on": r"^(demo|streaming_diloco)$",
     },
-    "comm/test_elastic_peers.py": {
+    "elastic/test_lost_islands.py": {
         "test_a_second_one_is_killed_in_the_change": r"False-_freeze|True-_adopted",
         "test_killed_at_each_piece": r"some",
         "test_two_are_killed_at_once": r"^4$",
         "test_killed_within_a_long_message_dealt_to_several_connections": r"some",
         "test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later": r"1",
     },
-    "comm/test_one_connection_stands.py": {
+    "peers/test_one_connection_stands.py": {
         "test_a_dead_connection_among_living_ones_is_noticed": r"^for (messages|words)$",
     },
-    "comm/test_attempts.py": {
+    "rendezvous/test_attempts.py": {
         "test_all_ranks_of_an_island_take_part_in_one_attempt": r"^torch",
     },
-    "comm/test_store_silent.py": {
+    "store/test_silent_store.py": {
         "test_a_frozen_store_is_an_error_at_the_start": r"^$",
         "test_a_process_ends_though_its_store_is_frozen": r"zmq",
         "test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure": r"^$",
@@ -199,7 +199,7 @@ KEPT = {
             r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late|sign_loco)$"
         ),
     },
-    "comm/test_lossy_links.py": {
+    "elastic/test_lossy_links.py": {
         "test_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
     },
     "exchange/test_not_finite.py": {

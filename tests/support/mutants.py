@@ -8,35 +8,43 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_demo.comm import settlement
-from fsdp_demo.comm.epochs import Ballot, Kind, Open, Piece, Record, Report, needed
-from fsdp_demo.comm.membership import Rank
-from fsdp_demo.comm.moves import Action
+from fsdp_demo.membership import settlement
+from fsdp_demo.membership.machine import Rank
+from fsdp_demo.membership.protocol_events import Action
+from fsdp_demo.membership.protocol_types import (
+    Ballot,
+    Kind,
+    OpenMessage,
+    Piece,
+    Record,
+    Report,
+    needed,
+)
 
 
 class NoFreeze(Rank):
-    """K1: who has reported goes on receiving."""
+    """freeze-first: who has reported goes on receiving."""
 
     def _receives(self, view: int) -> bool:
         return view == self.record.view
 
 
 class PeerGroupDecides(Rank):
-    """K3: a peer group that holds a message delivers it without the other peer groups."""
+    """all-groups: a peer group that holds a message delivers it without the other peer groups."""
 
     def _agreed(self, n: int) -> bool:
         return Ballot(n, self.rank, self.record.view) in self.ballots
 
 
 class NoForwarding(Rank):
-    """K4, K7: nobody sends what others lack."""
+    """any-holder-forwards, no-mixed-attempts: nobody sends what others lack."""
 
     def _forwards(self, record: Record) -> list[Action]:
         return []
 
 
 class VoteWithoutEpoch(Rank):
-    """K24: a vote is a vote, whatever settlement it was for."""
+    """vote-with-view: a vote is a vote, whatever settlement it was for."""
 
     def _counts(self, ballot: Ballot) -> bool:
         return True
@@ -49,7 +57,7 @@ class VoteWithoutEpoch(Rank):
 
 
 class OwnView(Rank):
-    """K2: who proposes settles by what its own island holds."""
+    """one-record: who proposes settles by what its own island holds."""
 
     def _proposal(self, reports: settlement.Reports) -> Record:
         members = settlement.largest(reports, settlement.mutual(reports))
@@ -63,19 +71,20 @@ def _empty(report: Any) -> Any:
 
 
 class SealsAtOnce(Rank):
-    """K9: what is delivered here may be sealed and freed."""
+    """seal-stable: what is delivered here may be sealed and freed."""
 
     def _stable(self) -> int:
         return self.landed
 
 
 class MixedMeans(Rank):
-    """K7: a part of a mean is a part of the mean, whatever vectors it was made of."""
+    """no-mixed-attempts: a part of a mean is a part of the mean, whatever vectors it was made
+    of."""
 
     def _wanted(self, n: int, kind: Kind, piece: Piece) -> bool:
         return piece.what == "part" or super()._wanted(n, kind, piece)
 
-    def _made_of(self, entry: Open) -> frozenset[Piece] | None:
+    def _made_of(self, entry: OpenMessage) -> frozenset[Piece] | None:
         oldest = {(p.what, p.of): p for p in sorted(entry.pieces, reverse=True)}
         found = [
             oldest.get((p.what, p.of)) for p in needed(entry.kind, self.record.settlement(entry.n))
@@ -84,7 +93,8 @@ class MixedMeans(Rank):
 
 
 class LeavesLateOut(Rank):
-    """K21: who has not sent message n when the members change is not in it, though it goes on."""
+    """early-part: who has not sent message n when the members change is not in it, though it goes
+    on."""
 
     def _proposal(self, reports: settlement.Reports) -> Record:
         record, own = super()._proposal(reports), []
@@ -105,7 +115,7 @@ def _has_sent(report: Report, n: int) -> bool:
 
 
 class BeginsAgain(Rank):
-    """K10: when one message is made again, so are all after it, whoever has them."""
+    """settle-all-open: when one message is made again, so are all after it, whoever has them."""
 
     def _proposal(self, reports: settlement.Reports) -> Record:
         record = super()._proposal(reports)

@@ -7,9 +7,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp_demo.comm.epochs import Ballot, Member, Open, Piece, Record, Settlement
-from fsdp_demo.comm.membership import Rank
-from fsdp_demo.comm.moves import PieceReceived, Voted
+from fsdp_demo.membership.machine import Rank
+from fsdp_demo.membership.protocol_events import PieceReceived, Voted
+from fsdp_demo.membership.protocol_types import (
+    Ballot,
+    Member,
+    OpenMessage,
+    Piece,
+    Record,
+    Settlement,
+)
 
 
 class Relabel:
@@ -29,7 +36,7 @@ class Relabel:
                 s.n, tuple(sorted(map(self, s.contributors))), s.attempt + shift
             ),
             Record: self._record,
-            Open: lambda o: replace(o, pieces=self(o.pieces), shares=self(o.shares)),
+            OpenMessage: lambda o: replace(o, pieces=self(o.pieces), shares=self(o.shares)),
             Rank: self._rank,
             PieceReceived: lambda r: replace(
                 r,

@@ -18,10 +18,10 @@ from fsdp_demo import ExchangeConfig
 from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner
 from fsdp_demo.channels.state import Placement
 from fsdp_demo.checkpoint import save_exchange
-from fsdp_demo.comm.position import ShardPosition
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.exchange.message import pack_bits
 from fsdp_demo.hosts.base import LocalParam
+from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..oracles.blocks import shard_rows
 from . import probe

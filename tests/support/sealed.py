@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_demo import WireError
-from fsdp_demo.comm.header import HEADER, Header, Sealed, check_body, claimed_length, open_head
+from fsdp_demo.peers.header import HEADER, Header, Sealed, check_body, claimed_length, open_head
 
 
 def seal(header: Header, body: Tensor) -> Tensor:

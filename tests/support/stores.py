@@ -48,7 +48,7 @@ class Stores:
             child.end_with(parent)
             for fd in (reader, *self._close):
                 os.close(fd)
-            from fsdp_demo.launch.store import StoreServer
+            from fsdp_demo.store.server import StoreServer
 
             store = StoreServer("127.0.0.1:0", ":memory:")
             os.write(writer, b"%d" % store.port)

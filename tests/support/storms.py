@@ -14,8 +14,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_demo.comm import moves
-from fsdp_demo.comm.epochs import (
+from fsdp_demo.membership import protocol_events
+from fsdp_demo.membership.machine import Rank, entered
+from fsdp_demo.membership.protocol_types import (
     Kind,
     Member,
     Piece,
@@ -25,7 +26,6 @@ from fsdp_demo.comm.epochs import (
     first_record,
     needed,
 )
-from fsdp_demo.comm.membership import Rank, entered
 
 from .invariants import Outcome, Violation
 
@@ -72,8 +72,8 @@ class Storm:
         self.asked = {n for n in range(count - 4) if self.random.random() < QUESTIONS}
         self.records = [first_record(Member(i) for i in range(first))]
         self.ranks: dict[At, Rank] = {}
-        self.frames: dict[tuple[At, At], list[moves.PieceReceived]] = {}
-        self.votes: list[tuple[At, moves.Voted]] = []
+        self.frames: dict[tuple[At, At], list[protocol_events.PieceReceived]] = {}
+        self.votes: list[tuple[At, protocol_events.Voted]] = []
         self.reports: list[Report] = []
         self.questions: list[tuple[At, Record]] = []
         self.answers: list[tuple[At, int]] = []
@@ -164,7 +164,7 @@ class Storm:
         begun = [r.landed for m, r in self.ranks.items() if self._has_begun(m)]
         if not rank.begun and n > max(begun, default=0):
             return False  # a newcomer first applies all that comes before
-        return self._feed(at, moves.Launched(n, self.kinds[n], n in self.asked))
+        return self._feed(at, protocol_events.Launched(n, self.kinds[n], n in self.asked))
 
     def _joined(self) -> Iterator[tuple[Member, int]]:
         """Who has joined, and its base as it was planned."""
@@ -241,7 +241,7 @@ class Storm:
         announced = [*frames, *(v.epoch for to, v in self.votes if to == at)]
         if max(announced, default=0) <= epoch or self.ranks[at].state not in ("running", "frozen"):
             return False
-        return self._feed(at, moves.RecordSeen(self.records[epoch + 1]))
+        return self._feed(at, protocol_events.RecordSeen(self.records[epoch + 1]))
 
     def _answer(self, at: At) -> bool:
         """The store answers what this rank has proposed with what stands there."""
@@ -259,7 +259,7 @@ class Storm:
             if (
                 m != at[0]
                 and peer is not None
-                and self._feed(at, moves.LandedHeard(peer.record.view, m, peer.landed))
+                and self._feed(at, protocol_events.LandedHeard(peer.record.view, m, peer.landed))
             ):
                 return True
         return False
@@ -273,15 +273,16 @@ class Storm:
             if m not in rank.lost and any((m, r) not in self.ranks for r in range(self.peer_groups))
         ]
         return (
-            rank.record.view in self.frozen and self._feed(at, moves.FrozenHeard(rank.record.view))
-        ) or any(self._feed(at, moves.ConnectionLost(m)) for m in gone)
+            rank.record.view in self.frozen
+            and self._feed(at, protocol_events.FrozenHeard(rank.record.view))
+        ) or any(self._feed(at, protocol_events.ConnectionLost(m)) for m in gone)
 
     def _decide(self, at: At, waited: bool = False) -> bool:
         rank = self.ranks[at]
         waited = waited or self.random.random() < 0.05
         asked = any(to == at for to, _ in (*self.questions, *self.answers))
         due = rank.state == "frozen" and len(self.records) == rank.record.epoch + 1 and not asked
-        return due and self._feed(at, moves.ReportsSeen(tuple(self.reports), waited))
+        return due and self._feed(at, protocol_events.ReportsSeen(tuple(self.reports), waited))
 
     def _look(self, at: At) -> bool:
         """The next record. A running member reads the store only when something tells it to: see
@@ -298,12 +299,14 @@ class Storm:
             and self.random.random() < 0.9
         ):
             return False
-        return self._feed(at, moves.RecordSeen(record))
+        return self._feed(at, protocol_events.RecordSeen(record))
 
     def _learn(self, at: At, epoch: int) -> None:
         """Records come before what is of their epoch."""
         while at in self.ranks and self.ranks[at].record.epoch < epoch:
-            self._feed(at, moves.RecordSeen(self.records[self.ranks[at].record.epoch + 1]))
+            self._feed(
+                at, protocol_events.RecordSeen(self.records[self.ranks[at].record.epoch + 1])
+            )
 
     # ---- faults --------------------------------------------------------------------------------
 
@@ -318,15 +321,15 @@ class Storm:
             free = [s for s in range(self.slots) if s not in taken]
             if free and self.ranks[at].record.epoch + 1 == len(self.records):
                 slot = self.random.choice(free)
-                self._feed(at, moves.JoinPlanned(Member(slot, self.incarnations[slot])))
+                self._feed(at, protocol_events.JoinPlanned(Member(slot, self.incarnations[slot])))
         elif kind == "suspect":
-            self._feed(at, moves.ConnectionLost(self.random.choice(alive)))
+            self._feed(at, protocol_events.ConnectionLost(self.random.choice(alive)))
         elif len(alive) > 1:
             whole = self.random.random() < 0.5 or kind == "leave"
             for peer_group in range(self.peer_groups) if whole else [at[1]]:
                 if kind == "leave":
                     self._say_early((at[0], peer_group))
-                    self._feed((at[0], peer_group), moves.Leave())
+                    self._feed((at[0], peer_group), protocol_events.Leave())
                 self.ranks.pop((at[0], peer_group), None)
         else:
             return
@@ -334,8 +337,8 @@ class Storm:
         self.faults -= 1
 
     def _say_early(self, at: At) -> None:
-        """Its part of the message that it would launch next, to any of its peers (K21); some peer
-        groups may not come so far.
+        """Its part of the message that it would launch next, to any of its peers (early-part); some
+        peer groups may not come so far.
         """
         rank = self.ranks.get(at)
         if (
@@ -353,7 +356,7 @@ class Storm:
         piece, record = Piece("early", at[0]), rank.record
         for m in rank.record.contributors(rank.next):
             if m != at[0] and self.random.random() < 0.7:
-                frame = moves.PieceReceived(
+                frame = protocol_events.PieceReceived(
                     record.view, record.epoch, at[0], rank.next, kind, piece, rank.landed
                 )
                 self.frames.setdefault((at, (m, at[1])), []).append(frame)
@@ -369,7 +372,7 @@ class Storm:
 
     # ---- what a rank asks for ------------------------------------------------------------------
 
-    def _feed(self, at: At, event: moves.Event) -> bool:
+    def _feed(self, at: At, event: protocol_events.Event) -> bool:
         before = self.ranks.get(at)
         if before is None:
             return False
@@ -380,33 +383,36 @@ class Storm:
             self._check_kept(at)
         if self.ranks.get(at, before).state == "expelled":
             del self.ranks[at]  # it ends, and its links close
-        return any(not isinstance(a, moves.TooFew) for a in actions) or self.ranks.get(at) != before
+        return (
+            any(not isinstance(a, protocol_events.TooFew) for a in actions)
+            or self.ranks.get(at) != before
+        )
 
-    def _act(self, at: At, action: moves.Action) -> None:
-        if isinstance(action, moves.Send):
-            frame = moves.PieceReceived(
+    def _act(self, at: At, action: protocol_events.Action) -> None:
+        if isinstance(action, protocol_events.Send):
+            frame = protocol_events.PieceReceived(
                 action.view, action.epoch, at[0], action.n, action.kind, action.piece, action.landed
             )
             for m in action.to:
                 self.frames.setdefault((at, (m, at[1])), []).append(frame)
-        elif isinstance(action, moves.CastVote):
+        elif isinstance(action, protocol_events.CastVote):
             self.votes += [
-                ((at[0], r), moves.Voted(action.ballot, action.epoch))
+                ((at[0], r), protocol_events.Voted(action.ballot, action.epoch))
                 for r in range(self.peer_groups)
                 if r != at[1]
             ]
-        elif isinstance(action, moves.PostReport):
+        elif isinstance(action, protocol_events.PostReport):
             self.reports.append(action.report)
-        elif isinstance(action, moves.Freeze):
+        elif isinstance(action, protocol_events.Freeze):
             self.frozen.add(action.view)
-        elif isinstance(action, moves.ProposeRecord):
+        elif isinstance(action, protocol_events.ProposeRecord):
             if (at, action.record) not in self.questions:
                 self.questions.append((at, action.record))
-        elif isinstance(action, moves.Deliver):
+        elif isinstance(action, protocol_events.Deliver):
             self._delivered(at, action)
-        elif isinstance(action, moves.Free):
+        elif isinstance(action, protocol_events.Free):
             self._freed(at, action.n)
-        elif isinstance(action, moves.SealAllowed):
+        elif isinstance(action, protocol_events.SealAllowed):
             self._sealed(at, action.below)
 
     def _record(self, record: Record) -> None:
@@ -449,7 +455,7 @@ class Storm:
     def _members(self) -> tuple[Member, ...]:
         return self.records[-1].members
 
-    def _delivered(self, at: At, action: moves.Deliver) -> None:
+    def _delivered(self, at: At, action: protocol_events.Deliver) -> None:
         n, outcome = action.n, (action.contributors, action.pieces)
         self._check("I2", n not in self.got[at], "{} delivers {} twice", at, n)
         self.got[at][n] = outcome
@@ -498,7 +504,7 @@ class Storm:
         if rank.state == "frozen":
             return
         self._check(
-            "K10",
+            "settle-all-open",
             len(rank.open) <= 2 * self.window or not self._beats_heard(rank),
             "{} keeps {}",
             at,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_demo import Topology
-from fsdp_demo.comm.wire import Piece
+from fsdp_demo.peers.connection import QueuedPiece
 
 from .threads import warm
 
@@ -77,8 +77,10 @@ class Tap:
             for wire in wires:
                 wire.post_send = partial(self._send, member.slot, wire.post_send)
 
-    def _send(self, to: int, send: Callable[[Piece, int], None], piece: Piece, number: int) -> None:
+    def _send(
+        self, to: int, send: Callable[[QueuedPiece, int], None], piece: QueuedPiece, number: int
+    ) -> None:
         whole = torch.frombuffer(piece.view, dtype=torch.uint8)
         data = self.change(whole, len(self.sent)).contiguous()
         self.sent.append((to, data.numel()))
-        send(Piece(piece._hub, data), number)
+        send(QueuedPiece(piece._poller, data), number)

@@ -26,8 +26,8 @@ LATE = {
     "fsdp_demo": (
         "encodings.idna",
         "fsdp_demo.attaching",
-        "fsdp_demo.comm.meet",
-        "fsdp_demo.comm.zeromq",
+        "fsdp_demo.elastic.connect",
+        "fsdp_demo.peers.zeromq",
         "fsdp_demo.exchange.guard",
     ),
     "accelerate": ("deepspeed",),

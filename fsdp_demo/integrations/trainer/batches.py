@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...comm.header import memory
 from ...exchange.exchange import Exchange
+from ...peers.header import memory
 
 log = logging.getLogger("fsdp_demo")
 

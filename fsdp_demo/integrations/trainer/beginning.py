@@ -15,9 +15,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from ...attaching import attach
 from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.manager import CheckpointManager
-from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...exchange.exchange import Exchange
+from ...rendezvous.topology import Topology
 from .choosing import TakeOver, find_checkpoint, is_named
 from .engine import engine_of
 from .evaluation import Evaluations

@@ -23,11 +23,11 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from ...comm.topology import Topology
 from ...config.load import changed, load_config
 from ...config.schema import ExchangeConfig
 from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
+from ...rendezvous.topology import Topology
 from ...status import SAVED, tell_launcher
 from .beginning import Beginning
 from .choosing import refuse_elsewhere

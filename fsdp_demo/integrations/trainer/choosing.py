@@ -20,7 +20,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from ...checkpoint.choice import Held
+from ...checkpoint.choice import HeldCheckpoint
 from ...checkpoint.manager import CheckpointManager
 from ...checkpoint.taking_over import small
 from ...errors import NeedsDecision, see
@@ -89,7 +89,7 @@ def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
     """From the newest state that all islands hold which hold any. None with `auto` where nobody
     holds any."""
     topology = manager.topology
-    held = [Held(h.step) if fresh else h for h in manager.held()]
+    held = [HeldCheckpoint(h.step) if fresh else h for h in manager.held()]
     # the last to end has the newest state
     chosen = manager.agree(held, "newest" if auto and topology.elastic else "auto")
     if chosen is not None:

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...hosts import registry
 from ...hosts.muon import adamw_rate
+from ...rendezvous.topology import Topology
 
 _DEFAULT_CLIP = 1.0  # deepspeed 0.19, where its configuration says nothing
 
 
-def door_of(trainer: Trainer) -> ModuleType | None:
+def engine_module_of(trainer: Trainer) -> ModuleType | None:
     """The package that attaches to the Trainer's engine; None without DeepSpeed, or without such a
     package.
     """
@@ -41,8 +41,8 @@ def engine_topology(trainer: Trainer) -> Topology:
     """Where this rank stands, as the engine's package sees it: a mesh, or islands whose ranks have
     been compared.
     """
-    door = door_of(trainer)
-    found: Topology = door.topology() if door is not None else Topology.from_env()
+    engine_module = engine_module_of(trainer)
+    found: Topology = engine_module.topology() if engine_module is not None else Topology.from_env()
     return found
 
 
@@ -60,7 +60,7 @@ def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[
     limit = trainer.args.max_grad_norm
     made = trainer.optimizer_cls_and_kwargs
     yield (
-        door_of(trainer) is None,
+        engine_module_of(trainer) is None,
         "a DeepSpeed engine, and no package in the entry point group fsdp_demo.engines: install "
         "this one again",
     )

@@ -21,11 +21,11 @@ from transformers import Trainer
 
 from ...checkpoint.folders import found, misfits
 from ...checkpoint.taking_over import begins_anew, forward, moments_in, small
-from ...comm.ranks import Ranks
-from ...comm.topology import Topology
 from ...exchange.exchange import Exchange
+from ...peers.votes import Ranks
+from ...rendezvous.topology import Topology
 from .choosing import KINDS, TakeOver
-from .engine import door_of, engine_of
+from .engine import engine_module_of, engine_of
 from .evaluation import Evaluations
 
 
@@ -81,8 +81,10 @@ def move_to(
         told if isinstance(told, dict) else {},
         epochs + min(behind * args.gradient_accumulation_steps, in_epoch) / in_epoch,
     )
-    if (engine := engine_of(trainer)) is not None and (door := door_of(trainer)) is not None:
-        door.advance(engine, step)
+    if (engine := engine_of(trainer)) is not None and (
+        engine_module := engine_module_of(trainer)
+    ) is not None:
+        engine_module.advance(engine, step)
     # else the engine's, or one that goes by a metric
     if isinstance(trained.lr_scheduler, LRScheduler):
         forward(trained.lr_scheduler, step - trained.lr_scheduler.last_epoch)

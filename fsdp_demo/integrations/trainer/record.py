@@ -11,8 +11,8 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
 
-from ...comm.meter import ring_all_reduce_bytes
 from ...exchange.exchange import Exchange
+from ...peers.meter import ring_all_reduce_bytes
 from ...runlog.progress import Progress, ProgressLine, line
 from ...runlog.record import RunRecord, ledger_rows
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, Trainer
 
-from ...checkpoint.finite import refuse_exchange
 from ...checkpoint.manager import CheckpointManager
-from ...comm.topology import Topology
+from ...checkpoint.nan_check import refuse_exchange
 from ...exchange.exchange import Exchange
+from ...rendezvous.topology import Topology
 from .state import save_state
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from transformers import Trainer
 
-from ...comm.topology import Topology
 from ...config.load import preset
 from ...config.presets import presets
 from ...config.schema import ExchangeConfig
 from ...exchange.exchange import Exchange
+from ...rendezvous.topology import Topology
 from ..mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
 from .engine import engine_problems, engine_topology, muon, settings_of
 

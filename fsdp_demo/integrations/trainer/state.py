@@ -15,8 +15,8 @@ from typing import Any
 from ...checkpoint.exchange_state import SavedExchange, describe_part, load_exchange, save_exchange
 from ...checkpoint.files import read_head, read_part, write_part
 from ...checkpoint.local_state import fill_replica, replica_tree
-from ...comm.topology import Topology
 from ...exchange.exchange import Exchange
+from ...rendezvous.topology import Topology
 
 CURE = (
     "Resume from another checkpoint, or start the exchange's state anew with ExchangeCallback(..., "

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import Trainer
 from transformers.utils import logging as hf_logging
 
-from ...comm.topology import Topology
 from ...config.schema import ExchangeConfig
 from ...errors import see
-from ...exchange import log_setup
+from ...exchange import summary
 from ...hosts.optimizers import check_inner, optimizer_kind
+from ...rendezvous.topology import Topology
 from .setup import has_own_optimizer
 
 log = logging.getLogger("fsdp_demo")
@@ -27,7 +27,7 @@ def talk(trainer: Trainer, topology: Topology) -> None:
     first, level = trainer.args.process_index == 0, hf_logging.get_verbosity()
     if log.level == logging.NOTSET and (log.hasHandlers() or level > logging.WARNING or not first):
         log.setLevel(level if first else logging.ERROR)
-    log_setup.speak(topology)
+    summary.speak(topology)
 
 
 def warn(trainer: Trainer, topology: Topology, text: str) -> None:

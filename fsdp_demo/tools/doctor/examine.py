@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...comm import attempts, descriptors
-from ...comm.address import route_to
-from ...comm.store_client import Store
-from ...comm.topology import Topology
-from ...comm.zeromq import Meeting
+from ...elastic import descriptors
 from ...errors import PeerLost, counted, see
+from ...net.address import route_to
+from ...peers.zeromq import Meeting
+from ...rendezvous import attempts
+from ...rendezvous.topology import Topology
+from ...store.client import Store
 from . import facts, reach
 from .measured import OK, Direction, Examination, Island, Reach
 from .probe import Pair, Probe
@@ -50,7 +51,7 @@ def examine(
     Raises:
         PeerLost: no store, or an island did not come. ValueError: see `SharedNotes`.
     """
-    planned, topology = topology, guest(topology)
+    planned, topology = topology, joining_island(topology)
     own = address(topology)
     mine = local(planned, own, disk_mb_s, step_seconds)  # with room for those that come later
     if topology.kind != "islands":
@@ -181,7 +182,7 @@ def _measure(
 # ---- through the store -------------------------------------------------------------------------
 
 
-def guest(topology: Topology) -> Topology:
+def joining_island(topology: Topology) -> Topology:
     """The same island in a run of its own, `RUN.doctor`, so that the run that is to come, or that
     trains, is left alone.
 
@@ -202,7 +203,7 @@ class SharedNotes:
     of them reach.
 
     Args:
-        topology: of `guest`.
+        topology: of `joining_island`.
 
     Attributes:
         store: below the keys of this examination.

@@ -13,7 +13,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from ...comm.header import VERSION as WIRE
+from ...peers.header import VERSION as WIRE
 from ...version import __version__
 
 SYSCTL = Path("/proc/sys/net/ipv4")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
-from ...comm.descriptors import cure
+from ...elastic.descriptors import cure
 from .measured import OK, OTHER, REFUSED, TIMEOUT, Direction, Examination, Finding, Reach
 
 # ---- rules about what reaches whom: addresses, firewalls, sizes of packets -----------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-R = TypeVar("R", bound="Record")
+R = TypeVar("R", bound="Measured")
 
 
-class Record:
+class Measured:
     """A dataclass whose fields JSON knows."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -25,7 +25,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Island(Record):
+class Island(Measured):
     """What an island knows of itself.
 
     Attributes:
@@ -69,7 +69,7 @@ way there; somebody else answered."""
 
 
 @dataclass(frozen=True)
-class Reach(Record):
+class Reach(Measured):
     """Whether `sender` can connect to `receiver`, by a plain TCP connection to a port of its own.
 
     Attributes:
@@ -97,7 +97,7 @@ class Reach(Record):
 
 
 @dataclass(frozen=True)
-class Direction(Record):
+class Direction(Measured):
     """What was measured of the messages from `sender` to `receiver`, over connections as the
     exchange's.
 

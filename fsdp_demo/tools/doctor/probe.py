@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import tcp
-from ...comm.frames import LARGEST
-from ...comm.streams import streams
-from ...comm.tcp import Counted
-from ...comm.zeromq import Connections, Meeting, ZeroMQ
+from ...elastic.chunks import streams
 from ...errors import PeerLost
+from ...net import tcp
+from ...net.tcp import Counted
+from ...peers.piece_header import LARGEST
+from ...peers.zeromq import GroupConnections, Meeting, ZeroMQ
 from .measured import Direction
 
 # Two islands and the connections between them, for measuring: the exchange's own kind, with the
@@ -50,7 +50,7 @@ class Pair:
 
     def __init__(self, meeting: Meeting, end: float):
         self._opener, self._other, self._end = ZeroMQ(meeting), 1 - meeting.rank, end
-        self._groups: list[Connections] = []
+        self._groups: list[GroupConnections] = []
         self._tag = 0
         self._sent, self._room = torch.zeros(2, LARGEST, dtype=torch.uint8, device="cpu")
         self.widen(1)

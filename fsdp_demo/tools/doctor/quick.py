@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from ...comm.link import TCP_SHARE
-from ...comm.peers import PeerGroup
-from ...comm.ranks import Ranks
+from ...elastic.peer_group import PeerGroup
+from ...net.link import TCP_SHARE
+from ...peers.votes import Ranks
 from .reading import LinkReading
 
 SIZES = tuple(1 << n for n in (14, 16, 18, 20, 22, 24))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ...comm.address import join_address, split_address
+from ...net.address import join_address, split_address
 from .measured import OK, OTHER, REFUSED, TIMEOUT, UNREACHABLE, Reach
 
 PATIENCE = 3.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...comm.link import Link
 from ...files import read_json
+from ...net.link import Link
 from .measured import Direction, Examination, Finding
 
 FORMAT = 1

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...comm.link import Link, parse_rate, parse_rtt
 from ...config.load import load_config
 from ...config.schema import ExchangeConfig
 from ...errors import see
 from ...files import read_json
+from ...net.link import Link, parse_rate, parse_rtt
 from ..doctor import reading
 from .line import SIMULATED, System
 from .models import Tensors, numel

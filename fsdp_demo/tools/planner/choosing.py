@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...comm.link import Link, parse_rtt
-from ...comm.meter import ring_all_reduce_bytes
 from ...config.fragments import layer_of
 from ...config.load import preset
 from ...config.presets import presets
 from ...config.schema import ExchangeConfig
 from ...errors import counted
+from ...net.link import Link, parse_rtt
+from ...peers.meter import ring_all_reduce_bytes
 from .gaps import SMALL
 from .rows import HSDP, Row, gbit_s, hsdp_row, named, plan_row, rate_words
 from .situation import Situation

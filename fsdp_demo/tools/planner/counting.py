@@ -26,7 +26,7 @@ Leg = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Message:
+class PlannedMessage:
     """What one island sends at one step in one piece, and what comes back.
 
     Attributes:
@@ -65,7 +65,7 @@ class Cycle:
     """
 
     steps: int
-    due: dict[int, list[Message]]
+    due: dict[int, list[PlannedMessage]]
 
 
 def cycle(
@@ -83,10 +83,10 @@ def cycle(
     """
     plans = list(_plans(config, tensors, islands, shards))
     sections = plans[0][0].sections
-    steps, made = min(plans[0][0].cycle, LONGEST), dict[tuple[int, ...], Message]()
+    steps, made = min(plans[0][0].cycle, LONGEST), dict[tuple[int, ...], PlannedMessage]()
     # the end of the second cycle: all fragments take part, and periods end together
     first = 2 * plans[0][0].cycle - steps
-    due: dict[int, list[Message]] = {}
+    due: dict[int, list[PlannedMessage]] = {}
     for step in range(steps):
         all_due = [i for i, s in enumerate(sections) if s.channel.schedule.due(first + step)]
         for members in _stages(sections, all_due):
@@ -129,7 +129,7 @@ def _message(
     tensors: Tensors,
     islands: int,
     bytes_per_parameter: float | None,
-) -> Message:
+) -> PlannedMessage:
     mine = [plans[0][0].sections[i] for i in members]
     names = [(n, shape) for n, shape in tensors if any(covers(s.channel, n) for s in mine)]
     legs = [(0.0, 0.0), (0.0, 0.0)]
@@ -141,7 +141,7 @@ def _message(
         legs = [(size * (islands - 1) / islands,) * 2] * 2
     sparse = [s.layout.numel for s in mine if s.codec.sparse]
     transformed = [s.layout.numel for s in mine if s.codec.transform != "none"]
-    return Message(
+    return PlannedMessage(
         tuple(leg for leg in legs if leg[0] or leg[1]),
         min(s.channel.schedule.delay for s in mine),
         sum(s.layout.numel for s in mine),
@@ -153,7 +153,7 @@ def _message(
 
 def _legs(sections: Sequence[ChannelCodec], islands: int) -> list[Leg]:
     """Of one rank of island 0. Over ZeroMQ headers, bodies and parts leave together
-    (`membership.py`, a launch).
+    (`membership/machine.py`, a launch).
     """
     if islands == 1:
         return [(0.0, 0.0), (0.0, 0.0)]

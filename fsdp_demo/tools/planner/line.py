@@ -3,12 +3,12 @@ which training stands still, by playing the steps of a cycle: one exchange on th
 order, and a training that waits where a message is due and not there.
 
 A message is one or two legs, each of which everybody ends before the next begins
-(`comm/membership.py`). A leg takes half a round trip, and its bytes over the rate of the island's
-line, which all its ranks share and which carries headers besides. Two things make it longer on a
-long link. A connection has a window, so that n connections carry at most n windows per round trip.
-And TCP begins with ten segments and doubles them once per round trip (RFC 6928, RFC 5681); a
-connection that was idle for k timeouts begins with its window halved k times (RFC 2861, Linux).
-Congestion controls with a rate of their own (BBR) do not begin anew after a pause.
+(`membership/machine.py`). A leg takes half a round trip, and its bytes over the rate of the
+island's line, which all its ranks share and which carries headers besides. Two things make it
+longer on a long link. A connection has a window, so that n connections carry at most n windows per
+round trip. And TCP begins with ten segments and doubles them once per round trip (RFC 6928, RFC
+5681); a connection that was idle for k timeouts begins with its window halved k times (RFC 2861,
+Linux). Congestion controls with a rate of their own (BBR) do not begin anew after a pause.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
-from ...comm.frames import LARGEST
-from ...comm.link import TCP_SHARE, Link
-from ...comm.streams import streams
+from ...elastic.chunks import streams
+from ...net.link import TCP_SHARE, Link
+from ...peers.piece_header import LARGEST
 from .counting import Leg
 
 SEGMENT = 1448  # payload bytes

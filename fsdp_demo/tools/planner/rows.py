@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ...comm.link import Link
-from ...comm.meter import ring_all_reduce_bytes
 from ...config.parts import BLOCK
 from ...config.schema import ExchangeConfig
-from ...exchange.memory import Memory, inner_state, plan_memory
-from .counting import Cycle, Message, cycle, releases
+from ...exchange.plan import Memory, inner_state, plan_memory
+from ...net.link import Link
+from ...peers.meter import ring_all_reduce_bytes
+from .counting import Cycle, PlannedMessage, cycle, releases
 from .gaps import expected_gap
 from .line import BACKWARD, Played, Timed, message_seconds, play
 from .situation import Situation
@@ -225,7 +225,7 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
     return play(found.steps, due, s.step_seconds)
 
 
-def _timed(s: Situation, message: Message, pause: float) -> Timed:
+def _timed(s: Situation, message: PlannedMessage, pause: float) -> Timed:
     peers = s.shards * (s.islands - 1)
     seconds = message_seconds(message.legs, s.line, s.system, peers, pause, s.islands - 1)
     before = after = 0.0

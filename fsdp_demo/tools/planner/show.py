@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...comm.link import Link
 from ...config.load import preset
 from ...config.presets import presets
 from ...config.schema import ExchangeConfig
 from ...errors import counted, size
+from ...net.link import Link
 from .choosing import Choice, said
 from .rows import HSDP, Row, rate_words, settings, utilisation
 from .situation import Situation
@@ -185,7 +185,7 @@ FLAT = 0.005
 
 
 @dataclass(frozen=True)
-class Curve:
+class UtilisationCurve:
     """Compute utilisation of one setting at each of the rates; `recommended` stands out."""
 
     label: str
@@ -268,7 +268,7 @@ def _curves(
     exchanges: list[ExchangeConfig | str] | None,
     recommended: Sequence[ExchangeConfig],
     marked: set[float],
-) -> tuple[list[float], list[Curve]]:
+) -> tuple[list[float], list[UtilisationCurve]]:
     """The rates that the picture shows, and a curve for each setting. Rates at both ends where no
     curve moves are left out unless they are marked.
     """
@@ -288,7 +288,7 @@ def _curves(
         chosen = config is not None and config in recommended
         label = HSDP if config is None else f"{config.preset} ({settings(config)})"
         label = f"recommended: {label}" if chosen else label
-        curves.append(Curve(label, values, config is None, chosen))
+        curves.append(UtilisationCurve(label, values, config is None, chosen))
     shown = [
         i
         for i in range(POINTS)
@@ -301,7 +301,7 @@ def _curves(
     return rates[first:last], cut
 
 
-def _style(curve: Curve, i: int) -> dict[str, Any]:
+def _style(curve: UtilisationCurve, i: int) -> dict[str, Any]:
     """The baseline is black, what is recommended thick; the others change between four forms of
     lines, so that one that lies on another is seen in its gaps.
     """

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ...comm.link import Link
 from ...config.fragments import layer_of
 from ...config.parsing import nearest
+from ...net.link import Link
 from .line import System
 from .models import Tensors, numel
 

@@ -247,7 +247,7 @@ class Bar:
     waiting: float
 
 
-def lanes(run: Run) -> list[tuple[str, int, list[Bar]]]:
+def timeline_rows(run: Run) -> list[tuple[str, int, list[Bar]]]:
     """(name, number of the colour, bars) for each island and channel; the channels of an island
     are one row where they are many, as with fragments."""
     found = []

@@ -20,10 +20,10 @@ from .figures import (
     comparison,
     curve,
     figures,
-    lanes,
     marks,
     said,
     still_everywhere,
+    timeline_rows,
 )
 
 STYLE = """
@@ -247,7 +247,7 @@ def _standing_still(runs: Sequence[Run]) -> str:
 
 def _exchanges(run: Run, named: bool) -> str:
     head = f"<h3>{escape(run.name)}</h3>" if named else ""
-    rows, events = lanes(run), marks(run)
+    rows, events = timeline_rows(run), marks(run)
     if not rows and not events:
         return head + _empty("no exchange has ended and nothing happened")
     channels: dict[str, int] = {}

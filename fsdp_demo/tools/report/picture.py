@@ -11,7 +11,7 @@ from typing import Any
 
 from ...runlog.files import Run
 from ...runlog.words import size, times
-from .figures import curve, far_apart, figures, lanes, marks, still, still_everywhere
+from .figures import curve, far_apart, figures, marks, still, still_everywhere, timeline_rows
 
 COLOURS = (
     "#0b6e99",
@@ -61,7 +61,7 @@ def draw(runs: Sequence[Run], path: str | Path) -> None:
     """
     if not available():
         raise ValueError("--png needs matplotlib: pip install 'fsdp_demo[report]'")
-    low = 1.2 + 0.28 * sum(len(lanes(run)) for run in runs)
+    low = 1.2 + 0.28 * sum(len(timeline_rows(run)) for run in runs)
     figure = _figure(12, 6.6 + low)
     grid = figure.add_gridspec(3, 3, height_ratios=[3.4, 2.2, low])
     for i, against in enumerate(PLAIN):
@@ -90,7 +90,7 @@ def standing_still(runs: Sequence[Run]) -> str:
 
 def exchanges(run: Run) -> str:
     """The messages and events of a run over time, as SVG."""
-    rows = len(lanes(run)) + 1
+    rows = len(timeline_rows(run)) + 1
     return _svg(11.5, 0.9 + 0.3 * rows, run.name, lambda panel: _exchanges(panel, [run]))
 
 
@@ -211,7 +211,7 @@ def _still(panel: Any, runs: Sequence[Run]) -> None:
 
 
 def _exchanges(panel: Any, runs: Sequence[Run]) -> None:
-    rows = [(run, name, number, bars) for run in runs for name, number, bars in lanes(run)]
+    rows = [(run, name, number, bars) for run in runs for name, number, bars in timeline_rows(run)]
     ends = [bar.end for *_, bars in rows for bar in bars]
     for row, (_, _, number, bars) in enumerate(rows):
         wire = [(bar.start, bar.end - bar.start) for bar in bars]

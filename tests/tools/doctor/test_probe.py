@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp_demo.comm.store_client import WorldStore
-from fsdp_demo.comm.tcp import Counted
-from fsdp_demo.comm.zeromq import Meeting
+from fsdp_demo.net.tcp import Counted
+from fsdp_demo.peers.zeromq import Meeting
+from fsdp_demo.store.client import WorldStore
 from fsdp_demo.tools.doctor.measured import Direction
 from fsdp_demo.tools.doctor.probe import Pair, Probe, lost, pieces
 

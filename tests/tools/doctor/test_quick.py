@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp_demo import Link, PeerLost
-from fsdp_demo.comm.fixed_peers import LonePeerGroup, mesh_peers
-from fsdp_demo.comm.link import TCP_SHARE
+from fsdp_demo.net.link import TCP_SHARE
+from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup, mesh_peers
 from fsdp_demo.tools.doctor.quick import SIZES, quick_probe
 
 from ...support.elastic import Islands

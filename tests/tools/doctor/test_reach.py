@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_demo.comm.address import join_address, split_address
+from fsdp_demo.net.address import join_address, split_address
 from fsdp_demo.tools.doctor import reach
 from fsdp_demo.tools.doctor.measured import OK, OTHER, REFUSED, TIMEOUT, UNREACHABLE
 

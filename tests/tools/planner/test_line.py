@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fsdp_demo import Link
-from fsdp_demo.comm.link import TCP_SHARE
+from fsdp_demo.net.link import TCP_SHARE
 from fsdp_demo.tools.planner.line import SIMULATED, System, message_seconds
 
 

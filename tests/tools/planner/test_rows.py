@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_demo import Link, preset, presets
-from fsdp_demo.exchange.memory import inner_state, plan_memory
+from fsdp_demo.exchange.plan import inner_state, plan_memory
 from fsdp_demo.tools.planner import Situation, gbit_s, load, plan_rows
 from fsdp_demo.tools.planner.gaps import expected_gap
 from fsdp_demo.tools.planner.line import System

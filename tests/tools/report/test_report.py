@@ -16,7 +16,7 @@ import pytest
 from fsdp_demo import cli
 from fsdp_demo.runlog.files import load
 from fsdp_demo.tools.report import picture as report_png
-from fsdp_demo.tools.report.figures import comparison, curve, figures, lanes, still
+from fsdp_demo.tools.report.figures import comparison, curve, figures, still, timeline_rows
 
 from ...runlog import made
 
@@ -153,8 +153,8 @@ def test_a_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch) -
 @pytest.mark.parametrize("steps", [40, 400])
 def test_the_timeline_has_every_exchange_once(tmp_path, monkeypatch, steps: int) -> None:
     run = load(made.run(monkeypatch, tmp_path / "run", steps=steps))
-    assert [len(bars) for _, _, bars in lanes(run)] == [steps, steps]
-    for _, _, bars in lanes(run):
+    assert [len(bars) for _, _, bars in timeline_rows(run)] == [steps, steps]
+    for _, _, bars in timeline_rows(run):
         assert all(0 <= b.waiting <= b.end - b.start for b in bars)
 
 

@@ -1,0 +1,160 @@
+"""What islands agree on before the first step: one run specification, equal parameters, one step to
+start from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import WireError, see
+from ..peers.digests import digest
+from ..peers.header import DIGESTS, NORM, SETUP
+from .peer_group import PeerGroup
+
+log = logging.getLogger("fsdp_demo")
+
+LONGEST = 16 << 20  # bytes of a text that an island may send
+
+ADVISORY = ("torch", "device", "processor")  # islands may differ here: warned, not refused
+
+
+def gather_json(peers: PeerGroup, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
+    """`value` of every replica (JSON, never pickle: nothing a peer sends is executed). Two
+    messages: lengths, texts.
+
+    Raises:
+        WireError: an island claims a text of more than LONGEST bytes, or sends one that is no JSON.
+            Nothing is made room for before.
+    """
+    text = json.dumps(value).encode()
+    if len(text) > LONGEST:
+        raise ValueError(
+            f"a value of {len(text)} bytes as JSON, for all islands: allowed are {LONGEST}"
+        )
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    bodies = peers.gather_any(peers.header(kind, step), data, LONGEST)
+    return [_parse(peers, j, body) for j, body in enumerate(bodies)]
+
+
+def _parse(peers: PeerGroup, j: int, body: Tensor) -> Any:
+    try:
+        return json.loads(bytes(body.tolist()))
+    except (ValueError, RecursionError) as error:
+        # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise WireError(
+            f"{peers.label(j)} sent {body.numel()} bytes that are no JSON ({error!r:.80})"
+        ) from None
+
+
+def agree(peers: PeerGroup, found: Mapping[str, Any]) -> bool:
+    """Compare `found` (flat, JSON values) with those of all replicas. Numbers of optimizers are
+    compared where both sides have them.
+
+    Returns:
+        Whether an island differs from this one in what may differ (`ADVISORY`); that is logged in
+        one line.
+
+    Raises:
+        ValueError: on every replica, naming each field that differs with the values of both sides.
+    """
+    everyone = gather_json(peers, dict(found))
+    mine, unlike = everyone[peers.rank], []
+    for j, theirs in enumerate(everyone):
+        may, must = apart(mine, theirs, peers.names[j])
+        unlike += may
+        if must:
+            raise ValueError(unequal(peers, j, "; ".join(must[:6])))
+    return warned(unlike)
+
+
+def apart(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str
+) -> tuple[list[str], list[str]]:
+    """A sentence for each field in which island `name` differs where it may (`ADVISORY`), and for
+    each where it may not.
+    """
+    keys = [
+        k
+        for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k))
+        if mine.get(k) != theirs.get(k)
+    ]
+    keys = [
+        k for k in keys if not (k.startswith("optimizer") and (k not in mine or k not in theirs))
+    ]
+    may = [
+        f"{name} has {k} {theirs.get(k)}, here it is {mine.get(k)}" for k in keys if k in ADVISORY
+    ]
+    return may, [
+        f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY
+    ]
+
+
+def warned(unlike: list[str]) -> bool:
+    """Log in one line what differs and may, if anything does."""
+    if unlike:
+        log.warning("%s: replicas may differ in the last bit", "; ".join(unlike))
+    return bool(unlike)
+
+
+def unequal(peers: PeerGroup, j: int, what: str) -> str:
+    """The sentence that this island and island j do not run the same."""
+    return unlike_runs(peers.label(j), peers.names[peers.rank], what)
+
+
+def unlike_runs(there: str, here: str, what: str) -> str:
+    """The sentence that an island (`PeerGroup.label`) does not run the same as the one named
+    `here`.
+    """
+    return f"{there} runs something else than {here}: {what}{see('unlike-runs')}"
+
+
+def sync_from(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) -> bool:
+    """Give every replica the donor's `work` (fp32 workspace), in place. It is sent where digests
+    differ.
+
+    Args:
+        keep: this replica keeps its own even if it differs.
+
+    Returns:
+        True if `work` changed here.
+    """
+    wish = b"keep" if keep else b"take"
+    marks = [
+        bytes(t.tolist())
+        for t in peers.all_gather(
+            torch.frombuffer(bytearray(digest([work]) + wish), dtype=torch.uint8)
+        )
+    ]
+    needs = [m[:16] != marks[donor][:16] and m[16:] == b"take" for m in marks]
+    mine, size = peers.rank, work.numel() * work.element_size()
+    data = work.detach().cpu().view(torch.uint8) if mine == donor and any(needs) else None
+    given = peers.hand_out(peers.header(SETUP), data, size, donor, needs)
+    if needs[mine]:
+        work.copy_(given.view(work.dtype))
+    return needs[mine]
+
+
+def mean_of(peers: PeerGroup, step: int, value: float) -> float:
+    """Mean over the replicas of a number of this step, those left out whose number is not finite: 8
+    bytes and a header to each.
+    """
+    mine = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.uint8)
+    found = [
+        float(m.clone().view(torch.float64))
+        for m in peers.all_gather(mine, NORM, step, setup=False)
+    ]
+    finite = [v for v in found if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def all_equal(peers: PeerGroup, mark: bytes, kind: int = DIGESTS, step: int = 0) -> bool:
+    """Whether `mark` (`digests.digest` of some tensors) is the same on all replicas."""
+    marks = peers.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
+    return all(torch.equal(m, marks[0]) for m in marks)

@@ -1,0 +1,244 @@
+"""Pieces of messages on the connections to the other islands: cut into megabytes, dealt to the
+connections, put together again.
+
+Room is made only for what this rank waits for. The first megabyte of a piece holds its header; room
+for the rest is made when that has been read and its length is as it must be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import Mismatch, WireError
+from ..membership.protocol_types import Member, Piece
+from ..peers.connection import PeerConnection
+from ..peers.connection import QueuedPiece as Moving
+from ..peers.header import HEADER, Header, Sealed, check_body, claimed, claimed_length, open_head
+from ..peers.piece_header import LARGEST
+from ..peers.poller import Poller
+from .message_state import EarlyMessage, RoundMessage
+
+STREAMS = 8
+"""Connections to one peer at most. Between islands, pieces are dealt to several of them on a long
+link, since one TCP window (4 MiB where nobody has raised it) does not fill it."""
+STREAM_RTT = 0.0125
+"""Seconds of round trip for which one connection is enough: it has 1.6 MB in flight then, at 1
+Gbit/s. Measured at that rate: at 20 ms more of them gain nothing, at 100 ms eight take 32 MB over
+in 0.6 of the time of one."""
+BUDGET = 32
+"""Connections to all peers together. They share the island's line: 50 MB are in flight at 1.6 MB
+each, which is 10 Gbit/s at 40 ms. Each takes time in every step, and five descriptors."""
+SLOTS = 128
+"""Islands that a run can have at most: pieces are numbered by the slot they are of."""
+
+
+class Stream:
+    """A piece that comes from a peer.
+
+    Attributes:
+        message, piece: what it is. sender: who sends it. owners: of the parts of the message, when
+            it was asked for.
+        first: the first megabyte, until its header has been read. header: as it was read. sealed:
+            header and body, when all is here.
+    """
+
+    def __init__(
+        self,
+        message: RoundMessage | EarlyMessage,
+        piece: Piece,
+        sender: Member,
+        owners: tuple[Member, ...],
+    ):
+        self.message, self.piece, self.sender, self.owners = message, piece, sender, owners
+        self.first = torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
+        self.sealed = Sealed(self.first[:0], self.first[:0])
+        self.header: Header | None = None
+        self.moving: deque[Moving] = deque()
+        self._crc = 0
+
+    def take(self, moving: Moving, label: str) -> None:
+        """The next megabyte is here. The first one has the header, which makes room for the body.
+
+        Raises:
+            WireError: see `open_head`; or it is shorter than it must be. What is left of the room
+                holds what was there before, which may be what should have come.
+        """
+        whole = moving.size
+        if self.header is None:
+            self._open(label)
+            whole = HEADER.size + len(_cut(self.sealed.body)[0])
+        if moving.came != whole:
+            raise WireError(f"{label} sent {moving.came} of {whole} bytes of a piece: damaged")
+
+    def _open(self, label: str) -> None:
+        length = claimed_length(self.first)
+        limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
+        loose = self.message.longest is not None and self.piece.what in ("body", "early")
+        if loose and not 0 < length <= limit:
+            raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
+        message = self.message
+        expected = (
+            message.expected(claimed(self.first))
+            if isinstance(message, EarlyMessage)
+            else message.expected(self.piece.what)
+        )
+        self.header, self._crc = open_head(self.first, expected, length if loose else limit, label)
+        body = message.room(self.piece, self.owners, length)
+        here = _cut(body)[0]
+        here.copy_(self.first[HEADER.size : HEADER.size + len(here)])
+        self.sealed = Sealed(self.first[: HEADER.size].clone(), body)
+        self.first = self.first[:0]
+
+    def check(self, label: str) -> None:
+        """Compare the body with its checksum. Raises WireError."""
+        assert self.header is not None
+        check_body(self.sealed.body, self._crc, self.header, label)
+
+
+class Streams:
+    """All pieces that one rank waits for.
+
+    Args:
+        connections: the connections for messages to each peer. refused: called with a peer and an
+            error, when what it sends is damaged.
+        labels: how errors name an island, by slot.
+    """
+
+    def __init__(
+        self,
+        poller: Poller,
+        connections: Mapping[Member, Sequence[PeerConnection]],
+        refused: Callable[[Member, WireError], None],
+        labels: Callable[[int], str] = str,
+    ):
+        self._poller = poller
+        self._connections = connections
+        self._refused = refused
+        self._labels = labels
+        self._waiting: dict[tuple[int, Piece], Stream] = {}
+
+    def send(
+        self, message: RoundMessage | EarlyMessage, piece: Piece, data: Sealed, to: Member
+    ) -> None:
+        """Hand a piece to the connections to one peer; the body is not copied, but for its first
+        megabyte.
+        """
+        wires, touched = self._connections[to][: message.num_connections], []
+        first, rest = _cut(data.body)
+        with self._poller.changed:
+            for i, part in enumerate([torch.cat([data.head, first]), *rest]):
+                wire = wires[i % len(wires)]
+                wire.post_send(Moving(self._poller, part), _number(message.n, piece))
+                touched += [wire] if i < len(wires) else []
+        for wire in touched:
+            self._poller.nudge(wire)
+
+    def expect(
+        self,
+        message: RoundMessage | EarlyMessage,
+        piece: Piece,
+        sender: Member,
+        owners: tuple[Member, ...] = (),
+    ) -> None:
+        """Make room for the first megabyte of a piece, unless it is waited for already."""
+        if (message.n, piece) in self._waiting or sender not in self._connections:
+            return
+        stream = self._waiting[message.n, piece] = Stream(message, piece, sender, owners)
+        self._post(stream, [stream.first], 0)
+
+    def _post(self, stream: Stream, rooms: Sequence[Tensor], first: int) -> None:
+        wires = self._connections[stream.sender][: stream.message.num_connections]
+        number = _number(stream.message.n, stream.piece)
+        for i, room in enumerate(rooms, first):
+            wire, moving = wires[i % len(wires)], Moving(self._poller, room)
+            with self._poller.changed:
+                wire.post_recv(moving, number)
+                idle = not (wire.gone or wire.stuck)
+            stream.moving.append(moving)
+            if not idle:
+                self._poller.nudge(wire)
+
+    def done(self) -> Iterator[Stream]:
+        """The pieces that have come whole since it was last asked."""
+        for key, stream in list(self._waiting.items()):
+            if self._waiting.get(key) is not stream:  # a refusal has ended all
+                continue
+            while stream.moving and stream.moving[0].is_completed():
+                moving = stream.moving.popleft()
+                if moving.error is not None:
+                    del self._waiting[key]
+                    if isinstance(moving.error, WireError):
+                        self._refused(stream.sender, moving.error)
+                    break
+                if not self._taken(key, stream, moving):
+                    break
+            else:
+                if stream.header is not None and not stream.moving:
+                    del self._waiting[key]
+                    yield stream
+
+    def _taken(self, key: tuple[int, Piece], stream: Stream, moving: Moving) -> bool:
+        """Take a megabyte, and after the first one wait for the rest; False if it is refused."""
+        opens = stream.header is None
+        try:
+            stream.take(moving, self._labels(stream.piece.of.slot))
+        except Mismatch as error:  # the sender does something else: no other members would help
+            del self._waiting[key]
+            if isinstance(stream.message, RoundMessage):
+                stream.message.tasks.put(error)
+            return False
+        except WireError as error:
+            del self._waiting[key]
+            self._refused(stream.sender, error)
+            return False
+        if opens:
+            self._post(stream, _cut(stream.sealed.body)[1], 1)
+        return True
+
+    def forget(self, n: int) -> None:
+        """Wait for nothing of a message any more."""
+        for key in [key for key in self._waiting if key[0] == n]:
+            del self._waiting[key]
+
+    def clear(self) -> None:
+        """Wait for nothing."""
+        self._waiting.clear()
+
+
+def _cut(body: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """What goes with the header, and the megabytes behind it."""
+    first = body[: LARGEST - HEADER.size]
+    return first, body[len(first) :].split(LARGEST) if len(first) < len(body) else ()
+
+
+def _number(n: int, piece: Piece) -> int:
+    """The number of a piece on its connections, from 1: of the 3 x SLOTS + 1 pieces that a message
+    can have here.
+    """
+    of = {
+        "body": piece.of.slot,
+        "part": SLOTS + piece.of.slot,
+        "share": 2 * SLOTS,
+        "early": 2 * SLOTS + 1 + piece.of.slot,
+    }[piece.what]
+    return (n * (3 * SLOTS + 1) + of) % (2**32 - 1) + 1
+
+
+def streams(rtt: float, num_peers: int) -> int:
+    """Connections to each of so many peers for a round trip of `rtt` seconds.
+
+    >>> [streams(seconds, 1) for seconds in (0.001, 0.02, 0.05, 0.1, 0.3)]
+    [1, 1, 4, 8, 8]
+    >>> [streams(0.1, num_peers) for num_peers in (1, 4, 7, 15, 31)]
+    [8, 8, 4, 2, 1]
+    """
+    return min(max(int(rtt / STREAM_RTT + 0.1), 1), most_streams(num_peers))
+
+
+def most_streams(num_peers: int) -> int:
+    """Connections to each of so many peers at most, however long the link is."""
+    return min(max(BUDGET // max(num_peers, 1), 1), STREAMS)

@@ -1,0 +1,329 @@
+"""Connections of one rank under the membership protocol: to the same rank of each other island, and
+to the other ranks of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import PeerLost, see
+from ..membership.machine import entered
+from ..membership.protocol_types import Member, Record, first_record
+from ..net.address import Keys
+from ..net.link import Link
+from ..peers.connection import PeerConnection
+from ..peers.poller import Poller
+from ..peers.zeromq import GroupConnections, Meeting, ZeroMQ
+from ..status import SAVED, leave, tell_launcher
+from ..store.client import Store
+from . import descriptors, newcomer
+from .chunks import most_streams
+from .driver import Driver
+from .failure_detector import FailureDetector
+from .join_server import JoinServer
+from .peer_group import PeerGroup
+from .store_session import StoreSession
+
+log = logging.getLogger("fsdp_demo")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an island is lost, and when the others cannot go on.
+
+    Attributes:
+        dead: seconds of silence. stall: seconds that an island which still beats may stand, at
+            least (0: as long as islands wait for each other at the start); else ten times the
+            slowest of the last messages. least: islands that must be left.
+    """
+
+    dead: float = 10.0
+    stall: float = 0.0
+    least: int = 1
+
+
+@dataclass(frozen=True)
+class PeerPosition:
+    """Where a rank stands in the peer groups.
+
+    Attributes:
+        slot: of this island. rank, ranks: this peer group, and how many an island has. names: of
+            the islands, by slot; who joins adds its own.
+        share: ranks of an island that use its link at once. process: this rank, as its launcher
+            counts.
+    """
+
+    slot: int
+    rank: int
+    ranks: int
+    names: dict[int, str]
+    share: int = 1
+    process: int = 0
+
+    def label(self, slot: int) -> str:
+        """How errors and logs name an island."""
+        return f"island {slot} ({self.names.get(slot, f'island{slot}')})"
+
+
+def elastic_peers(
+    meeting: Meeting,
+    place: PeerPosition,
+    open_store: Callable[[], Store],
+    link: Link | None,
+    limits: Limits,
+) -> PeerGroup:
+    """Meet the other islands that begin a run (`Meeting.ranks`), all at once.
+
+    Args:
+        meeting: of the peer group: `rank` and `size` are slots; `prefix` is that of all peer
+            groups.
+        open_store: a connection of its own, below the keys of the meeting.
+
+    Raises:
+        ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
+    """
+    poller = hub_of(meeting, place)
+    try:
+        members = {slot: Member(slot) for slot in meeting.ranks}
+        at_peer_group = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
+        transport = ZeroMQ(at_peer_group, poller)
+        notes, connections = (by_member(transport.open(k), members) for k in ("notes", 0))
+        siblings = _siblings(poller, meeting, place, members[place.slot])
+        peers = PeerGroup(
+            members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share
+        )
+        start = Starter(
+            poller,
+            meeting,
+            place,
+            members[place.slot],
+            siblings,
+            open_store,
+            limits,
+            peers,
+        )
+        start.member(
+            first_record(members.values()), notes, {m: [wire] for m, wire in connections.items()}
+        )
+    except BaseException:
+        poller.close(0)
+        raise
+    try:
+        peers.widen(lambda k: by_member(transport.open(k), members))
+        start.open_door()  # not before: who comes in has as many connections as the others
+    except BaseException:
+        peers.release()
+        raise
+    return peers
+
+
+def newcomer_peers(
+    meeting: Meeting,
+    place: PeerPosition,
+    life: int,
+    open_store: Callable[[], Store],
+    link: Link | None,
+    limits: Limits,
+) -> PeerGroup:
+    """Join a run under way: the peer group of a newcomer, which follows its donor until it takes
+    part.
+
+    Args:
+        meeting: as for `elastic_peers`. life: how often the slot was started before.
+
+    Raises:
+        PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a
+            member refuses this island for good.
+    """
+    poller = hub_of(meeting, place)
+    me = Member(place.slot, life)
+    labels, name = place.label, place.names[place.slot]
+    try:
+        siblings = _siblings(poller, meeting, place, me)
+        at = meeting.store.under(meeting.prefix)
+        signs = newcomer.JoinHeartbeats(poller)
+        peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share)
+        start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
+
+        def follow(turn: int, seconds: float, since: Record | None, lost: Member | None) -> None:
+            reached, record = newcomer.reach(
+                poller,
+                at,
+                meeting.prefix,
+                me,
+                place.rank,
+                name,
+                labels,
+                seconds,
+                signs,
+                turn,
+                since,
+            )
+            donor = reached[0]
+            who = labels(donor.member.slot)
+            if donor.member == lost:
+                raise PeerLost(f"{who} lives, and hands over nothing more")
+
+            def become(record: Record) -> None:
+                start.member(
+                    record,
+                    {r.member: r.wires["notes"] for r in reached},
+                    {r.member: r.connections for r in reached},
+                )
+                start.open_door()
+
+            def another() -> None:
+                for r in reached:
+                    r.close(poller)
+                patience = min(meeting.timeout, 3 * limits.dead)
+                follow(turn + 1, patience, record, donor.member)
+
+            peers.follow(
+                newcomer.Follow(poller, donor, place.rank == 0, at, me, who, become, another),
+                [r.member.slot for r in reached],
+            )
+
+        follow(0, meeting.timeout, None, None)
+    except BaseException:
+        poller.close(0)
+        raise
+    return peers
+
+
+def hub_of(meeting: Meeting, place: PeerPosition) -> Any:
+    """What moves all connections of this rank. Raises ValueError where it may not have so many."""
+    descriptors.allow(meeting.size, place.ranks)
+    return Poller(Keys(meeting.token, meeting.prefix) if meeting.token else None)
+
+
+def _siblings(poller: Any, meeting: Meeting, place: PeerPosition, me: Member) -> dict[int, Any]:
+    """Connections to the other ranks of this island that have a peer group, by peer group."""
+    if place.ranks == 1:
+        return {}
+    own = tuple(f"rank {r} of {place.names[place.slot]}" for r in range(place.ranks))
+    prefix = f"{meeting.prefix}/island/{me.slot}.{me.incarnation}"
+    inside = replace(
+        meeting, prefix=prefix, rank=place.rank, size=place.ranks, names=own, among=None
+    )
+    return dict(ZeroMQ(inside, poller).open("siblings").wires)
+
+
+class Starter:
+    """Makes the driver of one rank, once it is a member."""
+
+    def __init__(
+        self,
+        poller: Any,
+        meeting: Meeting,
+        place: PeerPosition,
+        me: Member,
+        siblings: Mapping[int, Any],
+        open_store: Callable[[], Store],
+        limits: Limits,
+        peers: PeerGroup,
+    ):
+        self._poller = poller
+        self._meeting = meeting
+        self._place = place
+        self._me = me
+        self._siblings = siblings
+        self._open_store, self._limits, self._peers = open_store, limits, peers
+        self._join_server: JoinServer | None = None
+
+    def member(
+        self,
+        record: Record,
+        notes: Mapping[Member, Any],
+        connections: Mapping[Member, Sequence[Any]],
+    ) -> None:
+        """This rank takes part in `record`, over these connections; the peer group has its
+        driver."""
+        meeting, place, limits = self._meeting, self._place, self._limits
+        driver: list[Driver] = []
+        join_server = self._join_server = JoinServer(
+            self._poller,
+            meeting.prefix,
+            self._me,
+            place.rank,
+            meeting.address,
+            lambda: _connections_to_guest(driver[0].connections) if driver else 1,
+            lambda who: driver[0].busy(who) if driver else "it starts",
+            lambda: driver[0].status() if driver else {"silent": True},
+            place.names,
+            limits.dead,
+        )
+        notes = {m: wire for m, wire in notes.items() if m in record.members}
+        connections = {m: wires for m, wires in connections.items() if m in record.members}
+        signs = FailureDetector(
+            self._poller,
+            notes,
+            connections,
+            self._siblings,
+            limits.dead,
+            meeting.timeout,
+            lambda rounds: patience(rounds, meeting.timeout, limits.stall),
+        )
+        driver.append(
+            Driver(
+                self._poller,
+                entered(self._me, place.rank, place.ranks, record, min_continue=limits.least),
+                signs,
+                lambda tell, failed: StoreSession(
+                    self._open_store, place.ranks, limits.dead, meeting.timeout, tell, failed
+                ),
+                place.label,
+                lambda record: expelled(place, record),
+                join_server,
+            )
+        )
+        self._peers.drive(driver[0], max((len(w) for w in connections.values()), default=1))
+
+    def open_door(self) -> None:
+        """Others may ask at this member's listener, where it can be reached."""
+        if self._join_server is not None and self._join_server.endpoint[1]:
+            at = self._open_store()
+            at.set(
+                f"door/{self._me.slot}.{self._me.incarnation}.{self._place.rank}",
+                "{}:{}".format(*self._join_server.endpoint),
+            )
+
+
+def _connections_to_guest(connections: Mapping[Member, Sequence[Any]]) -> int:
+    """For messages, to one peer more: as many as to the others, unless they are too many then."""
+    as_before = max((len(wires) for wires in connections.values()), default=1)
+    return min(as_before, most_streams(len(connections) + 1))
+
+
+def by_member(
+    connections: GroupConnections, members: Mapping[int, Member]
+) -> dict[Member, PeerConnection]:
+    """Connections by member, from those by slot."""
+    return {members[slot]: wire for slot, wire in connections.wires.items()}
+
+
+def patience(rounds: Sequence[float], meeting: float, stall: float) -> float:
+    """Seconds that an island may stand while the others wait for it, from those that the last
+    messages took; `stall` at least, and `meeting` where that is 0.
+
+    >>> patience([1.0, 2.0, 30.0], 600.0, 60.0), patience([], 600.0, 60.0)
+    (300.0, 600.0)
+    >>> patience([1.0, 2.0, 30.0], 600.0, 0.0)
+    600.0
+    """
+    return max(stall or meeting, 10.0 * max(rounds) if len(rounds) >= 3 else meeting)
+
+
+def expelled(place: PeerPosition, record: Record) -> None:
+    """The others went on without this island: end at once, and write nothing (expelled-ends). A
+    supervisor starts it again, as a newcomer.
+    """
+    left = ", ".join(place.names.get(m.slot, str(m.slot)) for m in record.members)
+    what = "%s ends in epoch %d (of %s) and saves nothing: the others go on without it" + see(
+        "expelled"
+    )
+    log.error(what, place.names[place.slot], record.epoch, left)
+    tell_launcher(place.process, SAVED)
+    leave(SAVED)

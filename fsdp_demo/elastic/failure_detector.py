@@ -1,0 +1,280 @@
+"""Signs of life between the ranks of a run, and what one rank concludes from them: who is lost, and
+why.
+
+Each rank says a short word twice a second to its peers, from a thread of the process that trains. A
+peer is lost when its connections are gone, when it was silent for too long, or when one of its
+connections stands while others move. One that speaks but makes no progress is waited for
+(`ProgressWatch`). The store has no part in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import see
+from ..membership.machine import Rank
+from ..membership.protocol_types import Member, Record
+from ..peers.connection import PeerConnection, QueuedPiece
+from ..peers.poller import Poller
+
+BEAT = 0.5  # seconds
+SOON = 0.03
+"""Seconds for which a freeze that another rank tells is put off: the end of a connection that it
+has seen is seen here, too, by then.
+"""
+
+
+class FailureDetector:
+    """What one rank hears of its peers.
+
+    Args:
+        hub: of all connections.
+        notes: for each other member the connection for short words; connections: those for
+            messages. siblings: for each other rank of this island that has a peer group, by its
+            number.
+        dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
+        patience: seconds that a peer may stand, given how long the last messages took. Nothing is
+            known of a peer that has not moved since it came: its first step may compile.
+
+    Attributes:
+        began: when this rank has launched each message that is not delivered here, by number.
+            rounds: seconds that the last ones of steps took.
+        next_of: the next message of each peer, as it has said last. leaving: peers that have said
+            that they end.
+    """
+
+    def __init__(
+        self,
+        poller: Poller,
+        notes: Mapping[Member, PeerConnection],
+        connections: Mapping[Member, Sequence[PeerConnection]],
+        siblings: Mapping[int, PeerConnection],
+        dead: float,
+        meeting: float,
+        patience: Callable[[Sequence[float]], float],
+    ):
+        self._poller, self.dead, self.meeting, self._patience = poller, dead, meeting, patience
+        self.notes = dict(notes)
+        self.connections = {m: list(w) for m, w in connections.items()}
+        self.siblings = dict(siblings)
+        self.began: dict[int, float] = {}
+        self.rounds: deque[float] = deque(maxlen=50)
+        self.next_of: dict[Member, int] = {}
+        self.leaving: set[Member] = set()
+        self._came_with: dict[Member, int] = {}
+        self._ended: dict[Member, float] = {}
+        self._signed, self._standing = 0.0, dict[PeerConnection, float]()
+
+    @property
+    def wires(self) -> list[PeerConnection]:
+        """All connections."""
+        return [
+            *self.notes.values(),
+            *self.siblings.values(),
+            *(w for wires in self.connections.values() for w in wires),
+        ]
+
+    def of(self, member: Member) -> list[PeerConnection]:
+        """All connections to a peer."""
+        return [self.notes[member], *self.connections.get(member, [])]
+
+    def say(self, word: list[Any], wires: Iterable[PeerConnection]) -> None:
+        """Send a short word."""
+        data = bytearray(json.dumps(word, separators=(",", ":")).encode())
+        for wire in wires:
+            with self._poller.changed:
+                wire.post_note(QueuedPiece(self._poller, torch.frombuffer(data, dtype=torch.uint8)))
+            self._poller.nudge(wire)
+
+    def watch(self, now: float) -> None:
+        """With every beat: a sign on each connection for messages, from time to time, and a look
+        which connections stand.
+
+        A connection stands when nothing has come on it for half of `dead` (2 s at least) while
+        something came on another of the same peer. A slow link is not taken for that: what the
+        kernel has received counts, and a sign that waits behind a long piece is not needed."""
+        if now - self._signed > self.dead / 5:
+            self._signed = now
+            self.say(
+                ["sign"], [w for wires in self.connections.values() for w in wires if not w.waiting]
+            )
+        half, standing = max(self.dead / 2, 4 * BEAT), dict[PeerConnection, float]()
+        for member in self.notes:
+            stood = {w: seconds for w in self.of(member) if (seconds := w.stood) is not None}
+            if min(stood.values(), default=half) < half:
+                standing |= {
+                    w: self._standing.get(w, now) for w, seconds in stood.items() if seconds > half
+                }
+        self._standing = standing
+
+    def admit(
+        self, member: Member, notes: PeerConnection, connections: list[PeerConnection], now: float
+    ) -> None:
+        """A peer more."""
+        self.notes[member], self.connections[member] = notes, connections
+        for wire in [notes, *connections]:
+            wire.heard_at = now
+
+    def drop(self, member: Member) -> None:
+        """A peer less."""
+        self._ended.pop(member, None)
+        self._came_with.pop(member, None)
+        for wire in [self.notes.pop(member), *self.connections.pop(member, [])]:
+            wire.close(0)
+
+    def forgive(self, now: float) -> None:
+        """All begin anew: nobody was silent or slow so far."""
+        for wire in self.wires:
+            if wire.doubted and wire.heard_at <= wire.doubted:
+                wire.doubted = now  # still nothing has come behind it
+            wire.heard_at = now
+        self.began, self._standing = dict.fromkeys(self.began, now), {}
+
+    def heard(self, member: Member, next: int) -> None:
+        """A peer has said its next message."""
+        self.next_of[member] = next
+        self._came_with.setdefault(member, next)
+
+    def quiet(self, now: float, unheard: bool = False) -> list[Member]:
+        """Peers that have missed several beats; `unheard`: also who was never heard, as by a
+        newcomer that has come a moment before.
+        """
+        limit = min(4 * BEAT, self.dead / 2)
+        return [
+            m
+            for m in self.notes
+            if (unheard or m in self.next_of) and now - self._heard_at(m) > limit
+        ]
+
+    def lost(self, now: float) -> dict[Member, str]:
+        """Who is lost, and why."""
+        found: dict[Member, str] = {}
+        silent = False
+        for member in self.notes:
+            if why := self._gone(member, now, bool(self.began)):
+                found[member] = why
+            elif any(w.gone for w in self.of(member)):
+                continue
+            elif now - self._heard_at(member) > (limit := self._silence(member)):
+                found[member], silent = f"silent for {limit:g} s", True
+            elif any(w.heard_at <= w.doubted < now - self.dead for w in self.of(member)):
+                found[member] = (
+                    "what came from it could not be decrypted, and nothing came behind it for "
+                    f"{self.dead:g} s: damaged on the way"
+                )
+            elif any(now - self._standing.get(w, now) > self.dead for w in self.of(member)):
+                found[member] = (
+                    f"one of its connections has stood for {self.dead:g} s while others move"
+                )
+        if silent:  # who has fallen silent with it would otherwise stand in the report as heard
+            found = {**{m: "silent, too" for m in self.quiet(now)}, **found}
+        return found
+
+    def behind(self, now: float) -> tuple[int, float, list[Member]]:
+        """The oldest message that is not delivered here, seconds since its launch, and the peers
+        that live and have not come so far; -1 and nobody where there is none.
+        """
+        n = min(self.began, default=-1)
+        late = [m for m in self.notes if m not in self.leaving and self.next_of.get(m, n + 1) <= n]
+        return n, now - self.began.get(n, now), late
+
+    @property
+    def soon(self) -> bool:
+        """Whether the end of a connection waits for its reason."""
+        return bool(self._ended)
+
+    def _gone(self, member: Member, now: float, waiting: bool) -> str:
+        """Why the connections of a peer are gone, a moment later: its last word may come on another
+        one. Nothing where it has said that it ends, and nobody waits for it."""
+        why = next((w.gone for w in self.of(member) if w.gone), "")
+        if not why or (member in self.leaving and not waiting):
+            return ""
+        return why if now >= self._ended.setdefault(member, now + SOON) else ""
+
+    def _heard_at(self, member: Member) -> float:
+        return max(w.heard_at for w in self.of(member))
+
+    def patience_with(self, member: Member) -> float:
+        """Seconds that a peer may stand."""
+        moved = self.next_of.get(member, 0) > self._came_with.get(member, 0)
+        return self._patience(self.rounds if moved else ())
+
+    def _silence(self, member: Member) -> float:
+        """Seconds that a peer may be silent: longer until it was heard first."""
+        if member in self.next_of:
+            return self.dead
+        return self.meeting if member.incarnation == 0 else 3 * self.dead
+
+
+log = logging.getLogger("fsdp_demo")
+
+PATIENCE = 30.0
+"""Seconds after which a wait is told first, if it is not usual; then after twice as many."""
+
+
+class ProgressWatch:
+    """Says for which islands this rank waits, and tells one that has stood for too long to end.
+
+    A peer that beats and does not come to the next message evaluates, saves, compiles, or hangs:
+    beats come from a thread of their own. Nobody is lost by that at first. In the end it is the one
+    that stands that goes, never one that waits for it, whichever has the lower slot. It knows by
+    itself whether it stands: a peer that has moved meanwhile stays.
+
+    Args:
+        signs: what it hears. label: how errors and logs name an island, by slot.
+    """
+
+    def __init__(self, signs: FailureDetector, label: Callable[[int], str]):
+        self._failure_detector, self._label = signs, label
+        self._waits, self._next = -1, PATIENCE
+
+    def look(self, rank: Rank, now: float) -> None:
+        """With every beat, while no island is lost."""
+        n, seconds, behind = self._failure_detector.behind(now)
+        behind = [m for m in behind if m in rank.record.contributors(n)]  # the others are not asked
+        if n != self._waits:
+            usual = max(self._failure_detector.rounds, default=0.0)
+            self._waits, self._next = n, max(PATIENCE, 2 * usual)
+        for member in behind:
+            if seconds > self._failure_detector.patience_with(member):
+                self._failure_detector.say(
+                    ["stands", n, seconds], [self._failure_detector.notes[member]]
+                )
+        if not behind or seconds < self._next:
+            return
+        self._next *= 2
+        if rank.rank == 0:
+            limit = min(map(self._failure_detector.patience_with, behind))
+            log.warning(
+                "waiting for %s for %.0f s: it is alive, but has not come to the next exchange "
+                "(message %d). It may take %.0f s (ISLAND_STALL, else ISLAND_TIMEOUT), then it "
+                "ends, and the others go on" + see("island-stands"),
+                ", ".join(self._label(m.slot) for m in behind),
+                seconds,
+                n,
+                limit,
+            )
+
+    def told(self, rank: Rank, n: int, seconds: float, by: Member) -> Record | None:
+        """A peer has waited so long for this rank's message n. The members that go on without this
+        island; None where it does not stand.
+        """
+        if rank.state != "running" or rank.next > n:
+            return None
+        log.error(
+            "%s has waited %.0f s for message %d of this island, which stands: it evaluates, saves "
+            "or hangs alone for longer than ISLAND_STALL, else ISLAND_TIMEOUT%s",
+            self._label(by.slot),
+            seconds,
+            n,
+            see("island-stands"),
+        )
+        record = rank.record
+        return replace(record, members=tuple(m for m in record.members if m != rank.me))

@@ -1,0 +1,297 @@
+"""The messages of one rank that are kept, and their pieces on the connections to the other islands.
+
+All of it runs in the network thread, but the calculations (`message_state.py`), which run in the
+thread that waits for the message.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from ..errors import PeerLost, WireError
+from ..membership import protocol_events
+from ..membership.machine import Rank
+from ..membership.protocol_types import Kind, Member, Piece, Record, Settlement, needed
+from ..peers.connection import PeerConnection
+from ..peers.header import WITHIN, Sealed
+from ..peers.poller import Poller
+from .chunks import Stream, Streams
+from .failure_detector import FailureDetector
+from .message_state import Due, EarlyMessage, RoundMessage
+
+SHORT = 4 << 20
+"""Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that
+waits for it.
+"""
+
+
+class Traffic:
+    """Moves pieces as the membership of this rank asks for it.
+
+    Args:
+        hub: of all connections. signs: the connections, and who is heard on them.
+        rank: asked for the membership as it is now. labels: how errors name an island, by slot.
+        do: runs a job in the network thread.
+        received: called with an epoch and the event that a piece is here. refused: called with a
+            peer whose piece is damaged, and how.
+
+    Attributes:
+        longest: bytes that an island which leaves may send ahead of a message; until it is set,
+            none.
+    """
+
+    def __init__(
+        self,
+        poller: Poller,
+        signs: FailureDetector,
+        rank: Callable[[], Rank],
+        labels: Callable[[int], str],
+        do: Callable[[Callable[[], None]], None],
+        received: Callable[[int, protocol_events.Event], None],
+        refused: Callable[[Member, WireError], None],
+    ):
+        self._poller, self._failure_detector, self._rank, self._labels = poller, signs, rank, labels
+        self._do, self._received, self._refused = do, received, refused
+        self._messages: dict[int, RoundMessage] = {}
+        self._early: dict[tuple[int, Member], EarlyMessage] = {}
+        self.longest = 0
+        self._streams = Streams(poller, signs.connections, refused, labels)
+        self._forwards: dict[tuple[int, Piece], Member] = {}
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def open(self, message: RoundMessage) -> None:
+        """This rank launches a message."""
+        self._messages[message.n], self._failure_detector.began[message.n] = (
+            message,
+            time.monotonic(),
+        )
+        message.early.update({m: early for (n, m), early in self._early.items() if n == message.n})
+
+    def deliver(self, action: protocol_events.Deliver) -> None:
+        """It is complete."""
+        took = time.monotonic() - self._failure_detector.began.pop(action.n, time.monotonic())
+        # those between steps (the start, a question) say nothing of how unlike islands are
+        if self._messages[action.n].header.kind in WITHIN:
+            self._failure_detector.rounds.append(took)
+        self._messages[action.n].tasks.put(Due(self._rank().record.settlement(action.n)))
+
+    def free(self, action: protocol_events.Free) -> None:
+        """All have it."""
+        self._messages.pop(action.n, None)
+        self._early = {(n, m): early for (n, m), early in self._early.items() if n != action.n}
+        self._streams.forget(action.n)
+
+    def fail(self, reason: str, more: Iterable[RoundMessage]) -> None:
+        """Nothing more comes: whoever waits is told."""
+        for message in [*self._messages.values(), *more]:
+            message.tasks.put(PeerLost(reason))
+
+    # ---- what comes ----------------------------------------------------------------------------
+
+    def expect(self, message: RoundMessage) -> None:
+        """Make room for what this rank lacks of a message, as it is settled."""
+        rank, n = self._rank(), message.n
+        entry = next((e for e in rank.open if e.n == n), None)
+        if entry is None or entry.delivered or rank.state != "running":
+            return
+        settled = rank.record.settlement(n)
+        wanted = [
+            p
+            for p in needed(entry.kind, settled) - entry.pieces
+            if p.of != rank.me and p.what != "early"
+        ]
+        if (
+            entry.kind != "gather"
+            and settled.attempt == rank.record.view
+            and Piece("part", rank.me, settled.attempt) not in entry.pieces
+        ):
+            wanted += [
+                Piece("share", m, settled.attempt)
+                for m in settled.owners
+                if m != rank.me and m not in entry.shares
+            ]
+        for piece in wanted:
+            self._streams.expect(
+                message, piece, self._forwards.get((n, piece), piece.of), settled.owners
+            )
+
+    def expect_all(self) -> None:
+        """The same for all messages, oldest first, and for what others forward of those that came
+        early.
+        """
+        for (n, piece), sender in self._forwards.items():
+            if piece.what == "early":
+                # what came in a view that had frozen does not count
+                self._early.pop((n, piece.of), None)
+                self.expect_early(sender, n, "mixed", piece)
+        for n in sorted(self._messages):
+            self.expect(self._messages[n])
+
+    def expect_early(self, sender: Member, n: int, kind: Kind, piece: Piece) -> None:
+        """Make room for what an island that leaves has sent ahead of message n."""
+        if (
+            self._rank().state == "running"
+            and n >= self._rank().freed
+            and (n, piece.of) not in self._early
+        ):
+            self._streams.expect(EarlyMessage(n, kind, self.longest), piece, sender)
+
+    def look(self) -> None:
+        """Take what has come."""
+        for stream in self._streams.done():
+            self._arrived(stream)
+
+    def _arrived(self, stream: Stream) -> None:
+        """All of a piece is here: check it, here or, if it is long, in the thread that waits."""
+        view, label = self._rank().record.view, self._labels(stream.piece.of.slot)
+
+        def check() -> None:
+            try:
+                stream.check(label)
+            except WireError as error:
+                self._do(partial(self._refused, stream.sender, error))
+            else:
+                self._do(lambda: self._kept(stream, view))
+
+        if stream.sealed.size <= SHORT:
+            check()
+        elif isinstance(stream.message, RoundMessage):
+            stream.message.tasks.put(check)
+        else:
+            threading.Thread(target=check, name="checksum", daemon=True).start()
+
+    def _kept(self, stream: Stream, view: int) -> None:
+        message, piece, rank = stream.message, stream.piece, self._rank()
+        if rank.state != "running" or view != rank.record.view or stream.header is None:
+            return
+        if isinstance(message, EarlyMessage):
+            self._keep_early(message, stream)
+        elif message.n not in self._messages:
+            return
+        else:
+            message.keep(piece, stream.sealed, stream.header)
+            message.received += stream.sealed.size
+        self._failure_detector.next_of.setdefault(
+            stream.sender, 0
+        )  # heard: silent for `dead` from now on
+        wire = self._failure_detector.notes.get(stream.sender)
+        epoch = max(
+            [w.record for w in self._failure_detector.connections[stream.sender]], default=0
+        )
+        landed = wire.landed if wire else 0
+        self._received(
+            epoch,
+            protocol_events.PieceReceived(
+                view, epoch, stream.sender, message.n, message.kind, piece, landed
+            ),
+        )
+        if piece.what == "early" and stream.sender in self._failure_detector.notes:
+            self._failure_detector.say(
+                ["kept", message.n], [self._failure_detector.notes[stream.sender]]
+            )
+
+    def _keep_early(self, early: EarlyMessage, stream: Stream) -> None:
+        early.data, early.header = stream.sealed, stream.header
+        self._early[early.n, stream.piece.of] = early
+        if early.n in self._messages:
+            self._messages[early.n].early[stream.piece.of] = early
+
+    # ---- what goes -----------------------------------------------------------------------------
+
+    def send(self, action: protocol_events.Send) -> None:
+        """Send a piece, once it has been calculated."""
+        piece, view, settled = action.piece, action.view, self._rank().record.settlement(action.n)
+        if piece.what == "early":
+            for member in action.to:
+                self.send_early(self._early[action.n, piece.of], piece, member)
+            return
+        message = self._messages[action.n]
+        if piece.what == "share":
+            message.tasks.put(lambda: self._cut(message, settled.owners, piece, view))
+        elif (data := message.held(piece)) is not None:
+            self._hand_over(message, piece, data, action.to)
+        else:
+            begun = piece in message.making
+            message.making[piece] = (view, action.to)  # first: the thread that calculates reads it
+            # else a change has come meanwhile: once is enough, and goes to whom this view names
+            if not begun:
+                message.tasks.put(lambda: self._average(message, settled, piece))
+
+    def send_early(self, early: EarlyMessage, piece: Piece, to: Member) -> None:
+        """Send one other island what one that leaves contributes to a coming message."""
+        if to in self._failure_detector.connections and early.data is not None:
+            self._streams.send(early, piece, early.data, to)
+
+    def _cut(
+        self, message: RoundMessage, owners: tuple[Member, ...], piece: Piece, view: int
+    ) -> None:
+        made = message.cut(owners)
+
+        def send() -> None:
+            rank = self._rank()
+            for m in owners if view == rank.record.view else ():
+                if m != rank.me:
+                    self._hand_over(message, piece, made[m], (m,))
+
+        self._do(send)
+
+    def _average(self, message: RoundMessage, settled: Settlement, piece: Piece) -> None:
+        made = message.average(settled)
+        # now: the message may be complete before this has left
+        message.sent += made.size * len(message.making[piece][1])
+
+        def send() -> None:
+            view, to = message.making.pop(piece)
+            if view == self._rank().record.view:
+                self._hand_over(message, piece, made, to, counted=True)
+
+        self._do(send)
+
+    def _hand_over(
+        self,
+        message: RoundMessage,
+        piece: Piece,
+        data: Sealed,
+        to: Sequence[Member],
+        counted: bool = False,
+    ) -> None:
+        for member in to:
+            if member in self._failure_detector.connections:
+                self._streams.send(message, piece, data, member)
+                message.sent += 0 if counted else data.size
+
+    # ---- the connections -----------------------------------------------------------------------
+
+    def widen(self, connections: Mapping[Member, PeerConnection]) -> None:
+        """One more connection to each peer."""
+        for m, wire in connections.items():
+            if m not in self._failure_detector.connections:  # lost meanwhile
+                wire.close(0)
+                continue
+            with self._poller.changed:
+                wire.renew(self._rank().record.view)
+            self._failure_detector.connections[m].append(wire)
+
+    def freeze(self) -> None:
+        """Wait for nothing."""
+        self._streams.clear()
+
+    def adopt(self, record: Record) -> None:
+        """A view begins: its frames pass from now on, and what others forward is waited for from
+        them.
+        """
+        with self._poller.changed:
+            for wires in self._failure_detector.connections.values():
+                for wire in wires:
+                    wire.renew(record.view)
+        self._streams.clear()
+        rank = self._rank()
+        self._forwards = {
+            (f.n, f.piece): f.sender
+            for f in record.forwards
+            if f.peer_group == rank.rank and rank.me in f.to
+        }

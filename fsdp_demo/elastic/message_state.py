@@ -1,0 +1,274 @@
+"""The bytes of one numbered message on one rank: what it sends, what has come, what it has made of
+it. Kept until all members have it.
+
+The membership machine (`membership/machine.py`) says which pieces count; this file has the tensors,
+and the calculations on them. Calculations run in the thread that exchanges (`peer_group.py`), which
+waits for the message meanwhile; the network thread only moves bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..membership.protocol_types import Kind, Member, Piece, Settlement
+from ..peers import collectives
+from ..peers.header import EARLY, HEADER, MEANS, PARTS, PAYLOAD, Header, Sealed
+
+Task = Callable[[], None]
+Vectors = Sequence[tuple[Tensor, str]]
+Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class Due:
+    """The message is complete: as it is settled."""
+
+    settled: Settlement
+
+
+class EarlyMessage:
+    """What an island that leaves contributes to message n, ahead of its time: header, body, then
+    its vectors coded uncut. A rank may have it before it has launched that message.
+
+    Args:
+        kind: as who leaves takes the message to be. longest: bytes of body and vectors at most.
+
+    Attributes:
+        data, header: when it is here.
+    """
+
+    def __init__(self, n: int, kind: Kind, longest: int):
+        self.n, self.kind, self.longest, self.num_connections = n, kind, longest, 1
+        self.data: Sealed | None = None
+        self.header: Header | None = None
+
+    @classmethod
+    def of(cls, n: int, header: Header, body: Tensor, vectors: Vectors) -> EarlyMessage:
+        """What this island sends. body: uint8; vectors: as for `RoundMessage`."""
+        coded = collectives.shares(vectors, 1)[0][HEADER.size :] if vectors else body[:0]
+        early = cls(n, "mixed" if vectors else "gather", body.numel() + coded.numel())
+        early.header = replace(header, number=n % 2**32, flags=header.flags | EARLY)
+        early.data = Sealed.of(early.header, torch.cat([body, coded]))
+        return early
+
+    def room(self, piece: Piece, owners: Sequence[Member], size: int) -> Tensor:
+        """See `RoundMessage.room`."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def limit(self, what: str, of: Member, owners: Sequence[Member]) -> int:
+        """See `RoundMessage.limit`."""
+        return self.longest
+
+    def expected(self, claimed: Header) -> Header:
+        """The header that should come: what it says of step and kind is compared when the message
+        is launched here.
+        """
+        return replace(claimed, number=self.n % 2**32)
+
+
+class RoundMessage:
+    """One message.
+
+    Args:
+        n: its number. me: this island. header: what is said with it.
+        body: uint8; the same length is expected from everybody, unless `longest` is given.
+        vectors, weigh: see `PeerGroup.exchange`.
+        longest: bytes of a body at most, where they differ.
+        num_connections: connections to which its pieces are dealt. compare: see
+            `PeerGroup.exchange`.
+
+    Attributes:
+        kind: for the membership machine: gather without vectors, else mixed.
+        tasks: what the thread that waits is to do: a calculation, `Due`, or an error to raise.
+        bodies, headers: of each contributor. shares, parts: by whose they are, and attempt.
+        early: what islands that leave have sent ahead of its time, by whose it is.
+        making: parts of the mean that are being calculated, with the view in which they are to be
+            sent, and to whom.
+        sent, received: bytes so far, headers counted. alike, something: of a message to compare,
+            see `PeerGroup`.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        me: Member,
+        header: Header,
+        body: Tensor,
+        vectors: Vectors = (),
+        weigh: Weigh = lambda headers: [],
+        longest: int | None = None,
+        num_connections: int = 1,
+        compare: bool = False,
+    ):
+        self.n, self.me, self.num_connections, self.longest = n, me, num_connections, longest
+        self.header = replace(header, number=n % 2**32)
+        self.kind: Kind = "mixed" if vectors else "gather"
+        self.vectors, self.weigh = list(vectors), weigh
+        self.spans = [(v.numel(), code) for v, code in self.vectors]
+        self.tasks: queue.SimpleQueue[Task | Due | BaseException] = queue.SimpleQueue()
+        self.bodies: dict[Member, Sealed] = {me: Sealed.of(self.header, body)}
+        self.headers: dict[Member, Header] = {me: self.header}
+        self.shares: dict[tuple[Member, int], Sealed] = {}
+        self.parts: dict[tuple[Member, int], Sealed] = {}
+        self._means: dict[int, Tensor] = {}
+        self.early: dict[Member, EarlyMessage] = {}
+        self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
+        self.sent = self.received = 0
+        self.weighed = self.alike = self.something = False
+        self._compare = compare
+
+    def held(self, piece: Piece) -> Sealed | None:
+        """A body or part that is here."""
+        return (
+            self.bodies.get(piece.of)
+            if piece.what == "body"
+            else self.parts.get((piece.of, piece.attempt))
+        )
+
+    def expected(self, what: str) -> Header:
+        """The header that should come with a piece, but for what each sender says of itself."""
+        legs = {"share": PARTS, "part": MEANS} if self.header.kind == PAYLOAD else {}
+        return replace(self.header, kind=legs.get(what, self.header.kind))
+
+    def limit(self, what: str, of: Member, owners: Sequence[Member]) -> int:
+        """Bytes of the body of a piece: exactly, but for bodies where they may differ."""
+        if what == "body":
+            return self.longest or self._body
+        there, back = collectives.legs(self.spans, len(owners))
+        leg = there[owners.index(self.me)] if what == "share" else back[owners.index(of)]
+        return collectives.coding.total_bytes(leg)
+
+    def room(self, piece: Piece, owners: Sequence[Member], size: int) -> Tensor:
+        """Where the body of a piece is to lie: uint8 [size]."""
+        if piece.what != "part" or not self._in_place:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+        at = collectives.coding.cuts(self.spans[0][0], "fp32", len(owners))
+        j = owners.index(piece.of)
+        return self._mean(piece.attempt)[at[j] : at[j + 1]].view(torch.uint8)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether parts of the mean come, and are made, where it is to lie: values that travel as
+        they are, of a payload, since nobody changes its mean while parts of it may be forwarded.
+        """
+        return self.header.kind == PAYLOAD and [code for _, code in self.spans] == ["fp32"]
+
+    def _mean(self, attempt: int) -> Tensor:
+        """Room for the mean of the only vector, fp32 [n]. Two threads ask for it."""
+        if (found := self._means.get(attempt)) is None:
+            new = torch.empty(self.spans[0][0], dtype=torch.float32, device="cpu")
+            found = self._means.setdefault(attempt, new)
+        return found
+
+    def keep(self, piece: Piece, data: Sealed, header: Header) -> None:
+        """A piece that has come, whole and checked."""
+        if piece.what == "body":
+            self.bodies[piece.of], self.headers[piece.of] = data, header
+        elif piece.what == "share":
+            self.shares[piece.of, piece.attempt] = data
+            self.headers.setdefault(piece.of, header)
+        else:
+            self.parts[piece.of, piece.attempt] = data
+
+    # ---- calculations, in the thread that waits ------------------------------------------------
+
+    def cut(self, owners: Sequence[Member]) -> dict[Member, Sealed]:
+        """Each other owner's share of the vectors, coded."""
+        size, header = len(owners), self.expected("share")
+        return {
+            m: Sealed.of(header, collectives.loose_share(self.vectors, size, j))
+            for j, m in enumerate(owners)
+            if m != self.me
+        }
+
+    def average(self, settled: Settlement) -> Sealed:
+        """The coded mean of the part that this rank owns, from all shares, which are used up, and
+        from what came early.
+        """
+        who, owners, attempt = self.counted(settled), settled.owners, settled.attempt
+        weights = self.weigh([self._header(m, settled) for m in who])
+        self.weighed = True
+        mine, size = owners.index(self.me), len(owners)
+
+        def share(m: Member) -> Any:
+            if m == self.me:  # it is not sent: it is coded only where bytes are compared
+                if not self._compare:
+                    return collectives.own_part(self.vectors, size, mine)
+                return collectives.loose_share(self.vectors, size, mine)
+            if m in owners:
+                return self.shares.pop((m, attempt)).body
+            return collectives.stretch(self._came_early(m)[self._body :], self.spans, mine, size)
+
+        bodies = [share(m) for m in who]
+        if self._compare:
+            whole = [body for m, body in zip(who, bodies, strict=True) if m in owners]
+            self.alike = all(torch.equal(body, whole[0]) for body in whole)
+            self.something = bool(whole[0].any())
+        piece, length = Piece("part", self.me, attempt), self.limit("part", self.me, owners)
+        part = self.room(piece, owners, length)
+        collectives.part_of_mean(bodies, self.spans, weights, mine, size, part)
+        self.parts[self.me, attempt] = made = Sealed.of(self.expected("part"), part)
+        return made
+
+    def coded(self, due: Due) -> list[Tensor]:
+        """The coded parts of the means, without headers, by whose they are; nothing without
+        vectors, and where somebody who has left has a share in them: parts are not as many as
+        headers then."""
+        settled = due.settled
+        if not self.vectors or settled.early:
+            return []
+        return [self.parts[m, settled.attempt].body for m in settled.owners]
+
+    def result(self, due: Due) -> tuple[list[Header], list[Tensor], list[Tensor]]:
+        """Headers and bodies of the contributors, and the means of the vectors."""
+        settled, means = due.settled, list[Tensor]()
+        who = self.counted(settled)
+        headers = [self._header(m, settled) for m in who]
+        if not self.weighed:
+            self.weigh(headers)
+        if self._in_place:
+            means = [self._mean(settled.attempt)]
+        elif self.vectors:
+            parts = [self.parts[m, settled.attempt].body for m in settled.owners]
+            means = collectives.whole(parts, self.spans)
+        bodies = [
+            self._came_early(m)[: self._body] if m in settled.early else self.bodies[m].body
+            for m in who
+        ]
+        return headers, bodies, means
+
+    # ---- what came early -----------------------------------------------------------------------
+
+    def counted(self, settled: Settlement) -> tuple[Member, ...]:
+        """The contributors, but for what came early and is of something else: a question came in
+        between, say. All compare the same bytes with the same message, so all come to the same."""
+        return tuple(
+            m for m in settled.contributors if m not in settled.early or self._fits(self.early[m])
+        )
+
+    def _fits(self, early: EarlyMessage) -> bool:
+        mine, theirs = self.header, early.header
+        assert theirs is not None and early.data is not None
+        size = self._body + collectives.coding.total_bytes(self.spans)
+        same = (theirs.digest, theirs.kind, theirs.step) == (mine.digest, mine.kind, mine.step)
+        return same and self.longest is None and early.data.body.numel() == size
+
+    @property
+    def _body(self) -> int:
+        return self.bodies[self.me].body.numel()
+
+    def _came_early(self, m: Member) -> Tensor:
+        data = self.early[m].data
+        assert data is not None
+        return data.body
+
+    def _header(self, m: Member, settled: Settlement) -> Header:
+        header = self.early[m].header if m in settled.early else self.headers[m]
+        assert header is not None
+        return header

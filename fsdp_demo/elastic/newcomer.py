@@ -1,0 +1,436 @@
+"""How an island joins a run under way, on one rank: it reaches all members, follows its donor, and
+is a member from a message on.
+
+Until then it has connections and no driver: whoever waits for something moves the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerLost, WireError, see
+from ..membership.protocol_types import Member, Record
+from ..membership.record_json import read_record
+from ..peers import bulk_stream
+from ..peers.collectives import ReceivedMessage
+from ..peers.connection import PeerConnection
+from ..peers.connection import QueuedPiece as Moving
+from ..peers.header import WITHIN
+from ..peers.join_messages import LONGEST as LONGEST_HEAD
+from ..peers.join_messages import Expected, MessageHead, Tick, from_bytes, unpacked
+from ..peers.piece_header import LONGEST
+from ..peers.poller import Poller
+from ..peers.zeromq import bracketed
+from ..store.client import Store
+from .failure_detector import BEAT
+from .join_server import WIRES, Request, ask_join_server, connection_names, greeting
+
+log = logging.getLogger("fsdp_demo")
+
+AGAIN = 1.0  # seconds between two questions to somebody who is busy
+TO_CONNECT = 15.0  # seconds after which connections that do not stand are given up, and made again
+
+
+@dataclass
+class Reached:
+    """One member, and the connections to it."""
+
+    member: Member
+    wires: dict[str, PeerConnection]
+    connections: list[PeerConnection]
+    until: float = field(default_factory=lambda: time.monotonic() + TO_CONNECT)
+
+    @property
+    def every(self) -> list[PeerConnection]:
+        """All connections."""
+        return [*self.wires.values(), *self.connections]
+
+    @property
+    def met(self) -> bool:
+        """Whether all stand."""
+        return all(w.met for w in self.every)
+
+    @property
+    def failed(self) -> str:
+        """Why they will not; empty while they may."""
+        if why := next((w.gone for w in self.every if w.gone), ""):
+            return why
+        trouble = next((w.trouble for w in self.every if w.trouble), "it does not answer")
+        return "" if self.met or time.monotonic() < self.until else trouble
+
+    def close(self, poller: Poller) -> None:
+        """Close all; who waits for something of them is told."""
+
+        def job() -> None:
+            for w in self.every:
+                with poller.changed:
+                    w.gone = w.gone or "closed"
+                w.close(0)
+
+        poller.run(job)
+
+
+class JoinHeartbeats:
+    """Tells the members twice a second that this island lives, while it joins: it may load for
+    minutes without a word. In the network thread, so a process that stands says nothing
+    (beats-of-training); once this island is a member, the driver says so.
+
+    Attributes:
+        to: whom it has reached so far.
+    """
+
+    def __init__(self, poller: Poller):
+        self._poller, self.to, self._said = poller, list[Reached](), 0.0
+        poller.between = self._say
+
+    def _say(self) -> None:
+        if (now := time.monotonic()) - self._said < BEAT:
+            return
+        self._said = now
+        for wire in [r.wires["notes"] for r in self.to]:
+            if wire.met and not wire.gone:
+                say(self._poller, wire, '["here"]')
+
+
+def say(poller: Poller, wire: PeerConnection, text: str) -> None:
+    """Send a short word to a member."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    with poller.changed:
+        wire.post_note(Moving(poller, data))
+    poller.nudge(wire)
+
+
+def newest(at: Store, known: Record | None = None) -> Record | None:
+    """The newest record of a run; None where there is none.
+
+    Epochs have no gaps, so few questions find the last one: steps that double, then halves. A run
+    of weeks has hundreds of records, and the store may be far away.
+
+    Args:
+        known: a record of the run, from which the search goes on.
+    """
+    found, there, step = known, -1 if known is None else known.epoch, 1
+    missing = None
+    while missing is None or missing - there > 1:
+        epoch = there + step if missing is None else (there + missing) // 2
+        if text := at.get(f"record/{epoch}"):
+            found, there, step = read_record(text), epoch, 2 * step
+        else:
+            missing = epoch
+    return found
+
+
+def reach(
+    poller: Poller,
+    at: Store,
+    prefix: str,
+    me: Member,
+    peer_group: int,
+    name: str,
+    labels: Callable[[int], str],
+    seconds: float,
+    signs: JoinHeartbeats,
+    turn: int = 0,
+    since: Record | None = None,
+) -> tuple[list[Reached], Record]:
+    """Connections to this peer group of all members of the newest record, which is read anew as
+    long as somebody is busy; and that record.
+
+    Args:
+        turn: how many donors this island has lost. since: the record by which it had reached the
+            last one.
+
+    Raises:
+        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds;
+            or it is named by a record after `since`, and a member that was lost comes back under
+            another incarnation only.
+    """
+    end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
+    record = since
+    key = f"in/{me.slot}.{me.incarnation}" + (f".{turn}" if turn else "")
+    # two islands that come at once would each be let into some peer groups only
+    while peer_group and not at.get(key):
+        if time.monotonic() > end:
+            raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
+        time.sleep(AGAIN / 5)
+    while time.monotonic() < end:
+        record = newest(at, record)
+        if since is not None and record is not None and _named(at, me, since, record):
+            raise PeerLost(f"{name} lost its donor when it was a member already")
+        members = [m for m in record.members if m.slot != me.slot] if record is not None else []
+        # lost meanwhile, or to be tried again
+        for m in [m for m in reached if m not in members or reached[m].failed]:
+            why = (
+                reached[m].failed
+                and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
+            )
+            reached.pop(m).close(poller)
+        missing = [m for m in members if m not in reached]
+        still = record is None or any(m.slot == me.slot for m in record.members)
+        if still:
+            why = (
+                f"{name} is a member still: the others have not noticed that it was lost, or the "
+                f"store was started from an older copy of its file{see('store-made-anew')}"
+            )
+        # in the order of slots, and no further than one lets in: nobody waits for the other in a
+        # circle
+        for m in missing:
+            request = Request("", prefix, peer_group, me.slot, me.incarnation, name)
+            answer = _ask(poller, at, m, peer_group, request)
+            if "refused" in answer:
+                raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
+            if "ports" not in answer:
+                why = f"{labels(m.slot)}: {answer['later']}"
+                break
+            reached[m] = poller.run(partial(_dial, poller, prefix, me, m, peer_group, answer))
+        signs.to = found = [reached[m] for m in members if m in reached]
+        _wait(poller, found)
+        if record is None or still:
+            continue
+        if members and len(found) == len(members) and all(r.met for r in found):
+            at.set(key, "1")
+            return found, record
+    raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
+
+
+def _named(at: Store, me: Member, since: Record, until: Record) -> bool:
+    """Whether a record of those between two, and these, names this island."""
+    epochs = range(since.epoch, until.epoch + 1)
+    texts = at.get_all([f"record/{e}" for e in epochs])
+    return any(me in read_record(text).members for text in texts)
+
+
+def _wait(poller: Poller, reached: Sequence[Reached]) -> None:
+    """Let connections come to stand, for a moment."""
+    end = time.monotonic() + AGAIN / 5
+    wires = [w for r in reached for w in r.every]
+    while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
+        if not wires:
+            time.sleep(left)
+            return
+        poller.dial_again(wires)
+        poller.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
+
+
+def _ask(
+    poller: Poller, at: Store, member: Member, peer_group: int, request: Request
+) -> dict[str, Any]:
+    text = at.get(f"door/{member.slot}.{member.incarnation}.{peer_group}")
+    if not text:
+        return {"later": "it has no listener: it cannot be reached from outside (ISLAND_ADDRESS)"}
+    host, _, port = text.rpartition(":")
+    answer = ask_join_server(poller.context, poller.keys, host, int(port), request, 5.0)
+    return (
+        {"later": f"its listener at {text} does not answer"}
+        if answer is None
+        else {"host": host, **answer}
+    )
+
+
+def _dial(
+    poller: Poller, prefix: str, me: Member, member: Member, peer_group: int, answer: dict[str, Any]
+) -> Reached:
+    wires = {}
+    for k, port in zip(connection_names(int(answer["lanes"])), answer["ports"], strict=True):
+        wire = poller.add(0, False)
+        wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
+        wire.greet(
+            greeting(prefix, peer_group, k, me, member), greeting(prefix, peer_group, k, member, me)
+        )
+        wires[k] = wire
+    connections = [wires.pop(k) for k in list(wires) if k not in WIRES]
+    return Reached(member, wires, connections)
+
+
+class Follow:
+    """`joining.Following` of one peer group.
+
+    Args:
+        hub: of all connections. donor: whom this island follows. first: this is the island's first
+            peer group.
+        become: makes this rank a member, given the record that names it.
+        another: makes the peer group follow another donor.
+        at: the store, below the keys of the run.
+
+    Attributes:
+        base: the first message that this island takes part in, if it is of a step; None while it is
+            not planned.
+        next: the number of the next message.
+    """
+
+    def __init__(
+        self,
+        poller: Poller,
+        donor: Reached,
+        first: bool,
+        at: Store,
+        me: Member,
+        who: str,
+        become: Callable[[Record], None],
+        another: Callable[[], None],
+    ):
+        self._poller = poller
+        self._donor = donor
+        self._first = first
+        self._at = at
+        self._me = me
+        self._who = who
+        self._become, self.another = become, another
+        self._ticks, self._messages = (
+            bulk_stream.Reader(poller, donor.wires[k], who) for k in ("ticks", "messages")
+        )
+        self._asked, self._ready_at = False, 0.0
+        self._bodies: list[Tensor] | None = None
+        self._record: Record | None = None
+        self.base: int | None = None
+        self.next = 0
+        self._caught_up = 0
+
+    @property
+    def fetched(self) -> int:
+        """See `Following`."""
+        return self._ticks.taken + self._messages.taken
+
+    @property
+    def planned(self) -> bool:
+        """See `Following`."""
+        if self._record is None:
+            notes = self._donor.wires["notes"].notes
+            while notes:
+                word = json.loads(notes.popleft())
+                if word[0] == "planned":
+                    self._record = read_record(self._at.get(f"record/{int(word[1])}"))
+        return self._record is not None
+
+    def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
+        """See `Following`."""
+        if not self._asked:
+            self._asked = True
+            word = json.dumps(["follow", dict(brings)])
+            self._say(word if len(word) <= LONGEST else '["follow", {}]')
+        found = self._ticks.begin(seconds)
+        if found is None:
+            return None
+        if found.item != "snapshot":
+            raise WireError(
+                f"{self._who} sent a {found.item} instead of a snapshot: use one release everywhere"
+            )
+        self.next = found.next
+        return self._ticks.part(longest, seconds)
+
+    def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
+        """See `Following`."""
+        if self._bodies is None:
+            if self._ticks.sizes != list(sizes):
+                raise ValueError(
+                    f"the snapshot of {self._who} has parts of {self._ticks.sizes} bytes, expected "
+                    f"are {list(sizes)}"
+                )
+            self._bodies = []
+        while len(self._bodies) < len(sizes):
+            part = self._ticks.part(sizes[len(self._bodies)], seconds)
+            if part is None:
+                return None
+            self._bodies.append(part)
+        self._ticks.end()
+        bodies, self._bodies = self._bodies, None
+        return bodies
+
+    def tick(self, seconds: float) -> Tick | None:
+        """See `Following`. With none there, this island is near, and asks to take part."""
+        found = self._ticks.begin(0.0)
+        if found is None:
+            now = time.monotonic()
+            if self._first and not self.planned and now > self._ready_at:
+                self._ready_at = now + AGAIN
+                self._say('["ready"]')
+            found = self._ticks.begin(seconds)
+        if found is None:
+            return None
+        part = self._ticks.part(bulk_stream.LONGEST * 16, 60.0)
+        if part is None:
+            raise PeerLost(f"{self._who} sent half a step")
+        self._ticks.end()
+        return Tick.unpack(part)
+
+    def arrived(self, expected: Expected) -> ReceivedMessage:
+        """See `Following`."""
+        found = self.followed(expected)
+        assert found is not None, "what was under way before this island came does not wait for it"
+        return found
+
+    def followed(self, expected: Expected) -> ReceivedMessage | None:
+        """The same; None where this island takes part in the message: it is the first one of a step
+        from the base on.
+        """
+        while True:
+            found = None
+            while found is None:
+                found = self._messages.begin(0.5)
+            n = found.n
+            if found.item == "launch":
+                self._messages.end()
+                if self.base is not None and n >= self.base:
+                    self.next = n
+                    return None
+                continue
+            self.next = n + 1 if n >= 0 else self.next
+            sizes = self._messages.sizes[1:]
+            head = self._part(LONGEST_HEAD)
+            skipped = self._skips(head, expected)
+            parts = [
+                head,
+                *(self._part(size) for size in (sizes if skipped else expected.sizes(head))),
+            ]
+            self._messages.end()
+            if not skipped:
+                return unpacked(parts, expected)
+
+    def _skips(self, head: Tensor, expected: Expected) -> bool:
+        """Whether it is a question between two steps that a newcomer does not ask: it asks none in
+        a step, nor those of the step at which it has caught up and before."""
+        headers = from_bytes(head, MessageHead, "a message to follow").headers
+        if any(h.kind in WITHIN for h in headers):
+            return False
+        return expected.kind in WITHIN or all(h.step <= self._caught_up for h in headers)
+
+    def _part(self, longest: int) -> Tensor:
+        part = None
+        while part is None:
+            part = self._messages.part(longest, 60.0)
+        return part
+
+    def caught_up(self, step: int) -> None:
+        """See `Following`."""
+        while not self.planned:
+            self._poller.wait_until(lambda: bool(self._donor.wires["notes"].notes), 0.5)
+            if self._donor.wires["notes"].gone:
+                raise PeerLost(f"{self._who} is gone: {self._donor.wires['notes'].gone}")
+        assert self._record is not None
+        self._caught_up = step
+        self._become(self._record)
+        self.base = self._record.base[self._record.members.index(self._me)]
+        log.info(
+            "this island goes on from step %d, and takes part from message %d on", step, self.base
+        )
+
+    def over(self) -> None:
+        """This island takes part from here on, and follows no more. In the network thread."""
+        for k in ("ticks", "messages"):
+            self._donor.wires[k].close(0)
+
+    def close(self) -> None:
+        """End before it took part."""
+        self._poller.close(0)
+
+    def _say(self, text: str) -> None:
+        say(self._poller, self._donor.wires["notes"], text)

@@ -1,0 +1,482 @@
+"""Moving bytes between the ranks that hold the same shard on every island.
+
+A `PeerGroup` is that set of ranks. Everything they tell each other is a numbered message under the
+membership protocol, in which everybody sends to everybody directly (one round trip, where a ring
+takes R - 1). A ring was measured against it and is not used: among 8 islands it takes 6 times as
+long for what is short, and is at most 5 % faster for what is long.
+
+Where islands come and go, what comes back may be of fewer of them: `slots` says of which, and
+`rank`, `size` and `names` follow it, message by message. A loss raises nothing: the call takes
+longer. Where all must stay it raises (`rendezvous/fixed_peers.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerLost
+from ..membership.protocol_types import Member
+from ..net.link import TCP_SHARE, Link
+from ..net.tcp import least_round_trip
+from ..peers.collectives import ReceivedMessage
+from ..peers.header import ENDING, SETUP, Header
+from ..peers.join_messages import Expected, Following, JoinFeed
+from ..peers.meter import Meter
+from .chunks import streams
+from .donor_feed import DonorFeed
+from .driver import Driver
+from .message_state import Due, EarlyMessage, RoundMessage, Vectors, Weigh
+from .newcomer import Follow
+
+log = logging.getLogger("fsdp_demo")
+
+
+class PeerGroup:
+    """The ranks that hold the same shard on every island that lives, one per island.
+
+    Args:
+        me: this island. names: of the islands, by slot; those that join later add theirs.
+        slots: of the islands that take part.
+        timeout: seconds to wait for the others at the start.
+        link: pace of a rehearsal, or None; `share` ranks of this island use it at once.
+
+    Attributes:
+        elastic: islands may come and go. begun: until then the loss of an island ends the start.
+        slots: the islands of the last message; rank, size, names: this one among them, how many
+            they are, and what errors call them.
+        digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
+            `finish()`.
+        alike, something: of a message to compare, whether all have sent the same of this rank's
+            part, and whether that is more than zeros.
+        unsettled: not all islands have what this one has, and will not: nothing may be saved.
+        feed, following: where islands may join a run under way, this one as a donor or as a
+            newcomer (`peers/join_messages.py`).
+    """
+
+    elastic = True
+    unsettled = False
+
+    def __init__(
+        self,
+        me: Member,
+        names: Mapping[int, str],
+        slots: Sequence[int],
+        timeout: float,
+        link: Link | None = None,
+        share: int = 1,
+    ):
+        self.timeout, self.link, self.share = timeout, link, share
+        self.meter = Meter()
+        self.digest, self.ending = 0, False
+        self.alike = self.something = self.begun = False
+        self.donor_feed: JoinFeed | None = None
+        self.following: Following | None = None
+        self._me, self._names, self._next = me, names, 0
+        self._driver: Driver | None = None
+        self._donor_feed: DonorFeed | None = None
+        self._submit: Callable[[Callable[[], None]], Any] | None = None
+        self._follow: Follow | None = None
+        self._num_connections, self._since, self._longest_early = 1, 0.0, 0
+        self._message: RoundMessage | None = None  # under way
+        self._wish: Callable[[], bool] = lambda: False
+        self._set(slots)
+
+    def drive(self, driver: Driver, num_connections: int = 1) -> None:
+        """This rank is a member from now on."""
+        self._driver, self._num_connections = driver, num_connections
+        driver.allow_early(self._longest_early)
+        driver.stopping.wish = self._wish
+        if driver.join_server is not None:
+            self._donor_feed = DonorFeed(driver.join_server, driver.do, lambda: self._next)
+            if self._submit is not None:
+                self._donor_feed.submit = self._submit
+            self.donor_feed = self._donor_feed
+
+    def follow(self, follow: Follow, slots: Sequence[int]) -> None:
+        """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
+        self._set(slots)
+        self._follow = self.following = follow
+        self.begun = True
+
+    def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
+        """`submit` runs a job in the thread that exchanges, after all that is under way."""
+        self._submit = submit
+        if self._donor_feed is not None:
+            self._donor_feed.submit = submit
+
+    def _set(self, slots: Sequence[int]) -> None:
+        self.slots = tuple(slots)
+        self.rank = self.slots.index(self._me.slot) if self._me.slot in slots else -1
+        self.size = len(self.slots)
+        self.names = [self._names.get(s, f"island{s}") for s in slots]
+
+    @property
+    def slot(self) -> int:
+        """This island's number in the run."""
+        return self._me.slot
+
+    def label(self, j: int) -> str:
+        """How errors name the j-th island of the last message."""
+        return self.label_of(self.slots[j])
+
+    def label_of(self, slot: int) -> str:
+        """How errors name an island by its number in the run."""
+        return f"island {slot} ({self._names.get(slot, f'island{slot}')})"
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
+        """The header of a message of this rank, but for its number."""
+        return Header(
+            self.digest,
+            step,
+            kind=kind,
+            **{**fields, "flags": fields.get("flags", 0) | ENDING * self.ending},
+        )
+
+    def all_gather(
+        self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True
+    ) -> list[Tensor]:
+        """`data` (uint8, equal length everywhere) of every rank, in rank order."""
+        return self.gather(self.header(kind, step), data, setup)[1]
+
+    def gather(
+        self, header: Header, data: Tensor, setup: bool = False
+    ) -> tuple[list[Header], list[Tensor]]:
+        """`all_gather` with the headers."""
+        headers, bodies, _ = self._run(header, data, setup=setup)
+        return headers, bodies
+
+    def gather_any(self, header: Header, data: Tensor, longest: int) -> list[Tensor]:
+        """`data` (uint8 [n], n > 0, of any length) of every rank, in rank order. Who claims
+        more than `longest` bytes, or none, is lost; nothing is made room for before.
+        """
+        return self._run(header, data, longest=longest, setup=True)[1]
+
+    def exchange(
+        self, header: Header, body: Tensor, vectors: Vectors, weigh: Weigh, compare: bool = False
+    ) -> ReceivedMessage:
+        """What all replicas send in one message: a body (uint8, equal length everywhere), and
+        vectors of which each gets the mean.
+
+        Args:
+            vectors: (fp32 [n] on the CPU, code); weigh: from the headers the weights of each, or
+                an error, which is raised here. With weights w = weights[i] vector i becomes
+                sum_r w_r v_r / sum_r w_r, zeros if all its weights are zero.
+            compare: note `alike` and `something`.
+        """
+        headers, bodies, means = self._run(header, body, vectors, weigh, compare=compare)
+        return ReceivedMessage(headers, bodies, means, slots=self.slots)
+
+    def mean(self, header: Header, vectors: Vectors) -> list[Tensor]:
+        """The plain mean over the replicas of each (fp32 [n] on the CPU, code)."""
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return self._run(
+            header, nothing, vectors, lambda headers: [[1.0] * len(headers)] * len(vectors)
+        )[2]
+
+    def hand_out(
+        self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]
+    ) -> Tensor:
+        """The donor's `data` (uint8 [size], None elsewhere) on the ranks that need it; nothing on
+        the others. Where any rank needs it, all are sent it.
+
+        Where none does, a message of one byte is sent: it may be that another shard of this island
+        is needed, and all ranks of an island send equally many messages.
+        """
+        mine = data if data is not None else torch.zeros(1, dtype=torch.uint8, device="cpu")
+        return self._run(header, mine, longest=max(size, 1), setup=True)[1][donor]
+
+    def _run(
+        self,
+        header: Header,
+        data: Tensor,
+        vectors: Vectors = (),
+        weigh: Weigh = lambda headers: [],
+        longest: int | None = None,
+        setup: bool = False,
+        compare: bool = False,
+    ) -> tuple[list[Header], list[Tensor], list[Tensor]]:
+        if (followed := self._followed(header, data, vectors, weigh, longest)) is not None:
+            return followed
+        message = RoundMessage(
+            self._next,
+            self._me,
+            header,
+            data.clone(),  # it is kept until all have it
+            vectors,
+            weigh,
+            longest,
+            self._num_connections,
+            compare,
+        )
+        due = self._taken_part(message)
+        out, before = message.result(due), self.slots
+        self._set([m.slot for m in message.counted(due.settled)])
+        if not self.begun and self.slots != before:
+            lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
+            raise PeerLost(f"{lost} was lost while the islands came together")
+        self.alike, self.something = message.alike, message.something
+        self._account(message.sent, message.received, bool(vectors), setup)
+        if self._donor_feed is not None:
+            arrived = ReceivedMessage(*out, slots=self.slots)
+            self._donor_feed.message(message.n, arrived, message.coded(due))
+        return out
+
+    def _followed(
+        self, header: Header, data: Tensor, vectors: Vectors, weigh: Weigh, longest: int | None
+    ) -> tuple[list[Header], list[Tensor], list[Tensor]] | None:
+        """What the others have agreed on, while this island follows; None from the first message on
+        that it takes part in.
+        """
+        follow = self._follow
+        if follow is None:
+            return None
+        spans = [(v.numel(), code) for v, code in vectors]
+        wanted = Expected(header.kind, header.step, data.numel(), spans, longest=longest)
+        try:
+            arrived = follow.followed(wanted)
+        except PeerLost as error:
+            # it trains already: its supervisor starts it again, as a newcomer
+            if self._driver is not None:
+                self._driver.expel(f"{error}, before this island took part")
+            raise
+        if arrived is None:
+            self._next, self._follow, self.following = follow.next, None, None
+            assert self._driver is not None, "who has a base is a member"
+            self._driver.joined(follow.over)
+            return None
+        weigh(arrived.headers)
+        self._set(arrived.slots or self.slots)
+        self.meter.count(
+            0, sum(b.numel() for b in arrived.bodies) + 4 * sum(m.numel() for m in arrived.means)
+        )
+        return arrived.headers, arrived.bodies, arrived.means
+
+    def _taken_part(self, message: RoundMessage) -> Due:
+        """Send the next message, and wait until it is complete."""
+        if self._driver is None:
+            raise PeerLost("the connections were closed")
+        self._next += 1
+        if self._donor_feed is not None:
+            self._donor_feed.launching(message)
+        self._driver.launch(message)
+        return self._finished(message)
+
+    def _finished(self, message: RoundMessage) -> Due:
+        """Do what the message asks for, until it is complete."""
+        self._since, self._message = time.monotonic(), message
+        try:
+            while True:
+                task = message.tasks.get()
+                if isinstance(task, Due):
+                    return task
+                if isinstance(task, BaseException):
+                    raise task
+                task()
+        finally:
+            self._since, self._message = 0.0, None
+
+    def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
+        """A body, or a body and two legs of a reduce. The first leg leaves with the body, and
+        nobody waits for an answer: a rehearsed link takes half a round trip for each leg."""
+        if setup:
+            self.meter.setup_bytes += sent
+            return
+        self.meter.count(sent, received, 3 if reduced else 1)
+        if self.link is not None:
+            rate = self.link.bits_per_second
+            wire = 8 * max(sent, received) * self.share / (rate * TCP_SHARE) if rate else 0.0
+            time.sleep((2 if reduced else 1) * self.link.rtt / 2 + wire)
+
+    # ---- connections ---------------------------------------------------------------------------
+
+    def widen(self, connect: Callable[[int], Any]) -> None:
+        """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by
+        member, as many on all ranks (`streams`).
+
+        Raises:
+            PeerLost: an island was lost.
+        """
+        if self.size == 1:
+            return
+        rtt = self.round_trip()
+        count = streams(rtt, self.size - 1)
+        for k in range(1, count):
+            assert self._driver is not None
+            self._driver.widen(connect(k))
+        self._num_connections = count
+        if count > 1:
+            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
+
+    def round_trip(self) -> float:
+        """Seconds of a round trip between the two islands that are farthest apart, the same on all
+        ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is
+        the shortest of four short messages, which busy cores make longer.
+        """
+        known = self._longest(self.seen_round_trip())
+        if math.isfinite(known):
+            return known
+        seen = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+            seen.append(time.perf_counter() - start)
+        return self._longest(min(seen))
+
+    def _longest(self, seconds: float) -> float:
+        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
+        return max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+
+    def seen_round_trip(self) -> float:
+        """Seconds of the shortest round trip to the farthest peer, as the kernel has seen it; inf
+        where it does not tell.
+        """
+        assert self._driver is not None
+        signs, farthest = self._driver.signs, 0.0
+        for member in list(signs.notes):
+            seen = [least_round_trip(wire.descriptor) for wire in signs.of(member)]
+            farthest = max(farthest, min((s for s in seen if s is not None), default=math.inf))
+        return farthest
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The slots of the islands that are members now, as far as this rank hears them."""
+        if self._driver is None:
+            return self.slots
+        rank = self._driver.machine
+        return tuple(m.slot for m in rank.record.members if m not in rank.lost)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds for which the message under way has been; 0 where none is."""
+        return time.monotonic() - since if (since := self._since) else 0.0
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The numbers of the islands with which the message under way is not done yet; empty where
+        none is. First those whose body is not here, then those whose part of the mean is not. Read
+        from any thread.
+        """
+        if (message := self._message) is None:
+            return ()
+        alive, record = self.alive, self._driver.machine.record if self._driver else None
+        asked = [] if record is None else record.contributors(message.n)
+        others = [m.slot for m in asked if m != self._me and m.slot in alive]
+        bodies = {m.slot for m in list(message.bodies)}
+        lacking = [slot for slot in others if slot not in bodies]
+        if not lacking and message.vectors:
+            parts = {m.slot for m, _ in list(message.parts)}
+            lacking = [slot for slot in others if slot not in parts]
+        return tuple(lacking)
+
+    @property
+    def epoch(self) -> int:
+        """How often the members have changed."""
+        return 0 if self._driver is None else self._driver.machine.record.epoch
+
+    def allow_early(self, longest: int) -> None:
+        """Bytes of header, body and coded vectors that an island which leaves may send ahead of a
+        message (`send_early`).
+        """
+        self._longest_early = longest
+        if self._driver is not None:
+            self._driver.allow_early(longest)
+
+    def send_early(self, header: Header, body: Tensor, vectors: Vectors, seconds: float) -> bool:
+        """Where islands come and go, and this one leaves: send what it contributes to the coming
+        message ahead of its time. Whether the others have it within so many seconds. Arguments
+        as for `exchange`; `header.weight` is its share in every mean.
+
+        In the worker's thread, after all that was launched.
+        """
+        if self._driver is None or self._follow is not None:
+            return False
+        return self._driver.send_early(EarlyMessage.of(self._next, header, body, vectors), seconds)
+
+    def ends_when(self, wish: Callable[[], bool]) -> None:
+        """Where islands come and go: tell the others when `wish()`, that this rank was told to end.
+        Asked in another thread.
+        """
+        self._wish = wish
+        if self._driver is not None:
+            self._driver.stopping.wish = wish
+
+    @property
+    def all_end(self) -> bool:
+        """Where islands come and go: all of them are told to end."""
+        return self._driver is not None and self._driver.stopping.together
+
+    @property
+    def abandoned(self) -> bool:
+        """A message of this rank comes to nothing, since all islands are told to end and not all
+        send it: it is to be saved as unsent.
+        """
+        return self._driver is not None and self._driver.abandoned
+
+    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
+        """All islands are told to end, and this rank sends nothing more: wait until all have what
+        all have sent. In the worker's thread, after what is under way.
+
+        Args:
+            applied_at: how many steps this rank had taken when it last applied a message.
+            seconds: to wait at most.
+
+        Returns:
+            The most that any island says for `applied_at`; None where not all have come so far:
+            then nothing may be saved.
+        """
+        return (
+            applied_at if self._driver is None else self._driver.stop_with_all(applied_at, seconds)
+        )
+
+    def leave(self) -> None:
+        """Tell the others that this island goes on no more."""
+        if self._driver is not None:
+            self._driver.leave()
+
+    def expel(self, why: str) -> None:
+        """This island has gone wrong and comes back as a newcomer: end its process, and save
+        nothing. Only where islands come and go.
+        """
+        assert self._driver is not None, "who follows has sent nothing"
+        self._driver.expel(why)
+
+    def wait_stable(self, seconds: float) -> bool:
+        """Wait until all members have delivered what this rank has; only then may it be sealed in a
+        checkpoint.
+        """
+        if self.unsettled:
+            return False
+        return (
+            self._driver is None
+            or self._follow is not None
+            or self._driver.wait_stable(self._next, seconds)
+        )
+
+    def wait_read(self, seconds: float) -> bool:
+        """At the end of a run: wait until all members have delivered what this rank has, or are
+        gone. False: the seconds are over.
+        """
+        return (
+            self._driver is None
+            or self._follow is not None
+            or self._driver.wait_read(self._next, seconds)
+        )
+
+    def release(self) -> None:
+        """Close the connections; the others hear that this island has finished, or that it
+        leaves.
+        """
+        if self._driver is not None:
+            self._driver.close("bye" if self.ending else "leave", 5.0)
+        elif self._follow is not None:
+            self._follow.close()
+        self._driver = None

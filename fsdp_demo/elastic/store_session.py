@@ -1,0 +1,275 @@
+"""The store in a change of members: reports are written and watched for, records are proposed and
+read, in a thread of its own.
+
+In health it asks nothing. A store that does not answer is said once and asked again: training waits
+for the change meanwhile.
+
+Keys below those of the meeting:
+
+    report/<view>/<slot>.<incarnation>.<rank>   what one frozen rank holds (`epochs.Report`)
+    record/<epoch>                              who is a member, and how open messages are settled (compare_set: the first stays)
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..errors import PeerLost, StoreSilent
+from ..membership import protocol_events
+from ..membership.protocol_events import Event
+from ..membership.protocol_types import Member, Record, Report
+from ..membership.record_json import read_record, read_report, record_text, report_text
+from ..store.client import Store
+
+log = logging.getLogger("fsdp_demo")
+
+LOOK = 0.05
+"""Seconds between two looks into the store while a change is on."""
+
+AGAIN = 0.3
+"""Seconds between two tries to reach a store that does not answer."""
+
+MINORITY = 1.5
+"""Seconds for which reports of less than half of the islands, or of a half without the lowest slot,
+are held back: who is cut off from most of the others sees it a moment before or after them, and
+must not be the first to write a record. For as long, too, nobody goes on without the report of a
+peer that it has lost by then: another rank may still hear that peer."""
+
+
+class StoreSession:
+    """Serves one rank's driver.
+
+    Args:
+        open_store: a connection of its own to the store, below the keys of the meeting.
+        ranks: of each island.
+        dead: seconds after which missing reports are waited for no more. patience: seconds for
+            which a change waits for the store.
+        tell: takes events, in this thread. failed: called, with a reason, when a change has waited
+            for too long.
+
+    Attributes:
+        epoch: of the newest record that this rank knows: a store that lacks it has forgotten, or is
+            another one, and decides nothing (record-chain).
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        ranks: int,
+        dead: float,
+        patience: float,
+        tell: Callable[[Event], None],
+        failed: Callable[[str], None],
+    ):
+        self._open, self._ranks, self._dead, self._tell = open_store, ranks, dead, tell
+        self._patience, self._failed = patience, failed
+        self.epoch = 0
+        self._at: Store | None = None
+        self._met, self._own = False, ""
+        self._jobs: queue.SimpleQueue[Callable[[Store], None] | None] = queue.SimpleQueue()
+        self._watched: Watched | None = None
+        self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
+        self._thread.start()
+
+    def begin(self, record: Record) -> None:
+        """Write the first record, unless it stands there."""
+        self._jobs.put(lambda at: self._begin(at, record))
+
+    def post(self, report: Report, members: tuple[Member, ...], epoch: int) -> None:
+        """Write a report; then watch for the reports of `members` on its view, and for the record
+        that follows `epoch`.
+        """
+
+        def job(at: Store) -> None:
+            self._met, self._own = True, _report_key(report.view, report.member, report.rank)
+            self._write(lambda: at.set(self._own, report_text(report)))
+            self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
+
+        self._jobs.put(job)
+
+    def lost(self, members: Iterable[Member]) -> None:
+        """These were lost while the change is on: their reports are not waited for until `dead`
+        seconds after its beginning.
+        """
+
+        def job(at: Store) -> None:
+            if self._watched is not None:
+                self._watched.lost |= set(members)
+
+        self._jobs.put(job)
+
+    def propose(self, record: Record) -> None:
+        """compare_set; what stands there then is told."""
+        self._jobs.put(lambda at: self._hand_in(at, record))
+
+    def again(self, epoch: int) -> None:
+        """A record came that leaves this rank frozen (a planned join): watch for the one after it,
+        and tell the reports again.
+        """
+
+        def job(at: Store) -> None:
+            if self._watched is not None:
+                self._watched.epoch = epoch + 1
+                self._tell(
+                    protocol_events.ReportsSeen(
+                        tuple(self._watched.found.values()), self._watched.waited
+                    )
+                )
+
+        self._jobs.put(job)
+
+    def fetch(self, epoch: int) -> None:
+        """Read a record that somebody has announced."""
+        self._jobs.put(lambda at: self._seen(at, self._known(at, epoch)))
+
+    def close(self) -> None:
+        """End the thread, unless a silent store holds it."""
+        self._jobs.put(None)
+        self._thread.join(1.0)
+
+    # ---- in the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        silent, job, said = 0.0, None, ""
+        while True:
+            try:
+                if job is None:
+                    try:
+                        job = self._jobs.get(timeout=LOOK if self._watched else None)
+                    except queue.Empty:
+                        job = self._look
+                    if job is None:
+                        return
+                self._at = self._at or self._opened()
+                job(self._at)
+                job, silent = None, 0.0
+            except PeerLost as error:  # once more, until it answers
+                reason, now = str(error).partition(": start there")[0], time.monotonic()
+                if not silent:
+                    log.warning("%s: the change of members waits for it", reason)
+                self._at, silent = None, silent or now
+                if now - silent > self._patience:
+                    self._failed(
+                        f"{reason}: a change of members has waited {self._patience:g} s for the "
+                        "store"
+                    )
+                    return
+                time.sleep(AGAIN)
+            except ValueError as error:
+                if str(error) != said:  # it is looked at again and again
+                    log.error("membership: %s", error)
+                job, said = None, str(error)
+
+    def _opened(self) -> Store:
+        """A connection to a store that knows what this rank knows."""
+        at = self._open()
+        if self._met:
+            self._known(at, self.epoch)
+        return at
+
+    def _known(self, at: Store, epoch: int) -> str:
+        """The text of a record that stands."""
+        if not (text := at.get(record_key(epoch))):
+            raise StoreSilent(
+                f"the store does not know record {epoch} of this run: it was started anew "
+                "without its file, or from an older copy of it"
+            )
+        return text
+
+    def _begin(self, at: Store, record: Record) -> None:
+        self._hand_in(at, record)
+        self._met = True
+
+    def _hand_in(self, at: Store, record: Record) -> None:
+        key, text = record_key(record.epoch), record_text(record)
+        if stands := self._write(lambda: at.compare_set(key, "", text)):
+            self._seen(at, stands)
+
+    def _write(self, ask: Callable[[], Any]) -> Any:
+        """What the store answers. It may refuse: it is full, say. Nobody can finish a change then,
+        and this rank does not wait for one.
+        """
+        try:
+            return ask()
+        except ValueError as error:
+            self._failed(str(error))
+            return None
+
+    def _seen(self, at: Store, text: str) -> None:
+        record = read_record(text)
+        over = self._watched is not None and record.view == record.epoch > self._watched.view
+        if over:
+            self._watched = None
+        self._tell(protocol_events.RecordSeen(record))
+        if over:  # nobody acts on reports once the record stands, and a run of weeks makes many
+            at.set(self._own, "")
+
+    def _look(self, at: Store) -> None:
+        watched = self._watched
+        if watched is None:
+            return
+        if text := at.get(record_key(watched.epoch)):
+            watched.epoch += 1
+            self._seen(at, text)
+            return
+        # a report that came before the limit counts, however long the questions take
+        late = time.monotonic() > watched.until
+        for member in watched.members:
+            keys = [_report_key(watched.view, member, rank) for rank in range(self._ranks)]
+            keys = [k for k in keys if k not in watched.found and k not in watched.damaged]
+            for key, text in zip(keys, at.get_all(keys), strict=True):
+                if text:
+                    watched.take(key, text)
+        now, awaited = time.monotonic(), watched.awaited(self._ranks)
+        given_up = bool(awaited) and awaited <= watched.lost and now > watched.since + MINORITY
+        if (given_up or late) and not watched.waited:
+            watched.waited = watched.new = True
+        have, of = {r.member for r in watched.found.values()}, len(watched.members)
+        few = 2 * len(have) < of or (2 * len(have) == of and watched.members[0] not in have)
+        if watched.new and not (few and now < watched.since + MINORITY):
+            watched.new = False
+            self._tell(protocol_events.ReportsSeen(tuple(watched.found.values()), watched.waited))
+
+
+class Watched:
+    """A view whose reports and record are looked for. lost: the members that this rank has lost
+    since its report.
+    """
+
+    def __init__(self, view: int, members: tuple[Member, ...], epoch: int, until: float):
+        self.view, self.members, self.epoch, self.until = view, members, epoch, until
+        self.lost: set[Member] = set()
+        self.found: dict[str, Report] = {}
+        self.since = time.monotonic()
+        self.waited = self.new = False
+        self.damaged: set[str] = set()
+
+    def awaited(self, ranks: int) -> set[Member]:
+        """Members that somebody heard when he reported, and of which not all `ranks` ranks have
+        reported.
+        """
+        count = Counter(r.member for r in self.found.values())
+        return {m for r in self.found.values() for m in r.heard if count[m] < ranks}
+
+    def take(self, key: str, text: str) -> None:
+        """A report; one that cannot be read is as one that does not come."""
+        try:
+            self.found[key], self.new = read_report(text), True
+        except ValueError as error:
+            log.error("membership: %s", error)
+            self.damaged.add(key)
+
+
+def _report_key(view: int, member: Member, rank: int) -> str:
+    return f"report/{view}/{member.slot}.{member.incarnation}.{rank}"
+
+
+def record_key(epoch: int) -> str:
+    """The key of the record of an epoch."""
+    return f"record/{epoch}"

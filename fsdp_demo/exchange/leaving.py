@@ -1,0 +1,341 @@
+"""What an island that leaves sends ahead: its part of the coming payload, with the share of the
+steps that it has taken.
+
+The others' next exchange may be hundreds of steps away, and the scheduler kills this island before.
+So it sends now what it has done since its last exchange. The others keep it, and count it in the
+message for which it is, if they hold it on every peer group when this island is gone. Nothing
+changes here: what is saved afterwards is what there was before, to go on from where the others have
+never used it.
+
+Payloads of gradients are not sent early: the gradients of the coming step are not there, and those
+before have left in their own step.
+
+Where all islands are told to end nobody goes on to count what comes early. So nobody sends it: all
+stop between the same messages (`elastic/leaving.py`), and each saves what it has done by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..channels.channel import ChannelRunner
+from ..compression.dense import total_bytes
+from ..elastic.message_state import Vectors
+from ..peers.header import COUNTED, END, PAYLOAD, Header
+from ..rendezvous.stop_notices import Presence
+from ..rendezvous.topology import Topology
+from .runtime import StepRuntime
+from .sending import ExchangeConnections
+
+log = logging.getLogger("fsdp_demo")
+
+GRACE = 2.0
+"""Seconds in which an island that is told to end waits to hear whether all others are told, too. A
+signal reaches islands at unlike moments, and Python between two calls: two steps if that is longer.
+"""
+
+
+def patience(runtime: StepRuntime) -> float:
+    """Seconds for which this island, on its way out, waits for the others: half of what is left of
+    ISLAND_STOP. The other half is for its save.
+    """
+    whole = runtime.topology.stop_timeout
+    return max(whole - runtime.status.stopping_for(), min(GRACE, whole)) / 2
+
+
+def allow(runtime: StepRuntime) -> None:
+    """Say how long what another island sends early can be: nobody makes room for more."""
+    if runtime.peers is not None:
+        names = [c.channel.name for c in runtime.after_step]
+        layouts = [runtime.queue.layout(names, step) for step in runtime.config.begins]
+        runtime.peers.allow_early(max(m.num_bytes + total_bytes(m.vectors) for m in layouts))
+
+
+def goes_on(runtime: StepRuntime) -> bool:
+    """Whether an island that is told to end trains on nevertheless, since all are told to, and
+    another one has applied a message that this one has not come to. All ranks of the island call it
+    together, at the end of a step.
+
+    Such a message is here already, so nobody is waited for. At most `delay` steps are taken.
+    """
+    if runtime.stops_by is None:
+        if not _all_stop(runtime):
+            return False
+        runtime.stops_by = time.monotonic() + patience(runtime)
+        stop_with_all(runtime)
+    late = time.monotonic() >= runtime.stops_by
+    return not runtime.island.any(late or runtime.step >= runtime.ends_at)
+
+
+def _all_stop(runtime: StepRuntime) -> bool:
+    """Whether all islands are told to end: waits for that a moment, and for at most half of its
+    patience. A collective of the island.
+    """
+    peers, island = runtime.peers, runtime.island
+    end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), patience(runtime) / 2)
+    while True:
+        told, over = island.max(
+            float(peers is not None and peers.all_end), float(time.monotonic() >= end)
+        )
+        if told or over:
+            return bool(told)
+        time.sleep(0.02)
+
+
+def stop_with_all(runtime: StepRuntime) -> None:
+    """All islands are told to end, and this rank sends nothing more: wait, as long as `patience`,
+    until all have what all have sent. A collective of the island.
+    """
+    peers, worker, seconds = runtime.peers, runtime.connections.worker, patience(runtime)
+    ends_at: int | None = -1
+    if peers is not None and worker is not None:
+        end, applied_at = time.monotonic() + seconds, _applied_at(runtime)
+        job = worker.submit(
+            lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0))
+        )
+        try:
+            ends_at = job.result(seconds + 1.0)
+        except Late:
+            ends_at = None
+        peers.unsettled = ends_at is None
+    (most,) = runtime.island.max(float(-1 if ends_at is None else ends_at))
+    runtime.ends_at = int(most)
+
+
+def _applied_at(runtime: StepRuntime) -> int:
+    """Steps after which this island had applied the last message that it has applied; 0 where there
+    was none.
+    """
+    steps = runtime.queue.applied
+    return max(
+        (
+            steps[c.channel.name] + c.channel.schedule.delay + 1
+            for c in [*runtime.channels, *runtime.buffers]
+            if c.channel.name in steps
+        ),
+        default=0,
+    )
+
+
+def say(runtime: StepRuntime, seconds: float) -> bool:
+    """Send the coming payload early, and wait until the others have it, and all that was sent
+    before, for at most so many seconds.
+
+    All ranks of the island call it together, at the end of a step; none goes on before all have
+    done. Returns whether it is held on all peer groups; False, too, where there is nothing to send.
+    """
+    end = time.monotonic() + seconds
+    step, due = coming(runtime)
+    weight, flags = _share(runtime, due) if due else (0.0, 0)
+    if due and runtime.island.not_finite(
+        [t for c in due for t in c.tensors(c.channel.target) if t is not None]
+    ):
+        weight = 0.0
+    held = False
+    try:
+        held = _send(runtime, due if weight > 0 else [], step, weight, flags, end)
+    except Exception as error:
+        # the other ranks wait for this one below, and the island ends in any case
+        log.warning(
+            "%s: its part of the coming exchange could not be sent early: %r",
+            runtime.topology.name,
+            error,
+        )
+    held = not runtime.island.any(not held) and weight > 0
+    if runtime.topology.rank == 0 and weight > 0:
+        log.info("%s: %s", runtime.topology.name, _told(runtime, due, step, held))
+    return held
+
+
+def _told(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool) -> str:
+    """What has become of the steps since the last exchange, from 1."""
+    first = 1 + max(min(runtime.queue.last.get(c.channel.name, 0) for c in due), 0)
+    taken = f"steps {first} to {runtime.step}" if first < runtime.step else f"step {runtime.step}"
+    if held:
+        return (
+            f"the others hold {taken} of this island: if they agree on it, it counts in their "
+            f"exchange of step {step + 1}"
+        )
+    return (
+        f"{taken} of this island did not reach the others in time: only what this island saves "
+        "has it"
+    )
+
+
+def warn_of_no_finish(runtime: StepRuntime) -> None:
+    """At the interpreter's regular exit: say that `finish()` was not called, where it would have
+    made a difference, and what that means. The first rank of an island speaks.
+
+    Whoever ends by `guard`, by an expulsion or by a signal does not come here. The interpreter
+    notes an exception that ends a script in `sys.last_value`; its traceback says enough.
+    """
+    topology, ended = runtime.topology, runtime.finished or runtime.queue.broken
+    if topology.islands < 2 or topology.rank or ended or runtime.stopped or not runtime.step:
+        return
+    if getattr(sys, "last_value", None) is None:
+        log.warning(
+            "%s: the script ends at step %d, and finish() was not called: what this island has "
+            "trained since its last exchange is in its model alone, islands end with different "
+            "models, and the others take this one for lost; call exchange.finish() on every island",
+            topology.name,
+            runtime.step,
+        )
+
+
+def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
+    """The step in which the next payload leaves, from 0, and the channels in it that can be sent
+    early: none beside gradients.
+    """
+    channels = [*runtime.channels, *runtime.buffers]
+    cycle = math.lcm(*(c.channel.schedule.sync_every for c in channels))
+    step = next(
+        s
+        for s in range(runtime.step, runtime.step + cycle + 1)
+        if any(c.channel.schedule.due(s) for c in channels)
+    )
+    due = [c for c in channels if c.channel.schedule.due(step)]
+    if any(c.channel.before_step for c in due):
+        return step, []
+    return step, [c for c in due if not c.channel.after] or due
+
+
+def _share(runtime: StepRuntime, due: list[ChannelRunner]) -> tuple[float, int]:
+    """The weight of what is sent early, and flags: tokens where islands are weighed by them, else
+    the part of a period that was taken.
+    """
+    names = [c.channel.name for c in due]
+    if any(c.channel.reducer.weight == "tokens" for c in runtime.channels):
+        weight, tokens = runtime.status.weight(names, runtime.island)
+        return weight, COUNTED * (tokens > 0)
+    last = runtime.queue.last
+    return min(
+        min((runtime.step - last.get(c.channel.name, 0)) / c.channel.schedule.sync_every, 1.0)
+        for c in due
+    ), 0
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What is sent early: header, body (uint8) and vectors (fp32 on the CPU, code)."""
+
+    header: Header
+    body: Tensor
+    vectors: Vectors
+
+
+def _send(
+    runtime: StepRuntime, due: list[ChannelRunner], step: int, weight: float, flags: int, end: float
+) -> bool:
+    """On a rank with peers; whether its peers have it."""
+    peers, worker = runtime.peers, runtime.connections.worker
+    if peers is None or worker is None:
+        return True
+    payload = (
+        _payload(runtime, due, peers.header(PAYLOAD, step, weight=weight, flags=flags))
+        if due
+        else None
+    )
+
+    def job() -> bool:
+        """In the worker's thread, after what is under way."""
+        left = end - time.monotonic()
+        sent = (
+            payload is not None
+            and left > 0
+            and peers.send_early(payload.header, payload.body, payload.vectors, left)
+        )
+        return peers.wait_stable(max(end - time.monotonic(), 0.0)) and sent
+
+    try:
+        return worker.submit(job).result(max(end - time.monotonic(), 0.0) + 1.0)
+    except Late:
+        return False
+
+
+@torch.no_grad()
+def _payload(runtime: StepRuntime, due: list[ChannelRunner], header: Header) -> Payload:
+    """As the step would send it, but accumulators stay what they are."""
+    kept = [(c.accumulator, c.accumulator.clone()) for c in due if c.accumulator is not None]
+    try:
+        parts = {}
+        for c in due:
+            then = c.of(header.step)
+            then.left_out = 0.0
+            source = then.accumulate(runtime.queue.under_way(c))
+            parts[c.channel.name] = then.encode(header.step, source)
+        queue = runtime.queue
+        body, vectors = queue.sender.packed(queue.layout(parts, header.step), parts)
+    finally:
+        for accumulator, before in kept:
+            accumulator.copy_(before)
+    return Payload(header, body, vectors)
+
+
+# How islands stop being part of a run: what this one tells the others when it stops or ends, and
+# what it hears of them.
+#
+# The peer group of islands knows who is there and who is told to end; the others train on, unless
+# all are told. In a mesh nobody leaves alone: the loss of a replica ends the attempt.
+
+
+class Departures:
+    """What one rank tells and hears of islands that stop.
+
+    Args:
+        topology, connections: of this rank.
+    """
+
+    def __init__(self, topology: Topology, connections: ExchangeConnections):
+        self._topology, self._connections = topology, connections
+        self._presence = Presence(topology)
+
+    def listen(self) -> None:
+        """Begin to hear of another attempt that the others have begun without this one."""
+        topology, peers = self._topology, self._connections.peers
+        self._presence.start()
+        if topology.elastic and topology.rank == 0 and peers is not None:
+            self._presence.fence(
+                lambda: len(peers.alive) < topology.count,
+                lambda: peers.epoch,
+                # told to end, too: this one saves what it has, and is no member any more
+                lambda why: None if peers.all_end else peers.expel(why),
+            )
+
+    def leave(self, runtime: StepRuntime, stopped: bool) -> None:
+        """See `Exchange.leave`."""
+        topology, peers = self._topology, self._connections.peers
+        together = runtime.stops_by is not None
+        if not stopped and peers is not None and peers.abandoned:
+            together = True
+            stop_with_all(runtime)
+        elif stopped and topology.elastic and runtime.stopped_alone and not together:
+            say(runtime, patience(runtime))
+        if together:
+            runtime.queue.note_unsent()
+        alone = together or peers is None or len(peers.alive) == 1
+        if peers is not None:
+            peers.leave()
+        if alone and topology.rank == 0:
+            self._presence.end("left")
+
+    def finish(self, step: int) -> None:
+        """The run has come to its end at `step`, on all islands: no island closes its connections
+        while another still reads.
+        """
+        if (peers := self._connections.peers) is not None:
+            peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), END, step)
+            peers.wait_read(peers.timeout)
+        if self._topology.rank == 0:
+            self._presence.end("finished")
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._presence.close()

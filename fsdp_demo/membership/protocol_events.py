@@ -1,0 +1,246 @@
+"""What the membership of one rank is told (events), and what it asks for (actions). A driver with
+sockets and a store stands between.
+
+The driver keeps these promises:
+
+* Bytes of one connection arrive in the order they were sent. Each view has connections of its own,
+  which both ends open when they have adopted it. A frame of another view is not handed in.
+* A record is handed in before the first frame or vote of its epoch, and records come in order
+  (`Record.epoch` without a gap).
+* A record is durable in the store before anybody is told of it (record-chain).
+* `ConnectionLost` says: the connection closed, or silence for `dead` seconds (beats-of-training). A
+  peer that stands for `patience` ends by itself when it is told (slow-waits). The store has no part
+  in it (store-unasked).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .protocol_types import Ballot, Kind, Member, Piece, Record, Report
+
+# ---- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The training loop of this rank has made message n. Numbers come in order; a newcomer begins
+    with the first message from its base on that is no question. question: it is not of a step: a
+    newcomer that has not begun is not asked.
+    """
+
+    n: int
+    kind: Kind
+    question: bool = False
+
+
+@dataclass(frozen=True)
+class PieceReceived:
+    """A frame from a peer in this peer group, whole and checked: a refusal (checksum, bounds, not
+    finite) happens before it.
+    """
+
+    view: int
+    epoch: int
+    sender: Member
+    n: int
+    kind: Kind
+    piece: Piece
+    landed: int = 0
+
+
+@dataclass(frozen=True)
+class LandedHeard:
+    """A beat of a peer in this peer group: it has delivered all messages below `landed`."""
+
+    view: int
+    member: Member
+    landed: int
+
+
+@dataclass(frozen=True)
+class Voted:
+    """Another rank of this island has cast a ballot."""
+
+    ballot: Ballot
+    epoch: int
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """Nothing more is expected from a peer in this peer group; or it has said that it leaves."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class FrozenHeard:
+    """A peer or another rank of this island has frozen this view."""
+
+    view: int
+
+
+@dataclass(frozen=True)
+class ReportsSeen:
+    """All reports of the view that the store has now. waited: `dead` seconds have passed since this
+    rank reported.
+    """
+
+    reports: tuple[Report, ...]
+    waited: bool = False
+
+
+@dataclass(frozen=True)
+class RecordSeen:
+    """A record, read from the store or from a header that announces a planned join."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class JoinPlanned:
+    """A newcomer has reached all members and is within a few messages of the front; asked of its
+    donor.
+    """
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This island goes. What it launched before reached every peer group first (early-part)."""
+
+
+Event = (
+    Launched
+    | PieceReceived
+    | LandedHeard
+    | Voted
+    | ConnectionLost
+    | FrozenHeard
+    | ReportsSeen
+    | RecordSeen
+    | JoinPlanned
+    | Leave
+)
+
+# ---- actions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a piece of message n to these members in this peer group. A share or part is cut or
+    computed by the driver, from the kept vector and the shares that came (with attempt
+    `piece.attempt`); another attempt than the last is a repeat (reduce-again, coded-for-fewer)."""
+
+    view: int
+    epoch: int
+    n: int
+    kind: Kind
+    piece: Piece
+    to: tuple[Member, ...]
+    landed: int
+
+
+@dataclass(frozen=True)
+class CastVote:
+    """Tell the other ranks of this island."""
+
+    ballot: Ballot
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Message n is complete in every peer group of the island: hand it to the clock of its
+    channels. It comes once for each n, in any order (any-order), and is never undone
+    (delivered-stays). `pieces`: what the result is made of."""
+
+    n: int
+    contributors: tuple[Member, ...]
+    pieces: frozenset[Piece]
+
+
+@dataclass(frozen=True)
+class Free:
+    """The bytes of message n are needed no more: all members have it (settle-all-open)."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class SealAllowed:
+    """All members have delivered every message below `below`. A checkpoint, a stop or a final model
+    may stand on these (seal-stable).
+    """
+
+    below: int
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Tell the peers in this peer group and the other ranks of this island: this view is frozen
+    here."""
+
+    view: int
+
+
+@dataclass(frozen=True)
+class PostReport:
+    """Write the report to the store; then watch the store for reports and records, and hand them
+    in.
+    """
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class ProposeRecord:
+    """compare_set under `record.epoch`; hand in what stands there then, whoever wrote it. If it is
+    another record that keeps this rank frozen (a planned join), the reports are handed in again."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class TooFew:
+    """These members could go on, but they are fewer than `min_continue`. Wait for more reports,
+    then save what is stable and end.
+
+    Nobody, and `waited`: only newcomers that have not begun are left, and none of them has what
+    came before. Nobody else is to be expected: end.
+    """
+
+    members: tuple[Member, ...]
+    waited: bool = False
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A new view: open its connections. Frames of the views before it are dropped."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Expelled:
+    """The others went on without this island: write nothing, seal nothing, throw the state away,
+    come back as a newcomer (expelled-ends).
+    """
+
+    record: Record
+
+
+Action = (
+    Send
+    | CastVote
+    | Deliver
+    | Free
+    | SealAllowed
+    | Freeze
+    | PostReport
+    | ProposeRecord
+    | TooFew
+    | Adopted
+    | Expelled
+)

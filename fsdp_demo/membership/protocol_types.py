@@ -1,0 +1,233 @@
+"""What islands agree on when one is lost or joins: members, pieces of a message, reports, records.
+Plain values without sockets or clock.
+
+An *island* holds one replica and has several *ranks*. Rank r of an island talks to rank r of each
+other island: they are *peer group* r. A `PeerGroup` is one of them, seen from one of its ranks. A
+*message* has a number n = 0, 1, 2, ..., the same on all islands. Everything islands learn from each
+other is a message. A *record* is what a store holds under one *epoch* number. The first that is
+written there stays (compare_set). A record that settles open messages opens a new *view*. A planned
+join has an epoch of its own, but goes on in the view before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+What = Literal["body", "share", "part", "early"]
+"""See `Piece`."""
+
+Kind = Literal["gather", "mixed"]
+"""gather: each island sends one body to all. mixed: a body, and vectors that are reduced in two
+legs, in one message with one set (one-set).
+"""
+
+
+class Member(NamedTuple):
+    """One life of one island: a slot of the run, and how often it was started (expelled-ends: who
+    comes back is somebody else).
+    """
+
+    slot: int
+    incarnation: int = 0
+
+
+class Piece(NamedTuple):
+    """Bytes of one message in one peer group.
+
+    body: what `of` contributes. share: the part of `of`'s vector that the receiver owns (leg 1 of a
+    reduce). part: the coded mean of the part that `of` owns (leg 2). Shares and parts belong to one
+    attempt: the view in which they were cut (no-mixed-attempts). early: all that `of` contributes,
+    its vectors uncut: it leaves, and owns no part (early-part).
+    """
+
+    what: What
+    of: Member
+    attempt: int = 0
+
+
+class Ballot(NamedTuple):
+    """A rank holds message n, as it is settled in this view (vote-with-view)."""
+
+    n: int
+    rank: int
+    view: int
+
+
+class Forward(NamedTuple):
+    """In one peer group, `sender` sends a piece of message n to members that lack it."""
+
+    peer_group: int
+    n: int
+    piece: Piece
+    sender: Member
+    to: tuple[Member, ...]
+
+
+class Settlement(NamedTuple):
+    """Whose contributions message n has, and the view whose parts make its mean. `early`: those of
+    the contributors that gave theirs early, and left (early-part)."""
+
+    n: int
+    contributors: tuple[Member, ...]
+    attempt: int
+    early: tuple[Member, ...] = ()
+
+    @property
+    def owners(self) -> tuple[Member, ...]:
+        """The contributors that exchange the message: each owns a part of the mean."""
+        return tuple(m for m in self.contributors if m not in self.early)
+
+
+@dataclass(frozen=True)
+class OpenMessage:
+    """One message that this rank has something of and has not freed. `shares`: whose shares of the
+    present attempt have come.
+    """
+
+    n: int
+    kind: Kind
+    pieces: frozenset[Piece] = frozenset()
+    shares: frozenset[Member] = frozenset()
+    delivered: bool = False
+
+
+class HeldMessage(Struct, frozen=True, array_like=True):
+    """One open message on one rank, in a report. `pieces` are bodies and parts, no shares."""
+
+    n: int
+    kind: Kind
+    delivered: bool
+    pieces: frozenset[Piece]
+
+
+class Report(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one frozen rank tells the store, once in a view (freeze-first).
+
+    Attributes:
+        heard: members whose frames this rank receives in its peer group; itself is among them.
+        landed: all messages below it are delivered on this rank.
+        held: the messages of which the rank has anything and that it has not freed, in order. The
+            kind of one of which it has only what came early is what the sender took it for.
+        begun: false for a newcomer that has not launched its first message: it may still lack what
+            comes before.
+        base: of each member that has joined, as far as this rank knows (`Record.asked`).
+    """
+
+    view: int
+    member: Member
+    rank: int
+    heard: frozenset[Member]
+    landed: int
+    held: tuple[HeldMessage, ...]
+    begun: bool = True
+    base: tuple[tuple[Member, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """Members and the settlement of all open messages, decided in one place (one-record).
+
+    Attributes:
+        epoch: number of the record. Records are read in order, without a gap.
+        view: epoch of the newest record that settled messages. Frames, ballots and reports carry
+            it.
+        members: sorted by slot.
+        base: for each member the first message that it takes part in; a question moves it
+            (`asked`).
+        settlements: of open messages, where they differ from `default`.
+        forwards: who sends what to whom, so that all members can deliver what is settled.
+        stable: every rank of every member had delivered all messages below it.
+        history: digest of the records before this one (record-chain).
+    """
+
+    epoch: int
+    view: int
+    members: tuple[Member, ...]
+    base: tuple[int, ...]
+    settlements: tuple[Settlement, ...] = ()
+    forwards: tuple[Forward, ...] = ()
+    stable: int = 0
+    history: str = ""
+
+    def contributors(self, n: int) -> tuple[Member, ...]:
+        """The members that take part in message n."""
+        return tuple(m for m, base in zip(self.members, self.base, strict=True) if base <= n)
+
+    def default(self, n: int) -> Settlement:
+        """How message n is settled if the record says nothing: all members that take part, in this
+        view.
+        """
+        return Settlement(n, self.contributors(n), self.view)
+
+    def settlement(self, n: int) -> Settlement:
+        """How message n is settled in this record."""
+        found = next((s for s in self.settlements if s.n == n), None)
+        if found is None:
+            return self.default(n)
+        late = set(self.members).difference(self.contributors(n))
+        return found._replace(contributors=tuple(m for m in found.contributors if m not in late))
+
+    def asked(self, n: int) -> Record:
+        """When message n is a question: who would begin with it begins behind it. All launch the
+        same messages, so all come to the same.
+        """
+        return self.begun_at(b + 1 if 0 < b == n else b for b in self.base)
+
+    def begun_at(self, base: Iterable[int]) -> Record:
+        """With these bases where they are later."""
+        return replace(self, base=tuple(map(max, self.base, base)))
+
+    def bare(self) -> Record:
+        """Without what is needed once only."""
+        return replace(self, forwards=(), stable=0)
+
+    def digest(self) -> str:
+        """Of this record and those before it: 16 hexadecimal digits."""
+        return _digest(self.history, self.epoch, self.view, self.members, self.settlements)
+
+    def following(self, **changes: object) -> Record:
+        """The next record: the same but for `changes`."""
+        return replace(self.bare(), epoch=self.epoch + 1, history=self.digest(), **changes)  # type: ignore[arg-type]
+
+
+def first_record(members: Iterable[Member]) -> Record:
+    """Record 0: these members, all from message 0 on.
+
+    Raises:
+        ValueError: no member, or one slot twice.
+    """
+    found = tuple(sorted(members))
+    if not found or len({m.slot for m in found}) < len(found):
+        raise ValueError(
+            f"the members are {found}: needed are one or more, each with a slot of its own"
+        )
+    return Record(0, 0, found, (0,) * len(found))
+
+
+def needed(kind: Kind, settlement: Settlement) -> frozenset[Piece]:
+    """The pieces that a rank must have to deliver a message as it is settled."""
+    owners = settlement.owners
+    bodies = [Piece("body", m) for m in owners]
+    parts = [Piece("part", m, settlement.attempt) for m in owners] if kind == "mixed" else []
+    return frozenset(bodies + parts + [Piece("early", m) for m in settlement.early])
+
+
+def extended(history: str, n: int, contributors: Iterable[Member]) -> str:
+    """The digest of what was delivered, message by message: for the manifest of a checkpoint
+    (seal-stable).
+
+    Two checkpoints of one step are of one state only if this is equal, too. Feed `Deliver` actions
+    in the order of n, without a gap. The epoch is not in it: members may deliver the same in
+    different epochs.
+    """
+    return _digest(history, n, tuple(sorted(contributors)))
+
+
+def _digest(*values: object) -> str:
+    plain = repr(values).replace("Member", "").replace("Settlement", "")
+    return hashlib.sha256(plain.encode()).hexdigest()[:16]

@@ -1,0 +1,223 @@
+"""From the reports of a frozen view to the next record: who stays, and for each open message a set,
+a mean, or "again".
+
+Pure functions of the reports. Any rank may compute the record; the first one in the store counts
+(one-record).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from .protocol_types import (
+    Forward,
+    HeldMessage,
+    Kind,
+    Member,
+    Piece,
+    Record,
+    Report,
+    Settlement,
+    needed,
+)
+
+Reports = Mapping[Member, tuple[Report, ...]]
+"""For each island that has reported, the reports of all its ranks, by rank."""
+
+
+def complete(record: Record, reports: Iterable[Report], ranks: int) -> Reports:
+    """The members all of whose ranks have reported on this view."""
+    found: dict[Member, dict[int, Report]] = defaultdict(dict)
+    for report in reports:
+        if report.view == record.view and report.member in record.members:
+            found[report.member].setdefault(report.rank, report)
+    return {
+        m: tuple(r for _, r in sorted(by_rank.items()))
+        for m, by_rank in sorted(found.items())
+        if len(by_rank) == ranks
+    }
+
+
+def expected(record: Record, reports: Iterable[Report]) -> frozenset[Member]:
+    """Members that somebody hears, or that have begun to report: their reports are worth waiting
+    for.
+    """
+    own = [r for r in reports if r.view == record.view]
+    return frozenset(m for m in record.members if any(r.member == m or m in r.heard for r in own))
+
+
+def mutual(reports: Reports) -> frozenset[frozenset[Member]]:
+    """Pairs that hear each other both ways in every peer group (heard-both-ways)."""
+    hears = {m: frozenset.intersection(*(r.heard for r in own)) for m, own in reports.items()}
+    return frozenset(
+        frozenset((a, b))
+        for a in hears
+        for b in hears[a]
+        if b in hears and a in hears[b] and a != b
+    )
+
+
+def largest(
+    members: Iterable[Member],
+    pairs: frozenset[frozenset[Member]],
+    begun: frozenset[Member] | None = None,
+) -> tuple[Member, ...]:
+    """The largest set of members that all hear each other; of several the one with the lowest slots
+    (heard-both-ways, largest-set).
+
+    One of `begun` (None: of all) must be in it: newcomers alone do not have what came before them.
+    Empty if there is no such set. Exponential only in the number of islands that must go.
+    """
+    best: tuple[Member, ...] = ()
+    tried: set[frozenset[Member]] = set()
+    left = [frozenset(members)]
+    while left:
+        among = left.pop()
+        if among in tried or len(among) < len(best) or (begun is not None and not among & begun):
+            continue
+        tried.add(among)
+        order = sorted(among)
+        broken = next(
+            (
+                (a, b)
+                for i, a in enumerate(order)
+                for b in order[i + 1 :]
+                if frozenset((a, b)) not in pairs
+            ),
+            None,
+        )
+        if broken is not None:
+            left += [among - {broken[0]}, among - {broken[1]}]
+        elif (-len(order), order) < (-len(best), list(best)):
+            best = tuple(order)
+    return best
+
+
+def propose(record: Record, reports: Reports) -> Record:
+    """The record that follows `record`, from the reports of the view. Only what the new members
+    have reported counts (any-holder-forwards).
+    """
+    begun = frozenset(m for m, own in reports.items() if all(r.begun for r in own))
+    members = largest(reports, mutual(reports), begun)
+    return settled(record, reports, members)
+
+
+def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Record:
+    """The next record for exactly these members, each of which has reported."""
+    for report in (r for m in members for r in reports[m]):
+        moved = dict(report.base)
+        record = record.begun_at(moved.get(m, 0) for m in record.members)
+    base = dict(zip(record.members, record.base, strict=True))
+    epoch = record.epoch + 1
+    # who joins has what comes before its base
+    stable = min((max(r.landed, base[m]) for m in members for r in reports[m]), default=0)
+    following = record.following(
+        view=epoch,
+        members=members,
+        base=tuple(base[m] for m in members),
+        settlements=(),
+        stable=stable,
+    )
+    settlements, forwards = [], []
+    for n, kind in _kinds(h for m in members for r in reports[m] for h in r.held if h.n >= stable):
+        held = {
+            (r.rank, m): _held(r, n, kind) for m in following.contributors(n) for r in reports[m]
+        }
+        settlement = _settle(kind, record.settlement(n), following.default(n), held)
+        if settlement != following.default(n):
+            settlements.append(settlement)
+        forwards += _forwards(kind, settlement, following.contributors(n), held, epoch)
+    return record.following(
+        view=epoch,
+        members=members,
+        base=following.base,
+        settlements=tuple(settlements),
+        forwards=tuple(forwards),
+        stable=stable,
+    )
+
+
+def _kinds(held: Iterable[HeldMessage]) -> list[tuple[int, Kind]]:
+    """The open messages, and of which kind they are: who has launched one knows better than who has
+    only what came early of it.
+    """
+    ahead = {True: dict[int, Kind](), False: dict[int, Kind]()}
+    for h in sorted(held, key=lambda h: (h.n, h.kind)):
+        ahead[bool(h.pieces) and all(p.what == "early" for p in h.pieces) and not h.delivered][
+            h.n
+        ] = h.kind
+    return sorted({**ahead[True], **ahead[False]}.items())
+
+
+def _held(report: Report, n: int, kind: Kind) -> HeldMessage:
+    found = next((h for h in report.held if h.n == n), None)
+    return found or HeldMessage(n, kind, n < report.landed, frozenset())
+
+
+def _settle(
+    kind: Kind, old: Settlement, fresh: Settlement, held: Mapping[tuple[int, Member], HeldMessage]
+) -> Settlement:
+    """How one message goes on. A later settlement never has more contributors than an earlier one.
+
+    Delivered by a member: as it was; all ranks of that member hold it, even where one has freed it.
+    gather: the members, and of those lost whoever's body some member holds in every peer group.
+    mixed: as it was, if the members together have all of it in every peer group (no-mixed-attempts,
+    one-set); else again, among the members (reduce-again). all: with what was given early, if some
+    member holds it in every peer group (early-part).
+    """
+    delivered = any(h.delivered for h in held.values())
+    peer_groups = {peer_group for peer_group, _ in held}
+    union = {
+        peer_group: frozenset().union(
+            *(h.pieces for (at, _), h in held.items() if at == peer_group)
+        )
+        for peer_group in peer_groups
+    }
+    if delivered or (kind != "gather" and all(needed(kind, old) <= u for u in union.values())):
+        return (
+            old
+            if kind != "gather"
+            else fresh._replace(contributors=old.contributors, early=old.early)
+        )
+    gone = [m for m in old.contributors if m not in fresh.contributors]
+    early = {m for m in gone if all(Piece("early", m) in u for u in union.values())}
+    bodies = {
+        m
+        for m in gone
+        if kind == "gather"
+        and m not in old.early
+        and all(Piece("body", m) in u for u in union.values())
+    }
+    stay = tuple(m for m in old.contributors if m in fresh.contributors or m in early | bodies)
+    return fresh._replace(contributors=stay, early=tuple(m for m in stay if m in early - bodies))
+
+
+def _forwards(
+    kind: Kind,
+    settlement: Settlement,
+    members: tuple[Member, ...],
+    held: Mapping[tuple[int, Member], HeldMessage],
+    epoch: int,
+) -> list[Forward]:
+    """What must be sent so that each member can deliver: by the one it is of, else by the lowest
+    slot that holds it. Parts of an attempt that begins now are not forwarded: they come from the
+    repeat. Nor is the body of a member that has not launched yet."""
+    wanted = {p for p in needed(kind, settlement) if not (p.what == "part" and p.attempt == epoch)}
+    found = []
+    for peer_group in sorted({peer_group for peer_group, _ in held}):
+        at = {m: held[peer_group, m] for m in members}
+        for piece in sorted(wanted):
+            holders = [m for m in members if piece in at[m].pieces]
+            to = tuple(m for m in members if not at[m].delivered and piece not in at[m].pieces)
+            if holders and to:
+                found.append(
+                    Forward(
+                        peer_group,
+                        settlement.n,
+                        piece,
+                        piece.of if piece.of in holders else holders[0],
+                        to,
+                    )
+                )
+    return found

@@ -1,0 +1,149 @@
+"""Addresses of machines: host:port as text, and the address of this machine that others reach."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import socket
+from typing import Any, NamedTuple
+
+ENDPOINT = "host:port of the store, as `fsdp-demo store` prints it"
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """`"10.0.0.5:29500"` -> `("10.0.0.5", 29500)`; IPv6 in brackets: `"[fd00::1]:29500"`.
+
+    Raises:
+        ValueError: no port, a port outside 0..65535, or IPv6 without brackets.
+
+    >>> split_address("[fd00::1]:29500")
+    ('fd00::1', 29500)
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    number = int(port) if port.isascii() and port.isdigit() else -1
+    if not colon or not host or not 0 <= number <= 65535 or (":" in host and not bracketed):
+        allowed = (
+            "ADDR:PORT such as 10.0.0.5:29500 or [fd00::1]:29500, port 0 to 65535 (0 picks a free "
+            "one)"
+        )
+        raise ValueError(f"address {text!r}: expected {allowed}")
+    return (host[1:-1] if bracketed else host), number
+
+
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`.
+
+    >>> join_address("fd00::1", 29500)
+    '[fd00::1]:29500'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Endpoint(NamedTuple):
+    """Where a store is: the host without brackets, and the port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return join_address(self.host, self.port)
+
+
+def split_endpoint(text: str) -> Endpoint:
+    """`"[fd00::1]:29500"` -> `Endpoint("fd00::1", 29500)`; "zmq://" may stand before it.
+
+    Raises:
+        ValueError: another scheme, no host, or no port within 1..65535.
+
+    >>> split_endpoint("10.0.0.5:29500")
+    Endpoint(host='10.0.0.5', port=29500)
+    """
+    host, port = "", 0
+    with contextlib.suppress(ValueError):
+        host, port = split_address(text.removeprefix("zmq://"))
+    if not port:
+        raise ValueError(f"{text!r} must be {ENDPOINT}")
+    return Endpoint(host, port)
+
+
+def is_public(host: str) -> bool:
+    """Whether a name or address leads to the open internet; False where it has no address.
+
+    >>> [is_public(host) for host in ("10.0.0.5", "100.100.1.1", "fd00::1", "127.0.0.1", "8.8.8.8")]
+    [False, False, False, False, True]
+    """
+    try:
+        found = {
+            str(target[0]) for *_, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        }
+    except (OSError, UnicodeError):
+        return False
+    return any(ipaddress.ip_address(address.partition("%")[0]).is_global for address in found)
+
+
+def route_to(endpoint: str) -> str:
+    """The local address from which packets to the endpoint leave: right where a machine has several
+    interfaces.
+    """
+    place = split_endpoint(endpoint)
+    family, _, _, _, target = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # chooses a route, sends nothing
+        return str(probe.getsockname()[0])
+
+
+# ---- keys of CURVE from the token of a run (ISLAND_TOKEN) ----------------------------------------
+
+# All ranks derive the same pair from the token. The side that listens proves by the secret half
+# who it is; the public half is never sent, so that who knows it has the token. The other side
+# takes a fresh pair each time. A token is stretched (scrypt), so that guesses are dear; it should
+# be random all the same, such as `openssl rand -hex 32`.
+
+SHORTEST = 16  # characters of a token
+
+
+class Keys:
+    """Keys of a run.
+
+    Attributes:
+        mark: what the islands compare before they connect, so that different tokens are told apart
+            at once. It says nothing of the keys.
+    """
+
+    def __init__(self, token: str, run: str):
+        import zmq
+        from zmq.utils import z85
+
+        check(token)
+        made = hashlib.scrypt(
+            token.encode(), salt=f"fsdp_demo line {run}".encode(), n=1 << 14, r=8, p=1, dklen=40
+        )
+        self._zmq, self._secret, self.mark = zmq, z85.encode(made[:32]), made[32:].hex()
+        self._public = zmq.curve_public(self._secret)
+
+    def listen(self, socket: Any) -> None:
+        """Let a socket accept only who has the token. Before it is bound."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret
+        socket.curve_publickey = self._public
+
+    def connect(self, socket: Any) -> None:
+        """Let a socket connect only to who has the token. Before it connects."""
+        socket.curve_serverkey = self._public
+        socket.curve_publickey, socket.curve_secretkey = self._zmq.curve_keypair()
+
+
+def check(token: str) -> str:
+    """The token.
+
+    Raises:
+        ValueError: it is short.
+    """
+    if len(token) < SHORTEST:
+        raise ValueError(
+            f"ISLAND_TOKEN has {len(token)} characters, allowed are {SHORTEST} or more: take "
+            "`openssl rand -hex 32`"
+        )
+    return token

@@ -1,0 +1,449 @@
+"""One connection of ZeroMQ to one peer, and what waits on it. `poller.py` moves it."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from ..errors import WireError
+from ..net.tcp import gather, stood
+from . import piece_header
+from .header import memory
+from .piece_header import PieceHeader
+from .receive_buffer import Counts, Inbox, NoRoom
+
+TURN = 4  # pieces that one connection takes or gives before the next has its turn
+WAITING = 2  # pieces that wait in the library: what is there cannot be overtaken any more
+KNOWN = 4096  # messages of which a wire knows whether they are short
+AGAIN = 0.2  # seconds between two tries to connect
+# bytes: a message whose first piece is not longer overtakes others; it is also copied when it is
+# read early
+SHORT = 1 << 16
+
+GATHERED = 1 << 18  # bytes of a long message for which the kernel wakes the library at once
+ALONE = 1.0  # seconds without a frame after which it wakes it for every byte again
+
+AT_ONCE, BRIEF, LONG = range(3)
+"""The order in which what waits is sent: notes, pieces of short messages, the others."""
+
+NOT_THERE = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class QueuedPiece:
+    """One piece under way.
+
+    Attributes:
+        size: bytes that are sent, or of the room for what comes. came: bytes that have come.
+    """
+
+    def __init__(self, poller: Any, data: Tensor):
+        self._poller, self.size, self.came = poller, data.numel(), 0
+        # it keeps the tensor: the library may read from it when nobody waits any more
+        self.view = memoryview(memory(data)).cast("B")
+        self.tracker: Any = None  # of what the library reads from
+        self.there = False
+        self.error: Exception | None = None
+
+    @property
+    def handed(self) -> bool:
+        """Whether the library has it, and reads from it."""
+        return self.tracker is not None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self.there or self.error is not None or (self.handed and self.tracker.done)
+
+    def wait(self, timeout: timedelta) -> None:
+        """Until it is there, or may be written over here.
+
+        Raises:
+            WireError: what came is refused. RuntimeError: the peer is gone, or was silent for
+                `timeout`.
+        """
+        self._poller.wait(self, timeout.total_seconds())
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
+
+    def fill(self, data: Any, size: int) -> None:
+        """Take what came before."""
+        self.view[:size] = data
+        self.came, self.there = size, True
+
+
+class PeerConnection:
+    """A PAIR socket: exactly one peer, and what leaves it is never given to another.
+
+    Methods that touch the socket are called in the hub's thread, all others under the hub's lock.
+
+    Attributes:
+        ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble:
+            what happened on the way to `ready`.
+        notes: what came as notes. heard_at: when the last frame came (`time.monotonic`).
+        most: notes that are kept at most; more stay with the sender. None: no limit.
+        doubted: when something that came could not be decrypted, 0 for never. It may have been of
+            a stranger, whom the library sends away. If it was of the peer, the library says nothing
+            more, and reads no more (libzmq 4.3.5).
+        record, landed: of the peer, as its last frame said. said: the same of this rank, for its
+            frames.
+    """
+
+    def __init__(self, poller: Any, epoch: int):
+        self.poller, self.inbox, self.counts = poller, Inbox(epoch), Counts()
+        self.socket: Any = poller.socket()
+        self.monitor: Any = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | NOT_THERE | REFUSED
+        )
+        self.ready, self.gone, self.trouble = False, "", ""
+        self._hello = self._mine = self._theirs = b""
+        self._address, self._dial_at = "", 0.0
+        self._file = -1  # descriptor of the connection
+        self.notes: deque[bytes] = deque()
+        self.heard_at, self.record, self.landed = time.monotonic(), 0, 0
+        self.doubted = 0.0
+        self.said = (0, 0)
+        self.most: int | None = None
+        self._queue: list[tuple[int, int, PieceHeader, QueuedPiece]] = []
+        self._lent: list[QueuedPiece] = []
+        self._order, self._late = 0, dict[int, bool]()
+        self._head: PieceHeader | None = None  # of a piece that is not read yet
+        self._paced_until = 0.0
+        self._gathers = False
+
+    # ---- the pace of the kernel, in the hub's thread -------------------------------------------
+
+    def keep_pace(self, now: float) -> None:
+        """From the driver, at least once a second: while it does, pieces of long messages are
+        gathered by the kernel. Bytes of a message that has stopped on the way are let in.
+        """
+        self._paced_until = now + 2 * ALONE
+        if self._gathers and now - self.heard_at > ALONE:
+            self._gather(False)
+
+    def _pace(self, frame: PieceHeader) -> None:
+        """After a piece: gather while a whole piece is sure to follow, and one more behind it. All
+        pieces of a message were handed over at once there."""
+        waiting = len(self.inbox.rooms.get(frame.number, ()))
+        whole = frame.length == piece_header.LARGEST and frame.epoch == self.inbox.epoch
+        wanted = whole and waiting >= 2 and time.monotonic() < self._paced_until
+        if wanted != self._gathers:
+            self._gather(wanted)
+
+    def _gather(self, on: bool) -> None:
+        self._gathers = gather(self._file, GATHERED if on else 1) and on
+
+    # ---- what others ask for, under the lock ---------------------------------------------------
+
+    def post_send(self, piece: QueuedPiece, number: int) -> None:
+        """Queue a piece; those of short messages go first."""
+        if self.gone:
+            piece.error = RuntimeError(self.gone)
+            return
+        frame = PieceHeader(
+            piece_header.PIECE, self.inbox.epoch, number, self.counts.next(number), piece.size
+        )
+        if frame.piece == 0:
+            self._late[number] = piece.size > SHORT
+        self._push(LONG if self._late.get(number, True) else BRIEF, frame, piece)
+        if len(self._late) > 2 * KNOWN:
+            self._late = {n: late for n, late in self._late.items() if n > number - KNOWN}
+
+    def post_note(self, piece: QueuedPiece) -> None:
+        """Queue a note, ahead of all pieces."""
+        if self.gone:
+            piece.error = RuntimeError(self.gone)
+            return
+        self._push(AT_ONCE, PieceHeader(piece_header.NOTE, 0, 0, 0, piece.size), piece)
+
+    def _push(self, rank: int, frame: PieceHeader, piece: QueuedPiece) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (rank, self._order, frame, piece))
+
+    def renew(self, epoch: int) -> None:
+        """Another epoch on the same connection. What is under way of the one before ends; what
+        comes of it later is dropped. The same epoch again changes nothing: what came early of
+        it, from a peer that had begun before, is kept."""
+        if epoch == self.inbox.epoch:
+            return
+        error = RuntimeError(f"epoch {epoch} has begun")
+        for piece in [
+            *self.inbox.withdraw(),
+            *(piece for rank, _, _, piece in self._queue if rank != AT_ONCE),
+        ]:
+            piece.error = error
+        self._queue = [entry for entry in self._queue if entry[0] == AT_ONCE]
+        self.inbox, self.counts, self._late = Inbox(epoch), Counts(), {}
+
+    def post_recv(self, piece: QueuedPiece, number: int) -> None:
+        """Wait for a piece, or take what came early."""
+        if number <= self.inbox.over:
+            piece.error = RuntimeError(f"message {number} was cancelled")
+            return
+        try:
+            if (data := self.inbox.wait_for(number, piece)) is not None:
+                piece.fill(data, len(data))
+            elif self.gone and (self.socket.closed or not self.stuck):
+                self.end(RuntimeError(self.gone), lost=True)
+        except WireError as error:
+            piece.error, self.gone = error, str(error)
+
+    def end(self, error: Exception, lost: bool = False) -> None:
+        """All that is under way ends with `error`; but for what the library has of a connection
+        that is `lost`: most likely it has arrived (the library tells late that it lets go), and
+        nobody reads from it any more. Whether the peer has it was never said."""
+        for piece in self._lent:
+            piece.there = piece.there or lost
+        for piece in [*self.inbox.withdraw(), *(piece for *_, piece in self._queue), *self._lent]:
+            if not piece.is_completed():
+                piece.error = error
+        self._queue, self._lent = [], []
+
+    @property
+    def waiting(self) -> int:
+        """Pieces and notes that are not handed to the library yet."""
+        return len(self._queue)
+
+    @property
+    def stood(self) -> float | None:
+        """Seconds for which no byte has come, also none of a piece under way; None where nobody
+        knows.
+        """
+        return None if self.gone or not self.ready else stood(self._file)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the TCP connection, for questions to the kernel; -1 where there is none."""
+        return self._file if self.ready and not self.gone else -1
+
+    @property
+    def met(self) -> bool:
+        """Whether both sides have greeted."""
+        return self.ready and not self._hello
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a piece waits in the socket, which is too early."""
+        return self._head is not None
+
+    def wants(self) -> int:
+        """What of the socket should be waited for: nothing until it is known who may greet."""
+        if self.socket.closed or not self._theirs:
+            return 0
+        full = self.most is not None and len(self.notes) >= self.most
+        return int(
+            zmq.POLLIN * (not self.stuck and not self.gone and not full)
+            | zmq.POLLOUT * bool(self._queue or self._hello)
+        )
+
+    # ---- meeting -------------------------------------------------------------------------------
+
+    def greet(self, mine: bytes, theirs: bytes) -> None:
+        """Say `mine` first, and take only who says `theirs`."""
+        self._hello = self._mine = mine
+        self._theirs = theirs
+
+    def dial(self, address: str) -> None:
+        """Connect."""
+        self._address = address
+        self.socket.ipv6 = "[" in address
+        self.socket.connect(address)
+
+    def dial_again(self) -> None:
+        """Connect once more, if it is time."""
+        if self._dial_at and time.monotonic() > self._dial_at:
+            self._dial_at, self._hello = 0.0, self._mine
+            self.socket.connect(self._address)
+
+    def _not_there(self, event: int) -> None:
+        """The connection ended before its peer had greeted: whoever listens goes on, the other
+        tries again.
+        """
+        if event & REFUSED:
+            self.trouble = "the other side could not prove that it knows ISLAND_TOKEN"
+        if self._address and not self._dial_at:
+            self._dial_at = time.monotonic() + AGAIN
+            self.trouble = self.trouble or "the connection is refused or does not last"
+            with suppress(zmq.ZMQError):
+                self.socket.disconnect(self._address)
+        elif not self._address and event & zmq.EVENT_DISCONNECTED:
+            self._hello = self._mine
+
+    # ---- in the hub's thread -------------------------------------------------------------------
+
+    def serve(self, events: int) -> None:
+        """Move what can be moved."""
+        try:
+            if events & zmq.POLLIN or self.stuck:
+                self._take()
+            if events & zmq.POLLOUT:
+                self._give()
+        except WireError as error:
+            self._refuse(error)
+        except zmq.ZMQError as error:
+            self.lose(f"the connection failed: {error}")
+
+    def watch(self, _: int = 0) -> None:
+        """See what became of the connection."""
+        with suppress(zmq.Again):
+            while not self.monitor.closed:
+                message = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+                if not self.ready:
+                    self._not_there(message["event"])
+                elif message["event"] & zmq.EVENT_DISCONNECTED and message["value"] == self._file:
+                    # and not a second one, which a socket of this kind sends away
+                    self.lose("connection closed by peer")
+                elif message["event"] & REFUSED:
+                    self.doubted = time.monotonic()
+
+    def lose(self, reason: str) -> None:
+        """Nothing more comes: what has come is still given out, all other waits end."""
+        self._drain()
+        with self.poller.changed:
+            self.gone = self.gone or reason
+        self.settle()
+
+    def settle(self) -> None:
+        """End the waits of a connection that is gone, after what is still there was read."""
+        if self.stuck:
+            self._drain()
+        with self.poller.changed:
+            self.end(RuntimeError(self.gone), lost=True)
+
+    def _drain(self) -> None:
+        with suppress(WireError, zmq.ZMQError):
+            while not self.socket.closed and self._take():
+                pass
+
+    def _refuse(self, error: WireError) -> None:
+        with self.poller.changed:
+            self.gone = str(error)
+            self.end(error, lost=True)
+        self.close(0)
+
+    def _take(self) -> bool:
+        """Read pieces into their rooms; whether something was read."""
+        for n in range(TURN):
+            if self._head is None:
+                try:
+                    data = self.socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return n > 0
+                if not self.socket.rcvmore:
+                    raise WireError(f"{len(data)} bytes without a piece behind them")
+                self._head = piece_header.read(data)
+                self.heard_at = time.monotonic()
+                self.record = self._head.record
+                self.landed = self._head.landed
+            if not self._read(self._head):
+                return n > 0
+            self._pace(self._head)
+            if self.socket.rcvmore:
+                raise WireError("more than one piece behind a frame")
+            self._head = None
+        return True
+
+    def _read(self, frame: PieceHeader) -> bool:
+        """Read the piece behind a frame; False if it has to stay where it is."""
+        if frame.kind == piece_header.HELLO:
+            self._greeted(self.socket.recv(copy=False))
+            return True
+        if not self.ready:
+            raise WireError("a piece came before a greeting")
+        if frame.kind == piece_header.NOTE:
+            data = self.socket.recv()
+            self._fits(frame, len(data))
+            self.notes.append(data)
+            return True
+        with self.poller.changed:
+            room: Any = self.inbox.place(frame)
+        if room is NoRoom.LATER:
+            return False
+        if isinstance(room, QueuedPiece) and frame.length:
+            try:
+                self._fits(frame, self.socket.recv_into(room.view))
+            except (WireError, zmq.ZMQError) as error:
+                room.error = WireError(str(error))
+                raise
+            room.came, room.there = frame.length, True
+            return True
+        data = self.socket.recv(copy=frame.length <= SHORT)
+        data = data if isinstance(data, bytes) else data.buffer
+        self._fits(frame, len(data))
+        with self.poller.changed:
+            taker = (
+                self.inbox.keep(frame.number, data, frame.length) if room is NoRoom.ASIDE else None
+            )
+            if taker is not None:
+                taker.fill(data, frame.length)
+            elif isinstance(room, QueuedPiece):
+                room.there = True  # an empty one
+        return True
+
+    @staticmethod
+    def _fits(frame: PieceHeader, size: int) -> None:
+        if size != frame.length:
+            raise WireError(
+                f"piece {frame.piece} of message {frame.number} has {size} bytes, its frame says "
+                f"{frame.length}"
+            )
+
+    def _greeted(self, data: Any) -> None:
+        if data.bytes != self._theirs:
+            raise WireError(
+                "somebody else greets: another peer group, or another start of this run"
+            )
+        self.ready, self._file = True, data.get(zmq.SRCFD)
+
+    def _give(self) -> None:
+        """Hand pieces to the library until it takes no more."""
+        with suppress(zmq.Again):
+            if self._hello:
+                frame = PieceHeader(piece_header.HELLO, self.inbox.epoch, 0, 0, len(self._hello))
+                self.socket.send_multipart([frame.pack(), self._hello], zmq.NOBLOCK)
+                self._hello = b""
+            for _ in range(TURN):
+                with self.poller.changed:
+                    if not self._queue:
+                        return
+                    entry = heapq.heappop(self._queue)
+                _, _, frame, piece = entry
+                try:
+                    self.socket.send(
+                        frame._replace(record=self.said[0], landed=self.said[1]).pack(),
+                        zmq.NOBLOCK | zmq.SNDMORE,
+                    )
+                except zmq.Again:
+                    with self.poller.changed:
+                        self._put_back(entry)
+                    raise
+                piece.tracker = self.socket.send(piece.view, zmq.NOBLOCK, copy=False, track=True)
+                self._lent = [lent for lent in self._lent if not lent.tracker.done] + [piece]
+
+    def _put_back(self, entry: tuple[int, int, PieceHeader, QueuedPiece]) -> None:
+        if entry[0] == AT_ONCE or entry[2].number > self.inbox.over:
+            heapq.heappush(self._queue, entry)
+        else:
+            entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")
+
+    def close(self, linger: float) -> None:
+        """Close the sockets; what was handed over leaves within `linger` seconds, in the
+        background.
+        """
+        if self.socket.closed:
+            return
+        self.poller.forget(self)
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(round(1e3 * linger) if self.ready and not self.gone else 0)

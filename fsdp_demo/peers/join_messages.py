@@ -1,0 +1,365 @@
+"""What a newcomer, its donor and their peer groups say to each other when an island joins a run
+under way.
+
+The donor hands a `DonorSnapshot` to its peer group's `JoinFeed` at the end of a step, and from then
+on a `Tick` of each step. The newcomer reads them from its peer group's `Following`, with the
+messages that the others have agreed on since. How they travel is the peer group's matter; it has
+neither feed nor following where the members are fixed. What a snapshot holds is said by
+`exchange/snapshot.py`.
+
+On a wire everything is a list of uint8 tensors, the first a head in JSON, never pickle. A head says
+how long the rest is; nobody makes room for that before the rank for which it is has compared it
+with what it expects itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from ..compression import dense as coding
+from ..errors import WireError
+from ..files import from_json, to_json
+from .collectives import ReceivedMessage, Spans, legs, whole
+from .header import Header
+
+T = TypeVar("T")
+
+LONGEST = 16 << 20
+"""Bytes of a head."""
+
+DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+"""Of what a snapshot holds."""
+
+
+class Tick(Struct, frozen=True):
+    """One step that the donor has taken.
+
+    Attributes:
+        step: its number, from 0.
+        rates: for each optimizer and each of its groups, what schedules move
+            (`exchange/run_specification.py`), as JSON.
+    """
+
+    step: int
+    rates: list[list[dict[str, Any]]]
+
+    def pack(self) -> Tensor:
+        """As bytes: uint8 [n]."""
+        return to_bytes(self)
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> Tick:
+        """The inverse of `pack`. Raises WireError for anything else."""
+        return from_bytes(data, cls, "a tick")
+
+
+@dataclass(frozen=True)
+class DonorSnapshot:
+    """The state of one rank of the donor at the end of a step.
+
+    Attributes:
+        head: what it is of, with the list of the tensors (`exchange/snapshot_head.py`).
+        tensors: by name, on the CPU, fp32 or uint8 [n], with memory of their own.
+    """
+
+    head: Any
+    tensors: dict[str, Tensor]
+
+    def pack(self) -> list[Tensor]:
+        """As bytes: the head, then each tensor (views); all uint8 [n].
+
+        Raises:
+            ValueError: the head is longer than LONGEST.
+        """
+        tensors = (t.contiguous().view(-1).view(torch.uint8) for t in self.tensors.values())
+        return [to_bytes(self.head), *tensors]
+
+
+Listed = Sequence[tuple[str, str, int]]
+"""Name, dtype and number of elements of each tensor of a snapshot, in their order."""
+
+
+def sizes(expected: Listed) -> list[int]:
+    """Bytes of each tensor."""
+    return [n * DTYPES[dtype].itemsize for _, dtype, n in expected]
+
+
+def filled(parts: Sequence[Tensor], expected: Listed) -> dict[str, Tensor]:
+    """The tensors of a snapshot that have come as bytes, by name.
+
+    Args:
+        parts: all but the head, uint8 [n].
+        expected: what this rank expects itself.
+
+    Raises:
+        ValueError: something is missing, or has another length.
+    """
+    if len(parts) != len(expected):
+        raise ValueError(
+            f"the snapshot was cut off: {len(parts)} of {len(expected)} tensors came; join again"
+        )
+    tensors = {}
+    for part, size, (name, dtype, n) in zip(parts, sizes(expected), expected, strict=True):
+        if part.dtype != torch.uint8 or part.numel() != size:
+            raise ValueError(
+                f"the snapshot was cut off: {name} has {part.numel()} bytes, {n} elements of "
+                f"{dtype} are {size}; join again"
+            )
+        tensors[name] = part.contiguous().view(DTYPES[dtype])
+    return tensors
+
+
+# ---- what the others have agreed on ------------------------------------------------------------
+
+
+class MessageHead(Struct):
+    """The head of a message that has come back to the donor.
+
+    Attributes:
+        headers, slots, bodies: of each island: its header, its slot where that is known, bytes of
+            its body.
+        means: elements of each mean. coded: they come in their code.
+    """
+
+    headers: list[Header]
+    slots: list[int]
+    bodies: list[int]
+    means: list[int]
+    coded: bool
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a newcomer expects of the next message: kind and step as in its header, bytes of each
+    body, length and code of each vector that is reduced, and at most how many islands take part.
+
+    With `longest` each body has a length of its own, of so many bytes at most: what the others say
+    is not as long as what this one would.
+    """
+
+    kind: int
+    step: int
+    body: int
+    vectors: Spans = field(default_factory=tuple)
+    islands: int = 1 << 16
+    longest: int | None = None
+
+    def sizes(self, head: Tensor) -> list[int]:
+        """Bytes of what comes behind the head of a packed message (uint8 [n]). Raises WireError if
+        it is another message than this.
+        """
+        found = self.check(head)
+        means = (
+            [coding.total_bytes(part) for part in legs(self.vectors, len(found.headers))[1]]
+            if found.coded
+            else [4 * n for n, _ in self.vectors]
+        )
+        return found.bodies + means
+
+    def check(self, data: Tensor) -> MessageHead:
+        """The head of a packed message. Raises WireError if it is another one than this."""
+        head = from_bytes(data, MessageHead, "a message to follow")
+        count, bodies, means = len(head.headers), head.bodies, head.means
+        if not 0 < count <= self.islands:
+            raise WireError(
+                f"a message to follow is of {count} islands: allowed are 1 to {self.islands}"
+            )
+        theirs, mine = {(h.kind, h.step) for h in head.headers}, (self.kind, self.step)
+        if theirs != {mine}:
+            raise WireError(
+                f"messages to follow are of (kind, step) {sorted(theirs)}, here comes {mine}: the "
+                "newcomer has lost its place"
+            )
+        wanted = [self.body] * count
+        if (
+            not (self._have_lengths(bodies, count) if self.longest else bodies == wanted)
+            or means != [n for n, _ in self.vectors]
+            or len(head.slots) not in (0, count)
+        ):
+            allowed = f"1 to {self.longest} each" if self.longest else f"{wanted}"
+            raise WireError(
+                f"a message to follow has bodies of {bodies} bytes and vectors of {means} values, "
+                f"expected are {allowed} and "
+                f"{[n for n, _ in self.vectors]}: use one release everywhere"
+            )
+        return head
+
+    def _have_lengths(self, bodies: Sequence[int], n: int) -> bool:
+        most = self.longest or 0
+        return len(bodies) == n and all(0 < b <= most for b in bodies)
+
+
+def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tensor]:
+    """What came back to the donor as bytes: a head, the bodies, the means; all uint8 [n].
+
+    Args:
+        coded: the coded parts of the means, by whose they are (`collectives.whole`): they go
+            instead of the means, which are fp32.
+    """
+    head = MessageHead(
+        list(arrived.headers),
+        list(arrived.slots),
+        [b.numel() for b in arrived.bodies],
+        [m.numel() for m in arrived.means],
+        bool(coded),
+    )
+    means = list(coded) or [m.detach().cpu().contiguous().view(torch.uint8) for m in arrived.means]
+    return [to_bytes(head), *(b.cpu() for b in arrived.bodies), *means]
+
+
+def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
+    """The inverse of `packed`.
+
+    Raises:
+        WireError: it is another message than the expected one, or cut off.
+    """
+    if not parts:
+        raise WireError("a message to follow was cut off: nothing came")
+    head = expected.check(parts[0])
+    wanted, found = expected.sizes(parts[0]), [p.numel() for p in parts[1:]]
+    if found != wanted:
+        raise WireError(
+            f"a message to follow was cut off: parts of {found} bytes, expected are {wanted}"
+        )
+    first = 1 + len(head.headers)
+    bodies, rest = list(parts[1:first]), list(parts[first:])
+    means = (
+        whole(rest, expected.vectors)
+        if head.coded
+        else [p.contiguous().view(torch.float32) for p in rest]
+    )
+    return ReceivedMessage(head.headers, bodies, means, slots=tuple(head.slots))
+
+
+# ---- a peer group's two sides ------------------------------------------------------------------
+
+
+class JoinFeed(Protocol):
+    """The donor's side of one peer group, `PeerGroup.donor_feed`. All of it is called in the thread
+    that trains and returns at once.
+    """
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody asks for a snapshot here and has not got one. Read once at the end of each step;
+        one is taken when the feeds of all ranks of the island say so."""
+        ...
+
+    @property
+    def brings(self) -> Mapping[str, str]:
+        """What the newcomer's rank has said in its first call of `Following.head`: asked when a
+        snapshot is taken.
+        """
+        ...
+
+    @property
+    def follows(self) -> bool:
+        """Somebody has a snapshot and wants ticks. Asked on the first rank of the island only."""
+        ...
+
+    def hand(self, snapshot: DonorSnapshot, under_way: Sequence[Future[ReceivedMessage]]) -> None:
+        """Take a snapshot.
+
+        Args:
+            under_way: what the messages that the snapshot has in flight bring, oldest first: the
+                first messages to follow. Those launched after this call come next.
+        """
+        ...
+
+    def tick(self, tick: Tick) -> None:
+        """Take a step that has ended. The first one after `hand` has the snapshot's step as its
+        number.
+        """
+        ...
+
+
+class Following(Protocol):
+    """The newcomer's side of one peer group, `PeerGroup.following`. What waits raises PeerLost if
+    it will never come.
+
+    While it follows, the peer group's `exchange` and `all_gather` send nothing and give what
+    `arrived` gives.
+    """
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that the donor has sent so far: snapshot, steps and messages."""
+        ...
+
+    @property
+    def planned(self) -> bool:
+        """The others know from which message on this island takes part. Asked on the first rank of
+        the island only.
+        """
+        ...
+
+    def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
+        """The head of the snapshot, uint8 of at most `longest` bytes; None: not within so many
+        seconds, ask again. The first call asks the others for one.
+
+        Args:
+            brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is
+                the same there. Told to `JoinFeed.brings`.
+        """
+        ...
+
+    def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
+        """The rest of the snapshot, uint8 of these sizes; None: not within so many seconds. Room is
+        made for no other sizes.
+        """
+        ...
+
+    def tick(self, seconds: float) -> Tick | None:
+        """The donor's next step; None: not within so many seconds. Asked on the first rank of the
+        island only.
+        """
+        ...
+
+    def arrived(self, expected: Expected) -> ReceivedMessage:
+        """The next message that the others have agreed on, of those sent within steps
+        (`header.WITHIN`), waited for. In the worker's thread.
+
+        Raises:
+            WireError: it is another one (`unpacked`).
+        """
+        ...
+
+    def caught_up(self, step: int) -> None:
+        """This island has taken all ticks and goes on by itself from `step`. On every rank with a
+        peer group.
+        """
+        ...
+
+    def another(self) -> None:
+        """Follow another donor from its snapshot on: what waits for this one ends. On every rank
+        with a peer group, before `caught_up`; the peer group has another `following` then.
+
+        Raises:
+            PeerLost: there is none, or this island is a member already.
+        """
+        ...
+
+
+# ---- JSON --------------------------------------------------------------------------------------
+
+
+def to_bytes(value: Any) -> Tensor:
+    """A struct as JSON, uint8 [n]. Raises ValueError for one longer than LONGEST."""
+    text = to_json(value).encode()
+    if len(text) > LONGEST:
+        raise ValueError(f"a head of {len(text)} bytes: allowed are {LONGEST}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor, form: type[T], what: str, error: type[Exception] = WireError) -> T:
+    """The inverse of `to_bytes`. Raises `error` for anything else."""
+    if data.dtype != torch.uint8 or data.numel() > LONGEST:
+        raise error(f"{what} has {data.numel()} bytes: allowed are {LONGEST}")
+    return from_json(bytes(data.tolist()), form, what, error)

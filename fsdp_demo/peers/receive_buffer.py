@@ -1,0 +1,145 @@
+"""Where the pieces go that arrive on one connection: into the room that waits for them, aside if
+they come early, or away.
+
+Bookkeeping alone, without a socket and without a clock. Nothing here is copied: a connection asks
+`place` with the frame of a piece, before it reads the piece itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import Any
+
+from ..errors import WireError
+from .piece_header import PieceHeader
+
+EARLY = 16 << 20
+"""Bytes of pieces for which nobody waits yet that one connection keeps; more stay with the sender.
+A short message behind them is reached as long as what has left the sender of a long one is less,
+so it is more than the kernels of both sides hold by default."""
+
+
+class NoRoom(Enum):
+    """What becomes of a piece that has no room of its own."""
+
+    DROP = "its message is over"
+    ASIDE = "it is early: keep it"
+    LATER = "it is early, and enough is kept, or it is of a later epoch: do not read it yet"
+
+
+class Inbox:
+    """The rooms and the early pieces of one connection.
+
+    Args:
+        epoch: the only one whose pieces are taken: earlier ones are dropped, later ones wait.
+
+    Attributes:
+        rooms: what waits, by number of the message, in order. kept: pieces that came before their
+            room, likewise.
+        over: messages up to this number have ended.
+    """
+
+    def __init__(self, epoch: int):
+        self.epoch, self.over = epoch, 0
+        self.rooms: dict[int, deque[Any]] = {}
+        self.kept: dict[int, deque[Any]] = {}
+        self._bytes, self._taken = 0, Counts()
+
+    def place(self, frame: PieceHeader) -> Any:
+        """The room for a piece, which is taken from `rooms` (it has `size`, in bytes), or a
+        `NoRoom`. Ask again after LATER.
+
+        Raises:
+            WireError: it is not the next of its message, or longer than its room.
+        """
+        if frame.epoch > self.epoch:
+            return NoRoom.LATER
+        if frame.epoch < self.epoch or frame.number <= self.over:
+            return NoRoom.DROP
+        rooms = self.rooms.get(frame.number)
+        if not rooms and self._bytes + frame.length > EARLY:
+            return NoRoom.LATER
+        expected = self._taken.next(frame.number)
+        if frame.piece != expected:
+            raise WireError(
+                f"piece {frame.piece} of message {frame.number} came, expected piece {expected}"
+            )
+        if not rooms:
+            return NoRoom.ASIDE
+        self._must_fit(frame.number, frame.length, rooms[0])
+        return self._first(self.rooms, frame.number)
+
+    def keep(self, number: int, data: Any, size: int) -> Any:
+        """Put an early piece aside; the room for it, if it was posted since `place` was asked."""
+        if self.rooms.get(number):
+            self._must_fit(number, size, self.rooms[number][0])
+            return self._first(self.rooms, number)
+        self.kept.setdefault(number, deque()).append((data, size))
+        self._bytes += size
+        return None
+
+    def wait_for(self, number: int, room: Any) -> Any:
+        """Post a room for the next piece of a message: the piece, if it came before; None if it is
+        to come.
+
+        Raises:
+            WireError: what came is longer.
+        """
+        if self.kept.get(number):
+            data, size = self._first(self.kept, number)
+            self._bytes -= size
+            self._must_fit(number, size, room)
+            return data
+        self.rooms.setdefault(number, deque()).append(room)
+        return None
+
+    def end(self, number: int) -> None:
+        """Messages up to `number` are over: what was kept of them goes, and what comes of them is
+        dropped.
+        """
+        self.over = max(self.over, number)
+        self.kept = {n: pieces for n, pieces in self.kept.items() if n > self.over}
+        self._bytes = sum(size for pieces in self.kept.values() for _, size in pieces)
+
+    def withdraw(self) -> list[Any]:
+        """Take all rooms back."""
+        rooms = [room for waiting in self.rooms.values() for room in waiting]
+        self.rooms.clear()
+        return rooms
+
+    @staticmethod
+    def _must_fit(number: int, size: int, room: Any) -> None:
+        if size > room.size:
+            raise WireError(
+                f"a piece of message {number} has {size} bytes, there is room for {room.size}"
+            )
+
+    @staticmethod
+    def _first(queues: dict[int, deque[Any]], number: int) -> Any:
+        queue = queues[number]
+        first = queue.popleft()
+        if not queue:
+            del queues[number]
+        return first
+
+
+class Counts:
+    """How many pieces of each message there were, of the latest messages.
+
+    >>> counts = Counts()
+    >>> [counts.next(7), counts.next(7), counts.next(8)]
+    [0, 1, 0]
+    """
+
+    def __init__(self, latest: int = 4096):
+        self._counts: dict[int, int] = {}
+        self._latest = latest
+
+    def next(self, number: int) -> int:
+        """The index of the next piece of a message, counted."""
+        count = self._counts.get(number, 0)
+        self._counts[number] = count + 1
+        if len(self._counts) > self._latest:
+            del self._counts[next(iter(self._counts))]
+        return count

@@ -1,0 +1,278 @@
+"""The connections between islands: how the ranks of a peer group find each other and meet.
+
+They are ZeroMQ's, since it does what gloo cannot: a peer that dies takes no other connection with
+it, a message that is too long is refused before room is made for it, of two ranks only one has to
+be reachable, and with ISLAND_TOKEN both sides prove that they know it and all bytes are encrypted
+(CURVE). Pieces go out from the tensor's memory and come in into the room that waits for them.
+
+On the wire a piece of n bytes costs n + 47 bytes (38 for the frame, 9 before the piece, 2 where it
+has less than 256 bytes), with keys 66 more; a quiet connection a few bytes every 15 s
+(`tcp.keep_alive`). The `Meter` counts the n.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import zmq
+from torch import Tensor
+
+from ..errors import PeerLost, see
+from ..net.address import Keys
+from ..store.client import Store
+from .connection import PeerConnection, QueuedPiece
+from .poller import Poller
+
+log = logging.getLogger("fsdp_demo")
+
+LOOK = 0.02  # seconds between two looks for the others' addresses
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How a rank finds the others of its peer group.
+
+    Attributes:
+        store: where addresses are told, with a deadline for each question; `prefix` stands before
+            the keys of this peer group.
+        rank, size: this one, and how many there are. names: how errors call them.
+        address: where the others reach this rank; "" if nobody can: then the others must be
+            reachable.
+        timeout: seconds to wait for the others, and of silence after which one counts as lost.
+        token: the run's secret, "" for none. epoch: which membership these connections serve; what
+            comes from another is refused.
+        among: the ranks that meet, where they are not all of them. setting: the variable that gives
+            `address`, for errors.
+    """
+
+    store: Store
+    prefix: str
+    rank: int
+    size: int
+    names: tuple[str, ...]
+    address: str
+    timeout: float
+    token: str = ""
+    epoch: int = 0
+    among: tuple[int, ...] | None = None
+    setting: str = "ISLAND_ADDRESS"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that meet."""
+        return tuple(range(self.size)) if self.among is None else self.among
+
+    @property
+    def others(self) -> list[int]:
+        """Those that meet, but for this one."""
+        return [j for j in self.ranks if j != self.rank]
+
+    def label(self, j: int) -> str:
+        """How errors name the island of rank j."""
+        return f"island {j} ({self.names[j]})"
+
+
+class Listens(TypedDict):
+    """Where a rank listens: its ports by who is to connect there. key: the mark of its keys."""
+
+    host: str
+    ports: dict[str, int]
+    key: str
+
+
+class GroupConnections:
+    """One connection to each of the other ranks. Closing one of a peer group's `GroupConnections`
+    closes all of them.
+
+    One peer that dies, or whose pieces are refused, leaves the connections to the others as they
+    are. Pieces of a short message overtake those of a long one that wait to be sent on the same
+    connection.
+    """
+
+    def __init__(self, poller: Poller, wires: dict[int, PeerConnection]):
+        self._poller, self.wires = poller, wires
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> QueuedPiece:
+        """Send tensors[0] (uint8, on the CPU, contiguous, at most `frames.LARGEST` bytes) to `rank`
+        as the next piece of message `tag`. It must stay as it is until `wait` has returned."""
+        piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
+        with self._poller.changed:
+            wire.post_send(piece, tag)
+        self._poller.nudge(wire)
+        return piece
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> QueuedPiece:
+        """Receive the next piece of message `tag` from `rank` into tensors[0]; it may be shorter,
+        not longer.
+        """
+        piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
+        with self._poller.changed:
+            wire.post_recv(piece, tag)
+            idle = not (wire.gone or wire.stuck)
+        if not idle:
+            self._poller.nudge(wire)
+        return piece
+
+    def close(self) -> None:
+        """Let what was sent leave, and close the connections; waits end."""
+        self._poller.close()
+
+
+class ZeroMQ:
+    """Connects the ranks of a peer group. Of two ranks the lower one listens, or the other if that
+    has no address.
+
+    Every call of `open` binds one port for each peer, tells them in the store, connects to those
+    that listen, and closes the ports that it does not need. A port serves one connection; a second
+    one is sent away.
+    """
+
+    def __init__(self, meeting: Meeting, poller: Poller | None = None):
+        self._meeting = meeting
+        self._poller = poller or Poller(
+            Keys(meeting.token, meeting.prefix) if meeting.token else None
+        )
+        self._keys = self._poller.keys
+
+    def open(self, k: int | str) -> GroupConnections:
+        """Connections k = 0, 1, ... to the others, who all call it, too.
+
+        Raises:
+            ValueError: the islands do not fit together. PeerLost: somebody did not come in time.
+        """
+        try:
+            return GroupConnections(self._poller, self._open(k))
+        except BaseException:
+            self._poller.close(0)
+            raise
+
+    def _open(self, k: int | str) -> dict[int, PeerConnection]:
+        m, end = self._meeting, time.monotonic() + self._meeting.timeout
+        bound = self._poller.run(self._bound) if m.address else {}
+        ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
+        notes = self._notes(
+            k,
+            {"host": m.address, "ports": ports, "key": self._keys.mark if self._keys else ""},
+            end,
+        )
+        wires = self._poller.run(lambda: self._wired(k, notes, bound))
+        self._meet(wires, end)
+        return wires
+
+    def _bound(self) -> dict[int, tuple[PeerConnection, str]]:
+        """A connection that listens for each of the others, and where it does."""
+        m, found = self._meeting, dict[int, tuple[PeerConnection, str]]()
+        for j in m.others:
+            wire = self._poller.add(m.epoch, True)
+            found[j] = wire, bound(wire.socket, m.address, m.names[m.rank], m.setting)
+        return found
+
+    def _wired(
+        self, k: int | str, notes: dict[int, Listens], bound: dict[int, tuple[PeerConnection, str]]
+    ) -> dict[int, PeerConnection]:
+        """A connection to each of the others, one of the bound ones or a new one."""
+        m, wires = self._meeting, dict[int, PeerConnection]()
+        for j, note in notes.items():
+            if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
+                wires[j] = bound[j][0]
+            else:
+                if j in bound:
+                    bound[j][0].close(0)
+                wires[j] = self._connect(note, j)
+            wires[j].greet(self._greeting(k, m.rank, j), self._greeting(k, j, m.rank))
+        return wires
+
+    def _connect(self, note: Listens, j: int) -> PeerConnection:
+        port = note["ports"].get(str(self._meeting.rank), 0)
+        if not 0 < port < 65536:
+            raise ValueError(
+                f"{self._meeting.label(j)} names no port for this rank: use one release everywhere"
+            )
+        wire = self._poller.add(self._meeting.epoch, False)
+        wire.dial(f"tcp://{bracketed(note['host'])}:{port}")
+        return wire
+
+    def _listens(self, i: int, j: int, here: bool, there: bool) -> bool:
+        if not here and not there:
+            both = f"{self._meeting.names[i]} nor {self._meeting.label(j)}"
+            raise ValueError(
+                f"neither {both} can be reached: one of two islands needs an address "
+                "(ISLAND_ADDRESS)"
+            )
+        return here and (i < j or not there)
+
+    def _greeting(self, k: int | str, sender: int, receiver: int) -> bytes:
+        m = self._meeting
+        return hashlib.blake2b(
+            f"{m.prefix} {k} {sender} {receiver} {m.epoch}".encode(), digest_size=16
+        ).digest()
+
+    def _notes(self, k: int | str, mine: Listens, end: float) -> dict[int, Listens]:
+        """Tell where this rank listens, and wait for what the others tell."""
+        m, notes = self._meeting, dict[int, Listens]()
+        at = m.store.under(f"{m.prefix}/{k}")
+        at.set(f"at/{m.rank}", json.dumps(mine))
+        while missing := [j for j in m.others if j not in notes]:
+            for j in missing:
+                if at.get(f"at/{j}"):
+                    notes[j] = note = at.note(f"at/{j}", m.label(j), Listens)
+                    if note["key"] != mine["key"]:
+                        raise ValueError(_tokens(m.label(j), note["key"], mine["key"]))
+            if time.monotonic() > end:
+                raise PeerLost(
+                    f"waited {m.timeout:g} s for the addresses of "
+                    f"{', '.join(m.label(j) for j in missing)}"
+                )
+            time.sleep(LOOK)
+        return notes
+
+    def _meet(self, wires: dict[int, PeerConnection], end: float) -> None:
+        """Wait until all have greeted."""
+        m = self._meeting
+        while missing := [j for j, wire in wires.items() if not wire.met]:
+            for j in missing:
+                if wires[j].gone:
+                    raise PeerLost(f"{m.label(j)} could not be connected: {wires[j].gone}")
+            self._poller.dial_again(wires.values())
+            if time.monotonic() > end:
+                why = next((f" ({wires[j].trouble})" for j in missing if wires[j].trouble), "")
+                who = ", ".join(m.label(j) for j in missing)
+                raise PeerLost(
+                    f"{who} could not be connected within {m.timeout:g} s{why}: see {m.setting} "
+                    "there and what lies between"
+                )
+            self._poller.wait_until(lambda: all(wire.met for wire in wires.values()), LOOK)
+
+
+def bound(made: Any, address: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
+    """Let a socket listen on any port of an address, which `setting` gives; where it does.
+
+    Raises:
+        PeerLost: it cannot.
+    """
+    host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    made.ipv6 = ":" in host
+    try:
+        made.bind(f"tcp://{bracketed(host)}:*")
+    except zmq.ZMQError as error:
+        raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
+    return str(made.last_endpoint.decode().rstrip("\0"))
+
+
+def _tokens(who: str, theirs: str, ours: str) -> str:
+    """Why two keys are not the same."""
+    if theirs and ours:
+        return f"{who} has another ISLAND_TOKEN: set the same on all islands{see('token')}"
+    where = f"{'here' if ours else 'there'} and not {'at' if ours else 'here, at'} {who}"
+    return f"ISLAND_TOKEN is set {where}: set the same on all islands{see('token')}"
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in an address."""
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,324 @@
+"""One meeting of the islands at their store: every rank finds the ranks with the same part of the
+model on the other islands, and connects to them.
+
+A rank announces itself under a key of its own and waits for one rank of every island that begins.
+Then the islands compare what they announced, and connect.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from ..elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers
+from ..elastic.peer_group import PeerGroup
+from ..errors import PeerLost, StoreSilent, counted, see
+from ..net.address import route_to, split_endpoint
+from ..net.link import Link
+from ..peers.zeromq import Meeting
+from ..store.client import Store
+from . import attempts, environment, starting
+from .position import Replica, ShardPosition, form
+
+# how often this process joined a run: every attach gets keys of its own
+_epochs: Counter[tuple[str, str]] = Counter()
+
+
+def attached(topology: Replica) -> int:
+    """How often this process has joined the run."""
+    return _epochs[topology.endpoint, topology.run]
+
+
+class Announcement(TypedDict):
+    """What a rank says of itself when it comes to the meeting."""
+
+    name: str
+    host: str
+    count: int
+    shards: int
+    copies: int
+
+
+class Rendezvous:
+    """The meeting of one rank.
+
+    Attributes:
+        prefix: what its keys in the store begin with.
+    """
+
+    def __init__(self, topology: Replica, position: ShardPosition, link: Link | None):
+        self._topology, self._position, self._link = topology, position, link
+        self.prefix = ""
+        self._attempt = ""  # what its keys begin with
+        self._starters: tuple[int, ...] = ()
+        self._late = False  # the others train already
+        self._store: Store | None = None
+
+    def join(self) -> tuple[PeerGroup | None, int]:
+        """The peers of this rank, None for a copy that is not active, and the number of active
+        copies.
+
+        Raises:
+            ValueError, PeerLost: see `topology.Topology.join`.
+        """
+        try:
+            return self._join()
+        except StoreSilent as error:
+            raise self._cured(error) from None
+
+    def release(self) -> None:
+        """Drop the connection to the store."""
+        self._store = None
+
+    def _join(self) -> tuple[PeerGroup | None, int]:
+        store = self._connect()
+        infos = self._look(store) if self._late else self._meet(store)
+        store.deadline = self._topology.question
+        active_copies = min(info["copies"] for info in infos.values())
+        if self._position.copy >= active_copies:
+            return None, active_copies
+        names = self._names(infos)
+        return self._peers(store, active_copies, names), active_copies
+
+    def _connect(self) -> Store:
+        """Open the store, and settle which keys this meeting has."""
+        topology = self._topology
+        if topology.rank == 0:
+            environment.warn_of_open(
+                split_endpoint(topology.endpoint),
+                topology.address,
+                topology.token,
+            )
+        self._store = store = topology.open_store()
+        store.deadline = topology.timeout
+        run = topology.endpoint, topology.run
+        epoch = attached(topology)
+        pulse = attempts.join(topology, store)
+        self._attempt, self._starters = pulse.prefix, pulse.taken.starters
+        if epoch and store.get(f"{self._attempt}/finished"):
+            # by an exchange of this process, which now has another one
+            store.set(f"{self._attempt}/finished", "")
+        self._late = not epoch and pulse.taken.late
+        if self._late and (begun := int(store.get(f"{self._attempt}/begun") or 0)):
+            raise self._one_of(begun + 1)
+        if epoch and topology.island not in self._starters:
+            raise self._one_of(epoch + 1)
+        self.prefix = f"{self._attempt}/{epoch}"
+        _epochs[run] = epoch + 1
+        return store
+
+    def _one_of(self, exchanges: int) -> ValueError:
+        """Whoever joins a run under way would have to say which exchange it means."""
+        topology = self._topology
+        return ValueError(
+            f"{topology.name} cannot join run {topology.run!r}: its processes begin "
+            f"{exchanges} exchanges, at once or in turn, and an island joins a run under way with "
+            "one exchange only. Stop all islands, and start them again from their "
+            f"checkpoints{see('several-exchanges')}"
+        )
+
+    # -- who is there -----------------------------------------------------------------------------
+
+    def _meet(self, store: Store) -> dict[int, Announcement]:
+        """Announce this rank, wait for one rank of every island that begins and compare layouts;
+        returns each one's announcement.
+        """
+        store.set(self._key(), json.dumps(self._announcement()))
+        infos = self._gather(store)
+        self._compare(infos)
+        return infos
+
+    def _look(self, store: Store) -> dict[int, Announcement]:
+        """As `_meet`, for an island that comes when the run is under way: those that have been
+        announced, and this one.
+        """
+        topology, position, mine = self._topology, self._position, self._announcement()
+        infos = {}
+        for i in range(topology.islands):
+            if store.get(self._first(i)):
+                infos[i] = self._note(store, i)
+        self._compare({i: info for i, info in infos.items() if i != topology.island})
+        active_copies = min(info["copies"] for info in infos.values())
+        if position.num_copies < active_copies:
+            raise ValueError(
+                f"{topology.name} holds the model in "
+                f"{counted(position.num_copies, 'copy', 'copies')}, "
+                f"the run goes on in {active_copies}: start it with as many"
+            )
+        store.set(self._key(), json.dumps(mine))
+        # its own number does not change how many are active
+        return {**infos, topology.island: {**mine, "copies": active_copies}}
+
+    def _key(self) -> str:
+        """Where this rank announces itself."""
+        place = f"{self._position.shard}.{self._position.copy}"
+        return f"{self.prefix}/join/{self._topology.island}/{place}"
+
+    def _first(self, island: int) -> str:
+        """Where the first rank of an island does."""
+        return f"{self.prefix}/join/{island}/0.0"
+
+    def _note(self, store: Store, island: int) -> Announcement:
+        """What the first rank of an island has announced."""
+        found: Announcement = store.note(self._first(island), f"island {island}", Announcement)
+        return found
+
+    def _announcement(self) -> Announcement:
+        return {
+            "name": self._topology.name,
+            "host": socket.gethostname(),
+            "count": self._topology.count,
+            "shards": self._position.num_shards,
+            "copies": self._position.num_copies,
+        }
+
+    def _gather(self, store: Store) -> dict[int, Announcement]:
+        """The announcements of all islands that begin, as they come."""
+        topology, wanted = self._topology, self._starters
+        infos: dict[int, Announcement] = {}
+        deadline, look = time.monotonic() + topology.timeout, time.monotonic()
+        while True:
+            for i in wanted:
+                if i not in infos and store.get(self._first(i)):
+                    infos[i] = other = self._note(store, i)
+                    # at once: the larger number would wait for islands that nobody starts
+                    if other["count"] != topology.count:
+                        both = f"ISLAND_COUNT={other['count']}, {topology.name} has"
+                        raise ValueError(
+                            f"island {i} ({other['name']}) has {both} {topology.count}: set one "
+                            "number everywhere"
+                        )
+            missing = [i for i in wanted if i not in infos]
+            if not missing:
+                return infos
+            now = time.monotonic()
+            if now > deadline:
+                raise self._waited(infos, missing)
+            if now >= look:
+                look = now + 1.0
+                self._refuse_in_vain(store, missing)
+            time.sleep(0.02)
+
+    def _waited(self, infos: Mapping[int, Announcement], missing: Sequence[int]) -> PeerLost:
+        """Not all have come in time."""
+        topology = self._topology
+        came = [f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)]
+        return PeerLost(
+            f"waited {topology.timeout:g} s for {counted(len(self._starters), 'island')} at "
+            f"{topology.endpoint}, run {topology.run!r}: came {', '.join(came) or 'nobody'}; "
+            f"missing {_listed(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
+            f"there, or raise ISLAND_TIMEOUT{self._again()}{see('missing-islands')}"
+        )
+
+    def _again(self) -> str:
+        """What is said where this process has attached before: each meeting has keys of its own."""
+        number = attached(self._topology)
+        if number < 2:
+            return ""
+        return (
+            f". This is attach number {number} of this process in this run, and the others meet it "
+            "by theirs. If it alone tried again (find_executable_batch_size, a caught error), find "
+            "what fits before attach, and start this island again"
+        )
+
+    def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
+        """Raise where those that are missing will not come to this attempt."""
+        topology = self._topology
+        starting.compare(store.under(self._attempt), topology, list(missing))
+        if by := store.get(f"{self._attempt}/ended"):
+            raise PeerLost(
+                f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
+                f"the attempt {self._attempt}: start this island again to join the next"
+            )
+
+    def _compare(self, infos: Mapping[int, Announcement]) -> None:
+        """Raise ValueError where other islands do not fit this one."""
+        topology, position = self._topology, self._position
+        same = sorted(
+            {i for i, other in infos.items() if other["name"] == topology.name} | {topology.island}
+        )
+        if len(same) > 1:
+            raise ValueError(
+                f"islands {same} all have ISLAND_NAME={topology.name!r} and would overwrite each "
+                "other's files: give each its own"
+            )
+        for i, other in sorted(infos.items()):
+            if other["shards"] != position.num_shards:
+                raise ValueError(
+                    f"island {i} ({other['name']}) holds the model in "
+                    f"{form(other['shards'], other['copies'])}, {topology.name} in "
+                    f"{position.form}: the number of shards must agree (copies may differ)"
+                )
+
+    def _names(self, infos: Mapping[int, Announcement]) -> list[str]:
+        """Of all islands; of those that have not come, the one that is likely."""
+        count = self._topology.islands
+        return [infos[i]["name"] if i in infos else f"island{i}" for i in range(count)]
+
+    # -- how they are reached ---------------------------------------------------------------------
+
+    def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
+        """Peers that may come and go."""
+        topology, pulse = self._topology, attempts.join(self._topology)
+        meeting = self._meeting(store, self.prefix, names, among=self._starters)
+        place = self._place(active_copies, names)
+        limits = Limits(topology.dead, topology.stall, topology.least)
+        common = self._own_store, self._link, limits
+        if self._late:
+            met = newcomer_peers(meeting, place, pulse.taken.life, *common)
+        else:
+            met = elastic_peers(meeting, place, *common)
+            store.under(self._attempt).set("begun", self.prefix.rpartition("/")[2])
+        pulse.quiet()
+        return met
+
+    def _meeting(
+        self, store: Store, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
+    ) -> Meeting:
+        """What `ZeroMQ` is told."""
+        topology = self._topology
+        return Meeting(
+            store,
+            prefix,
+            topology.island,
+            topology.islands,
+            tuple(names),
+            topology.address or route_to(topology.endpoint),
+            topology.timeout,
+            topology.token,
+            among=among,
+        )
+
+    def _place(self, active_copies: int, names: Sequence[str]) -> PeerPosition:
+        """Where this rank stands among its peers."""
+        position = self._position
+        return PeerPosition(
+            self._topology.island,
+            position.shard * active_copies + position.copy,
+            ranks := position.num_shards * active_copies,
+            dict(enumerate(names)),
+            ranks,
+            self._topology.rank,
+        )
+
+    def _own_store(self) -> Store:
+        """A connection of its own, below the keys of this meeting."""
+        return self._topology.open_store(self._topology.question).under(self.prefix)
+
+    def _cured(self, error: StoreSilent) -> StoreSilent:
+        """The same for who has not met the others yet, where it is an error."""
+        if "ISLAND_ENDPOINT=" in str(error):
+            return error
+        return StoreSilent(
+            f"{error}: see whether the store still runs at {self._topology.endpoint} and is not "
+            "stopped, and whether the network reaches it; "
+            f"then start all islands again{see('store-silent')}"
+        )
+
+
+def _listed(islands: Sequence[int]) -> str:
+    return ", ".join(map(str, islands))

@@ -1,0 +1,379 @@
+"""Attempts: one run id serves several starts on one store, one after the other, as a supervisor
+makes them that restarts what has died.
+
+Keys of a run in the store:
+
+    <run>/attempt             number of the attempt that islands join now
+    <run>/<n>/slot/<island>   who plays this island in attempt n, and how often its place was taken anew: compare_set
+    <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them
+    <run>/<n>/beat/<island>   another value every second while that process lives, until the islands have met
+    <run>/<n>/came, starters  who begins the attempt (`starting.py`)
+    <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
+    <run>/<n>/finished        island that came to the end of the run
+
+The first that comes after an attempt has ended opens the next; the others join it. A process takes
+part in one attempt of a run for its life; its exchanges have keys of their own below it.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import multiprocessing
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ..errors import PeerLost, StoreSilent, see
+from ..status import leave
+from ..store.client import Store, WorldStore
+from . import environment, starting
+from .position import Replica
+
+log = logging.getLogger("fsdp_demo")
+
+BEAT = 1.0  # seconds
+BEATS = 3.5
+"""How many beats a newcomer listens for, before it takes its predecessor for dead."""
+
+PATIENCE = 5.0  # seconds that whoever stops waits for the store
+
+_lock = threading.RLock()
+_pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its id: a fork has none
+# who has waited in vain would take its own place for that of somebody dead
+_in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
+
+
+class Finished(ValueError):
+    """The run has come to its end."""
+
+
+def join(topology: Replica, store: Store | None = None) -> Pulse:
+    """The attempt in which this process takes part; decided by rank 0 of the island at the first
+    call, and told to the others.
+
+    An island that a supervisor has started again, and that finds the run finished by the others,
+    ends with status 0: it is not needed.
+
+    Args:
+        store: a connection that may be used for it.
+
+    Raises:
+        ValueError: the run has finished, or a process that lives plays the same island.
+        PeerLost: no store; too few islands came (`roll.call`); on other ranks: rank 0 did not say
+            in time.
+    """
+    known = os.getpid(), topology.endpoint, topology.run, topology.island
+    with _lock:
+        if known in _in_vain:
+            raise _in_vain[known]
+        if known not in _pulses:
+            _refuse_second_main()
+            try:
+                place = _from_first(
+                    topology, lambda: _begin(topology, store or topology.open_store())
+                )
+            except Finished:
+                if environment.restarted(os.environ):
+                    log.warning(
+                        "run %r has finished while %s was away: it is not needed any more, the "
+                        "others hold what came out. It ends with status 0%s",
+                        topology.run,
+                        topology.name,
+                        see("run-finished"),
+                    )
+                    leave(0)
+                raise
+            except PeerLost as error:
+                if not isinstance(error, StoreSilent):
+                    _in_vain[known] = error
+                raise
+            _pulses[known] = Pulse(topology, place, beats=topology.rank == 0, store=store)
+        elif topology.world > 1 and topology.rank == 0:
+            # who joins later than rank 0 reads it there
+            _from_first(topology, lambda: _pulses[known].taken)
+        return _pulses[known]
+
+
+def _refuse_second_main() -> None:
+    """Raise ValueError where multiprocessing is importing the script into a process that is to do
+    something else. A rank that `mp.spawn` starts has done that when it comes here.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(
+            "this process was started by multiprocessing (a DataLoader worker, say), which runs "
+            "the script again by the start method spawn or forkserver, and would train as a second "
+            "island. Put what the script does into a function that is called under "
+            f'if __name__ == "__main__":{see("rank-taken")}'
+        )
+
+
+class Taken(NamedTuple):
+    """A place in an attempt: its number, how often the place was taken before in it, whether the
+    others train already, and which islands began or begin it."""
+
+    number: int
+    life: int = 0
+    late: bool = False
+    starters: tuple[int, ...] = ()
+
+
+def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
+    """What `decide` gives on rank 0, on all ranks of the island, through the store of their own
+    world; an error there is raised on all.
+    """
+    if topology.world == 1:
+        return decide()
+    own = WorldStore(
+        dist.distributed_c10d._get_default_store(), "the island's own rendezvous", topology.timeout
+    )
+    # torchrun's ranks may find the store of those before them
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"fsdp_demo/attempt/{start}/{topology.endpoint}/{topology.run}"
+    if topology.rank:
+        return _told(own, key, 2 * topology.timeout + 60)
+    try:
+        taken = decide()
+    except (ValueError, PeerLost) as error:
+        own.set(
+            key,
+            json.dumps(
+                [
+                    [-2 if isinstance(error, Finished) else -1, 0, False],
+                    isinstance(error, PeerLost),
+                    str(error),
+                ]
+            ),
+        )
+        raise
+    own.set(key, json.dumps([taken, False, ""]))
+    return taken
+
+
+def _told(own: Store, key: str, seconds: float) -> Taken:
+    end = time.monotonic() + seconds
+    while not own.get(key):
+        if time.monotonic() > end:
+            raise PeerLost(
+                f"rank 0 of this island did not say within {seconds:g} s which attempt of the run "
+                "it joins: it may have died"
+            )
+        time.sleep(0.05)
+    place, lost, text = own.note(key, "rank 0")
+    if place[0] < 0:
+        raise PeerLost(text) if lost else Finished(text) if place[0] == -2 else ValueError(text)
+    number, life, late, starters = place
+    return Taken(number, life, late, tuple(starters))
+
+
+def _begin(topology: Replica, store: Store) -> Taken:
+    """A place in an attempt, once it is known who begins it; where it ends before that, one in the
+    next.
+    """
+    while True:
+        taken = _take(topology, store)
+        at = store.under(f"{topology.run}/{taken.number}")
+        called = starting.call(
+            at, topology, taken.late, BEAT, BEATS * BEAT, partial(_live, topology, at)
+        )
+        if called is not None:
+            return taken._replace(late=called.late, starters=called.starters)
+
+
+def _take(topology: Replica, store: Store) -> Taken:
+    """Take this island's place in the attempt that has not ended, opening one if needed."""
+    t, me = topology, secrets.token_hex(8)
+    once = (
+        f"ISLAND_RUN={t.run!r} was already started by an island with ISLAND_RANK={t.island} on the "
+        f"store {t.endpoint}"
+    )
+    while True:
+        text = store.compare_set(f"{t.run}/attempt", "", "0")
+        if not (text.isascii() and text.isdigit()):
+            raise ValueError(
+                f"{t.run}/attempt in the store at {t.endpoint} is {text!r:.40}, not a number: set "
+                "a new ISLAND_RUN"
+            )
+        at = store.under(f"{t.run}/{text}")
+        if by := at.get("finished"):
+            raise Finished(
+                f"{once}, and has finished (island {by} said so): set a new ISLAND_RUN on all "
+                f"islands{see('run-finished')}"
+            )
+        if at.get("ended"):
+            store.compare_set(f"{t.run}/attempt", text, str(int(text) + 1))
+            continue
+        slot = f"slot/{t.island}"
+        before = at.compare_set(slot, "", f"{me} 0")
+        if before == f"{me} 0":
+            starting.beat(at, t.island)
+            return Taken(int(text), 0, bool(at.get("begun")))
+        if _live(t, at, [t.island]):
+            cure = (
+                "set a different ISLAND_RANK on each, or a new ISLAND_RUN on all "
+                f"islands{see('rank-taken')}"
+            )
+            raise ValueError(f"{once}, which still runs: {cure}")
+        life, others = _lives(before) + 1, [j for j in range(t.islands) if j != t.island]
+        waits = _waits(t, at)  # else: do the others train?
+        if waits or (at.get("begun") and _live(t, at, others)):
+            if at.compare_set(slot, before, f"{me} {life}") == f"{me} {life}":
+                starting.beat(at, t.island)
+                return Taken(int(text), life, late=not waits)
+        log.info(
+            "island %d was started before and is gone: attempt %s of run %r has ended",
+            t.island,
+            text,
+            t.run,
+        )
+        at.compare_set("ended", "", str(t.island))
+
+
+def _lives(slot: str) -> int:
+    """How often a place was taken anew, by what its key says."""
+    number = slot.partition(" ")[2]
+    if not (number.isascii() and number.isdigit()):
+        raise ValueError(
+            f"{slot!r:.60} in the store names no life of an island: set a new ISLAND_RUN"
+        )
+    return int(number)
+
+
+def _waits(topology: Replica, at: Store) -> bool:
+    """Whether this island does not begin an attempt that has not begun: the end of its process
+    before then ends nothing.
+    """
+    if at.get("begun"):
+        return False
+    starters = starting.decided(at, topology.count)
+    return topology.island >= topology.count or (
+        starters is not None and topology.island not in starters
+    )
+
+
+def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
+    """Whether any of these islands lives: its listener answers, or, before they have come together,
+    its beat moves.
+    """
+    if meeting := at.get("begun"):
+        from .run_status import answers  # it needs ZeroMQ
+
+        return answers(at.under(meeting), islands, topology.token)
+    keys, end = [f"beat/{i}" for i in islands], time.monotonic() + BEATS * BEAT
+    first = at.get_all(keys)
+    while time.monotonic() < end and not at.get("ended"):
+        time.sleep(BEAT / 5)
+        if at.get_all(keys) != first:
+            return True
+    return False
+
+
+Job = Callable[[Store], Any]
+
+
+class Pulse:
+    """One daemon thread of a process that takes part in an attempt: it beats and does what it is
+    given, on `store`'s connection or its own.
+
+    A store that does not answer is said once; it is tried again, ever more rarely.
+
+    Attributes:
+        prefix: `run/attempt`, which stands before every key.
+        deadline: seconds that a caller should wait for a job. taken: this island's place in the
+            attempt.
+    """
+
+    def __init__(
+        self, topology: Replica, taken: Taken, beats: bool = False, store: Store | None = None
+    ):
+        self.taken, self.deadline = taken, min(topology.question, PATIENCE)
+        self.prefix = prefix = f"{topology.run}/{taken.number}"
+        self._open = lambda: topology.open_store(topology.question).under(prefix)
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
+        self._beat: Job = lambda at: starting.beat(at, topology.island)
+        self._each: list[Job] = [self._beat] if beats else []
+        self._at = None if store is None else store.within(topology.question).under(prefix)
+        self._pause, self.silent = BEAT, False
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        self._thread.start()
+        # a daemon thread inside torch when the interpreter ends can abort the process
+        atexit.register(self.stop)
+
+    def quiet(self) -> None:
+        """Beat no more: from now on islands hear each other."""
+        self._each = [job for job in self._each if job is not self._beat]
+
+    def every(self, job: Job) -> None:
+        """Do `job` once a second from now on."""
+        self._each.append(job)
+
+    def no_more(self, job: Job) -> None:
+        """Undo `every`."""
+        if job in self._each:
+            self._each.remove(job)
+
+    def ask(self, job: Job, seconds: float) -> bool:
+        """Do `job` at once, and wait for it at most so long; whether it was done."""
+        done: Future[Any] = Future()
+        self._jobs.put((job, done))
+        try:
+            done.result(max(seconds, 0.0))
+        except Exception:  # logged where it happened, but the wait's own
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End the thread, unless a silent store holds it."""
+        atexit.unregister(self.stop)
+        self._jobs.put(None)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            try:
+                task = self._jobs.get(timeout=max(due - time.monotonic(), 0.0))
+            except queue.Empty:
+                for job in list(self._each):
+                    if self._do(job) is not None and self.silent:
+                        break  # each would wait for it anew
+                due = time.monotonic() + self._pause
+                continue
+            if task is None:
+                return
+            job, done = task
+            if (failure := self._do(job)) is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failure)
+
+    def _do(self, job: Job) -> Exception | None:
+        """Do one job; the error that it ended with has been logged."""
+        try:
+            self._at = self._at or self._open()
+            job(self._at)
+        except PeerLost as error:
+            if not self.silent:
+                what = "%s; training goes on, but an island that is lost cannot come back" + see(
+                    "store-silent"
+                )
+                log.warning(what, str(error).partition(": start there")[0])
+            self._at, self.silent = None, True
+            self._pause = min(max(2 * self._pause, 10.0), 600.0)
+            return error
+        except Exception as error:  # of a callback, or a value that somebody else wrote
+            log.warning("presence: %s", error)
+            return error
+        if self.silent:
+            log.info("the store answers again")
+        self._pause, self.silent = BEAT, False
+        return None

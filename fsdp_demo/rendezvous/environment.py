@@ -1,0 +1,302 @@
+"""The variables ISLAND_* that a user sets for an island: read, checked and named in one place."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+
+from ..config.parsing import nearest
+from ..errors import see
+from ..net.address import ENDPOINT, Endpoint, check, is_public, split_endpoint
+
+log = logging.getLogger("fsdp_demo")
+
+LONGEST = 10_000_000
+"""Longest timeout in seconds: torch counts milliseconds in a 64-bit number and adds to it."""
+
+VARIABLES = {
+    "ISLAND_RANK": "which island this is, from 0",
+    "ISLAND_COUNT": "number of islands that are expected at the start",
+    "ISLAND_SLOTS": "islands that there may be at most, and parts of the data; default "
+    "ISLAND_COUNT",
+    "ISLAND_ENDPOINT": "host:port of the store",
+    "ISLAND_RUN": "run id",
+    "ISLAND_NAME": "name for logs and paths",
+    "ISLAND_ADDRESS": "address at which the other islands reach this one",
+    "ISLAND_TIMEOUT": "seconds to wait for the others at the start, and in a mesh of silence after "
+    "which a node counts as lost",
+    "ISLAND_MIN": "islands that suffice to begin after ISLAND_TIMEOUT, and that must be left to "
+    "train on when others are lost",
+    "ISLAND_DEAD": "seconds of silence after which an island is lost and the others go on",
+    "ISLAND_STALL": "seconds that an island which still sends heartbeats may stand while the "
+    "others wait for it; default ISLAND_TIMEOUT",
+    "ISLAND_STOP": "seconds from SIGTERM to the end of an island, its save included",
+    "ISLAND_TOKEN": "the run's secret, the same on all islands and at the store",
+    "ISLAND_LINK": "rate and round trip of a rehearsal",
+    "ISLAND_STATUS": "folder for the exit statuses of the ranks (set by launchers)",
+    "ISLAND_ATTEMPT": "how often the launcher has restarted this island",
+    "ISLAND_LAUNCHED": "when the launch began, in seconds since the epoch (set by launchers)",
+}
+"""All variables of this package, and what they say."""
+
+
+def patience(env: Mapping[str, str] | None = None) -> float:
+    """ISLAND_TIMEOUT in seconds, default 600.
+
+    Raises:
+        ValueError: it is no number, or out of range.
+    """
+    env = os.environ if env is None else env
+    try:
+        value = number(env, "ISLAND_TIMEOUT", 600.0)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= LONGEST:
+        raise ValueError(
+            f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be a number of seconds, more than 0 "
+            f"and at most {LONGEST}"
+        )
+    return value
+
+
+def stop_timeout(env: Mapping[str, str]) -> float:
+    """ISLAND_STOP in seconds, default 25: torch's launcher kills its ranks after 30.
+
+    Raises:
+        ValueError: it is no number, or out of range.
+    """
+    value = number(env, "ISLAND_STOP", 25.0)
+    if not 0 < value <= LONGEST:
+        raise ValueError(
+            f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, more than 0 and at "
+            f"most {LONGEST}"
+        )
+    return value
+
+
+def slots(env: Mapping[str, str], count: int) -> int:
+    """ISLAND_SLOTS, default ISLAND_COUNT: how many islands there may be at most.
+
+    Args:
+        count: ISLAND_COUNT.
+
+    Raises:
+        ValueError: it is no whole number, or less than ISLAND_COUNT.
+    """
+    value = whole(env, "ISLAND_SLOTS", count)
+    if value != count and not env.get("ISLAND_COUNT", "").strip():
+        raise ValueError(
+            f"ISLAND_SLOTS={value} without ISLAND_COUNT: set ISLAND_COUNT, the number of islands "
+            "that begin, on all islands"
+        )
+    if value < count:
+        raise ValueError(
+            f"ISLAND_SLOTS={value} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, "
+            "one slot for each island"
+        )
+    return value
+
+
+def place(env: Mapping[str, str], count: int, slots: int) -> int:
+    """ISLAND_RANK, the slot of this island.
+
+    Raises:
+        ValueError: it is no whole number, or out of range.
+    """
+    island = whole(env, "ISLAND_RANK", 0)
+    if count < 1 or not 0 <= island < slots:
+        name, most = ("ISLAND_COUNT", count) if slots == count else ("ISLAND_SLOTS", slots)
+        raise ValueError(
+            f"ISLAND_RANK={island} with {name}={most}: allowed is 0 <= ISLAND_RANK < {name}"
+            + ("; to join a run later, set ISLAND_SLOTS on all" if island >= count == slots else "")
+        )
+    return island
+
+
+def least(env: Mapping[str, str], islands: int) -> int:
+    """ISLAND_MIN, default 1.
+
+    Raises:
+        ValueError: it is no whole number, or out of range.
+    """
+    value = whole(env, "ISLAND_MIN", 1)
+    if not 1 <= value <= islands:
+        raise ValueError(
+            f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})"
+        )
+    return value
+
+
+def suffice(env: Mapping[str, str], islands: int) -> int:
+    """How many islands suffice to begin when the time to wait for the others is over: ISLAND_MIN
+    where it is set; 0: all are needed.
+
+    Raises:
+        ValueError: see `least`.
+    """
+    return least(env, islands) if env.get("ISLAND_MIN", "").strip() else 0
+
+
+def dead(env: Mapping[str, str]) -> float:
+    """ISLAND_DEAD in seconds, default 10.
+
+    Raises:
+        ValueError: it is no number, or out of range: beats come twice a second.
+    """
+    return _seconds(env, "ISLAND_DEAD", 10.0)
+
+
+def stall(env: Mapping[str, str]) -> float:
+    """ISLAND_STALL in seconds; 0 where it is not set: ISLAND_TIMEOUT counts then.
+
+    Raises:
+        ValueError: it is no number, or out of range.
+    """
+    return _seconds(env, "ISLAND_STALL", 2.0) if env.get("ISLAND_STALL", "").strip() else 0.0
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    value = number(env, name, default)
+    if not 2 <= value <= LONGEST:
+        raise ValueError(f"{name}={env[name]!r} must be a number of seconds, 2 to {LONGEST}")
+    return value
+
+
+def name(env: Mapping[str, str], default: str) -> str:
+    """ISLAND_NAME, which names folders.
+
+    Raises:
+        ValueError: it has other letters than a folder should.
+    """
+    text = env.get("ISLAND_NAME") or default
+    if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
+        raise ValueError(
+            f"ISLAND_NAME={text!r} names folders: allowed are letters, digits, '_', '-' and '.', "
+            "not first a '-' or '.'"
+        )
+    return text
+
+
+def endpoint(env: Mapping[str, str]) -> Endpoint:
+    """ISLAND_ENDPOINT, where the store is.
+
+    Raises:
+        ValueError: it is not set, or no endpoint.
+    """
+    text = env.get("ISLAND_ENDPOINT", "").strip()
+    if not text:
+        raise ValueError(
+            f"ISLAND_ENDPOINT is not set, but ISLAND_COUNT={env['ISLAND_COUNT']}: it must be "
+            f"{ENDPOINT}"
+        )
+    try:
+        return split_endpoint(text)
+    except ValueError as error:
+        raise ValueError(f"ISLAND_ENDPOINT={error}") from None
+
+
+def restarted(env: Mapping[str, str]) -> bool:
+    """Whether a supervisor has started this island before (ISLAND_ATTEMPT)."""
+    text = env.get("ISLAND_ATTEMPT", "")
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
+def token(env: Mapping[str, str]) -> str:
+    """ISLAND_TOKEN, "" where it is not set.
+
+    Raises:
+        ValueError: it is short.
+    """
+    text = env.get("ISLAND_TOKEN", "")
+    return check(text) if text else ""
+
+
+_ELSEWHERE = {
+    "WORLD": "COUNT",
+    "WORLD_SIZE": "COUNT",
+    "SIZE": "COUNT",
+    "ID": "RANK",
+    "INDEX": "RANK",
+    "STORE": "ENDPOINT",
+}
+_said: set[str] = set()  # warnings that a process gives once
+
+
+def warn_of_unknown(env: Mapping[str, str]) -> None:
+    """Name every variable that looks like ours and is not."""
+    for name in sorted(env):
+        if re.match("ISLANDS?_", name) and name not in VARIABLES and name not in _said:
+            _said.add(name)
+            log.warning(
+                "%s is no variable of fsdp_demo%s (known: %s)",
+                name,
+                _meant(name),
+                ", ".join(VARIABLES),
+            )
+
+
+def _meant(name: str) -> str:
+    """The nearest right name; what launchers call rank and world size is not spelt alike."""
+    tail = name.partition("_")[2]
+    tails = [known.partition("_")[2] for known in VARIABLES]
+    return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
+
+
+def warn_of_open(place: Endpoint, address: str, token: str) -> None:
+    """Say once, loudly, where the run can be reached from the open internet and does not ask for a
+    token.
+
+    Args:
+        place: ISLAND_ENDPOINT. address: ISLAND_ADDRESS, "" where it is not set.
+    """
+    reached = {f"ISLAND_ENDPOINT={place}": place.host, f"ISLAND_ADDRESS={address}": address}
+    public = [said for said, host in reached.items() if host and is_public(host)]
+    if public and not token and "open" not in _said:
+        _said.add("open")
+        log.warning(
+            "%s: a PUBLIC address, and ISLAND_TOKEN is not set: WHOEVER REACHES IT CAN READ, "
+            "CHANGE AND END THE RUN. Set ISLAND_TOKEN on all islands and at the store (openssl "
+            "rand -hex 32), or give private addresses (docs/wireguard.md)",
+            " and ".join(public),
+        )
+
+
+def say_single(on_purpose: bool, rank: int) -> None:
+    """That there is nobody to exchange with, once; a warning where nobody has said so."""
+    if on_purpose:
+        log.info("one replica, nobody to exchange with")
+    elif "single" not in _said and rank == 0:
+        _said.add("single")
+        meant = "ISLAND_COUNT=1 says that this is meant" + see("one-replica")
+        log.warning("one replica: ISLAND_COUNT is not set, so there is no other island: %s", meant)
+
+
+def number(env: Mapping[str, str], name: str, default: float) -> float:
+    """A variable as a number; `default` where it is not set or empty.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = env.get(name, "").strip()
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={text!r} must be a number")
+    return value
+
+
+def whole(env: Mapping[str, str], name: str, default: int) -> int:
+    """A variable as a whole number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = number(env, name, default)
+    if value != int(value):
+        raise ValueError(f"{name}={env[name]!r} must be a whole number")
+    return int(value)

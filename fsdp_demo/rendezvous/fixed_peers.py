@@ -1,0 +1,217 @@
+"""Peer groups whose members are the same from start to end: those of a mesh (replicas inside one
+torch.distributed world), and that of a single replica.
+
+The ranks of a mesh connect as those of islands do (`peers/zeromq.py`), and meet over a store of
+torch. All must stay: the loss of one ends the run on all others, and nothing is settled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from hashlib import blake2b
+
+from ..elastic.connect import PeerPosition, by_member, hub_of
+from ..elastic.driver import Driver
+from ..elastic.failure_detector import FailureDetector
+from ..elastic.message_state import Due, RoundMessage
+from ..elastic.peer_group import PeerGroup
+from ..elastic.store_session import StoreSession
+from ..errors import PeerLost, WireError, see
+from ..membership.machine import entered
+from ..membership.protocol_types import Member, Record, Settlement, first_record
+from ..net.link import Link
+from ..peers.zeromq import Meeting, ZeroMQ
+from .position import Replica
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the interface over which ranks of a mesh reach each other, as for torch's gloo."""
+
+SIOCGIFADDR = 0x8915  # asks Linux for the IPv4 address of an interface
+
+
+class LonePeerGroup(PeerGroup):
+    """The peer group of a single replica: nothing is sent."""
+
+    elastic = False
+
+    def __init__(self, name: str, timeout: float):
+        super().__init__(Member(0), {0: name}, [0], timeout)
+
+    def _taken_part(self, message: RoundMessage) -> Due:
+        self._next += 1
+        due = Due(Settlement(message.n, (self._me,), 0))
+        if message.vectors:
+            message.average(due.settled)
+        return due
+
+    def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
+        """Nothing was sent."""
+
+
+class MeshPeerGroup(PeerGroup):
+    """The ranks that hold the same shard on every replica of a mesh."""
+
+    elastic = False
+
+    def expel(self, why: str) -> None:
+        """See `PeerGroup`: nobody goes on without this replica."""
+        raise PeerLost(why)
+
+    def leave(self) -> None:
+        """Nobody goes on without this replica: there is nothing to tell."""
+
+    def wait_stable(self, seconds: float) -> bool:
+        """What is saved is saved by all, or counts for nothing."""
+        return True
+
+    def release(self) -> None:
+        """Close the connections, when what was sent has left."""
+        self.ending = True
+        super().release()
+
+
+class MeshDriver(Driver):
+    """The membership of one rank where all must stay: the first that is lost ends the run."""
+
+    def _lose(self, found: Mapping[Member, str]) -> None:
+        """One who has said that it ends is missed by those only who wait for it."""
+        for member, why in found.items():
+            who, dead = self._labels(member.slot), self.signs.dead
+            self._fail(f"{who} is gone or was silent for {dead:g} s: {why}{see('island-lost')}")
+            return
+
+    def _refused(self, member: Member, error: WireError) -> None:
+        """Whoever waits for it is told what was wrong with it."""
+        if self._last is not None:
+            self._last.tasks.put(error)
+        super()._refused(member, error)
+
+    def _watch(self, now: float) -> None:
+        """One that beats and does not come counts as lost, too."""
+        n, seconds, behind = self.signs.behind(now)
+        if behind and seconds > self.signs.dead:
+            self._lost(behind[0], f"it is alive, but has not come to message {n}")
+
+
+class NoStoreSession(StoreSession):
+    """Members never change: no store is asked, and no thread asks it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def begin(self, record: Record) -> None:
+        """All know the first record."""
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
+def meeting_place(ranks: Iterable[int]) -> str:
+    """What keys of a peer group begin with in the store of the world, from its ranks there."""
+    return blake2b(str(sorted(ranks)).encode(), digest_size=8).hexdigest()
+
+
+def address() -> str:
+    """The address of this rank, as torch's gloo chooses it: that of the interface
+    GLOO_SOCKET_IFNAME (the first of several), else that of the host's name, else loopback.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address.
+    """
+    if names := os.environ.get(INTERFACE, ""):
+        return _address_of(names.split(",")[0].strip())
+    with suppress(OSError):
+        for family, kind, _, _, found in socket.getaddrinfo(
+            socket.gethostname(), 0, type=socket.SOCK_DGRAM
+        ):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(found)  # an address of this machine; nobody can connect there
+                return str(found[0])
+    return "127.0.0.1"
+
+
+def _address_of(interface: str) -> str:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, name)[20:24])
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as lines:
+        for line in lines:
+            digits, _, _, scope, _, name_there = line.split()
+            if (name_there, scope) == (interface, "00"):  # neither of this link nor loopback
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    known = ", ".join(name for _, name in socket.if_nameindex())
+    raise ValueError(
+        f"{INTERFACE}={interface}: this machine has no such interface with an address; it has "
+        f"{known}"
+    )
+
+
+def mesh_peers(topology: Replica, link: Link | None) -> PeerGroup:
+    """Meet the other ranks of the peer group, all at once.
+
+    Raises:
+        ValueError: GLOO_SOCKET_IFNAME names no interface. PeerLost: see `zeromq.ZeroMQ.open`.
+    """
+    names = {i: f"island{i}" for i in range(topology.islands)}
+    place = PeerPosition(topology.island, 0, 1, names, topology.world)
+    store = topology.open_store().under(f"fsdp_demo/peers/{topology.meets_at}")
+    # how often this rank has met the others: all of them attach in one order
+    times = f"times/{topology.island}"
+    store.set(times, turn := str(int(store.get(times) or 0) + 1))
+    meeting = Meeting(
+        store,
+        turn,
+        topology.island,
+        topology.islands,
+        tuple(names.values()),
+        address(),
+        topology.timeout,
+        store.compare_set(f"{turn}/token", "", secrets.token_hex(16)),
+        setting=INTERFACE,
+    )
+    return met(meeting, place, link)
+
+
+def met(meeting: Meeting, place: PeerPosition, link: Link | None = None) -> PeerGroup:
+    """The peer group, when all have come. Raises as `mesh_peers`."""
+    poller, members = hub_of(meeting, place), {slot: Member(slot) for slot in meeting.ranks}
+    me = members[place.slot]
+    try:
+        transport = ZeroMQ(meeting, poller)
+        notes, connections = (by_member(transport.open(k), members) for k in ("notes", 0))
+        signs = FailureDetector(
+            poller,
+            notes,
+            {m: [wire] for m, wire in connections.items()},
+            {},
+            meeting.timeout,
+            meeting.timeout,
+            lambda rounds: meeting.timeout,
+        )
+        machine = entered(me, 0, 1, first_record(members.values()), min_continue=meeting.size)
+        peers = MeshPeerGroup(me, place.names, meeting.ranks, meeting.timeout, link, place.share)
+        peers.drive(
+            MeshDriver(
+                poller,
+                machine,
+                signs,
+                lambda tell, failed: NoStoreSession(),
+                place.label,
+                lambda record: None,
+            )
+        )
+    except BaseException:
+        poller.close(0)
+        raise
+    try:
+        peers.widen(lambda k: by_member(transport.open(k), members))
+    except BaseException:
+        peers.release()
+        raise
+    return peers

@@ -1,0 +1,330 @@
+"""The few words the ranks of one island say to each other about the exchange: votes and sums
+(`peers/votes.py`), and the gradient norm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import see
+from ..peers.votes import CPU, Ranks
+from .position import ShardPosition
+from .topology import Topology
+
+
+class IslandGroup(Ranks):
+    """A control group over the ranks of this island, on the fast network; one rank alone needs
+    none.
+
+    It is a gloo group, so that a vote is a matter of the host and no rank waits for its device: one
+    of its own, but where the ranks of a mesh are joined by gloo already. Its timeout outlasts that
+    of the exchange, since the ranks of an island learn of a lost peer at different times.
+
+    Args:
+        device: of the gradients, the same kind on all ranks.
+
+    Attributes:
+        group: the control group; None on one rank alone.
+        copies: group of the ranks with the same shard, for tensors on the device.
+    """
+
+    def __init__(self, topology: Topology, position: ShardPosition, device: torch.device = CPU):
+        super().__init__(None, topology.rank, topology.world)
+        self.position, self.device = position, device
+        self.copies: Any = None
+        # of the island, on the backend that training uses; None: the default group
+        self._ranks: Any = topology.group
+        if topology.world == 1:
+            return
+        mesh = topology.kind == "mesh"
+        self.group = (
+            topology.group
+            if mesh and dist.get_backend(topology.group) == "gloo"
+            else _control(topology, mesh)
+        )
+        if mesh:
+            self.copies = topology.group
+        elif position.num_copies > 1 and position.num_shards > 1:
+            for shard in range(position.num_shards):  # every rank makes every group, in one order
+                group = dist.new_group(
+                    [copy * position.num_shards + shard for copy in range(position.num_copies)]
+                )
+                self.copies = group if shard == position.shard else self.copies
+
+    def broadcast(self, work: Tensor) -> None:
+        """Give the ranks with the same shard the bytes of the first of them, in place (uint8 on the
+        CPU).
+        """
+        if self.position.num_copies == 1:
+            return
+        group = self.copies if self.position.num_shards > 1 else self.group
+        there = work if dist.get_backend(group) == "gloo" else work.to(self.device)
+        dist.broadcast(there, group_src=0, group=group)
+        work.copy_(there)
+
+    def clip(
+        self,
+        gradients: list[Tensor | None],
+        limit: float | None,
+        across: Callable[[float], float] | None = None,
+        repeats: Sequence[int] = (),
+    ) -> float | Tensor:
+        """Scale local gradients in place so that their norm over all shards is at most `limit`
+        (None: leave them); say if it is finite.
+
+        The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most
+        1.
+
+        Args:
+            across: makes a mean over the islands of the squared norm, on the host. Without it
+                nothing is read from a device.
+            repeats: how many of the shards hold the same part of each gradient (`LocalParam`);
+                empty: one of each.
+
+        Returns:
+            1 if the gradients of any rank of the island hold NaN or Inf (or their norm overflows),
+            else 0: a number, and the gradients are as they were; or, where they lie on a device, a
+            scalar there, and the gradients are zeros then.
+        """
+        present = [g for g in gradients if g is not None]
+        square = self._square(
+            present, [n for g, n in zip(gradients, repeats, strict=False) if g is not None]
+        )
+        if across is None and self._on_device():
+            return self._clip_there(present, square, limit)
+        value = float(square)
+        if self.position.num_shards > 1:
+            value = self.sum(value)[0] / self.position.num_copies
+        bad = float(not math.isfinite(value))
+        # equal gradients, unless something is wrong with one of them
+        if self.position.num_shards == 1 and self.position.num_copies > 1:
+            bad = self.max(bad)[0]
+        if limit is not None:
+            factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
+            if factor < 1.0 and present and not bad:  # saves a pass over the gradients
+                torch._foreach_mul_(present, factor)
+        return bad
+
+    def not_finite(self, tensors: list[Tensor]) -> float | Tensor:
+        """1 if `tensors` of any rank of the island hold NaN or Inf, else 0: a number, or a scalar
+        where they lie on a device.
+        """
+        square = self._square(tensors)
+        if not self._on_device():
+            return self.max(float(not math.isfinite(float(square))))[0]
+        return self._any_there(square.isfinite().logical_not().float())
+
+    def norm(self, square: Tensor) -> float | Tensor:
+        """Root of the sum of a squared norm (fp32 scalar on the device) over all ranks of the
+        island: a number, the same on all; or, where it lies on a device that the island's own
+        group reaches, a scalar there, which nobody has read."""
+        if self.device.type != "cpu" and (self.group is None or self._reaches_device()):
+            square = square.double()
+            if self.group is not None:
+                dist.all_reduce(square, group=self._ranks)
+            return square.sqrt()
+        return math.sqrt(self.sum(float(square))[0])
+
+    def _square(self, tensors: Sequence[Tensor], repeats: Sequence[int] = ()) -> Tensor:
+        """Squared norm of local tensors, each by its share of `repeats`: fp32 scalar on the
+        device.
+        """
+        norms = torch._foreach_norm(list(tensors), dtype=torch.float32) if tensors else ()
+        if not norms:
+            return torch.zeros((), device=self.device, dtype=torch.float32)
+        # buffers may lie on a GPU where masters are offloaded
+        here = [n if n.device == self.device else n.to(self.device) for n in norms]
+        squares = torch.stack(here).square()  # per tensor each costs a microsecond
+        if any(n > 1 for n in repeats):
+            # filled there, by kernels: a copy of a list from the host would wait for the backward
+            held = torch.ones_like(squares)
+            for i, n in enumerate(repeats):
+                if n > 1:
+                    held[i].fill_(n)
+            squares /= held
+        return squares.sum()
+
+    def _on_device(self) -> bool:
+        """Whether a norm stays on the device until the gradients are scaled: it is not the host,
+        and the island's own group reduces there. The same on all ranks, whether or not they hold
+        a gradient."""
+        if self.device.type == "cpu":
+            return False
+        return self.position.num_shards == 1 or self._reaches_device()
+
+    def _reaches_device(self) -> bool:
+        return f"{self.device.type}:" in dist.get_backend_config(self._ranks)
+
+    def _any_there(self, bad: Tensor) -> Tensor:
+        if self.group is not None and self._reaches_device():
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._ranks)
+        return bad
+
+    def _clip_there(self, present: list[Tensor], square: Tensor, limit: float | None) -> Tensor:
+        """Scale by a factor that is not read, to the bits that the host would come to; by 1, which
+        changes nothing, where the norm is within the limit; by 0 where it is not finite."""
+        square = square.double()
+        if self.position.num_shards > 1:
+            dist.all_reduce(square, group=self._ranks)
+            square.div_(self.position.num_copies)
+        bad = square.isfinite().logical_not().float()
+        if self.position.num_shards == 1:
+            bad = self._any_there(bad)
+        factor = (
+            torch.ones_like(square)
+            if limit is None
+            else (limit / (square.sqrt() + 1e-6)).clamp_(max=1.0)
+        )
+        if present:
+            for g in present:  # zero times NaN is NaN
+                g.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            torch._foreach_mul_(present, factor.nan_to_num_(nan=0.0).float() * (1.0 - bad))
+        return bad
+
+    def release(self) -> None:
+        """Forget the groups (they belong to torch.distributed and end with it)."""
+        self.group = self.copies = self._ranks = None
+
+
+def _control(topology: Topology, mesh: bool) -> Any:
+    """A new gloo group of the island's ranks. In a mesh its members alone make it: the other
+    replicas need not come at the same time, but torch names such a group by how many a rank is
+    in, so all ranks of an island must have made as many."""
+    ranks = dist.get_process_group_ranks(topology.group) if mesh else None
+    return dist.new_group(
+        ranks, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=mesh
+    )
+
+
+# Says in which call of the exchange each rank of an island is, when one has been in its for long.
+#
+# A collective that one rank calls alone (`if rank == 0: exchange.totals()`) waits for ever, often
+# in a collective of another kind, so no error comes. Each rank notes its call in the store of
+# torch.distributed, from a thread of its own; the store is the island's, so this works in a mesh
+# and for one replica, too.
+
+log = logging.getLogger("fsdp_demo")
+
+PATIENCE = 60.0
+"""Seconds in one call after which it is told. A rank may compile or save meanwhile."""
+
+BEAT = 5.0
+"""Seconds between two looks."""
+
+OUTSIDE = "no call of the exchange"
+TORN = re.compile("gloo|nccl|connection (closed|reset)", re.IGNORECASE)
+F = TypeVar("F", bound=Callable[..., Any])
+_numbers = itertools.count()
+
+
+class SiblingWatch:
+    """What the ranks of one island call.
+
+    Args:
+        topology: of this rank. step: the steps that it has taken.
+    """
+
+    def __init__(self, topology: Topology, step: Callable[[], int]):
+        self._name, self._rank, self._world = topology.name, topology.rank, topology.world
+        self._step, self._call = step, (OUTSIDE, 0.0)
+        self._told: set[str] = set()
+        self._over = threading.Event()
+        # all ranks of an island attach equally often
+        self._key = f"fsdp_demo/calls/{topology.island}/{next(_numbers)}"
+        if self._world > 1:
+            self._store = dist.distributed_c10d._get_default_store()
+            threading.Thread(target=self._run, name="siblings", daemon=True).start()
+
+    @contextmanager
+    def within(self, call: str) -> Iterator[None]:
+        """This rank is in a call that all ranks of the island make together."""
+        before, self._call = self._call, (call, time.monotonic())
+        if before[0] != OUTSIDE:
+            self._call = before
+        try:
+            yield
+        except RuntimeError as error:
+            if self._world > 1 and TORN.search(str(error)):
+                error.add_note(
+                    f"rank {self._rank} of {self._name} was in {call}. All ranks of an island make "
+                    f"this call, and none ends before{see('one-rank-calls')}"
+                )
+            raise
+        finally:
+            self._call = before
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(BEAT):
+                self._look()
+        except Exception:  # the store ends with the process that holds it
+            log.debug("%s: the calls of its ranks are watched no more", self._name, exc_info=True)
+
+    def _look(self) -> None:
+        call, since = self._call
+        waited = 0.0 if call == OUTSIDE else time.monotonic() - since
+        self._store.set(f"{self._key}/{self._rank}", json.dumps([call, self._step(), waited]))
+        keys = [f"{self._key}/{rank}" for rank in range(self._world)]
+        if not self._store.check(keys):
+            return  # one of them has not looked yet
+        found = [json.loads(self._store.get(key)) for key in keys]  # no file store has multi_get
+        places = [f"in {call}, after step {step}" for call, step, _ in found]
+        late = max(range(self._world), key=lambda rank: found[rank][2])
+        told = f"{late} {places[late]}"
+        if found[late][2] < PATIENCE or len(set(places)) == 1 or told in self._told:
+            return
+        self._told.add(told)
+        log.warning(
+            "rank %d of %s is %s. Rank %d has waited %.0f s %s; %s. All ranks of an island make "
+            "such calls together%s",
+            self._rank,
+            self._name,
+            places[self._rank],
+            late,
+            found[late][2],
+            places[late],
+            _grouped(places, late),
+            see("one-rank-calls"),
+        )
+
+
+def _grouped(places: list[str], late: int) -> str:
+    """Where the ranks are that are elsewhere than `late`."""
+    ranks: dict[str, list[str]] = {}
+    for rank, place in enumerate(places):
+        if place != places[late]:
+            ranks.setdefault(place, []).append(str(rank))
+    return "; ".join(f"rank {', '.join(who)} is {place}" for place, who in ranks.items())
+
+
+def collective(call: str) -> Callable[[F], F]:
+    """A method that all ranks of an island call together; its object has a watch, `_calls`."""
+
+    def marked(method: F) -> F:
+        @wraps(method)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._calls.within(call):
+                return method(self, *args, **kwargs)
+
+        return cast(F, called)
+
+    return marked

@@ -1,0 +1,285 @@
+"""Who begins a run whose islands may come and go: one decision in the store, before the islands ask
+each other anything else.
+
+ISLAND_COUNT islands are expected. With ISLAND_MIN, that many suffice when one of them has waited
+ISLAND_TIMEOUT seconds. The others, and islands beyond ISLAND_COUNT, wait until the run has begun,
+and join it.
+
+Keys below those of the attempt:
+
+    came/<island>   what an island says of itself when all its ranks have come
+    starters        the islands that begin, a JSON list: compare_set, the first decides
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from ..errors import PeerLost, counted, see
+from ..files import from_json, unreadable
+from ..store.client import Store
+from .position import Replica
+
+log = logging.getLogger("fsdp_demo")
+
+LOOK = 0.1  # seconds between two looks
+
+
+class Came(TypedDict):
+    """What an island says of itself."""
+
+    name: str
+    host: str
+    count: int
+    slots: int
+    least: int
+    stall: float
+
+
+class Unlike(ValueError):
+    """Another island has another number of islands."""
+
+
+class Called(NamedTuple):
+    """The islands that begin, and whether this one joins them later."""
+
+    starters: tuple[int, ...]
+    late: bool
+
+
+def _somebody(islands: Sequence[int]) -> bool:
+    return True
+
+
+def call(
+    at: Store,
+    place: Replica,
+    late: bool,
+    beat: float,
+    silence: float,
+    lives: Callable[[Sequence[int]], bool] = _somebody,
+) -> Called | None:
+    """Wait until it is known who begins, and, on an island that does not, until they have begun.
+
+    Args:
+        at: the store, below the keys of the attempt. late: the run is under way already.
+        beat: seconds between two beats, which are made here meanwhile. silence: seconds without one
+            after which an island is gone.
+        lives: whether any of these islands lives.
+
+    Returns:
+        None: the attempt has ended meanwhile; there is a place in the next.
+
+    Raises:
+        ValueError: islands have unlike numbers.
+        PeerLost: too few came within `timeout`, or the run has not begun by then.
+    """
+    roll = _Starters(at, place, beat, silence)
+    if roll.of_an_earlier_start(late, lives):
+        return None
+    said: Came = {
+        "name": place.name,
+        "host": socket.gethostname(),
+        "count": place.count,
+        "slots": place.islands,
+        "least": place.suffice,
+        "stall": place.stall,
+    }
+    at.set(f"came/{place.island}", json.dumps(said))
+    expected = place.island < place.count
+    for i in roll.came():
+        roll.hear(i, begins=expected and not late)
+    if late:
+        return Called(roll.decided() or roll.everyone, True)
+    if expected:
+        starters = roll.decided() or (roll.wait() if place.suffice else roll.everyone)
+        if starters is None:
+            return None
+        if place.island in starters:
+            return Called(starters, False)
+    return Called(roll.decided() or roll.everyone, True) if roll.wait_for_begin() else None
+
+
+def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
+    """Refuse these islands, as far as they have come, if they have other numbers: they may have
+    refused this one already, and left.
+
+    Raises:
+        ValueError: which number, and both values.
+    """
+    roll = _Starters(at, place, 0.0, 0.0)
+    for i in islands:
+        if at.get(f"came/{i}"):
+            roll.hear(i)
+
+
+def decided(at: Store, count: int) -> tuple[int, ...] | None:
+    """The islands that begin; None while that is open.
+
+    Raises:
+        ValueError: what stands there cannot be read.
+    """
+    text = at.get("starters")
+    return _read(text, count) if text else None
+
+
+def _read(text: str, count: int) -> tuple[int, ...]:
+    what = "the list of the islands that begin, in the store,"
+    found = from_json(text, tuple[int, ...], what)
+    if not found or sorted(set(found)) != list(found) or not 0 <= found[0] <= found[-1] < count:
+        raise unreadable(text, what, f"not islands below {count} in their order")
+    return found
+
+
+def beat(at: Store, island: int) -> None:
+    """Show that this island lives: whoever looks again finds another value."""
+    at.set(f"beat/{island}", secrets.token_hex(8))
+
+
+class _Starters:
+    """One island's wait."""
+
+    def __init__(self, at: Store, place: Replica, beat: float, silence: float):
+        self._at, self._place, self._each, self._silence = at, place, beat, silence
+        self._beat_at = 0.0
+        self._names: dict[int, str] = {}
+        # beats of an island, and when they were last seen to move
+        self._moved: dict[int, tuple[str, float]] = {}
+        self.everyone = tuple(range(place.count))
+
+    def decided(self) -> tuple[int, ...] | None:
+        """See `decided`."""
+        return decided(self._at, self._place.count)
+
+    def came(self) -> list[int]:
+        """The other islands that have said something of themselves, whether they live or not."""
+        others = (i for i in range(self._place.islands) if i != self._place.island)
+        return [i for i in others if self._at.get(f"came/{i}")]
+
+    def of_an_earlier_start(self, late: bool, lives: Callable[[Sequence[int]], bool]) -> bool:
+        """Whether who has come has other numbers and is gone: a start with those numbers is over,
+        and this one belongs to the next attempt. Asked before this island says anything of itself:
+        an island that lives would refuse it, and be gone, too.
+        """
+        came = self.came()
+        try:
+            for i in came:
+                self.hear(i, begins=self._place.island < self._place.count and not late)
+        except Unlike as error:
+            if lives(came):
+                return False  # they hear of each other, and all are refused
+            log.info(
+                "%s; but none of the islands that came before lives: that attempt has ended", error
+            )
+            self._at.compare_set("ended", "", str(self._place.island))
+            return True
+        return False
+
+    def hear(self, i: int, begins: bool = True) -> None:
+        """What island i says of itself, compared with this one."""
+        other, p = self._at.note(f"came/{i}", f"island {i}", Came), self._place
+        self._names[i] = f"{i} ({other['name']} on {other['host']})"
+        numbers: list[tuple[str, Any, Any]] = [
+            ("ISLAND_COUNT", other["count"], p.count),
+            ("ISLAND_SLOTS", other["slots"], p.islands),
+            ("ISLAND_STALL", _or_unset(other["stall"]), _or_unset(p.stall)),
+        ]
+        if begins and i < p.count:
+            numbers.append(("ISLAND_MIN", _or_unset(other["least"]), _or_unset(p.suffice)))
+        for variable, theirs, mine in numbers:
+            if theirs != mine:
+                both = f"{variable}={theirs}, {p.name} has {mine}"
+                raise Unlike(f"island {i} ({other['name']}) has {both}: set one number everywhere")
+
+    def wait(self) -> tuple[int, ...] | None:
+        """The islands that begin; None where the attempt has ended."""
+        p, end = self._place, time.monotonic() + self._place.timeout
+        while True:
+            if (known := self.decided()) is not None:
+                return known
+            if self._at.get("ended"):
+                return None
+            here, over = self._here(), time.monotonic() > end
+            if len(here) == p.count or (over and len(here) >= p.suffice):
+                return self._decide(here)
+            if over:
+                raise PeerLost(self._too_few(here))
+            self._beat()
+            time.sleep(LOOK)
+
+    def wait_for_begin(self) -> bool:
+        """Until the others have met; False where the attempt has ended before."""
+        p, end = self._place, time.monotonic() + self._place.timeout
+        log.info("%s waits for run %r to begin, and joins it then", p.name, p.run)
+        while not self._at.get("begun"):
+            if self._at.get("ended"):
+                return False
+            if time.monotonic() > end:
+                raise PeerLost(
+                    f"{p.name} waited {p.timeout:g} s for run {p.run!r} at {p.endpoint} to begin, "
+                    "which it would join: start the islands "
+                    f"0 to {p.count - 1}, or raise ISLAND_TIMEOUT"
+                )
+            self._beat()
+            time.sleep(LOOK)
+        return True
+
+    def _here(self) -> list[int]:
+        """The islands that have come and live."""
+        now, here = time.monotonic(), []
+        for i in self.everyone:
+            if i != self._place.island:
+                if i not in self._names:
+                    if not self._at.get(f"came/{i}"):
+                        continue
+                    self.hear(i)
+                beats = self._at.get(f"beat/{i}")
+                if i not in self._moved or self._moved[i][0] != beats:
+                    self._moved[i] = beats, now
+                if now - self._moved[i][1] > self._silence:
+                    continue
+            here.append(i)
+        return here
+
+    def _decide(self, here: list[int]) -> tuple[int, ...]:
+        starters = _read(self._at.compare_set("starters", "", json.dumps(here)), self._place.count)
+        if missing := [str(i) for i in self.everyone if i not in starters]:
+            log.warning(
+                "run %r begins with islands %s of %d: ISLAND_MIN=%d suffices after ISLAND_TIMEOUT; "
+                "missing %s, which may join later",
+                self._place.run,
+                ", ".join(map(str, starters)),
+                self._place.count,
+                self._place.suffice,
+                ", ".join(missing),
+            )
+        return starters
+
+    def _beat(self) -> None:
+        if (now := time.monotonic()) - self._beat_at >= self._each:
+            self._beat_at = now
+            beat(self._at, self._place.island)
+
+    def _too_few(self, here: list[int]) -> str:
+        p = self._place
+        came = ", ".join(
+            self._names.get(i, f"{i} ({p.name} on {socket.gethostname()})") for i in here
+        )
+        missing = ", ".join(str(i) for i in self.everyone if i not in here)
+        return (
+            f"waited {p.timeout:g} s for {counted(p.count, 'island')}, at least "
+            f"ISLAND_MIN={p.suffice}, at {p.endpoint}, run {p.run!r}: came {came}; "
+            f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or "
+            "raise ISLAND_TIMEOUT"
+            f"{see('missing-islands')}"
+        )
+
+
+def _or_unset(number: float) -> str:
+    return f"{number:g}" if number else "unset"

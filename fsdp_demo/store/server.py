@@ -1,0 +1,262 @@
+"""The store: the meeting point of the islands, in a process of its own (`fsdp-demo store`).
+
+It holds a few keys (who came, addresses, the run specification) and no data of the training. It
+keeps them in a file: every change is on the disk before its answer, so that a store which is killed
+and started again on its file knows all that it said. Values, keys and their number are bounded.
+With ISLAND_TOKEN only who knows it gets in, and all bytes are encrypted (CURVE). One thread takes
+what questions have come, makes their changes with one commit (`records.py`), and answers them.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ..errors import WireError
+from ..net.address import Keys, join_address, split_address
+from ..net.tcp import HANDSHAKE_MS, keep_alive
+from .messages import LARGEST_MESSAGE, SALT, Answer, Question, pack, read_question
+from .records import KEYS, MEMORY, ROOM, Records
+
+FILE = "fsdp_demo_store.sqlite"
+"""The file of a store where none is named: in the folder where it is started, so that it is found
+again there.
+"""
+
+BYTES = 512 << 20
+"""Bytes that the process of a store may take beyond what it has at its start."""
+
+TOGETHER = 256  # questions that share one commit at most
+# questions of one connection that wait in the library at most; a client has one open at a time
+WAITING = 2
+LOOK = 0.2  # seconds between two looks whether to end
+
+
+class StoreServer:
+    """A store that is served while `serve_until` or `serve_while` runs.
+
+    Args:
+        bind: `ADDR:PORT`; ADDR is an address or name of this machine (`0.0.0.0` or `[::]`: all),
+            PORT 0 picks a free one. "zmq://" may stand before it.
+        file: where it keeps its keys; ":memory:" for nowhere.
+        token: ISLAND_TOKEN; "" lets everybody in.
+        keys, room: how many keys, and how many bytes the file may have.
+
+    Attributes:
+        host, port: what it listens on; the port is the real one where 0 was asked for.
+        endpoint: the text for ISLAND_ENDPOINT; for a wildcard address, this machine's address on
+            its default route.
+        warnings: sentences that a user must see. file: the whole path of the file.
+
+    Raises:
+        ValueError: the address, the file or the token cannot be used.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        file: str | Path = FILE,
+        token: str = "",
+        keys: int = KEYS,
+        room: int = ROOM,
+    ):
+        name, port = split_address(bind.removeprefix("zmq://"))
+        host = _resolved(bind, name, port)
+        lock = Keys(token, SALT) if token else None
+        self._records = Records(file, keys, room)
+        self._context: Any = zmq.Context()
+        self._socket = self._listen(bind, host, port, lock)
+        self.file = MEMORY if str(file) == MEMORY else str(Path(file).absolute())
+        address = ipaddress.ip_address(host.partition("%")[0])
+        self.host = host
+        self.port = int(self._socket.last_endpoint.decode().rstrip("\0").rpartition(":")[2])
+        self.endpoint = _reached_at(address, self.port)
+        self.warnings = (*_open_to(address, token), *_short_lived(file))
+
+    def _listen(self, bind: str, host: str, port: int, lock: Keys | None) -> Any:
+        made = self._context.socket(zmq.ROUTER)
+        made.linger, made.ipv6, made.backlog = 0, ":" in host, 4096
+        made.maxmsgsize, made.rcvhwm, made.sndhwm = LARGEST_MESSAGE, WAITING, WAITING
+        made.handshake_ivl = HANDSHAKE_MS
+        keep_alive(made)
+        if lock is not None:
+            lock.listen(made)
+        try:
+            made.bind(
+                f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
+            )
+        except zmq.ZMQError as error:
+            made.close()
+            self._context.term()
+            self._records.close()
+            raise ValueError(
+                f"--bind {bind}: cannot listen there: {error.strerror}{_cure(error.errno)}"
+            ) from None
+        return made
+
+    # ---- serving -------------------------------------------------------------------------------
+
+    def serve_until(self, signals: set[signal.Signals]) -> None:
+        """Serve until one of these signals comes, which must be blocked."""
+        self.serve_while(lambda: not signals & signal.sigpending())
+
+    def serve_while(self, wanted: Callable[[], bool]) -> None:
+        """Serve in this thread, then close."""
+        try:
+            while wanted():
+                if self._socket.poll(round(1e3 * LOOK)):
+                    self._turn()
+        finally:
+            self._socket.close(0)
+            self._context.term()
+            self._records.close()
+
+    def _turn(self) -> None:
+        """Answer what has come."""
+        taken: list[tuple[bytes, Question]] = []
+        try:
+            while len(taken) < TOGETHER:
+                who, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    if len(parts) != 1:
+                        raise WireError(f"a question in {len(parts)} parts")
+                    taken.append((who, read_question(parts[0])))
+                except WireError as error:
+                    # a client of another release sees by it that this is a store
+                    refused = pack(Answer("refused", 0, text=str(error)))
+                    self._socket.send_multipart([who, refused], zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+        answers = self._records.answer([question for _, question in taken])
+        for (who, _), answer in zip(taken, answers, strict=True):
+            if answer is not None:
+                # dropped where the client is gone
+                self._socket.send_multipart([who, pack(answer)], zmq.NOBLOCK)
+
+
+class InThread:
+    """A store that a thread of this process serves, until `end`: for tests, and whoever is the only
+    process.
+    """
+
+    def __init__(self, store: StoreServer):
+        self.endpoint, self._end = store.endpoint, threading.Event()
+        self._thread = threading.Thread(
+            target=store.serve_while,
+            args=(lambda: not self._end.is_set(),),
+            name="store",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop serving."""
+        self._end.set()
+        self._thread.join()
+
+
+def _open_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address, token: str) -> tuple[str, ...]:
+    if token or not (address.is_unspecified or address.is_global):
+        return ()
+    what = "every address of this machine" if address.is_unspecified else "a PUBLIC address"
+    cure = (
+        "set ISLAND_TOKEN here and on all islands (openssl rand -hex 32), or bind to a private "
+        "address"
+    )
+    return (
+        f"{address} is {what}, and without ISLAND_TOKEN whoever reaches it can read, change and "
+        f"end the run: {cure}",
+    )
+
+
+def _short_lived(file: str | Path) -> tuple[str, ...]:
+    if str(file) != MEMORY:
+        return ()
+    return (
+        "--file :memory: keeps nothing: when this process ends, the islands cannot go on from what "
+        "they have agreed",
+    )
+
+
+def _resolved(bind: str, name: str, port: int) -> str:
+    """The address to bind to.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ValueError(
+            f"--bind {bind}: the name {name!r} has no address ({error.strerror or error})"
+        ) from None
+    return str(found[0][4][0])
+
+
+def bound_memory(more: int = BYTES) -> int | None:
+    """Let this process, which should do nothing but serve, take `more` bytes of memory than it has
+    now (Linux); the limit, if there is one.
+
+    A store that somebody fills ends then, and training goes on without it; otherwise the machine's
+    memory would end, and with it all else.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    import resource
+
+    try:
+        now = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmData")
+        )
+        limit = 1024 * int(now.split()[1]) + more
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    except (OSError, ValueError, StopIteration):
+        # a container without /proc, or with a lower limit of its own
+        return None
+    return limit
+
+
+def _cure(number: int | None) -> str:
+    """What to do where an address cannot be listened on."""
+    if number == errno.EADDRINUSE:
+        return (
+            ". Another store may still run there (ss -ltnp shows who); stop it or take another port"
+        )
+    if number == errno.EADDRNOTAVAIL:
+        return ". This machine has no such address (ip -brief address lists those it has)"
+    if number == errno.EACCES:
+        return ". Ports under 1024 need root; take a higher one"
+    return ""
+
+
+def _reached_at(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
+    """host:port for the islands; for a wildcard address, this machine's address on its default
+    route.
+    """
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    return join_address(_default_route(family) if address.is_unspecified else str(address), port)
+
+
+def _default_route(family: socket.AddressFamily) -> str:
+    """This machine's address on its default route (no packet is sent), or its name where there is
+    no route.
+    """
+    # addresses reserved for documentation
+    elsewhere = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,78 @@
+"""How many connections a rank may have: limits of the system, and of libzmq."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from fsdp_demo.elastic import connect, descriptors  # noqa: E402
+from fsdp_demo.elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers  # noqa: E402
+from fsdp_demo.errors import PeerLost  # noqa: E402
+from fsdp_demo.peers.poller import Poller  # noqa: E402
+from fsdp_demo.peers.zeromq import Meeting  # noqa: E402
+
+CLOSED = "nobody is asked"
+
+
+class NoStore:
+    """The start comes no further than this."""
+
+    def under(self, prefix: str) -> NoStore:
+        raise PeerLost(CLOSED)
+
+    get = set = under
+
+
+def start(enter: Any, slots: int) -> Exception:
+    """What a start with so many islands ends with, without a store."""
+    names = {slot: f"island{slot}" for slot in range(slots)}
+    meeting: Any = Meeting(NoStore(), "run", 0, slots, tuple(names.values()), "", 1.0, among=(0, 1))
+    place = PeerPosition(0, 0, 1, names)
+    more = (1,) if enter is newcomer_peers else ()
+    with pytest.raises((ValueError, PeerLost)) as caught:
+        enter(meeting, place, *more, NoStore, None, Limits())
+    return caught.value
+
+
+@pytest.mark.parametrize("enter", [elastic_peers, newcomer_peers])
+def test_a_start_raises_the_soft_limit_and_names_a_hard_one_that_is_too_low(
+    run_ranks, enter
+) -> None:
+    def run(me: Any) -> None:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        assert CLOSED in str(start(enter, 2))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= descriptors.needed(2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+        assert CLOSED in str(start(enter, 2))  # it suffices, with less to spare
+        said = str(start(enter, 32))
+        assert "the limit of open files is 512, and 32 islands need up to" in said
+        assert "raise the hard limit to 1024" in said and said.endswith("#open-files)")
+
+    run_ranks(run, 1, 1)
+
+
+def test_more_connections_than_libzmq_allows_by_itself(run_ranks) -> None:
+    """It allows 1,023 sockets, and takes three for each."""
+
+    def run(me: Any) -> None:
+        if descriptors.raise_to(2048) < 2048:
+            return  # this machine does not let us try
+        poller = Poller()
+        try:
+            assert len(poller.run(lambda: [poller.add(0, True) for _ in range(360)])) == 360
+        finally:
+            poller.close(0)
+
+    run_ranks(run, 1, 1)
+
+
+def test_a_guest_of_many_has_fewer_connections() -> None:
+    """Those that began were few, and opened many to each other."""
+    few, many = ({n: [None] * 8 for n in range(count)} for count in (2, 20))
+    assert connect._connections_to_guest(few) == 8  # type: ignore[arg-type]
+    assert connect._connections_to_guest(many) == 1  # type: ignore[arg-type]

@@ -1,0 +1,295 @@
+"""An island that leaves sends its part of the coming message early: it counts there if the others
+hold it on every line (early-part).
+
+Threads as islands, real connections (tests/support/elastic.py). Vectors hold whole numbers, so that
+sums are exact.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_demo.elastic import leaving, message_io
+from fsdp_demo.peers.collectives import ReceivedMessage
+from fsdp_demo.peers.header import PAYLOAD, QUESTION
+
+from ..support.elastic import Islands, agree, body, vectors, weight
+
+AT = 3
+"""The message that the leaver sends early; it has taken part in those before."""
+
+
+def sent(
+    line: Any, n: int, gathered: bool
+) -> tuple[Any, torch.Tensor, list[tuple[torch.Tensor, str]]]:
+    """What an island says in message n."""
+    slot = line.slot
+    head = replace(line.header(PAYLOAD, n), weight=weight(slot))
+    return head, body(slot, n, 40), [] if gathered else vectors(slot, n)
+
+
+def message(line: Any, n: int, gathered: bool) -> ReceivedMessage:
+    head, data, own = sent(line, n, gathered)
+    return line.exchange(head, data, own, lambda headers: [[h.weight for h in headers]] * len(own))
+
+
+def check(
+    line: Any, n: int, arrived: ReceivedMessage, gathered: bool
+) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+    """Sums over exactly the islands that it names, with their weights."""
+    slots = arrived.slots
+    assert [h.weight for h in arrived.headers] == [weight(s) for s in slots]
+    assert all(torch.equal(b, body(s, n, 40)) for s, b in zip(slots, arrived.bodies, strict=True))
+    if not gathered:
+        # fp32 and bf16 hold them: the sum is exact, and so is its quotient once rounded
+        for i in (0, 1):
+            total = sum(weight(s) * vectors(s, n)[i][0] for s in slots)
+            mean = total / sum(weight(s) for s in slots)
+            assert torch.equal(arrived.means[i], mean if i == 0 else mean.bfloat16().float()), (
+                f"message {n}, vector {i}"
+            )
+    return slots, arrived.bodies + arrived.means
+
+
+def leaves(
+    gathered: bool,
+    before: Callable[[Any], None] = lambda line: None,
+    seconds: float = 5.0,
+    together: threading.Barrier | None = None,
+) -> Callable[[Any], Any]:
+    """Six messages; island 1 leaves after `AT` of them. together: no rank of it before the
+    other.
+    """
+
+    def fn(line: Any) -> Any:
+        out = []
+        line.allow_early(1 << 20)
+        for n in range(6):
+            if n == AT and line.slot == 1:
+                before(line)
+                held = line.send_early(*sent(line, n, gathered), seconds)
+                if together is not None:
+                    together.wait(20)
+                line.leave()
+                return held
+            out.append(check(line, n, message(line, n, gathered), gathered))
+        return out
+
+    return fn
+
+
+def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
+    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("islands", [2, 3, 4])
+def test_what_a_leaver_sends_early_counts(run_ranks, islands: int, gathered: bool) -> None:
+    def run() -> None:
+        of = Islands(islands)
+        of.run(leaves(gathered))
+        assert of.results[1, 0] is True
+        everyone, left = tuple(range(islands)), tuple(s for s in range(islands) if s != 1)
+        assert agree(of.survivors(1)) == [everyone] * (AT + 1) + [left] * (5 - AT)
+
+    alone(run_ranks, run)
+
+
+def test_a_long_one_goes_to_one_island_which_forwards_it(run_ranks) -> None:
+    def run() -> None:
+        leaving.SHORT = message_io.SHORT = 100
+        of = Islands(4, ranks=2)
+        of.run(leaves(False, together=threading.Barrier(2)))
+        assert of.results[1, 0] is of.results[1, 1] is True
+        found = of.survivors(1)
+        assert (
+            agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 2, 3)] * 2
+        )
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_held_on_one_line_of_two_it_does_not_count(run_ranks, gathered: bool) -> None:
+    def run() -> None:
+        of = Islands(3, ranks=2)
+
+        def deaf(line: Any) -> None:
+            if line._driver.machine.rank == 1:
+                line._driver._early_pieces.offer = lambda: None
+
+        of.run(leaves(gathered, deaf, 1.0))
+        assert of.results[1, 0] is True and of.results[1, 1] is False
+        found = of.survivors(1)
+        assert agree(found[0::2]) == agree(found[1::2]) == [(0, 1, 2)] * AT + [(0, 2)] * 3
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_the_others_wait_in_that_message_already(run_ranks, gathered: bool) -> None:
+    def run() -> None:
+        of = Islands(3)
+
+        def late(line: Any) -> None:
+            while any(of.lines[s, 0]._driver.machine.next <= AT for s in (0, 2)):
+                time.sleep(0.01)
+
+        of.run(leaves(gathered, late))
+        assert agree(of.survivors(1)) == [(0, 1, 2)] * (AT + 1) + [(0, 2)] * 2
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_question_comes_in_between_and_nothing_counts(run_ranks, gathered: bool) -> None:
+    """It was meant for another message than the one that comes under its number: all leave it
+    out.
+    """
+
+    def run() -> None:
+        of = Islands(3)
+
+        def fn(line: Any) -> Any:
+            line.allow_early(1 << 20)
+            out = [check(line, n, message(line, n, gathered), gathered) for n in range(2)]
+            if line.slot == 1:
+                line.send_early(*sent(line, 2, gathered), 5.0)
+                line.leave()
+                return None
+            came = line.gather_any(line.header(QUESTION, 2), body(line.slot, 2, 5 + line.slot), 100)
+            out.append((line.slots, came))
+            return out + [check(line, n, message(line, n, gathered), gathered) for n in range(2, 4)]
+
+        of.run(fn)
+        assert agree(of.survivors(1)) == [(0, 1, 2)] * 2 + [(0, 2)] * 3
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_another_one_is_lost_before_it_is_counted(run_ranks, gathered: bool) -> None:
+    """The settlement is settled again: what is held stays in it."""
+
+    def run() -> None:
+        of = Islands(4)
+
+        def fn(line: Any) -> Any:
+            line.allow_early(1 << 20)
+            out = [check(line, n, message(line, n, gathered), gathered) for n in range(AT)]
+            if line.slot == 1:
+                assert line.send_early(*sent(line, AT, gathered), 5.0)
+                line.leave()
+                return None
+            while 1 in line.alive:
+                time.sleep(0.01)
+            if line.slot == 2:
+                line.leave()
+                return None
+            while 2 in line.alive:
+                time.sleep(0.01)
+            return out + [
+                check(line, n, message(line, n, gathered), gathered) for n in range(AT, 5)
+            ]
+
+        of.run(fn)
+        assert agree(of.survivors(1, 2)) == [(0, 1, 2, 3)] * AT + [(0, 1, 3), (0, 3)]
+
+    alone(run_ranks, run)
+
+
+def test_two_leave_one_after_the_other_and_both_count(run_ranks) -> None:
+    def run() -> None:
+        of = Islands(4)
+
+        def fn(line: Any) -> Any:
+            line.allow_early(1 << 20)
+            out = [check(line, n, message(line, n, False), False) for n in range(AT)]
+            if line.slot in (1, 2):
+                while line.slot == 2 and 1 in line.alive:
+                    time.sleep(0.01)
+                assert line.send_early(*sent(line, AT, False), 5.0)
+                line.leave()
+                return None
+            while 2 in line.alive:
+                time.sleep(0.01)
+            return out + [check(line, n, message(line, n, False), False) for n in range(AT, 5)]
+
+        of.run(fn)
+        assert agree(of.survivors(1, 2)) == [(0, 1, 2, 3)] * (AT + 1) + [(0, 3)]
+
+    alone(run_ranks, run)
+
+
+def test_who_is_alone_waits_for_nobody(run_ranks) -> None:
+    def run() -> None:
+        of = Islands(2)
+
+        def fn(line: Any) -> Any:
+            line.allow_early(1 << 20)
+            message(line, 0, True)
+            if line.slot == 0:
+                line.leave()
+                return None
+            while 0 in line.alive:  # before that there is somebody to send to
+                time.sleep(0.01)
+            return line.send_early(*sent(line, 1, True), 1000.0)
+
+        of.run(fn)
+        assert of.results[1, 0] is False
+
+    alone(run_ranks, run)
+
+
+def test_more_than_was_said_is_not_made_room_for(run_ranks) -> None:
+    def run() -> None:
+        of = Islands(3)
+
+        def fn(line: Any) -> Any:
+            line.allow_early(1000)
+            message(line, 0, True)
+            if line.slot == 1:
+                return line.send_early(*sent(line, 1, False), 1.0)
+            return [check(line, 1, message(line, 1, False), False)]
+
+        of.run(fn)
+        assert agree(of.survivors(1)) == [(0, 2)]
+
+    alone(run_ranks, run)
+
+
+def test_an_island_that_has_left_says_nothing_of_the_others(run_ranks) -> None:
+    """They close their connections while it still saves."""
+
+    def run() -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        of = Islands(2)
+
+        def fn(line: Any) -> None:
+            line.allow_early(1 << 20)
+            message(line, 0, True)
+            if line.slot == 0:
+                line.leave()
+                while (1, 0) not in of.results:
+                    time.sleep(0.01)
+                time.sleep(0.3)
+                return
+            while 0 in line.alive:
+                time.sleep(0.01)
+            line.release()
+
+        of.run(fn)
+        return [text for text in said if text.startswith("island 1 (island1) is lost")]
+
+    assert alone(run_ranks, run) == []

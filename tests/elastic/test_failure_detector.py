@@ -1,0 +1,104 @@
+"""Who is slow, and for how long that is borne."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_demo.elastic.connect import patience
+from fsdp_demo.elastic.failure_detector import FailureDetector
+from fsdp_demo.elastic.newcomer import newest
+from fsdp_demo.membership.protocol_types import Member, Record
+from fsdp_demo.membership.record_json import record_text
+from fsdp_demo.store.client import WorldStore
+
+NEW = Member(1, 1)
+
+
+class Quiet(SimpleNamespace):
+    """A connection on which something has just come."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def signs_of(member: Member) -> FailureDetector:
+    """What a rank hears of `member`, after 50 quick messages."""
+
+    def wire() -> Any:
+        return Quiet(
+            gone="", heard_at=time.monotonic(), doubted=0.0, stood=0.0, close=lambda linger: None
+        )
+
+    signs = FailureDetector(
+        None,  # type: ignore[arg-type]
+        {},
+        {},
+        {},
+        10.0,
+        600.0,
+        lambda rounds: patience(rounds, 600.0, 60.0),
+    )
+    signs.rounds.extend([0.3] * 50)
+    signs.admit(member, wire(), [wire()], time.monotonic())
+    return signs
+
+
+def test_a_newcomer_may_compile_before_its_first_step() -> None:
+    """It has the time of the start, ISLAND_TIMEOUT. After its first step it has what all have."""
+    signs, now = signs_of(NEW), time.monotonic()
+    signs.heard(NEW, 1003)  # its base
+    assert signs.patience_with(NEW) == 600.0
+    signs.heard(NEW, 1004)
+    assert signs.patience_with(NEW) == 60.0
+    signs.began = {1004: now - 61.0}
+    assert signs.behind(now) == (1004, 61.0, [NEW]) and signs.lost(now) == {}
+    signs.drop(NEW)
+    assert signs.behind(now)[2] == []
+
+
+def test_a_connection_on_which_nothing_comes_behind_what_could_not_be_decrypted_is_lost() -> None:
+    """libzmq says it once and reads no more; a stranger's try is said in the same way."""
+    signs, now = signs_of(NEW), time.monotonic()
+    signs.heard(NEW, 5)
+    (wire,) = signs.connections[NEW]
+    for w in signs.of(NEW):
+        w.heard_at = now
+    wire.doubted = now
+    signs.notes[NEW].heard_at = now + 30.0  # it lives
+    assert signs.lost(now + 9.0) == {}
+    assert "could not be decrypted" in signs.lost(now + 11.0)[NEW]
+    signs.forgive(now + 11.0)  # another member was lost meanwhile
+    signs.notes[NEW].heard_at = now + 30.0
+    assert "could not be decrypted" in signs.lost(now + 22.0)[NEW]
+    wire.heard_at = now + 22.0  # it was a stranger's
+    assert signs.lost(now + 23.0) == {}
+
+
+@pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
+def test_the_newest_record_is_found_by_few_questions(records: int) -> None:
+    """A run of weeks has hundreds, and a newcomer looks again and again."""
+    at = WorldStore(dist.HashStore(), "here", 5.0)
+    made = [Record(n, n, (Member(0),), (0,)) for n in range(records)]
+    for record in made:
+        at.set(f"record/{record.epoch}", record_text(record))
+    asked = itertools.count()
+    gets = at.get_all
+
+    def count(keys: Any) -> list[str]:
+        next(asked)
+        return gets(keys)
+
+    at.get_all = count  # type: ignore[method-assign]
+    found = newest(at)
+    assert found == (made[-1] if made else None)
+    assert next(asked) <= 2 * max(records, 1).bit_length() + 1
+    for known in made[:: max(records // 10, 1)]:
+        assert newest(at, known) == made[-1]
+    asked = itertools.count()
+    assert newest(at, found) == found
+    assert next(asked) == 1

@@ -1,0 +1,350 @@
+"""Islands that come and go: one is killed at each piece that it sends, and the others go on with
+the same bits.
+
+Threads as islands, real connections over loopback, a store in memory (tests/support/elastic.py).
+Vectors hold whole numbers, so that the mean of exactly these islands is known bit by bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_demo import Link, PeerLost
+from fsdp_demo.elastic import chunks, message_state, peer_group
+from fsdp_demo.membership.protocol_types import Member
+from fsdp_demo.net.link import TCP_SHARE
+from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
+
+from ..support.cases import named
+from ..support.elastic import Islands, agree, descriptors, exchanged, talk
+
+ALL = (0, 1, 2)
+# messages of the start about the round trip: where the kernel does not tell, it is measured
+FIRST = 1 if sys.platform == "linux" else 6
+
+
+def alone(run_ranks: Any, run: Callable[[], Any], timeout: float = 120) -> Any:
+    """run() in a process of its own: threads and sockets end with it."""
+    return run_ranks(lambda me: run(), 1, 1, timeout=timeout)[0]
+
+
+def killed_at(
+    frames: range, victim: int, count: int = 6, islands: int = 3, scale: int = 1
+) -> list[list[tuple[int, ...]]]:
+    """For each of the pieces that a victim hands over, one run in which it is killed there; whose
+    contributions each message had.
+    """
+    found = []
+    left = tuple(s for s in range(islands) if s != victim)
+    for k in frames:
+        with named(f"island {victim} dies at piece {k}"):
+            run = Islands(islands)
+            run.kill_at_frame(k, (victim, 0))
+            run.run(talk(count, scale))
+            slots = agree(run.survivors(victim))
+            assert slots[-1] == left and all(of in (tuple(range(islands)), left) for of in slots), (
+                slots
+            )
+            assert run.expelled == []
+            assert isinstance(run.results[victim, 0], PeerLost)
+            found.append(slots)
+    return found
+
+
+def test_nothing_happens_and_all_messages_are_of_all(run_ranks) -> None:
+    def run() -> None:
+        for islands, ranks, token in ((3, 1, ""), (2, 2, "a secret of these tests")):
+            all_of = Islands(islands, ranks, token=token)
+            all_of.run(talk(8))
+            assert agree(all_of.survivors()) == [tuple(range(islands))] * 8
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("frames", [range(0, 16, 3), range(16)], ids=["some", "each"])
+def test_killed_at_each_piece(run_ranks, victim: int, frames: range) -> None:
+    """Pieces of the victim: 2 of a gather; of an exchange 2 bodies, 2 shares, 2 parts; 2 of a text
+    of any length; 6 of a mean.
+    """
+    found = alone(run_ranks, lambda: killed_at(frames, victim))
+    # who dies before its first piece is in nothing; who dies after all pieces of a message can be
+    # in it, and is in no later one
+    assert found[0] == [tuple(s for s in ALL if s != victim)] * 6
+    assert any(slots[0] == ALL for slots in found)
+
+
+@pytest.mark.parametrize("frames", [range(5, 36, 15), range(2, 36, 3)], ids=["some", "each"])
+def test_killed_within_a_long_message_dealt_to_several_connections(
+    run_ranks, frames: range
+) -> None:
+    def run() -> None:
+        chunks.LARGEST, chunks.SMALL = 4096, 256
+        peer_group.streams = lambda rtt, num_peers: 3
+        killed_at(frames, 2, 4)
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later(run_ranks, rank: int) -> None:
+    """A line decides nothing for itself: both lines of an island have the same contributors for
+    each message.
+    """
+
+    def run() -> None:
+        for k in (1, 5):
+            with named(f"piece {k}"):
+                two = Islands(3, 2, dead=4.0)
+                two.kill_at_frame(k, (1, rank))
+
+                def fn(line: Any, two: Islands = two) -> Any:
+                    try:
+                        return talk(5)(line)
+                    except PeerLost:
+                        time.sleep(0.3)
+                        two.kill(1, 1 - rank)
+                        raise
+
+                two.run(fn)
+                found = two.survivors(1)
+                slots = agree(found[0::2])
+                assert slots == agree(found[1::2]) and slots[-1] == (0, 2)
+                assert two.expelled in ([], [(1, 1 - rank)])
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("moment", ["_freeze", "_report", "_propose", "_adopted"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_second_one_is_killed_in_the_change(run_ranks, moment: str, after: bool) -> None:
+    def run() -> None:
+        for second in (0, 2):
+            with named(f"island {second}"):
+                four = Islands(4)
+                four.kill_at_frame(3, (3, 0))
+                four.kill_in(moment, (second, 0), after=after)
+                four.run(talk(6))
+                # another may have proposed before it
+                lost = {3, second} if isinstance(four.results[second, 0], PeerLost) else {3}
+                assert lost == {3, second} or moment == "_propose"
+                assert agree(four.survivors(*lost))[-1] == tuple(
+                    s for s in range(4) if s not in lost
+                )
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("islands", [3, 4])
+def test_two_are_killed_at_once(run_ranks, islands: int) -> None:
+    def run() -> None:
+        for k in (1, 5):
+            with named(f"piece {k}"):
+                four = Islands(islands)
+                four.kill_at_frame(k, (0, 0), (2, 0))
+                four.run(talk(6))
+                slots = agree(four.survivors(0, 2))
+                assert slots[-1] == tuple(s for s in range(islands) if s not in (0, 2))
+
+    alone(run_ranks, run)
+
+
+def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
+    def run() -> None:
+        one = Islands(1)
+
+        def fn(line: Any) -> None:
+            exchanged(line, 0)
+            line._driver.do(lambda: 1 / 0)
+            while line._driver._thread.is_alive():
+                time.sleep(0.01)
+            for _ in range(2):
+                with pytest.raises(
+                    PeerLost, match="the network thread has failed: ZeroDivisionError"
+                ):
+                    exchanged(line, 1)
+            assert not line.wait_stable(5.0)
+
+        one.run(fn)
+        assert one.expelled == [(0, 0)]  # in a run this ends the process with 75
+
+    alone(run_ranks, run)
+
+
+def test_who_ends_waits_for_nobody_that_is_gone(run_ranks) -> None:
+    """The other rank of the island has ended, and so has the peer, whose last word was lost: no
+    change of members would ever come to its end.
+    """
+
+    def run() -> None:
+        two, waited, met = Islands(2, ranks=2), list[bool](), threading.Barrier(4)
+
+        def fn(line: Any) -> None:
+            exchanged(line, 0)
+            _, rank = next(key for key, known in two.lines.items() if known is line)
+            met.wait(20)
+            if line.slot == 1:
+                two.kill(1, rank)
+            elif rank == 0:
+                line.ending = True
+                line.release()
+                raise PeerLost("this one has ended")
+            else:
+                waited.append(line.wait_read(15))
+                assert line._driver.machine.state == "frozen"
+                raise PeerLost("and this one, too")
+
+        two.run(fn)
+        assert waited == [True]
+
+    alone(run_ranks, run)
+
+
+def test_descriptors_and_threads_fall_back_after_a_loss(run_ranks) -> None:
+    def run() -> Any:
+        here, counts = Islands(3), list[tuple[int, int]]()
+
+        def fn(line: Any) -> None:
+            for n in range(24):
+                if n == 12 and line.slot == 2:
+                    here.kill(2)
+                exchanged(line, n)
+            line.wait_stable(10)
+
+        for k in range(3):
+            here = Islands(3)
+            here.run(fn)
+            assert agree_on_two(here)
+            until = time.monotonic() + 20  # a thread that asked the store may be about to end
+            while k and descriptors() > counts[0] and time.monotonic() < until:
+                time.sleep(0.05)
+            counts.append(descriptors())
+        return counts
+
+    counts = alone(run_ranks, run)
+    assert counts[2] <= counts[0], counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
+def test_slow_processes_make_no_round_trip_longer(run_ranks) -> None:
+    """On busy cores a message takes as long as if the islands were far apart."""
+
+    def run() -> None:
+        islands = Islands(3)
+
+        def fn(line: Any) -> float:
+            whole = line.all_gather
+
+            def slow(data: Any) -> Any:
+                time.sleep(0.2)
+                out = whole(data)
+                time.sleep(0.2)
+                return out
+
+            line.all_gather = slow
+            return float(line.round_trip())
+
+        found = set(islands.run(fn).values())
+        (seconds,) = found  # the same on all
+        assert 0 < seconds < 0.1
+
+    alone(run_ranks, run)
+
+
+def agree_on_two(here: Islands) -> bool:
+    return all(
+        here.lines[s, 0].slots == (0, 1) and here.lines[s, 0].alive == (0, 1) for s in (0, 1)
+    )
+
+
+def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> None:
+    """The change comes while the thread that exchanges works on it: the others get it in the new
+    view.
+    """
+
+    def run() -> None:
+        plain = message_state.RoundMessage.average
+        here = Islands(3)
+
+        def slow(message: message_state.RoundMessage, *args: Any) -> Any:
+            if message.n - FIRST == 1 and message.me.slot == 0:
+                # the message is whole but for this part
+                while not any(of.slot == 2 for of, _ in message.parts):
+                    time.sleep(0.01)
+                here.kill(2)
+                while here.lines[0, 0]._driver.changes == 0:
+                    time.sleep(0.01)
+                time.sleep(0.3)
+            return plain(message, *args)
+
+        message_state.RoundMessage.average = slow  # type: ignore[method-assign]
+        here.run(talk(4))
+        assert agree(here.survivors(2)) == [ALL, ALL, (0, 1), (0, 1)]
+
+    alone(run_ranks, run)
+
+
+def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(peer_group.time, "sleep", slept.append)
+    line = peer_group.PeerGroup(
+        Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04)
+    )
+    line._account(1000, 500, False, False)
+    line._account(1000, 2000, True, False)
+    line._account(7, 7, False, True)
+    assert slept == pytest.approx([0.021, 0.042]) and (
+        line.meter.messages,
+        line.meter.bytes_sent,
+        line.meter.setup_bytes,
+    ) == (4, 2000, 7)
+
+
+def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
+    """Between `attach` and its base a newcomer trains, and cannot go on without what its donor
+    sends.
+    """
+    line, ended = (
+        peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
+        list[str](),
+    )
+
+    def gone(wanted: Any) -> Any:
+        raise PeerLost("island 0 (a) is gone")
+
+    line.follow(SimpleNamespace(begun=False, followed=gone), [0])  # type: ignore[arg-type]
+    header, nothing = line.header(PAYLOAD, 3), torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(PeerLost, match="is gone"):
+        line.gather(header, nothing)
+    line._driver = SimpleNamespace(expel=ended.append)  # type: ignore[assignment]
+    with pytest.raises(PeerLost, match="is gone"):
+        line.gather(header, nothing)
+    assert ended == ["island 0 (a) is gone, before this island took part"]
+
+
+def test_messages_of_the_start_say_nothing_of_how_long_an_island_may_take(run_ranks) -> None:
+    """They are quick; a first round of 500 steps, or a step that compiles, is not."""
+
+    def run() -> None:
+        def ask(line: Any) -> list[float]:
+            byte, found = torch.zeros(1, dtype=torch.uint8), []
+            signs = line._driver.signs
+            for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
+                line.all_gather(byte, kind, step=1)
+                found.append(signs._patience(signs.rounds))
+            return found
+
+        for found in Islands(2, timeout=90.0).run(ask).values():
+            assert found == [90.0] * 6 + [60.0]
+
+    alone(run_ranks, run)

@@ -1,0 +1,375 @@
+"""A newcomer whose base is a question that the others ask between two steps: it is not asked, and
+begins with the first message of a step behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
+
+from fsdp_demo.elastic import agreement, connect, newcomer
+from fsdp_demo.elastic.connect import PeerPosition
+from fsdp_demo.elastic.join_server import JoinServer
+from fsdp_demo.elastic.leaving import Stopping
+from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.elastic.worker import CommWorker
+from fsdp_demo.errors import WireError
+from fsdp_demo.membership import protocol_events
+from fsdp_demo.membership.machine import entered
+from fsdp_demo.membership.protocol_types import Member, first_record
+from fsdp_demo.peers.collectives import ReceivedMessage, part_of_mean, shares, whole
+from fsdp_demo.peers.header import DIGESTS, HEADER, PARAMETERS, PAYLOAD, QUESTION, Header
+from fsdp_demo.peers.join_messages import LONGEST, DonorSnapshot, Expected, Tick, packed, unpacked
+from fsdp_demo.peers.zeromq import Meeting
+
+from ..support.elastic import Islands
+
+LAST = 8
+WAIT = 15.0
+
+
+MEANS: dict[tuple[int, str], torch.Tensor] = {}
+"""What came back first, of each step and code."""
+
+
+def payload(line: PeerGroup, step: int) -> tuple[int, ...]:
+    """The message of a step, and the norm in it; of whom it was."""
+    agreement.mean_of(line, step, 1.0)
+    noise = torch.randn(20_000, generator=torch.Generator().manual_seed(10 * step + line.slot))
+    vectors = [
+        (torch.full((5000,), float(line.slot)), "fp32"),
+        (noise, "int8"),
+        (noise, "int4"),
+        (noise, "bf16"),
+    ]
+    body = torch.full((7,), line.slot, dtype=torch.uint8)
+    arrived = line.exchange(
+        line.header(PAYLOAD, step), body, vectors, lambda headers: [[1.0] * len(headers)] * 4
+    )
+    assert [int(b[0]) for b in arrived.bodies] == list(arrived.slots) == list(line.slots)
+    assert torch.equal(
+        arrived.means[0], torch.full((5000,), sum(arrived.slots)) / len(arrived.slots)
+    )
+    for (_, code), mean in zip(vectors[1:], arrived.means[1:], strict=True):
+        assert torch.equal(mean, MEANS.setdefault((step, code), mean.clone())), (
+            "a newcomer has the bits of the others"
+        )
+    return arrived.slots
+
+
+def common(line: PeerGroup, step: int) -> None:
+    """A question that the newcomer asks too, once it trains; what it says is longer."""
+    said = agreement.gather_json(line, [line.slot, "x" * line.slot], QUESTION, step)
+    assert said == [[s, "x" * s] for s in line.slots]
+
+
+def questions(line: PeerGroup, step: int, count: int) -> list[tuple[int, ...]]:
+    """Questions of all kinds between two steps; who has answered each."""
+    found = []
+    for k in range(count):
+        kind = k % 3
+        if kind == 0:
+            assert agreement.gather_json(line, [line.slot, "x" * line.slot], DIGESTS, step) == [
+                [s, "x" * s] for s in line.slots
+            ]
+        elif kind == 1:
+            assert agreement.all_equal(line, b"0123456789abcdef", DIGESTS, step)
+        else:
+            mean = line.mean(
+                line.header(PARAMETERS, step),
+                [(torch.full((9000,), 1.0 + line.slot), "fp32"), (torch.ones(1), "fp32")],
+            )
+            assert (
+                torch.equal(mean[0], torch.full((9000,), 1.0 + sum(line.slots) / len(line.slots)))
+                and float(mean[1]) == 1.0
+            )
+        found.append(line.slots)
+    return found
+
+
+class Run:
+    """Two islands that train, and one that joins them when `at` steps are done; then they ask
+    `count` questions.
+    """
+
+    def __init__(self, run: Islands, at: int, count: int):
+        self.run, self.at, self.count = run, at, count
+        self.planned, self.asked, self.results = (
+            threading.Event(),
+            threading.Event(),
+            dict[int, Any](),
+        )
+        self.thread = threading.Thread(target=self.joins)
+
+    def trains(self, line: PeerGroup) -> Any:
+        """A member."""
+        found, asked, step = [], [], 0
+        while step < self.at + LAST:
+            donor_feed = line.donor_feed
+            assert donor_feed is not None
+            follows = donor_feed.follows
+            found.append(payload(line, step))
+            step += 1
+            if follows:
+                donor_feed.tick(Tick(step - 1, []))
+            if step == self.at:
+                self.meet(line)
+                asked = questions(line, step, self.count)
+                self.asked.set()
+            else:
+                common(line, step)
+            time.sleep(0.01)
+        self.thread.join(WAIT) if line.slot == 0 else None
+        return found, asked
+
+    def connect(self, line: PeerGroup) -> None:
+        """The base is known, and lies among the next messages: nothing is launched before."""
+        if line.slot == 0:
+            self.thread.start()
+        end = time.monotonic() + WAIT
+        while not self.planned.is_set() and time.monotonic() < end:
+            time.sleep(0.01)
+            if line.slot == 0 and line.donor_feed is not None and line.donor_feed.wanted:
+                line.donor_feed.hand(
+                    DonorSnapshot({"step": self.at}, {"parameters": torch.zeros(9000)}), []
+                )
+            if line.slot == 0 and len(line.alive) == 3:
+                self.planned.set()
+
+    def joins(self) -> None:
+        """The newcomer."""
+        line = None
+        try:
+            names = {**self.run.names, 2: "newcomer"}
+            meeting = Meeting(
+                self.run.store,
+                "line",
+                2,
+                3,
+                tuple(names.values()),
+                "127.0.0.1",
+                WAIT,
+                self.run.token,
+            )
+            line = connect.newcomer_peers(
+                meeting,
+                PeerPosition(2, 0, 1, names),
+                0,
+                lambda: self.run.store.under("line"),
+                None,
+                connect.Limits(self.run.dead),
+            )
+            self.results[2] = self.follows(line)
+            line.wait_stable(WAIT)
+        except BaseException as error:
+            self.results[2] = error
+        finally:
+            if line is not None:
+                line.ending = True
+                line.release()
+
+    def follows(self, line: PeerGroup) -> Any:
+        follow = line.following
+        assert follow is not None
+        worker = CommWorker(line)
+        line.runs_in(worker.submit)
+        while follow.head(LONGEST, 0.5, {}) is None:
+            pass
+        while follow.bodies([36000], 0.5) is None:
+            pass
+        step, ended = self.at, False
+        while not ended:
+            planned = follow.planned
+            tick = follow.tick(0.0 if planned else 0.5)
+            if tick is not None:
+                assert tick.step == step
+                worker.submit(lambda at=step: payload(line, at)).result()
+                step += 1
+            ended = planned and tick is None
+        follow.caught_up(step)
+        assert self.asked.wait(WAIT), "the others wait for this island's first step"
+        found = []
+        while step < self.at + LAST:
+            found.append((step, worker.submit(lambda at=step: payload(line, at)).result()))
+            step += 1
+            worker.submit(lambda at=step: common(line, at)).result()
+        return found
+
+
+@pytest.mark.parametrize("count", [24, 1])
+def test_a_base_among_questions_between_steps(run_ranks: Callable[..., Any], count: int) -> None:
+    """All answers are those of the two that ask; nobody ends."""
+
+    def fn() -> bool:
+        run = Islands(2)
+        made = Run(run, 5, count)
+        run.run(made.trains, 2 * WAIT)
+        if isinstance(made.results.get(2), BaseException):
+            raise made.results[2]
+        one, two = run.survivors()
+        assert one == two and one[1] == [(0, 1)] * count
+        slots, begun = one[0], [s for s, of in enumerate(one[0]) if 2 in of]
+        assert begun and slots == [(0, 1)] * begun[0] + [(0, 1, 2)] * (5 + LAST - begun[0])
+        assert made.results[2] == [(s, slots[s]) for s in range(made.results[2][0][0], 5 + LAST)]
+        assert begun[0] == 5 if count == 24 else begun[0] > 5
+        return True
+
+    assert run_ranks(fn, 1, 1) == [True]
+
+
+def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., Any]) -> None:
+    """Island 2 is let in and stands. Island 3 comes in after ISLAND_DEAD; it says nothing for
+    longer than that but that it lives, and it is not dropped."""
+
+    def fn() -> bool:
+        run, came, end = Islands(2, dead=1.5), list[PeerGroup](), threading.Event()
+
+        def comes(slot: int) -> PeerGroup:
+            names = {**run.names, slot: f"island{slot}"}
+            here = (len(names), tuple(names.values()), "127.0.0.1", WAIT, run.token)
+            return connect.newcomer_peers(
+                Meeting(run.store, "line", 2, *here),
+                PeerPosition(slot, 0, 1, names),
+                0,
+                lambda: run.store.under("line"),
+                None,
+                connect.Limits(run.dead),
+            )
+
+        def joins() -> None:
+            try:
+                alive, newcomer.JoinHeartbeats._say = (
+                    newcomer.JoinHeartbeats._say,
+                    lambda self: None,
+                )
+                came.append(comes(2))
+                newcomer.JoinHeartbeats._say = alive
+                came.append(comes(3))
+                time.sleep(2 * run.dead)
+            finally:
+                end.set()
+
+        def trains(line: PeerGroup) -> Any:
+            step = 0
+            while not end.is_set() or step < 3:
+                common(line, step)
+                time.sleep(0.02)
+                step += 1
+                if line.slot == 0 and step == 2:
+                    threading.Thread(target=joins).start()
+                stop = agreement.mean_of(line, step, float(end.is_set()))
+                if stop > 0 and step >= 3:
+                    break
+            joining_island = line._driver.join_server.joining_island
+            return joining_island.name if joining_island is not None else None
+
+        run.run(trains, 2 * WAIT)
+        names = run.survivors()
+        for line in came:
+            line.following.close()
+        assert len(came) == 2 and names == ["island3", "island3"], (came, names)
+        return True
+
+    assert run_ranks(fn, 1, 1) == [True]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_means_travel_in_their_code(count: int) -> None:
+    """In as many bytes as among the members, and to the same bits."""
+    spans = [(9000, "int8"), (4097, "int4"), (5000, "bf16"), (10, "fp32")]
+    sent = [shares([(torch.randn(n), code) for n, code in spans], count) for _ in range(count)]
+    weights = [[1.0] * count] * len(spans)
+    parts = [
+        part_of_mean([s[j][HEADER.size :] for s in sent], spans, weights, j)[HEADER.size :]
+        for j in range(count)
+    ]
+    means = whole(list(parts), spans)
+    arrived = ReceivedMessage(
+        [Header(0, 3)] * count,
+        [torch.zeros(2, dtype=torch.uint8)] * count,
+        means,
+        slots=tuple(range(count)),
+    )
+    expected = Expected(PAYLOAD, 3, 2, spans)
+    plain, coded = packed(arrived), packed(arrived, parts)
+    assert [p.numel() for p in coded[1:]] == expected.sizes(coded[0]) and [
+        p.numel() for p in plain[1:]
+    ] == expected.sizes(plain[0])
+    assert sum(p.numel() for p in coded[1:]) < 0.5 * sum(p.numel() for p in plain[1:])
+    for some in (plain, coded):
+        assert all(map(torch.equal, unpacked(some, expected).means, means))
+    with pytest.raises(WireError, match="cut off: parts of"):
+        unpacked([*coded[:-1], coded[-1][:-1]], expected)
+
+
+def test_texts_of_lengths_of_their_own() -> None:
+    bodies = [torch.zeros(n, dtype=torch.uint8) for n in (2, 5)]
+    sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, bodies, [], slots=(0, 1)))
+    found = unpacked(sent, Expected(QUESTION, 3, 9, longest=5)).bodies
+    assert [b.numel() for b in found] == [2, 5]
+    with pytest.raises(WireError, match=r"bodies of \[2, 5\] bytes .* expected are 1 to 4 each"):
+        unpacked(sent, Expected(QUESTION, 3, 9, longest=4))
+    with pytest.raises(WireError, match=r"expected are \[9, 9\]"):
+        unpacked(sent, Expected(QUESTION, 3, 9))
+
+
+def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others said arrives all the same."""
+    said = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"[0]", b"[1, 2]")]
+    sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, said, [], slots=(0, 1)))
+    line = object.__new__(PeerGroup)
+    follow = SimpleNamespace(followed=lambda wanted: unpacked(sent, wanted))
+    monkeypatch.setattr(line, "_follow", follow, raising=False)
+    monkeypatch.setattr(line, "_set", lambda slots: None, raising=False)
+    monkeypatch.setattr(line, "meter", SimpleNamespace(count=lambda *sizes: None), raising=False)
+    line.header = lambda kind, step, flags=0: Header(0, step, kind=kind)  # type: ignore[method-assign]
+    mine = ["a newcomer", -1.0]
+    assert agreement.gather_json(line, mine, QUESTION, 3) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "note", [b"{", b"[" * 100_000, b"[]", b"7", b'["follow"]', b'["follow", 1]', b"\xff"]
+)
+def test_a_guest_that_cannot_be_read_is_dropped_and_nobody_else(note: bytes) -> None:
+    now = time.monotonic()
+    wires = {"notes": SimpleNamespace(notes=deque([b'["ready"]', note]), heard_at=now)}
+    joining_island = SimpleNamespace(
+        name="island2", every=[], since=now, following=False, moved=False, wires=wires
+    )
+    join_server = JoinServer.__new__(JoinServer)
+    join_server.joining_island, join_server._looked, join_server._dead = joining_island, now, 10.0
+    assert join_server.look() == [] and join_server.joining_island is None
+
+
+def test_a_question_is_not_abandoned_for_who_is_not_asked() -> None:
+    """All are told to end while 0 and 1 ask something at the base of 2, which has not begun."""
+    members = [Member(i) for i in range(3)]
+    planned = first_record(members[:2]).following(members=tuple(members), base=(0, 0, 5))
+    rank = entered(members[0], 0, 1, planned, window=9)
+    for n in range(6):
+        rank, _ = rank.step(protocol_events.Launched(n, "gather", question=n == 5))
+    signs = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
+    stopping = Stopping(signs, lambda: rank, threading.Condition())
+    stopping.end()
+    stopping.hear(["stops", 5, True, -1], members[2])
+    assert not stopping.abandoned(5) and stopping.abandoned(6)
+
+
+def test_what_a_guest_brings() -> None:
+    words, now = deque([b'["follow", {"weight": "ab"}]', b'["ready"]']), time.monotonic()
+    wires = {"notes": SimpleNamespace(notes=words, heard_at=now)}
+    join_server = JoinServer.__new__(JoinServer)
+    join_server.joining_island = SimpleNamespace(
+        every=[], since=now, following=False, moved=False, wires=wires
+    )
+    join_server._looked, join_server._dead = now, 10.0
+    assert join_server.look() == [["follow", {"weight": "ab"}], ["ready"]]

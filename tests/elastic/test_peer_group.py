@@ -1,0 +1,121 @@
+"""A peer group of a mesh: its round trip, a peer that goes; how many connections are opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import PeerLost, preset
+from fsdp_demo.elastic import chunks as streams_of
+from fsdp_demo.elastic.chunks import streams
+from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.rendezvous.position import ShardPosition
+
+from ..support import probe, threaded
+
+
+def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
+    """fn(line) on `count` threads, each a replica of a mesh; what each returned, or the exception
+    it raised.
+    """
+
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        line, _ = topology.join(ShardPosition())
+        assert line is not None
+        try:
+            return fn(line)
+        finally:
+            line.release()
+
+    return threaded.islands(island, count, timeout)
+
+
+def test_how_many_connections_follows_from_the_round_trip() -> None:
+    assert [streams(s, 1) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [
+        1,
+        1,
+        1,
+        2,
+        4,
+        8,
+        streams_of.STREAMS,
+    ]
+
+
+def test_all_peers_together_have_a_budget_of_connections() -> None:
+    for islands in (2, 3, 5, 8, 16, 24, 32, 48, 128):
+        count = streams(1.0, islands - 1)
+        assert count == 1 or count * (islands - 1) <= streams_of.BUDGET
+    assert streams(1.0, 4) == streams_of.STREAMS and streams(1.0, 31) == 1
+
+
+@pytest.mark.parametrize("late, expected", [(0.0, 1), (0.06, 4)])
+def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late, expected) -> None:
+    """One rank's kernel has seen a longer way than those of the others (which here are near): all
+    open the same number.
+    """
+
+    def counted(line: PeerGroup) -> tuple[int, int]:
+        if line.rank == 1 and late:
+            line.seen_round_trip = lambda: late  # type: ignore[method-assign]
+        return streams(line.round_trip(), 2), line.meter.bytes_sent
+
+    def run(me: Any) -> None:
+        outs = on_lines(counted, 3)
+        assert all(out == outs[0] for out in outs)
+        count, sent = outs[0]
+        assert count >= expected and sent == 0
+
+    run_ranks(run, 1, 1)
+
+
+def test_a_peer_that_goes_is_named(run_ranks) -> None:
+    def goes(line: PeerGroup) -> Any:
+        line.all_gather(torch.zeros(5000, dtype=torch.uint8))
+        if line.rank == 1:
+            return "gone"
+        return line.all_gather(torch.zeros(5000, dtype=torch.uint8))
+
+    def run(me: Any) -> None:
+        left, gone = on_lines(goes, 2, timeout=2.0)
+        assert gone == "gone" and isinstance(left, PeerLost) and "island 1 (island1)" in str(left)
+
+    run_ranks(run, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["demo", "diloco"])
+def test_training_over_several_connections_is_the_same_training(
+    run_ranks, everywhere, name
+) -> None:
+    """Real islands whose lines open all connections (every round trip counts as long), against one
+    connection.
+    """
+    config = preset(name) if name == "demo" else preset(name, period=2, momentum_warmup=0)
+    config = config.changed({"clip": None, "inner_optimizers": ["as_is"]})
+
+    def run(me: Any) -> Any:
+        model = probe.Probe()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        for t in range(4):
+            probe.backward(model, me, t, 0, False)
+            optimizer.step()
+            optimizer.zero_grad()
+        out = {n: p.detach().clone() for n, p in model.named_parameters()}
+        counts = {
+            k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
+        }
+        connections = exchange._peers._num_connections
+        exchange.finish()
+        return out, counts, connections
+
+    found = []
+    for rtt in (1e9, 1e-9):
+        everywhere.setattr(streams_of, "STREAM_RTT", rtt)
+        found.append(run_ranks(run, 2, 1))
+    for one, several in zip(*found, strict=True):
+        assert (one[2], several[2]) == (1, streams_of.STREAMS) and one[1] == several[1]
+        assert all(torch.equal(one[0][n], several[0][n]) for n in one[0])

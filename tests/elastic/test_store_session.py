@@ -1,0 +1,149 @@
+"""The store in a change of members: whose report is waited for, and for how long."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_demo.elastic import store_session
+from fsdp_demo.elastic.store_session import StoreSession
+from fsdp_demo.membership import protocol_events
+from fsdp_demo.membership.protocol_types import Member, Record, Report
+from fsdp_demo.membership.record_json import report_text
+from fsdp_demo.store.client import WorldStore
+
+A, B, C = MEMBERS = (Member(0), Member(1), Member(2))
+
+
+def report(member: Member, *heard: Member) -> Report:
+    return Report(0, member, 0, frozenset(heard), 0, (), begun=True)
+
+
+class Told:
+    """A feed with a store in memory, and what it has told."""
+
+    def __init__(self, dead: float):
+        self.store, self._events = (
+            WorldStore(dist.HashStore(), "the test", 5.0),
+            queue.SimpleQueue[protocol_events.ReportsSeen](),
+        )
+        self.failed = queue.SimpleQueue[str]()
+        self.session = StoreSession(
+            lambda: self.store, 1, dead, 60.0, self._events.put, self.failed.put
+        )  # type: ignore[arg-type]
+
+    def reports(self, *members: Member) -> None:
+        for member in members:
+            self.store.set(f"report/0/{member.slot}.0.0", report_text(report(member, *MEMBERS)))
+
+    def next(self, seconds: float = 20.0) -> tuple[list[Member], bool]:
+        """Who has reported, and whether the others are waited for no more."""
+        event = self._events.get(timeout=seconds)
+        return sorted(r.member for r in event.reports), event.waited
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """Missing reports are waited for nearly for ever."""
+    monkeypatch.setattr(store_session, "MINORITY", 0.3)
+    made = Told(dead=3600.0)
+    yield made
+    made.session.close()
+
+
+def test_who_is_heard_is_waited_for(told: Told) -> None:
+    told.reports(B)
+    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.next() == ([A, B], False)
+    with pytest.raises(queue.Empty):
+        told.next(1.0)
+    told.reports(C)
+    assert told.next() == ([A, B, C], False)
+
+
+def test_who_is_lost_during_the_change_is_not_waited_for(told: Told) -> None:
+    told.reports(B)
+    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.next() == ([A, B], False)
+    told.session.lost([B])  # it has reported
+    told.session.lost([C])
+    assert told.next() == ([A, B], True)
+
+
+def test_who_was_lost_before_and_is_heard_by_nobody_is_not_waited_for_either(told: Told) -> None:
+    """One is killed, and one that was stopped before is noticed while the change is on."""
+    told.session.post(report(A, A, B), MEMBERS, 0)
+    assert told.next() == ([A], False)
+    told.session.lost([B])
+    assert told.next() == ([A], True)
+
+
+def test_its_report_has_a_moment_all_the_same(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may hear it."""
+    monkeypatch.setattr(store_session, "MINORITY", 3600.0)
+    told.reports(B)
+    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    told.session.lost([C])
+    assert told.next() == ([A, B], False)
+    told.reports(C)
+    assert told.next() == ([A, B, C], False)
+
+
+def test_who_was_lost_before_but_is_heard_by_another_is_waited_for(told: Told) -> None:
+    told.reports(B)
+    told.session.post(report(A, A, B), MEMBERS, 0)
+    assert told.next() == ([A, B], False)
+    with pytest.raises(queue.Empty):
+        told.next(1.0)
+
+
+def test_a_report_that_came_in_time_counts_however_far_the_store_is() -> None:
+    """One look takes longer than a peer may be silent. The report comes after its place was read,
+    and before the limit.
+    """
+    told = Told(dead=0.5)
+    reads = told.store.get_all
+
+    def slow(keys: Sequence[str]) -> list[str]:
+        found = reads(keys)
+        if "report/0/1.0.0" in keys and not any(found):
+            told.reports(B)
+            time.sleep(1.0)
+        return found
+
+    told.store.get_all = slow  # type: ignore[method-assign]
+    try:
+        told.reports(C)
+        told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+        assert told.next() == ([A, C], False)
+        assert told.next() == ([A, B, C], True)
+    finally:
+        told.session.close()
+
+
+def test_a_report_is_deleted_when_the_change_is_over(told: Told) -> None:
+    """A run of weeks makes many, and the store has an end."""
+    told.reports(B, C)
+    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.next() == ([A, B, C], False)
+    told.session.propose(Record(1, 1, MEMBERS, (0, 0, 0)))
+    end = time.monotonic() + 20.0
+    while told.store.get("report/0/0.0.0"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert all(told.store.get_all(["report/0/1.0.0", "record/1"]))  # B deletes its own
+
+
+def test_a_store_that_refuses_ends_the_wait_at_once(told: Told) -> None:
+    """A full one, say: nobody can finish a change there."""
+
+    def full(key: str, value: str) -> None:
+        raise ValueError("the store refuses: it holds 100000 keys")
+
+    told.store.set = full  # type: ignore[method-assign]
+    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    assert told.failed.get(timeout=20.0) == "the store refuses: it holds 100000 keys"

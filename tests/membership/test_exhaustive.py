@@ -1,0 +1,257 @@
+"""Every history of one or two open messages among three islands, and eleven mutants that must be
+found.
+
+Explored here, by `tests/support/explorer.py`, whose docstring says what is left out and why
+(numbers: docs/membership.md):
+
+* one message (gather, mixed) on 3 islands x 1 peer group, launched at any time, with
+  changes that leave nobody out;
+* one message (gather, mixed) on 3 islands x 2 peer groups, launched at the start, and launched at
+  any time by each rank;
+* two messages (all four orders of gather and mixed) on 3 islands x 1 peer group, launched at the
+  start, with changes that leave nobody out;
+* slow: the same one message with changes that leave nobody out, too;
+* two messages (all four orders) on 3 islands x 1 peer group, launched at any time by each rank,
+  with changes that leave out one or two islands;
+* a mixed message before a gather on 2 islands x 2 peer groups, launched at any time, with one
+  change;
+* a join beside a store that answers as late as it likes, to each rank at another time, with nothing
+  left out: one member and a newcomer; slow: two members and a newcomer;
+* the same where questions lie at the newcomer's base and behind it: one member and a newcomer;
+  slow: with two changes more, and two members and a newcomer;
+* slow: two messages (all four orders of gather and mixed) on 3 islands x 2 peer groups, both
+  launched, at most 2 changes that leave out one or two islands each.
+
+"At any time" is before a change, while it goes on, or in a later view, while others hold the
+message or have delivered one after it. "At most 2 crashes" are those that changes leave out; a
+crash that no change follows stops an island, and the others wait as they do for a slow one. I1 to
+I8 are checked after every step, and that nothing waits for ever when no more faults come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_demo.membership.protocol_types import Kind
+
+from ..support import mutants
+from ..support.everything import Everything, renamed
+from ..support.explorer import Explorer
+from ..support.invariants import Violation
+
+Kinds = tuple[Kind, ...]
+
+
+@pytest.mark.parametrize("kind, states", [("gather", 300), ("mixed", 2100)])
+def test_one_message(kind: Kind, states: int) -> None:
+    explorer = Explorer((kind,), idle=False).run()
+    assert explorer.states > states and len(explorer.endings) > 3
+
+
+@pytest.mark.parametrize("kind, states", [("gather", 900), ("mixed", 3400)])
+def test_one_message_launched_late_in_two_peer_groups(kind: Kind, states: int) -> None:
+    """An island, or one rank of it, launches only when the members have changed, once or twice; the
+    others hold the message before.
+    """
+    assert Explorer((kind,), late="rank", idle=False).run().states > states
+
+
+@pytest.mark.parametrize("kind", ["gather", "mixed"])
+def test_one_message_launched_at_any_time(kind: Kind) -> None:
+    assert Explorer((kind,), peer_groups=1, late="rank").run().states > 150
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("gather", "mixed"),
+        ("mixed", "gather"),
+        *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "mixed")),
+    ],
+)
+def test_two_messages_in_one_peer_group(kinds: Kinds) -> None:
+    assert Explorer(kinds, peer_groups=1).run().states > 600
+
+
+def test_a_mixed_message_before_a_gather_of_two_islands_in_two_peer_groups() -> None:
+    assert Explorer(("mixed", "gather"), islands=2, changes=1, late="island").run().states > 2800
+
+
+@pytest.mark.parametrize(
+    "kinds", [(a, b) for a in ("gather", "mixed") for b in ("gather", "mixed")]
+)
+def test_two_messages_launched_late_in_one_peer_group(kinds: Kinds) -> None:
+    assert Explorer(kinds, peer_groups=1, late="rank", idle=False).run().states > 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "kinds, states",
+    [
+        (("gather", "gather"), 24000),
+        (("gather", "mixed"), 129000),
+        (("mixed", "gather"), 45000),
+        (("mixed", "mixed"), 181000),
+    ],
+)
+def test_two_messages_in_two_peer_groups(kinds: Kinds, states: int) -> None:
+    assert Explorer(kinds, idle=False).run().states > states
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind, states", [("gather", 5600), ("mixed", 22000)])
+def test_changes_that_leave_nobody_out(kind: Kind, states: int) -> None:
+    assert Explorer((kind,)).run().states > states
+
+
+# ---- nothing is lost by what is left out -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, changes", [("gather", 1), ("mixed", 1), ("gather", 2), ("mixed", 2)]
+)
+def test_the_same_comes_out_as_with_nothing_left_out(kind: Kind, changes: int) -> None:
+    """Two islands in one peer group: every order of every single step, against the explorer."""
+    every = Everything((kind,), 2, 1, changes).run()
+    few = Explorer((kind,), 2, 1, changes, late="rank").run()
+    assert (
+        renamed(every.endings, 2) == renamed({kept for kept, _ in few.endings}, 2)
+        and every.worlds > 3 * few.states
+    )
+
+
+# ---- a join beside a slow store ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "islands", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+@pytest.mark.parametrize("kind", ["gather", "mixed"])
+def test_a_join_that_the_store_confirms_at_any_time(kind: Kind, islands: int) -> None:
+    """The question, its answer and every look at the record may come after any other step."""
+    found = _joins((kind,) * 4, islands)
+    newcomer = (islands, (tuple(range(islands + 1)),))
+    assert any(newcomer in ending for ending in found.endings)
+
+
+def _joins(kinds: Kinds, islands: int, crashes: int = 0, **options: Any) -> Everything:
+    return Everything(kinds, islands, 1, crashes=crashes, join=True, window=1, **options).run()
+
+
+@pytest.mark.parametrize("kind", ["gather", "mixed"])
+@pytest.mark.parametrize("asked", [(3,), (3, 4), (3, 5), (4,), (4, 5)])
+def test_a_newcomer_begins_behind_questions(kind: Kind, asked: tuple[int, ...]) -> None:
+    _begins_behind(_joins((kind,) * 6, 1, questions=frozenset(asked)), asked)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind, asked", [("gather", (3, 4)), ("mixed", (3, 5))])
+def test_a_newcomer_begins_behind_questions_while_members_change(
+    kind: Kind, asked: tuple[int, ...]
+) -> None:
+    found = _joins((kind,) * 6, 1, questions=frozenset(asked), changes=3, crashes=1)
+    _begins_behind(found, asked)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_newcomer_of_two_members_begins_behind_a_question() -> None:
+    _begins_behind(_joins(("gather",) * 5, 2, questions=frozenset([3])), (3,))
+
+
+def _begins_behind(found: Everything, asked: tuple[int, ...]) -> None:
+    """The first message with the newcomer is no question, and while it is a member it is in all
+    that come after it.
+    """
+    begun = set()
+    for ending in map(dict, found.endings):
+        with_it = [found.islands in of for of in ending.get(0, ())]
+        if any(with_it):
+            first = with_it.index(True)
+            assert all(with_it[first:]) or found.islands not in ending
+            begun.add(first)
+    assert begun and not begun.intersection(asked)
+
+
+# ---- mutants -----------------------------------------------------------------------------------
+
+FOUND: list[tuple[type, Kind, int, str, set[str]]] = [
+    (mutants.NoFreeze, "gather", 2, "I7", set()),
+    (mutants.NoFreeze, "gather", 2, "I2", {"I7"}),
+    (mutants.PeerGroupDecides, "gather", 2, "stuck", set()),
+    (mutants.NoForwarding, "gather", 1, "stuck", set()),
+    (mutants.NoForwarding, "mixed", 1, "stuck", set()),
+    (mutants.VoteWithoutEpoch, "gather", 2, "I1", set()),
+    (mutants.OwnView, "gather", 1, "stuck", set()),
+    (mutants.OwnView, "gather", 2, "I1", {"stuck"}),
+    (mutants.SealsAtOnce, "gather", 1, "I8", set()),
+    (mutants.SealsAtOnce, "gather", 1, "I5", {"I8"}),
+    (mutants.MixedMeans, "mixed", 1, "I1", set()),
+]
+"""Mutant, message, peer groups, what finds it, and what is not looked at, to see what comes of
+it."""
+
+
+LATE: dict[type, tuple[Kinds, dict[str, Any], str]] = {
+    mutants.LeavesLateOut: (
+        ("gather",),
+        {"late": "island", "peer_groups": 1, "unchecked": frozenset({"launch"})},
+        "I4",
+    ),
+    mutants.BeginsAgain: (("mixed", "gather"), {"islands": 2}, "I2"),
+}
+"""Mutants that only these dimensions find: messages, what is explored, and what finds it."""
+
+
+@pytest.mark.parametrize("mutant", LATE)
+def test_mutants_of_late_launches_and_of_a_mixed_message_before_a_gather_die(mutant: Any) -> None:
+    kinds, options, name = LATE[mutant]
+    with pytest.raises(Violation) as found:
+        Explorer(kinds, changes=1, machine=mutant, **options).run()
+    assert found.value.name == name
+
+
+def test_without_these_dimensions_they_live() -> None:
+    Explorer(("gather",), peer_groups=1, changes=1, machine=mutants.LeavesLateOut).run()
+    Explorer(
+        ("gather", "mixed"), islands=2, peer_groups=1, changes=1, machine=mutants.BeginsAgain
+    ).run()
+
+
+@pytest.mark.parametrize("mutant, kind, peer_groups, name, unchecked", FOUND)
+def test_mutants_die(
+    mutant: Any, kind: Kind, peer_groups: int, name: str, unchecked: set[str]
+) -> None:
+    with pytest.raises(Violation) as found:
+        Explorer(
+            (kind,),
+            peer_groups=peer_groups,
+            changes=1,
+            machine=mutant,
+            unchecked=frozenset(unchecked),
+        ).run()
+    assert found.value.name == name
+
+
+def test_no_mutant_is_forgotten() -> None:
+    joins = {mutants.WaitsForNoStore, mutants.AsksNewcomers}
+    assert {m for m, *_ in FOUND} | LATE.keys() | joins == set(mutants.MUTANTS)
+    assert len(mutants.MUTANTS) == 11
+
+
+def test_a_donor_that_waits_for_no_store_is_found() -> None:
+    with pytest.raises(Violation) as found:
+        _joins(("gather",) * 4, 1, machine=mutants.WaitsForNoStore)
+    assert found.value.name == "promise"
+
+
+def test_members_that_ask_newcomers_are_found() -> None:
+    with pytest.raises(Violation) as found:
+        _joins(("gather",) * 5, 1, questions=frozenset([3]), machine=mutants.AsksNewcomers)
+    assert found.value.name == "stuck"
+    _joins(("gather",) * 5, 1, machine=mutants.AsksNewcomers)

@@ -1,0 +1,653 @@
+"""Histories that break simpler protocols of membership, each by its number in docs/membership.md,
+played on the state machine.
+
+Left for the parts that they concern: one-answer and one-judgement (questions and the guard),
+beats-of-training and slow-waits (beats, patience), delivered-stays (sums of tensors), the coding in
+reduce-again and coded-for-fewer (transports, connections), the durable store in record-chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from fsdp_demo.membership import protocol_events, settlement
+from fsdp_demo.membership.machine import entered
+from fsdp_demo.membership.protocol_types import (
+    Ballot,
+    Forward,
+    Member,
+    Piece,
+    Record,
+    Report,
+    Settlement,
+    extended,
+    first_record,
+)
+
+from ..support.bench import A, B, Bench, C, D
+
+
+def test_in_health_all_deliver_free_and_seal() -> None:
+    bench = Bench()
+    for n, kind in enumerate(("gather", "mixed", "gather")):
+        bench.launch(n, kind)
+        bench.let()
+        bench.vote()
+        assert [bench.delivered(m, n) for m in (A, B, C)] == [["ABC"] * 2] * 3
+    bench.beats()
+    assert all(not rank.open and rank.freed == 3 for rank in bench.ranks.values())
+    assert bench.sealed(A) == bench.sealed(C, 1) == 3
+
+
+def test_freeze_first_a_frozen_rank_receives_nothing() -> None:
+    """C is slow, not dead: its bytes come to A after A has reported that it lacks them."""
+    bench = Bench()
+    bench.launch(0)
+    bench.let(sender=(A, B))
+    bench.freeze(A, B)
+    before = {at: bench.ranks[at] for at in bench.ranks if at[0] == A}
+    bench.let(sender=C, to=A)
+    bench.vote()
+    assert {at: bench.ranks[at] for at in before} == before and bench.delivered(A) == [None, None]
+    bench.change(A, B)
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["AB", "AB"]
+
+
+def test_one_record_the_record_decides_whoever_proposes_it() -> None:
+    bench = Bench()
+    bench.launch(0)
+    bench.let(to=A)
+    bench.freeze(A, B, C)
+    proposed = [bench.propose((m, r)) for m in (A, B, C) for r in (0, 1)]
+    assert len(set(proposed)) == 1 and proposed[0] is not None and proposed[0].members == (A, B, C)
+
+
+def test_all_groups_no_peer_group_acts_alone() -> None:
+    """Peer group 0 of B holds C's body, peer group 1 does not."""
+    bench = Bench("ABC")
+    bench.launch(0)
+    bench.let(sender=(A, B))
+    bench.let(sender=C, to=B, peer_group=0)
+    assert bench.ranks[B, 0].ballots and bench.delivered(B) == [None, None]
+    bench.change(A, B)
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["AB", "AB"]
+
+
+def applied_by_d() -> Bench:
+    """D alone has delivered message 0, with C's body, and C died."""
+    bench = Bench("ABCD")
+    bench.launch(0)
+    bench.let(to=D)
+    bench.let(sender=(A, B, D), to=(A, B))
+    bench.vote()
+    assert bench.delivered(D) == ["ABCD", "ABCD"] and bench.delivered(A) == [None, None]
+    return bench
+
+
+def test_any_holder_forwards_what_one_member_has_is_forwarded() -> None:
+    bench = applied_by_d()
+    record = bench.change(A, B, D)
+    assert record.settlements == (Settlement(0, (A, B, C, D), 1),)
+    assert [f for f in record.forwards if f.piece.of == C] == [
+        Forward(peer_group, 0, Piece("body", C), D, (A, B)) for peer_group in (0, 1)
+    ]
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["ABCD"] * 2
+
+
+def test_any_holder_forwards_the_one_who_had_it_dies_while_forwarding() -> None:
+    """The unfinished settlement is settled again, from what the members of the next record hold."""
+    bench = applied_by_d()
+    bench.change(A, B, D)
+    bench.let(sender=D, to=A, peer_group=0)
+    record = bench.change(A, B)
+    assert record.settlements == (Settlement(0, (A, B, D), 2),)
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["ABD"] * 2
+
+
+def test_expelled_ends_expelled_does_nothing_more() -> None:
+    """A hears all and delivers; nobody hears A."""
+    bench = Bench("ABC")
+    bench.launch(0)
+    bench.let(sender=(B, C))
+    bench.let(sender=A, to=A)
+    bench.vote()
+    assert bench.delivered(A) == ["ABC"] * 2
+    bench.change(B, C)
+    bench.adopt(A)
+    assert bench.ranks[A, 0].state == "expelled" and bench.did[A, 0][
+        -1
+    ] == protocol_events.Expelled(bench.record)
+    bench.beats()
+    assert (
+        bench.tell((A, 0), protocol_events.LandedHeard(0, B, 5))
+        == bench.tell((A, 0), protocol_events.Launched(1, "gather"))
+        == []
+        and bench.sealed(A) == 0
+    )
+    bench.let()
+    bench.vote()
+    assert bench.delivered(B) == bench.delivered(C) == ["BC"] * 2
+
+
+def test_reduce_again_a_reduce_without_all_parts_is_repeated() -> None:
+    """C dies in leg 1: part C of C's vector never left it."""
+    bench = Bench()
+    bench.launch(0, "mixed")
+    bench.let(sender=(A, B), to=(A, B))
+    bench.let(sender=C, to=A)
+    record = bench.change(A, B)
+    assert record.settlement(0) == Settlement(0, (A, B), 1) and record.forwards == ()
+    assert {f.piece.attempt for _, to, f in bench.frames if f.view == 1} == {1}
+    bench.let()
+    bench.vote()
+    (a,), (b,) = (
+        [x for x in bench.did[m, 0] if isinstance(x, protocol_events.Deliver)] for m in (A, B)
+    )
+    parts = {Piece("part", m, 1) for m in (A, B)}
+    assert a == b and a.pieces == parts | {Piece("body", m) for m in (A, B)}
+
+
+@pytest.mark.parametrize("peer_groups", [(0,), (0, 1)])
+def test_no_mixed_attempts_a_whole_mean_is_kept_and_a_torn_one_repeated(
+    peer_groups: tuple[int, ...],
+) -> None:
+    """A has the mean; B lacks the part of C, which died in leg 2. In one peer group only, nobody
+    has that part.
+    """
+    bench = Bench()
+    bench.launch(0, "mixed")
+    bench.let(to=(A, B, C), sender=(A, B))
+    # shares of C come to all, its part only in these peer groups, and only to A
+    for peer_group in (0, 1):
+        for item in [
+            f for f in bench.frames if f[0] == (C, peer_group) and f[2].piece.what == "share"
+        ]:
+            bench.frames.remove(item)
+            bench.tell(item[1], item[2])
+        bench.let(sender=(A, B), peer_group=peer_group)
+        if peer_group in peer_groups:
+            bench.let(sender=C, to=A, peer_group=peer_group)
+    bench.vote()
+    record = bench.change(A, B)
+    bench.let()
+    bench.vote()
+    whole = peer_groups == (0, 1)
+    assert record.settlement(0) == (
+        Settlement(0, (A, B, C), 0) if whole else Settlement(0, (A, B), 1)
+    )
+    assert bench.delivered(A) == bench.delivered(B) == ["ABC" if whole else "AB"] * 2
+
+
+def test_no_mixed_attempts_parts_of_another_attempt_do_not_count() -> None:
+    rank, _ = entered(A, 0, 1, first_record([A, B]), 1).step(protocol_events.Launched(0, "mixed"))
+    for old in (Piece("part", B, 7), Piece("share", B, 7)):
+        assert rank.step(protocol_events.PieceReceived(0, 0, B, 0, "mixed", old)) == (rank, ())
+
+
+def test_one_set_one_set_for_a_mixed_message() -> None:
+    """C's body is everywhere, its vector is not: the message is repeated without C."""
+    bench = Bench()
+    bench.launch(0, "mixed")
+    for item in [f for f in bench.frames if f[2].piece.what == "body"]:
+        bench.frames.remove(item)
+        bench.tell(item[1], item[2])
+    bench.change(A, B)
+    bench.let()
+    bench.vote()
+    (a,) = (x for x in bench.did[A, 0] if isinstance(x, protocol_events.Deliver))
+    assert (
+        a.contributors == (A, B)
+        and {p.of for p in a.pieces} == {A, B}
+        and bench.delivered(B) == ["AB"] * 2
+    )
+
+
+def test_seal_stable_only_what_all_have_may_be_sealed() -> None:
+    """A delivers with C; before the others have it, A may seal nothing."""
+    bench = Bench()
+    bench.launch(0)
+    bench.let(to=A)
+    bench.vote()
+    bench.beats()
+    assert bench.delivered(A) == ["ABC"] * 2 and bench.sealed(A) == 0
+    bench.let()
+    bench.vote()
+    bench.beats()
+    assert bench.sealed(A) == bench.sealed(B) == 1
+
+
+def test_seal_stable_histories_tell_checkpoints_of_one_step_apart() -> None:
+    with_c = extended(extended("", 0, (A, B, C)), 1, (A, B))
+    without = extended(extended("", 0, (A, B)), 1, (A, B))
+    assert (
+        with_c != without
+        and extended("", 0, (B, A)) == extended("", 0, (A, B))
+        and len(with_c) == 16
+    )
+    assert extended("", 0, (A,)) != extended("", 0, (Member(0, 1),))
+
+
+def test_settle_all_open_a_message_is_kept_until_all_have_it() -> None:
+    """A is as far ahead as it can be: 2 q messages are kept."""
+    bench = Bench("AB", peer_groups=1, window=2)
+    for n in (0, 1):
+        bench.launch(n)
+    bench.let(to=A)
+    for n in (2, 3):
+        bench.launch(n, who=[A])
+    assert [e.n for e in bench.ranks[A, 0].open] == [0, 1, 2, 3] and bench.ranks[A, 0].landed == 2
+    with pytest.raises(
+        ValueError, match="launched message 4: the next is 4, it must be below landed .* 4"
+    ):
+        bench.launch(4, who=[A])
+    bench.let(to=B)
+    bench.beats()
+    assert [e.n for e in bench.ranks[A, 0].open] == [2, 3]
+
+
+def test_settle_all_open_all_open_messages_are_settled_in_one_record() -> None:
+    bench = Bench()
+    for n in (0, 1):
+        bench.launch(n)
+    bench.let(sender=(A, B), to=(A, B))
+    bench.let(sender=C, to=A, n=0)
+    record = bench.change(A, B)
+    assert record.settlements == (Settlement(0, (A, B, C), 1),) and record.settlement(
+        1
+    ).contributors == (A, B)
+    bench.let()
+    bench.vote()
+    assert [bench.delivered(B, n) for n in (0, 1)] == [["ABC"] * 2, ["AB"] * 2]
+
+
+def test_any_order_messages_have_numbers_of_their_own_and_may_come_in_any_order() -> None:
+    bench = Bench("AB", peer_groups=1)
+    bench.launch(0, "mixed")
+    bench.launch(1)
+    bench.let(n=1)
+    assert (
+        bench.delivered(A, 1) == ["AB"]
+        and bench.delivered(A, 0) == [None]
+        and bench.ranks[A, 0].landed == 0
+    )
+    bench.let()
+    assert bench.delivered(A, 0) == ["AB"] and bench.ranks[A, 0].landed == 2
+    with pytest.raises(ValueError, match="launched message 5: the next is 2"):
+        bench.launch(5)
+
+
+def test_heard_both_ways_a_minority_does_not_win() -> None:
+    """A is cut from B and C; all reach the store."""
+    bench = Bench()
+    bench.freeze(A, lost=(B, C))
+    assert bench.propose((A, 0), waited=False) is not None, (
+        "nobody hears the others: A need not wait for them"
+    )
+    bench.reports.clear()
+    bench = Bench()
+    bench.freeze(A, lost=(B, C))
+    bench.freeze(B, C, lost=(A,))
+    for at in bench.ranks:
+        record = bench.propose(at, waited=False)
+        assert record is not None and record.members == (B, C)
+
+
+def test_heard_both_ways_a_half_open_link_counts_as_none() -> None:
+    """In peer group 1 C does not hear A; everything else works. A and B stay: the lowest slots of
+    two largest sets.
+    """
+    bench = Bench()
+    bench.tell((C, 1), protocol_events.ConnectionLost(A))
+    bench.freeze(A, B, C)
+    record = bench.propose((C, 0), waited=False)
+    assert record is not None and record.members == (A, B)
+
+
+def test_a_report_is_waited_for_while_somebody_hears_the_island() -> None:
+    bench = Bench()
+    bench.tell((A, 0), protocol_events.ConnectionLost(C))
+    bench.freeze(A, B)
+    assert bench.propose((A, 0), waited=False) is None
+    record = bench.propose((A, 0), waited=True)
+    assert record is not None and record.members == (A, B)
+
+
+def test_an_island_has_reported_when_all_its_ranks_have() -> None:
+    bench = Bench("AB")
+    bench.freeze(A)
+    bench.tell((B, 0), protocol_events.FrozenHeard(0))
+    record = bench.propose((A, 1))
+    assert record is not None and record.members == (A,)
+
+
+@pytest.mark.parametrize(
+    "count, broken, stay",
+    [
+        (4, [(0, 2), (0, 3), (1, 2), (1, 3)], (0, 1)),
+        (3, [(0, 2)], (0, 1)),
+        (3, [(0, 1)], (0, 2)),
+        (5, [(0, 1), (0, 2), (0, 3), (0, 4)], (1, 2, 3, 4)),
+        (5, [(0, 1), (2, 3)], (0, 2, 4)),
+        (4, [(a, b) for a in range(4) for b in range(a)], (0,)),
+        (64, [(0, 9), (9, 30), (60, 61)], tuple(i for i in range(64) if i not in (9, 61))),
+    ],
+)
+def test_largest_set_the_largest_set_and_the_lowest_slots(
+    count: int, broken: list[tuple[int, int]], stay: tuple[int, ...]
+) -> None:
+    members = [Member(i) for i in range(count)]
+    bad = {frozenset((Member(a), Member(b))) for a, b in broken}
+    pairs = frozenset(frozenset((a, b)) for a in members for b in members if a < b) - bad
+    assert settlement.largest(members, pairs) == tuple(Member(i) for i in stay)
+
+
+def test_largest_set_against_all_subsets() -> None:
+    """Every relation among four islands."""
+    members = [Member(i) for i in range(4)]
+    every = [frozenset((a, b)) for a in members for b in members if a < b]
+    for bits in range(1 << len(every)):
+        pairs = frozenset(p for i, p in enumerate(every) if bits >> i & 1)
+        subsets = [[m for i, m in enumerate(members) if s >> i & 1] for s in range(1, 16)]
+        fit = [s for s in subsets if all(frozenset((a, b)) in pairs for a in s for b in s if a < b)]
+        assert settlement.largest(members, pairs) == tuple(min(fit, key=lambda s: (-len(s), s)))
+
+
+def test_store_unasked_the_store_is_not_asked_in_health() -> None:
+    """No action but those of a change speaks to the store, and nothing but the peer group or a
+    peer's word begins one.
+    """
+    bench = Bench("AB")
+    bench.launch(0)
+    bench.let()
+    bench.vote()
+    bench.beats()
+    asked = {type(a) for actions in bench.did.values() for a in actions}
+    assert (
+        asked == {protocol_events.Deliver, protocol_events.Free, protocol_events.SealAllowed}
+        and bench.reports == []
+    )
+    assert bench.tell((A, 0), protocol_events.ReportsSeen((), waited=True)) == []
+
+
+def test_record_chain_records_form_a_chain() -> None:
+    """Another record 2 after another record 1 has another digest; a gap is refused."""
+    bench = Bench()
+    first = bench.change(A, B)
+    second = first.following(view=2)
+    other = replace(first, members=(A,), base=(0,)).following(view=2, members=(A, B), base=(0, 0))
+    assert second.history == first.digest() != other.history and second.digest() != other.digest()
+    with pytest.raises(ValueError, match="record 3 follows 1: hand records in in order"):
+        bench.tell((A, 0), protocol_events.RecordSeen(second.following()))
+    assert bench.tell((A, 0), protocol_events.RecordSeen(first)) == []
+
+
+def test_early_part_what_a_leaver_sent_early_counts() -> None:
+    bench = Bench()
+    bench.launch(0, who=[C])
+    bench.let()
+    for peer_group in (0, 1):
+        assert bench.tell((C, peer_group), protocol_events.Leave()) == [protocol_events.Freeze(0)]
+        for m in (A, B):
+            bench.tell((m, peer_group), protocol_events.ConnectionLost(C))
+    record = bench.propose((A, 0), waited=False)
+    assert record is not None and record.settlements == (Settlement(0, (A, B, C), 1),)
+    bench.record = record
+    bench.adopt(A, B)
+    bench.launch(0, who=[A, B])
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["ABC"] * 2
+    assert bench.tell((C, 0), protocol_events.RecordSeen(record)) == [], (
+        "it has left, it is not expelled"
+    )
+
+
+def test_delivered_stays_what_is_delivered_stays_and_what_is_repeated_has_another_attempt() -> None:
+    bench = Bench(peer_groups=1)
+    bench.launch(0, "mixed")
+    bench.launch(1, "mixed")
+    bench.let(n=0)
+    bench.let(n=1, sender=(A, B), to=(A, B))
+    bench.change(A, B)
+    bench.let()
+    assert bench.delivered(A, 0) == bench.delivered(B, 0) == ["ABC"] and bench.delivered(A, 1) == [
+        "AB"
+    ]
+    assert {a.piece.attempt for _, _, a in bench.frames if a.view == 1} <= {1}
+
+
+def test_vote_with_view_a_vote_carries_the_view_of_the_settlement() -> None:
+    """Rank 0 of A held message 0 with C in the old view; rank 1 lacked C, and settles without
+    it.
+    """
+    bench = Bench()
+    bench.launch(0)
+    bench.let(sender=(A, B), to=(A, B))
+    bench.let(sender=C, to=A, peer_group=0)
+    assert Ballot(0, 0, 0) in bench.ranks[A, 0].ballots
+    bench.freeze(A, B)
+    bench.votes.clear()
+    record = bench.propose((A, 0))
+    assert record is not None
+    bench.record = record
+    bench.adopt(A, rank=1)
+    bench.adopt(B)
+    bench.let(peer_group=1)
+    bench.vote()
+    assert Ballot(0, 1, 1) in bench.ranks[A, 0].ballots and bench.delivered(A) == [None, None]
+    bench.adopt(A, rank=0)
+    bench.let()
+    bench.vote()
+    assert bench.delivered(A) == bench.delivered(B) == ["AB"] * 2
+
+
+def test_a_rank_that_freed_votes_again_for_one_that_waits() -> None:
+    """Rank 0 of A heard that all have message 0 and freed it; rank 1 has not heard the vote of rank
+    0 when a change comes.
+    """
+    bench = Bench("AB")
+    bench.launch(0)
+    bench.let()
+    bench.vote(A, 0)
+    bench.vote(B)
+    bench.beats()
+    assert bench.ranks[A, 0].freed == 1 and bench.delivered(A) == ["AB", None]
+    bench.votes.clear()
+    bench.change(A, B)
+    bench.vote()
+    assert bench.delivered(A) == ["AB", "AB"]
+
+
+def test_a_message_launched_after_the_report_is_sent_in_the_next_view() -> None:
+    for late in (True, False):
+        bench = Bench("AB", peer_groups=1)
+        bench.launch(0, "mixed", who=[B])
+        bench.freeze(A, B)
+        if late:
+            bench.launch(0, "mixed", who=[A])
+        bench.change(A, B)
+        if not late:
+            bench.launch(0, "mixed", who=[A])
+        bench.let()
+        assert bench.delivered(A) == bench.delivered(B) == ["AB"]
+
+
+def test_too_few_to_go_on() -> None:
+    bench = Bench(min_continue=2)
+    bench.freeze(A)
+    assert bench.tell((A, 0), protocol_events.ReportsSeen(tuple(bench.reports), waited=True)) == [
+        protocol_events.TooFew((A,), waited=True)
+    ]
+    bench.freeze(B)
+    assert bench.propose((A, 0)) is not None
+
+
+def test_a_loss_while_others_adopt_settles_again() -> None:
+    """Members that read a record late adopt it, freeze and report."""
+    bench = Bench("ABC", peer_groups=1)
+    bench.launch(0)
+    bench.change(A, B, C, adopt=False)
+    bench.adopt(A)
+    bench.tell((A, 0), protocol_events.ConnectionLost(C))
+    bench.adopt(B)
+    bench.tell((B, 0), protocol_events.FrozenHeard(1))
+    record = bench.propose((B, 0))
+    assert record is not None and record.epoch == 2 and record.members == (A, B)
+
+
+# ---- joins -------------------------------------------------------------------------------------
+
+
+def planned(bench: Bench, newcomer: Member = D) -> Record:
+    (action,) = bench.tell((A, 0), protocol_events.JoinPlanned(newcomer))
+    return action.record
+
+
+def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
+    bench = Bench("AB", peer_groups=1, window=1)
+    bench.launch(0)
+    record = planned(bench)
+    assert (record.epoch, record.view, record.members, record.base) == (1, 0, (A, B, D), (0, 0, 4))
+    for m in (A, B):
+        assert (
+            bench.tell((m, 0), protocol_events.RecordSeen(record)) == []
+            and bench.ranks[m, 0].state == "running"
+        )
+    bench.members.append(D)
+    bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
+    for n in range(4):
+        bench.let()
+        assert bench.delivered(A, n) == bench.delivered(B, n) == ["AB"]
+        bench.launch(n + 1, who=[A, B])
+    bench.launch(4, who=[D])
+    bench.let()
+    assert bench.delivered(A, 4) == bench.delivered(D, 4) == ["ABD"]
+
+
+def test_a_newcomer_is_asked_nothing_before_it_begins() -> None:
+    """Messages 3 to 5 are questions, 3 is its base. A change comes when A has launched 5, and B has
+    not; B launches it while it is frozen.
+    """
+    bench = Bench("AB", peer_groups=1, window=1)
+    record = planned(bench)
+    assert record.base == (0, 0, 3)
+    bench.members.append(D)
+    bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
+    for m in (A, B):
+        bench.tell((m, 0), protocol_events.RecordSeen(record))
+    for n in range(5):
+        for m in (A, B):
+            bench.tell((m, 0), protocol_events.Launched(n, "gather", question=n >= 3))
+        bench.let()
+        bench.beats()
+        assert bench.delivered(A, n) == bench.delivered(B, n) == ["AB"]
+        assert bench.sealed(A) == n + 1, "nobody waits for who has not begun"
+    bench.tell((A, 0), protocol_events.Launched(5, "gather", question=True))
+    bench.freeze(A, B, D)
+    bench.tell((B, 0), protocol_events.Launched(5, "gather", question=True))
+    after = bench.propose((D, 0))
+    assert after is not None and (after.base, after.stable) == ((0, 0, 6), 5)
+    bench.record = after
+    bench.adopt(A, B, D)
+    bench.let()
+    assert bench.delivered(A, 5) == bench.delivered(B, 5) == ["AB"]
+    for m in (A, B, D):
+        bench.tell((m, 0), protocol_events.Launched(6, "gather"))
+    bench.let()
+    assert bench.delivered(A, 6) == bench.delivered(D, 6) == ["ABD"]
+
+
+def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
+    bench = Bench("AB", peer_groups=1, window=1)
+    record = planned(bench)
+    bench.tell((A, 0), protocol_events.RecordSeen(record))
+    bench.tell((A, 0), protocol_events.ConnectionLost(D))
+    bench.tell((B, 0), protocol_events.FrozenHeard(0))
+    bench.tell((B, 0), protocol_events.RecordSeen(record))
+    after = bench.propose((B, 0), waited=False)
+    assert after is not None and (after.epoch, after.view, after.members) == (2, 2, (A, B))
+
+
+def test_who_does_not_know_of_a_join_learns_it_in_the_change() -> None:
+    """B froze before it knew of record 1; its report, and a proposal for record 1, do not hurt."""
+    bench = Bench("AB", peer_groups=1)
+    record = planned(bench)
+    bench.tell((A, 0), protocol_events.RecordSeen(record))
+    bench.freeze(A, B)
+    stale = bench.propose((B, 0))
+    assert stale is not None and stale.epoch == record.epoch, "compare_set refuses it"
+    bench.tell((B, 0), protocol_events.RecordSeen(record))
+    after = bench.propose((B, 0))
+    assert after is not None and (after.epoch, after.members) == (2, (A, B))
+
+
+def test_what_a_join_refuses() -> None:
+    bench = Bench("AB", peer_groups=1)
+    with pytest.raises(ValueError, match="slot 1 is taken"):
+        bench.tell((A, 0), protocol_events.JoinPlanned(Member(1, 1)))
+    record = planned(bench)
+    with pytest.raises(ValueError, match="epoch 1 came before its record"):
+        bench.tell((B, 0), protocol_events.PieceReceived(0, 1, A, 0, "gather", Piece("body", A)))
+    with pytest.raises(ValueError, match="is not in record 1"):
+        entered(C, 0, 1, record)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        entered(A, 2, 2, record)
+    with pytest.raises(ValueError, match="slot of its own"):
+        first_record([A, Member(0, 1)])
+    with pytest.raises(ValueError, match="which has not reported"):
+        bench.tell((B, 0), protocol_events.RecordSeen(bench.record.following(view=1)))
+
+
+def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
+    record = first_record([A, B])
+    report = Report(0, A, 0, frozenset((A, B)), 0, ())
+    found = settlement.complete(
+        record,
+        [
+            report,
+            structs.replace(report, view=1, rank=1),
+            structs.replace(report, member=D),
+            structs.replace(report, rank=1),
+        ],
+        2,
+    )
+    assert list(found) == [A] and [r.rank for r in found[A]] == [0, 1]
+
+
+def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
+    """They may lack messages below their base, which only a member can give them."""
+    bench = Bench("AB", peer_groups=1)
+    record = planned(bench)
+    bench.members.append(D)
+    bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record), []
+    bench.freeze(D)
+    assert bench.tell((D, 0), protocol_events.ReportsSeen(tuple(bench.reports), waited=True)) == [
+        protocol_events.TooFew((), waited=True)
+    ]
+    bench.tell((A, 0), protocol_events.RecordSeen(record))
+    bench.freeze(A)
+    after = bench.propose((D, 0))
+    assert after is not None and after.members == (A, D) and after.base == (0, record.base[2])
+
+
+def test_one_joins_at_a_time() -> None:
+    """A newcomer that has not begun delivers nothing, so it would not hear of the next one before
+    it launches.
+    """
+    bench = Bench("AB", peer_groups=1, window=1)
+    record = planned(bench)
+    bench.tell((A, 0), protocol_events.RecordSeen(record))
+    assert bench.tell((A, 0), protocol_events.JoinPlanned(C)) == []
+    bench.ranks[A, 0] = replace(bench.ranks[A, 0], landed=record.base[2] + 1)
+    assert bench.tell((A, 0), protocol_events.JoinPlanned(C)) != []

@@ -1,0 +1,223 @@
+"""Records and reports as text: what is written reads back, and what is none is refused with its
+name.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_demo.membership.protocol_types import (
+    Forward,
+    HeldMessage,
+    Kind,
+    Member,
+    Piece,
+    Record,
+    Report,
+    Settlement,
+    first_record,
+    needed,
+)
+from fsdp_demo.membership.record_json import (
+    MOST,
+    read_record,
+    read_report,
+    record_text,
+    report_text,
+)
+from fsdp_demo.membership.settlement import propose
+from fsdp_demo.store.messages import LARGEST
+
+number = st.integers(0, 2**31)
+members = st.builds(Member, st.integers(0, 127), st.integers(0, 50))
+several = st.lists(members, max_size=6, unique=True).map(lambda found: tuple(sorted(found)))
+pieces = st.builds(Piece, st.sampled_from(["body", "share", "part"]), members, number)
+kinds = st.sampled_from(["gather", "mixed"])
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    who = tuple(sorted(draw(st.lists(members, min_size=1, max_size=6, unique_by=lambda m: m.slot))))
+    base = draw(st.lists(number, min_size=len(who), max_size=len(who)))
+    settlements = st.lists(st.builds(Settlement, number, several, number, several), max_size=3).map(
+        tuple
+    )
+    forwards = st.lists(
+        st.builds(Forward, st.integers(0, 8), number, pieces, members, several), max_size=3
+    ).map(tuple)
+    history = st.text(st.characters(exclude_categories=("Cs",)), max_size=16)
+    return Record(
+        draw(number),
+        draw(number),
+        who,
+        tuple(base),
+        draw(settlements),
+        draw(forwards),
+        draw(number),
+        draw(history),
+    )
+
+
+reports = st.builds(
+    Report,
+    number,
+    members,
+    st.integers(0, 8),
+    several.map(frozenset),
+    number,
+    st.lists(
+        st.builds(HeldMessage, number, kinds, st.booleans(), st.frozensets(pieces, max_size=4)),
+        max_size=3,
+    ).map(tuple),
+    st.booleans(),
+)
+
+
+@settings(max_examples=40)
+@given(records())
+def test_a_record_reads_back(record: Record) -> None:
+    text = record_text(record)
+    assert read_record(text) == record and " " not in text.replace(json.dumps(record.history), "")
+    assert read_record(text).digest() == record.digest()
+
+
+@given(reports)
+def test_a_report_reads_back(report: Report) -> None:
+    assert read_report(report_text(report)) == report
+
+
+@given(reports, st.data())
+def test_a_torn_report_is_refused(report: Report, data: st.DataObject) -> None:
+    text = report_text(report)
+    with pytest.raises(ValueError, match="a report in the store cannot be read"):
+        read_report(text[: data.draw(st.integers(0, len(text) - 1))])
+
+
+RECORD = json.loads(record_text(first_record([Member(0), Member(1)])))
+REPORT = json.loads(
+    report_text(
+        Report(
+            0,
+            Member(0),
+            0,
+            frozenset([Member(0)]),
+            3,
+            (HeldMessage(3, "gather", False, frozenset()),),
+        )
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "7",
+        '"epoch"',
+        "[" * 5000,
+        json.dumps({k: v for k, v in RECORD.items() if k != "base"}),
+        json.dumps({**RECORD, "epoch": "later"}),
+        json.dumps({**RECORD, "epoch": float("inf")}),
+        json.dumps({**RECORD, "base": [0]}),
+        json.dumps({**RECORD, "members": "0"}),
+        json.dumps({**RECORD, "members": ""}),
+        json.dumps({**RECORD, "members": "-1"}),
+        json.dumps({**RECORD, "members": "7"}),
+        json.dumps({**RECORD, "members": "f" * 100_000}),
+        json.dumps({**RECORD, "members": 3}),
+        json.dumps({**RECORD, "who": [[0, 0], [0, 1]]}),
+        json.dumps({**RECORD, "who": [[1, 0], [0, 0]]}),
+        json.dumps({**RECORD, "who": [[0, 0], [0, 0]]}),
+        json.dumps({**RECORD, "who": [[0, 0], 1]}),
+        json.dumps({**RECORD, "who": [[], []]}),
+        json.dumps({**RECORD, "who": [[n, 0] for n in range(MOST + 1)]}),
+        json.dumps({**RECORD, "settlements": [[1, "1"]]}),
+        json.dumps({**RECORD, "pieces": [["body", "ab", 0]]}),
+        json.dumps({**RECORD, "pieces": [["body", 2, 0]]}),
+        json.dumps({**RECORD, "pieces": [["body", -1, 0]]}),
+        json.dumps({**RECORD, "pieces": [["soul", 0, 0]]}),
+        json.dumps({**RECORD, "forwards": [[0, 1, [[0, 0, "2"]]]]}),
+        json.dumps({**RECORD, "pieces": [["body", 0, 0]], "forwards": [[0, 1, [[0, 0, "4"]]]]}),
+    ],
+)
+def test_what_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a record in the store cannot be read"):
+        read_record(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "null",
+        "[" * 5000,
+        json.dumps(REPORT[:5]),
+        json.dumps([*REPORT, 0]),
+        json.dumps([float("inf"), *REPORT[1:]]),
+        json.dumps([0, "ab", *REPORT[2:]]),
+        json.dumps([*REPORT[:5], [[3, "gossip", False, []]], True]),
+        json.dumps([*REPORT[:5], [[3, "gather", False, [["body", []]]]], True]),
+    ],
+)
+def test_what_is_no_report_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a report in the store cannot be read"):
+        read_report(text)
+
+
+def large(kind: Kind) -> Record:
+    """64 islands of 64 ranks: island 5 is lost while four messages are open, and each rank lacks
+    half of the pieces of each.
+    """
+    generator, members, ranks = random.Random(0), [Member(slot, slot % 3) for slot in range(64)], 64
+    old = first_record(members)
+    pieces = {n: sorted(needed(kind, old.settlement(n))) for n in range(100, 104)}
+    reports = {}
+    for m in members:
+        if m.slot != 5:
+            reports[m] = tuple(
+                Report(
+                    0,
+                    m,
+                    rank,
+                    frozenset(members) - {members[5]},
+                    100,
+                    tuple(
+                        HeldMessage(
+                            n, kind, False, frozenset(generator.sample(found, len(found) // 2))
+                        )
+                        for n, found in pieces.items()
+                    ),
+                )
+                for rank in range(ranks)
+            )
+    return propose(old, reports)
+
+
+def test_the_record_of_64_islands_of_64_ranks_fits() -> None:
+    record = large("mixed")
+    assert len(record.members) == 63 and len(record.forwards) > 64 * 4 * 60
+    text = record_text(record)
+    assert len(text.encode()) <= LARGEST
+    assert read_record(text) == record
+
+
+def test_the_reports_of_64_islands_are_short() -> None:
+    members = [Member(slot) for slot in range(64)]
+    pieces = needed("mixed", first_record(members).settlement(0))
+    report = Report(
+        9,
+        members[0],
+        63,
+        frozenset(members),
+        100,
+        tuple(HeldMessage(n, "mixed", False, pieces) for n in range(100, 104)),
+    )
+    assert len(report_text(report)) <= 1 << 14 and read_report(report_text(report)) == report

@@ -1,0 +1,531 @@
+"""The bytes: frozen vectors, sizes, refusal of what is damaged or does not belong here, and the
+meter's count of them.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsdp_demo
+from fsdp_demo import WireError, preset
+from fsdp_demo.compression import sparse
+from fsdp_demo.compression.blocks import Layout
+from fsdp_demo.config.parts import BLOCK, Codec
+from fsdp_demo.elastic import chunks
+from fsdp_demo.exchange.message import pack_bits, unpack_bits
+from fsdp_demo.peers import header as frame
+from fsdp_demo.rendezvous.position import ShardPosition
+
+from ..support import threaded
+from ..support.sealed import seal, unseal
+from ..support.threaded import Tap, values
+
+quick = settings(max_examples=60, deadline=None)
+DIGEST, STEP = 0x0123456789ABCDEF, 70000
+HERE = frame.Header(DIGEST, STEP)
+
+
+def uint8(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+# ---- golden vectors: a change here is a new wire version ---------------------------------------
+
+HEADER = (
+    "4644583205010100efcdab896745230170110100090000000400000000003071feffffffffffffff0000c03f0000104059d0539ce1c2a7b2"
+    "010203ff"
+)
+EMPTY = "46445832050100001032547698badcfe0000000000000000000000000000000000000000000000000000803f0000c07f00000000c8ba2c30"  # noqa: E501
+SECTIONS = {
+    "fp32": "3040ffc33040ffc33040ff43009c5630093040ffc33040ff433040ff4345754a83093040ffc33040ff433040ff4396503d930a3040ffc3c080fec33040ff"  # noqa: E501
+    "433fd06f73080000000000000000000020c00001640000caa846422f55cf436c33b7c2",
+    "bf16": "ffc3ffc3ff43009c563009ffc3ff43ff4345754a8309ffc3ff43ff4396503d930affc3ffc3ff433fd06f73080000000020c000016400004742cf43b7c2",  # noqa: E501
+    "int8": "814081817f009c5630098140817f7f45754a83098140817f7f96503d930a814081827f3fd06f7308a13c00008100016400004742cf43b7c2",  # noqa: E501
+}
+LAYOUT = Layout([(124, 122), (4096,), (3,)], ["transform", "plain", "transform"])
+"""Blocks of 64 x 64, 64 x 58, 60 x 64, 60 x 58, one flat block, three dense elements."""
+
+
+def fixed() -> torch.Tensor:
+    """A workspace of whole-number formulas, without a transform (its rounding is the machine's),
+    zeros in the padding.
+    """
+    work = torch.zeros(LAYOUT.numel)
+    g = torch.arange(LAYOUT.numel, dtype=torch.int64)
+    v = (((g * g * 31 + g * 7) % 4093 - 2046) ** 3).float() / 2**24
+    slots, numbers = (LAYOUT.blocks(t).view(-1, 64, 64) for t in (work, v))
+    for group in LAYOUT.groups:
+        slots[group.start : group.stop, : group.r, : group.s] = numbers[
+            group.start : group.stop, : group.r, : group.s
+        ]
+    LAYOUT.dense_part(work).copy_(LAYOUT.dense_part(v))
+    flat = LAYOUT.blocks(work)[4].zero_()
+    flat[100] = -2.5  # one value and ties of zeros: the lowest positions fill up
+    return work
+
+
+def test_golden_header() -> None:
+    message = seal(
+        frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976),
+        uint8(b"\x01\x02\x03\xff"),
+    )
+    assert bytes(message.tolist()).hex() == HEADER
+    header, body = unseal(message, frame.Header(DIGEST, STEP, number=9), "a")
+    assert (header.flags, header.weight, header.loss, header.rate, body.tolist()) == (
+        1,
+        1.5,
+        2.25,
+        28976,
+        [1, 2, 3, 255],
+    )
+    assert bytes(seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
+
+
+def test_golden_header_by_hand() -> None:
+    """The documented layout, read without the library."""
+    raw = bytes.fromhex(HEADER)
+    fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
+    length = 4 | 28976 << 48  # 3e-4: 1/1024 of an octave a step, 40960 for 1
+    assert fields[:7] == (b"FDX2", 5, frame.PAYLOAD, 1, DIGEST, STEP, 9)
+    assert fields[7:11] == (length, 2**64 - 2, 1.5, 2.25)
+    assert fields[11:] == (zlib.crc32(raw[56:]), zlib.crc32(raw[:52]))
+
+
+@pytest.mark.parametrize("code", SECTIONS)
+def test_golden_section(code: str) -> None:
+    codec = Codec("dct", "topk", 3, code)
+    data = sparse.encode_sparse(LAYOUT, codec, fixed())
+    assert bytes(data.tolist()).hex() == SECTIONS[code]
+    assert data.numel() == sparse.sparse_bytes(LAYOUT, codec)
+    positions, found, dense = sparse.decode_sparse(
+        LAYOUT, codec, uint8(bytes.fromhex(SECTIONS[code]))
+    )
+    block = BLOCK * torch.arange(5).repeat_interleave(3)
+    within = [0, 924, 2390, 921, 2387, 2624, 918, 2384, 2621, 915, 2204, 2381, 0, 1, 100]
+    assert (positions - block).tolist() == within
+    exact = torch.cat([fixed()[positions], LAYOUT.dense_part(fixed())])
+    error = (torch.cat([found, dense]) - exact).abs() / exact.abs().clamp_min(1e-30)
+    assert float(error.max()) <= {"fp32": 0.0, "bf16": 2**-8, "int8": 2**-7}[code]
+
+
+def test_golden_section_by_hand() -> None:
+    """int8, first block: scale, three values, three positions of 12 bits (low bytes, then nibbles),
+    read without the library.
+    """
+    raw = bytes.fromhex(SECTIONS["int8"])
+    (scale,) = struct.unpack("<f", b"\0\0" + raw[:2])  # bf16: the upper half of an fp32
+    q = struct.unpack("<3b", raw[2:5])
+    low, (ab, c) = raw[5:8], raw[8:10]
+    high = (ab & 15, ab >> 4, c)
+    assert [a | b << 8 for a, b in zip(low, high, strict=True)] == [0, 924, 2390]
+    work = LAYOUT.blocks(fixed())[0]
+    for n, at in zip(q, (0, 924, 2390), strict=True):
+        assert abs(n * scale - float(work[at])) <= scale / 2 + 2**-8 * 127 * scale
+
+
+# ---- sizes and packing -------------------------------------------------------------------------
+
+
+@quick
+@given(st.lists(st.booleans(), max_size=40))
+def test_bits(bits: list[bool]) -> None:
+    packed = pack_bits(bits)
+    assert packed.numel() == (len(bits) + 7) // 8 and unpack_bits(packed, len(bits)) == bits
+
+
+SHAPES = [
+    (),
+    (0,),
+    (0, 70),
+    (1,),
+    (5, 3),
+    (64, 64),
+    (65, 63),
+    (124, 122),
+    (4097,),
+    (4096,),
+    (131, 70),
+    (3, 5, 300),
+    (2, 64, 64),
+]
+
+
+@quick
+@given(st.lists(st.sampled_from(SHAPES)), st.data())
+def test_sparse_bytes_is_the_real_length(
+    tensors: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    kinds = [data.draw(st.sampled_from(["transform", "plain", "dense"])) for _ in tensors]
+    k, code = (
+        data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096])),
+        data.draw(st.sampled_from(["fp32", "bf16", "int8"])),
+    )
+    codec = Codec("none", "topk", k, code)
+    active_copies = data.draw(st.integers(1, 3))
+    for active_copy in range(active_copies):
+        layout = Layout(tensors, kinds, active_copy, active_copies)
+        work = layout.pack([torch.randn(s) for s in tensors], layout.new("cpu"))
+        coded = sparse.encode_sparse(layout, codec, work)
+        assert coded.dtype == torch.uint8 and coded.numel() == sparse.sparse_bytes(layout, codec)
+        positions, found, dense = sparse.decode_sparse(layout, codec, coded)
+        assert (
+            positions.numel() == found.numel() == positions.unique().numel()
+            and dense.numel() == layout.num_dense
+        )
+        assert bool((work[positions] != 0).logical_or(found == 0).all())
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def sealed(digest: int = DIGEST, step: int = STEP) -> torch.Tensor:
+    return seal(frame.Header(digest, step, 1.0, 0.5), uint8(bytes(range(24))))
+
+
+def test_every_bit_flip_is_refused() -> None:
+    message = sealed()
+    unseal(message, HERE, "a")
+    for at in range(message.numel()):
+        for bit in range(8):
+            torn = message.clone()
+            torn[at] ^= 1 << bit
+            with pytest.raises(WireError, match="island 3"):
+                unseal(torn, HERE, "island 3")
+
+
+def test_every_truncation_is_refused() -> None:
+    message = sealed()
+    for n in range(message.numel()):
+        with pytest.raises(WireError, match="truncated"):
+            unseal(message[:n], HERE, "a")
+    with pytest.raises(WireError):
+        unseal(torch.cat([message, uint8(b"\0")]), HERE, "a")
+
+
+def other_version(message: torch.Tensor, version: int) -> torch.Tensor:
+    """`message` as another release would have sent it: its checksum fits."""
+    raw = bytearray(message.tolist())
+    raw[4] = version
+    raw[52:56] = struct.pack("<I", zlib.crc32(raw[:52]))
+    return uint8(bytes(raw))
+
+
+def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
+    with pytest.raises(WireError, match=f"step {STEP + 2}.* step {STEP + 1}"):
+        unseal(sealed(step=STEP + 1), HERE, "a")
+    with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
+        unseal(sealed(digest=DIGEST - 1), HERE, "a")
+    with pytest.raises(WireError, match="version 4.*version 5"):
+        unseal(other_version(sealed(), 4), HERE, "a")
+    assert unseal(other_version(sealed(), 5), HERE, "a")[0].step == STEP
+
+
+# ---- the same through a real exchange of two islands -------------------------------------------
+
+SMALL = {"topk": 2, "clip": None}
+CONFIGS = {
+    "demo": preset("demo", **SMALL),
+    "consensus": preset(
+        "decoupled_momentum", transform=True, period=2, inner_optimizers="as_is", **SMALL
+    ),
+    "released": preset(
+        "decoupled_momentum",
+        transform=True,
+        rule="released",
+        period=2,
+        inner_optimizers="as_is",
+        **SMALL,
+    ),
+    "diloco": preset("diloco", period=2, inner_optimizers="as_is", clip=None),
+    "full": preset("full"),
+}
+
+
+def refused(
+    config: fsdp_demo.ExchangeConfig,
+    change: Any,
+    sends: int = 0,
+    steps: int = 2,
+    kind: type = WireError,
+) -> str:
+    """Train `steps` steps, then one exchange in which island 1's message number `sends` is changed
+    on its way.
+
+    Returns the text of island 0's WireError, after checking that the exchange changed nothing
+    there.
+    """
+
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        w = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(7)))
+        b = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([w, b], lr=0.25)
+        exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+
+        def step(t: int) -> None:
+            for k, p in enumerate((w, b)):
+                p.grad = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(100 * t + 10 * i + k)
+                )
+            optimizer.step()
+
+        for t in range(steps):
+            step(t)
+        while not config.channels[0].schedule.due(exchange.step):
+            step(exchange.step)
+        now, (channel,) = exchange.step, exchange.channels
+        kept = {k: v.clone() for k, v in channel.state().workspaces.items()}
+        params = [p.detach().clone() for p in (w, b)]
+        if i == 1:
+            Tap(exchange, lambda data, n: change(data, now) if n == sends else data)
+        try:
+            step(now)
+        except RuntimeError as error:
+            if i == 1:
+                return None
+            assert type(error) is kind, error
+            # the inner step is the island's own, and was taken
+            if not config.channels[0].before_step:
+                params = [p - 0.25 * p.grad for p in params_with_grads(params, (w, b))]
+            for p, old in zip((w, b), params, strict=True):
+                assert torch.equal(p.detach(), old)
+            state = exchange.state_dict()
+            # what was sent stays, to be sent once more; nothing of what came was applied
+            (flight,) = state["in_flight"]
+            assert (
+                flight["step"] == now
+                and flight["arrived"] is None
+                and set(flight["parts"]) == {channel.channel.name}
+            )
+            for k, old in kept.items():
+                assert k == "accumulator" or torch.equal(channel.state().workspaces[k], old)
+            with pytest.raises(fsdp_demo.PeerLost, match="failed before"):
+                optimizer.step()
+            exchange.detach()
+            return str(error)
+        finally:
+            exchange.detach()
+        return None
+
+    first, _ = values(threaded.islands(island, timeout=5))
+    assert first is not None, "island 0 did not notice"
+    return first
+
+
+def params_with_grads(
+    old: list[torch.Tensor], now: tuple[torch.nn.Parameter, ...]
+) -> list[torch.Tensor]:
+    for p, q in zip(old, now, strict=True):
+        p.grad = q.grad
+    return old
+
+
+def flip(at: int, bit: int = 0) -> Any:
+    def change(data: torch.Tensor, step: int) -> torch.Tensor:
+        torn = data.clone()
+        torn[at] ^= 1 << bit
+        return torn
+
+    return change
+
+
+def reheaded(digest: int = 0, step: int = 0) -> Any:
+    """The same body under a header that differs from the right one by these numbers."""
+
+    def change(data: torch.Tensor, now: int) -> torch.Tensor:
+        _, _, kind, flags, its, at, number, _, total, weight, loss, *_ = frame.HEADER.unpack(
+            bytes(data[:56].tolist())
+        )
+        assert at == now
+        return seal(
+            frame.Header(its ^ digest, at + step, weight, loss, flags, kind, total, number),
+            data[56:],
+        )
+
+    return change
+
+
+@pytest.mark.timeout(120)
+def test_every_torn_byte_is_refused_and_nothing_applied(run_ranks) -> None:
+    def run(me: Any) -> int:
+        size = (
+            56
+            + 1
+            + sparse.sparse_bytes(
+                Layout([(64, 64), (3,)], ["transform"] * 2), CONFIGS["demo"].channels[0].codec
+            )
+        )
+        for at in range(size):
+            text = refused(CONFIGS["demo"], flip(at, at % 8), steps=1)
+            assert "island 1 (island1)" in text, text
+        with pytest.raises((IndexError, AssertionError)):
+            refused(CONFIGS["demo"], flip(size), steps=1)
+        return size
+
+    assert run_ranks(run, 1, 1, timeout=100) == [56 + 1 + 13]
+
+
+def test_tampering_is_refused_in_every_transport(run_ranks) -> None:
+    def run(me: Any) -> None:
+        for name in ("demo", "consensus", "released"):
+            assert "damaged" in refused(CONFIGS[name], flip(59))
+            for cut in (3, 5, 20):
+                assert "damaged" in refused(CONFIGS[name], lambda data, _, cut=cut: data[:-cut])
+            assert "is at step" in refused(CONFIGS[name], reheaded(step=1), kind=frame.Mismatch)
+            assert "configuration digest" in refused(
+                CONFIGS[name], reheaded(digest=1), kind=frame.Mismatch
+            )
+            assert "version 2" in refused(CONFIGS[name], lambda data, _: other_version(data, 2))
+        for name in ("full", "diloco"):  # header, then the two legs of the reduce
+            assert "at step" in refused(CONFIGS[name], reheaded(step=-1), kind=frame.Mismatch)
+            for leg in (1, 2):
+                for at in (20, 100, -1):
+                    text = refused(CONFIGS[name], flip(at), leg)
+                    assert (
+                        ("header" if at == 20 else "reduce") in text
+                        and "island1" in text
+                        and "damaged" in text
+                    )
+                assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)
+
+    run_ranks(run, 1, 1)
+
+
+# ---- the meter ---------------------------------------------------------------------------------
+
+METERED = {
+    "full": (preset("full"), 1),
+    "demo": (preset("demo"), 1),
+    "diloco-bf16": (preset("diloco", period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
+    "diloco-int8": (preset("diloco", period=3, value_dtype="int8", inner_optimizers="as_is"), 3),
+    "consensus": (
+        preset(
+            "decoupled_momentum",
+            transform=True,
+            period=3,
+            value_dtype="bf16",
+            inner_optimizers="as_is",
+        ),
+        3,
+    ),
+    "released": (
+        preset(
+            "decoupled_momentum",
+            transform=True,
+            period=3,
+            rule="released",
+            inner_optimizers="as_is",
+        ),
+        3,
+    ),
+    "delayed": (preset("demo", **{"schedule.delay": 2}), 1),
+}
+
+
+def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> list[Any]:
+    def island(i: int, topology: fsdp_demo.Topology) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(70, 130), torch.nn.Linear(130, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
+        before, tap = exchange.metrics(), Tap(exchange)
+
+        def to(rank: int) -> int:
+            return sum(n for r, n in tap.sent if r == rank)
+
+        for t in range(steps):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float(i - t))
+            optimizer.step()
+        exchange.flush()
+        assert exchange._peers.wait_read(10.0)  # what is counted has left
+        out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.sent)
+        assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
+            0
+        ].schedule.due(steps - 1)
+        after = exchange.metrics()
+        assert (after["bytes_sent"], after["messages"]) == (
+            out[0]["bytes_sent"],
+            out[0]["messages"],
+        )
+        assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(
+            out[2]
+        )
+        exchange.finish()
+        return out
+
+    return values(threaded.islands(island, count))
+
+
+@pytest.mark.parametrize("piece", [None, 1000])
+def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, everywhere, piece) -> None:
+    if piece:
+        everywhere.setattr(chunks, "LARGEST", piece)
+
+    def run(me: Any) -> None:
+        for name, (config, period) in METERED.items():
+            for count in (2, 3):
+                results = metered(config, count)
+                for i, (after, before, sent, sends) in enumerate(results):
+                    received = sum(r[2][i] for r in results)
+                    legs = 1 if config.channels[0].codec.sparse else 3
+                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0, (
+                        name
+                    )
+                    assert (after["bytes_sent"], after["bytes_received"]) == (
+                        sum(sent),
+                        received,
+                    ), name
+                    assert (
+                        received > 0
+                        and after["exchanges"] == 7 // period
+                        and after["messages"] == legs * (7 // period)
+                    ), name
+                    assert piece or sends == after["messages"] * (count - 1), name
+
+    run_ranks(run, 1, 1)
+
+
+def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
+    """Header, one bit per tensor, the section: nothing else is sent, and both directions are
+    equal.
+    """
+    config = METERED["demo"][0]
+    layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
+    expected = 7 * (56 + 1 + sparse.sparse_bytes(layout, config.channels[0].codec))
+
+    def run(me: Any) -> None:
+        for after, *_ in metered(config, 2):
+            assert after["bytes_sent"] == after["bytes_received"] == expected
+
+    run_ranks(run, 1, 1)
+
+
+def test_two_peer_groups_of_one_mesh_keep_their_messages_apart(run_ranks) -> None:
+    """Two exchanges share a mesh; on one island the second is first to speak."""
+
+    def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
+        both = [topology.join(ShardPosition())[0] for _ in range(2)]
+        found: list[list[int]] = [[], []]
+
+        def speak(k: int) -> None:
+            if k == i:
+                time.sleep(0.3)
+            line = both[k]
+            assert line is not None
+            _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + i] * 4)))
+            found[k] = [int(b[0]) for b in bodies]
+
+        threaded.at_once(speak, 2, 10)
+        return found
+
+    def run() -> list[Any]:
+        return values(threaded.islands(island))
+
+    assert run_ranks(run, 1, 1) == [[[[0, 1], [10, 11]]] * 2]

@@ -1,0 +1,158 @@
+"""One connection to a peer is dead while its others, and its beats, pass: noticed soon, and a slow
+connection is not taken for a dead one.
+
+Threads as islands (tests/support/elastic.py), with a TCP relay on each of their connections.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from fsdp_demo.net.tcp import stood
+
+from ..elastic.test_lossy_links import Network, alone, through
+from ..support.elastic import Islands, agree, exchanged
+
+NOTES, LANE = 0, 1
+"""Of the relays between two islands: in the order in which the connections are opened."""
+
+
+def held(kind: int, forth: bool = True, back: bool = True) -> Callable[[Network], Any]:
+    """What nothing more comes through: a connection of islands 0 and 1. `forth` is from 1 to 0."""
+    return lambda network: network.relays[0, 1][kind].hold(forth, back)
+
+
+CASES = {
+    "for messages": held(LANE),
+    "for messages, to the higher slot": held(LANE, forth=False),
+    "for messages, to the lower slot": held(LANE, back=False),
+    "for words": lambda network: [held(NOTES)(network), time.sleep(6.0)],  # messages do not need it
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_dead_connection_among_living_ones_is_noticed(run_ranks, case: str) -> None:
+    """Before, after the 135 s of a heartbeat of the library."""
+
+    def run() -> None:
+        here, on, found = through(3, CASES[case])
+        assert on == [0, 2] and agree(found)[-1] == (0, 2)
+        assert [slot for slot, _ in here.expelled] == [1]
+
+    alone(run_ranks, run)
+
+
+def test_a_slow_connection_is_not_dead(run_ranks) -> None:
+    """Nothing whole comes for longer than `dead`, but bytes do."""
+
+    def run() -> None:
+        def slow(network: Network) -> None:
+            network.relays[0, 1][LANE].wait = 0.3
+
+        def fn(line: Any) -> Any:
+            out = []
+            for n in range(3):
+                if n == 1 and line.slot == 0:
+                    slow(network)
+                out.append(exchanged(line, n, 15))
+            return out
+
+        network = Network()
+        here = Islands(3, dead=1.0, store=network)
+        here.run(fn)
+        slots = agree(here.survivors())
+        network.close()
+        assert slots == [(0, 1, 2)] * 3 and not here.expelled
+
+    alone(run_ranks, run)
+
+
+def test_who_ends_is_not_lost_though_one_connection_is_late(run_ranks) -> None:
+    """The word that it ends came on one connection only, and the others closed before it was
+    there.
+    """
+
+    def run() -> None:
+        network, met = Network(), threading.Barrier(2)
+        here, seen = Islands(2, store=network), list[tuple[Any, int]]()
+
+        def fn(line: Any) -> None:
+            exchanged(line, 0)
+            line.wait_stable(10)
+            if line.slot == 0:
+                network.relays[0, 1][NOTES].wait = 0.4
+            met.wait(10)
+            if line.slot == 0:
+                signs, until = line._driver.signs, time.monotonic() + 10
+                while not all(w.gone for w in signs.wires) and time.monotonic() < until:
+                    time.sleep(0.01)
+                seen.append((line._driver.machine.state, len(signs.leaving)))
+
+        here.run(fn)
+        network.close()
+        assert seen == [("running", 1)]
+
+    alone(run_ranks, run)
+
+
+@pytest.mark.parametrize("word", ["leave", "release"])
+def test_who_leaves_is_in_the_last_message_though_a_connection_is_late(
+    run_ranks, word: str
+) -> None:
+    """Its word that it leaves overtook that message: the other island settled without it, and went
+    on from another mean.
+    """
+
+    def run() -> None:
+        network, met = Network(), threading.Barrier(2)
+        here = Islands(2, store=network)
+
+        def fn(line: Any) -> Any:
+            exchanged(line, 0)
+            line.wait_stable(10)
+            if line.slot == 0:
+                relay = network.relays[0, 1][LANE]
+                relay.hold(forth=False)
+                threading.Timer(0.4, relay.let_go).start()
+            met.wait(10)
+            found = exchanged(line, 2)  # it has it as soon as the other has sent
+            if line.slot == 0:
+                getattr(line, word)()
+            return found
+
+        here.run(fn)
+        slots = agree([[found] for found in here.survivors()])
+        network.close()
+        assert slots == [(0, 1)] and not here.expelled
+
+    alone(run_ranks, run)
+
+
+def test_what_the_kernel_knows_of_a_connection() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(server.getsockname())
+    far, _ = server.accept()
+    with server, near, far:
+        if (since := stood(near.fileno())) is None:
+            pytest.skip("this kernel does not say")
+        assert since >= 0.0
+        time.sleep(0.3)
+        before = stood(near.fileno())
+        assert before is not None and before >= 0.25
+        far.send(b"x")
+        ready = threading.Event()
+        while stood(near.fileno()) != 0.0:  # it waits to be read
+            ready.wait(0.01)
+        near.recv(1)
+        after = stood(near.fileno())
+        assert after is not None and after < before
+        assert near.fileno() >= 0, "it is still there"
+    assert stood(-1) is None and stood(near.fileno()) is None

@@ -1,0 +1,167 @@
+"""Words between the ranks of a replica: the same answer and the same kind of error on all of them,
+without pickles.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_demo.errors import NeedsDecision, NotFinite, PeerLost, StoreSilent, Superseded
+from fsdp_demo.peers.votes import Ranks
+from fsdp_demo.rendezvous.island import IslandGroup
+
+ROOT = Path(__file__).parents[2]
+
+
+def words(me: Any) -> list[Any]:
+    ranks = Ranks.everywhere()
+    said = [
+        ranks.max(me.proc, -me.proc),
+        ranks.sum(1, me.proc),
+        ranks.any(me.proc == 1),
+        ranks.any(False),
+    ]
+    said += [
+        ranks.same(7),
+        ranks.same(me.proc),
+        ranks.everyone({"rank": me.proc, "text": "é" * me.proc}),
+        ranks.everyone(None),
+    ]
+    return [
+        *said,
+        ranks.from_first(lambda: ("only", me.proc, "ü")),
+        ranks.together(lambda: me.proc, "work"),
+    ]
+
+
+def test_all_ranks_hear_the_same(run_ranks: Any) -> None:
+    out = run_ranks(words, islands=1, procs=3)
+    everyone = [{"rank": r, "text": "é" * r} for r in range(3)]
+    for r, said in enumerate(out):
+        assert said == [
+            [2, 0],
+            [3, 3],
+            True,
+            False,
+            True,
+            False,
+            everyone,
+            [None] * 3,
+            ["only", 0, "ü"],
+            r,
+        ]
+
+
+def test_one_rank_alone_needs_no_group() -> None:
+    alone = Ranks.everywhere()
+    assert (alone.group, alone.rank, alone.world) == (None, 0, 1)
+    assert (
+        alone.max(2, 1) == [2, 1]
+        and alone.same(3)
+        and not alone.any(False)
+        and alone.everyone("x") == ["x"]
+    )
+    assert (
+        alone.from_first(lambda: 5) == 5
+        and isinstance(alone, Ranks)
+        and issubclass(IslandGroup, Ranks)
+    )
+
+
+def errors(
+    me: Any, asked: list[Exception], worked: list[list[Exception | None]]
+) -> list[tuple[str, str]]:
+    """Kind and text of what each call raised."""
+    ranks, found = Ranks.everywhere(), []
+
+    def fail(error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    for call in (
+        *(lambda e=error: ranks.from_first(lambda: fail(e)) for error in asked),
+        *(lambda e=pair[me.proc]: ranks.together(lambda: fail(e), "work") for pair in worked),
+    ):
+        with pytest.raises(Exception) as caught:  # noqa: B017, PT011
+            call()
+        found.append((type(caught.value).__name__, str(caught.value)))
+    return found
+
+
+def test_an_error_of_one_is_raised_on_all_of_its_kind(run_ranks: Any) -> None:
+    asked = [
+        NeedsDecision("a"),
+        StoreSilent("b"),
+        Superseded("c"),
+        PeerLost("d"),
+        ValueError("e"),
+        RuntimeError("f"),
+        KeyError("g"),
+    ]
+    full = OSError(28, "No space left")
+    worked = [
+        [ValueError("h"), None],
+        [None, full],
+        [full, PeerLost("i")],
+        [NotFinite("j"), full],
+        [KeyError("k"), full],
+    ]
+    first, second = run_ranks(errors, islands=1, procs=2, args=(asked, worked))
+    kinds = ["NeedsDecision", "StoreSilent", "Superseded", "PeerLost", "ValueError", "RuntimeError"]
+    assert [kind for kind, _ in first] == [
+        *kinds,
+        "KeyError",
+        "ValueError",
+        "OSError",
+        "PeerLost",
+        "OSError",
+        "KeyError",
+    ]
+    assert [kind for kind, _ in second] == [
+        *kinds,
+        "RuntimeError",
+        "RuntimeError",
+        "OSError",
+        "PeerLost",
+        "OSError",
+        "RuntimeError",
+    ]
+    assert [text for _, text in second[:6]] == list("abcdef")
+    assert (
+        second[7][1] == "work: another rank failed"
+        and first[8][1] == "work: another rank could not write"
+    )
+    assert first[9][1] == "work: another rank lost its peer"
+
+
+def played(me: Any) -> Any:
+    """A group whose backend does not reach the CPU gets its tensors on its device."""
+    ranks = Ranks(dist.group.WORLD, me.proc, 2, torch.device("cuda", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+        far = Ranks(dist.group.WORLD, me.proc, 2, torch.device("cuda", 0))
+    return str(ranks._place), str(far._place)
+
+
+def test_words_travel_where_the_group_reaches(run_ranks: Any) -> None:
+    assert run_ranks(played, islands=1, procs=2) == [("cpu", "cuda:0")] * 2
+
+
+def test_no_module_pickles_what_ranks_say() -> None:
+    """`torch.distributed`'s object collectives, and Accelerate's, unpickle what the others send."""
+    for file in [
+        f for top in ("fsdp_demo", "deepspeed_ext", "recipes") for f in (ROOT / top).rglob("*.py")
+    ]:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = {
+            getattr(n, "attr", getattr(n, "id", getattr(n, "name", ""))) for n in ast.walk(tree)
+        }
+        assert not [
+            n for n in names if isinstance(n, str) and n.endswith(("object_list", "gather_object"))
+        ], file

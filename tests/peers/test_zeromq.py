@@ -1,0 +1,599 @@
+"""The connections between islands: bytes, refusals, one dead peer among others, keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zmq
+
+import fsdp_demo
+from fsdp_demo import WireError, preset
+from fsdp_demo.elastic.connect import PeerPosition
+from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.peers.header import PAYLOAD
+from fsdp_demo.peers.piece_header import LARGEST, PIECE, PieceHeader, read
+from fsdp_demo.peers.receive_buffer import EARLY, Inbox, NoRoom
+from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
+from fsdp_demo.rendezvous import fixed_peers
+from fsdp_demo.store.client import WorldStore
+from fsdp_demo.store.server import InThread, StoreServer
+
+from ..support import probe
+from ..support.relay import Relay
+from ..support.world import replica
+
+TOKEN = "a secret of these tests only"
+SECOND = timedelta(seconds=1)
+
+
+class Store(WorldStore):
+    """A store in memory, whose notes of addresses can be changed on the way."""
+
+    def __init__(self, change: Callable[[str, dict[str, Any]], None] | None = None):
+        super().__init__(dist.HashStore(), "the test", 5.0)
+        self.change = change
+
+    def set(self, key: str, value: str) -> None:
+        note = json.loads(value)
+        if self.change:
+            self.change(key, note)
+        super().set(key, json.dumps(note))
+
+
+def on_transports(
+    fn: Callable[[Any, int], Any],
+    count: int,
+    store: Store | None = None,
+    timeout: float = 10.0,
+    **each: Any,
+) -> list[Any]:
+    """fn(transport, rank) on `count` threads; what each returned, or the exception it raised.
+    `each`: lists of what `Meeting` is told.
+    """
+    store, results = store or Store(), [None] * count
+    names = tuple(f"island{i}" for i in range(count))
+
+    def work(rank: int) -> None:
+        own = {"address": "127.0.0.1", **{key: values[rank] for key, values in each.items()}}
+        try:
+            transport = ZeroMQ(Meeting(store, "line", rank, count, names, timeout=timeout, **own))
+            results[rank] = fn(transport, rank)
+        except Exception as error:
+            results[rank] = error.with_traceback(None)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(4 * timeout)
+    assert not any(t.is_alive() for t in threads), "a rank hangs"
+    return results
+
+
+def on_lines(fn: Callable[[PeerGroup], Any], count: int, **how: Any) -> list[Any]:
+    """fn(line) on `count` threads, each a replica of a mesh."""
+    names = {i: f"island{i}" for i in range(count)}
+
+    def work(transport: Any, rank: int) -> Any:
+        line = fixed_peers.met(transport._meeting, PeerPosition(rank, 0, 1, names))
+        try:
+            return fn(line)
+        finally:
+            line.release()
+
+    return on_transports(work, count, **how)
+
+
+def on_pieces(fn: Callable[[Any, int], Any], count: int, **how: Any) -> list[Any]:
+    """fn(connections, rank) on `count` threads."""
+
+    def work(transport: Any, rank: int) -> Any:
+        connections = transport.open(0)
+        try:
+            return fn(connections, rank)
+        finally:
+            connections.close()
+
+    return on_transports(work, count, **how)
+
+
+def good(results: list[Any]) -> list[Any]:
+    """The results, none of which may be an exception."""
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results
+
+
+def piece(size: int, value: int = 0) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
+    """run() in a process of its own: threads and sockets end with it."""
+    return run_ranks(lambda me: run(), 1, 1)[0]
+
+
+# ---- the same bytes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_whole_bodies_go_both_ways(run_ranks, token: str) -> None:
+    n = 3 * LARGEST + 5
+
+    def swap(line: PeerGroup) -> int:
+        body = torch.full((n,), line.rank + 1, dtype=torch.uint8)
+        _, bodies = line.gather(line.header(PAYLOAD), body)
+        return int(bodies[1 - line.rank].sum())
+
+    def run() -> None:
+        assert good(on_lines(swap, 2, token=[token] * 2)) == [2 * n, n]
+
+    alone(run_ranks, run)
+
+
+def test_training_over_it_is_the_same_training(run_ranks, tmp_path: Path) -> None:
+    """Islands that find each other in a real store, and replicas of one world."""
+    config = preset("diloco", period=2, momentum_warmup=0).changed(
+        {"clip": None, "inner_optimizers": ["as_is"]}
+    )
+
+    def trained(me: Any, mesh: bool = False) -> Any:
+        topology = None
+        if mesh:
+            me, topology, _ = replica(me)
+        model = probe.Probe()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
+        for t in range(4):
+            probe.backward(model, me, t, 0, False)
+            optimizer.step()
+            optimizer.zero_grad()
+        counts = {k: v for k, v in exchange.metrics().items() if k.startswith("bytes")}
+        elastic = exchange._peers.elastic
+        exchange.finish()
+        return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, elastic
+
+    found = [run_ranks(trained, 1, 2, args=(True,))]
+    store = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", TOKEN))
+    for env in ({}, {"ISLAND_TOKEN": TOKEN, "ISLAND_ENDPOINT": store.endpoint}):
+        found.append(run_ranks(trained, 2, 1, env=env))
+    store.end()
+    assert [each[0][2] for each in found] == [False, True, True]
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert one[1] == two[1] and all(torch.equal(one[0][n], two[0][n]) for n in one[0])
+
+
+def test_bytes_on_the_wire_are_as_documented(run_ranks) -> None:
+    """Through a relay that counts: 47 bytes a piece (40 where it is short), with keys 66 more."""
+
+    def moved(token: str) -> list[int]:
+        relays: list[Relay] = []
+
+        def change(key: str, note: dict[str, Any]) -> None:
+            if key.endswith("at/0"):  # rank 0 listens, rank 1 comes through the relay
+                relays.append(Relay(note["ports"]["1"]))
+                note["ports"]["1"] = relays[0].port
+
+        def count(connections: Any, rank: int) -> list[int]:
+            sizes, found = [1, 100, 300, 70_000, 1 << 20], []  # the first follows the greetings
+            for number, size in enumerate(sizes, 1):
+                before = relays[0].back
+                if rank == 0:
+                    connections.send([piece(size)], 1, number).wait(10 * SECOND)
+                    connections.recv([piece(1)], 1, number).wait(10 * SECOND)
+                    found.append(relays[0].back - before - size)
+                else:
+                    connections.recv([piece(size)], 0, number).wait(10 * SECOND)
+                    time.sleep(0.05)  # for the relay's own count
+                    connections.send([piece(1)], 0, number).wait(10 * SECOND)
+            return found[1:]
+
+        out = good(on_pieces(count, 2, store=Store(change), token=[token] * 2))[0]
+        relays[0].close()
+        return out
+
+    def run() -> list[list[int]]:
+        return [moved(""), moved(TOKEN)]
+
+    plain, sealed = alone(run_ranks, run)
+    assert plain == [40, 47, 47, 47]
+    assert sealed == [40 + 66, 47 + 66, 47 + 66, 47 + 66], sealed
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"GET / HTTP/1.1\r\n", "16 bytes, expected 36"),
+        (b"FDX2" + bytes(32), "use one release everywhere"),
+        (b"FDXP\x01" + bytes(31), "version 1"),
+        (b"FDXP\x02\x09" + bytes(30), "kind 9"),
+        (PieceHeader(PIECE, 0, 1, 0, LARGEST + 1).pack(), "1048577 bytes is announced"),
+    ],
+)
+def test_what_is_no_frame_is_refused(data: bytes, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        read(data)
+
+
+def test_a_frame_reads_back() -> None:
+    frame = PieceHeader(PIECE, 3, 70_000, 5, LARGEST)
+    assert read(frame.pack()) == frame and len(frame.pack()) == 36
+
+
+class Room:
+    def __init__(self, size: int):
+        self.size = size
+
+
+def test_where_pieces_go() -> None:
+    inbox = Inbox(epoch=2)
+    room, other = Room(10), Room(10)
+    assert inbox.wait_for(1, room) is None and inbox.wait_for(1, other) is None
+    assert (
+        inbox.place(PieceHeader(PIECE, 1, 1, 0, 10)) is NoRoom.DROP
+    )  # of an older epoch: does not count
+    assert (
+        inbox.place(PieceHeader(PIECE, 2, 1, 0, 10)) is room
+        and inbox.place(PieceHeader(PIECE, 2, 1, 1, 4)) is other
+    )
+    assert (
+        inbox.place(PieceHeader(PIECE, 2, 2, 0, 10)) is NoRoom.ASIDE
+        and inbox.keep(2, b"0123456789", 10) is None
+    )
+    assert inbox.wait_for(2, Room(10)) == b"0123456789"
+    assert (
+        inbox.place(PieceHeader(PIECE, 2, 3, 0, EARLY)) is NoRoom.ASIDE
+        and inbox.keep(3, "long", EARLY) is None
+    )
+    # asked again below, which counts once
+    assert inbox.place(PieceHeader(PIECE, 2, 4, 0, 1)) is NoRoom.LATER
+    # of a later epoch: until this rank is there
+    assert inbox.place(PieceHeader(PIECE, 3, 1, 0, 10)) is NoRoom.LATER
+    inbox.end(3)  # cancelled: what was kept has gone
+    assert inbox.place(PieceHeader(PIECE, 2, 3, 1, 10)) is NoRoom.DROP
+    assert inbox.place(PieceHeader(PIECE, 2, 4, 0, 1)) is NoRoom.ASIDE
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (PieceHeader(PIECE, 2, 1, 1, 10), "expected piece 0"),
+        (PieceHeader(PIECE, 2, 1, 0, 11), "11 bytes, there is room for 10"),
+    ],
+)
+def test_a_piece_that_does_not_belong_is_refused(frame: PieceHeader, says: str) -> None:
+    inbox = Inbox(epoch=2)
+    inbox.wait_for(1, Room(10))
+    with pytest.raises(WireError, match=says):
+        inbox.place(frame)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: bool) -> None:
+    met = threading.Barrier(3)
+
+    def talk(connections: Any, rank: int) -> Any:
+        room, works = piece(100), []
+        if rank == 0 and not early:
+            works.append(connections.recv([room], 1, 1))
+        met.wait()
+        if rank == 1:
+            connections.send([piece(101, 7)], 0, 1).wait(10 * SECOND)
+        if rank == 0 and early:
+            connections.send([piece(1)], 2, 5).wait(10 * SECOND)
+            time.sleep(0.2)
+            with pytest.raises(RuntimeError, match="nothing came"):
+                # what is early is put aside meanwhile
+                connections.recv([piece(1)], 2, 9).wait(0.2 * SECOND)
+            works.append(connections.recv([room], 1, 1))
+        text = ""
+        if rank == 0:
+            with pytest.raises(WireError) as error:
+                works[0].wait(10 * SECOND)
+            text = str(error.value)
+            assert not room.any()
+            with pytest.raises(RuntimeError):
+                connections.recv([room], 1, 2).wait(10 * SECOND)
+        met.wait()
+        if rank != 1:
+            got = connections.recv([again := piece(200)], 2 - rank, 20)
+            connections.send([piece(200, rank + 1)], 2 - rank, 20).wait(10 * SECOND)
+            got.wait(10 * SECOND)
+            assert int(again[0]) == 3 - rank
+        met.wait()
+        return text
+
+    def run() -> list[Any]:
+        return good(on_pieces(talk, 3))
+
+    assert "101 bytes, there is room for 100" in alone(run_ranks, run)[0]
+
+
+def test_more_than_the_largest_piece_ends_the_connection_unread(run_ranks) -> None:
+    def talk(connections: Any, rank: int) -> Any:
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                connections.send([piece(2 * LARGEST)], 0, 1)
+                connections.recv([piece(1)], 0, 2).wait(10 * SECOND)
+            return None
+        with pytest.raises(RuntimeError, match="closed by peer|announced"):
+            connections.recv([piece(4 * LARGEST)], 1, 1).wait(10 * SECOND)
+
+    alone(run_ranks, lambda: good(on_pieces(talk, 2)))
+
+
+# ---- keys --------------------------------------------------------------------------------------
+
+
+def test_tokens_must_be_the_same(run_ranks) -> None:
+    def run() -> list[list[str]]:
+        cases = [["a secret of one kind", "a secret of another"], [TOKEN, ""], ["short", "short"]]
+        return [
+            [f"{type(r).__name__}: {r}" for r in on_pieces(lambda c, r: c, 2, token=tokens)]
+            for tokens in cases
+        ]
+
+    other, none, short = alone(run_ranks, run)
+    assert all(
+        text.startswith("ValueError") and "another ISLAND_TOKEN: set the same" in text
+        for text in other
+    ), other
+    assert (
+        "is set here and not at island 1" in none[0] and "is set there and not here" in none[1]
+    ), none
+    assert all("5 characters, allowed are 16 or more" in text for text in short)
+
+
+def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
+    """Nor does a stranger who comes first keep the right one out."""
+
+    def forged() -> list[str]:  # the store lies about what the islands compare
+        current = threading.local()
+
+        class Lying(Store):
+            def note(self, *args: Any) -> Any:
+                found = super().note(*args)
+                return {**found, "key": current.mark}
+
+        def work(transport: Any, rank: int) -> Any:
+            current.mark = transport._keys.mark
+            return transport.open(0)
+
+        tokens = ["a secret of one kind", "a secret of another"]
+        return [
+            f"{type(r).__name__}: {r}"
+            for r in on_transports(work, 2, store=Lying(), timeout=2.0, token=tokens)
+        ]
+
+    def strangers() -> list[Any]:
+        context, join_server = zmq.Context(), []
+
+        def change(key: str, note: dict[str, Any]) -> None:
+            if key.endswith("at/0"):
+                join_server.append(joining_island := context.socket(zmq.PAIR))
+                joining_island.linger = 0
+                joining_island.connect(f"tcp://127.0.0.1:{note['ports']['1']}")
+                joining_island.send(b"let me in")
+                time.sleep(0.3)
+
+        def talk(line: PeerGroup) -> list[int]:
+            return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
+
+        out = good(on_lines(talk, 2, store=Store(change), token=[TOKEN] * 2))
+        context.destroy(0)
+        return out
+
+    def run() -> Any:
+        return forged(), strangers()
+
+    texts, met = alone(run_ranks, run)
+    assert all(
+        text.startswith("PeerLost") and "could not be connected within 2 s" in text
+        for text in texts
+    ), texts
+    assert any("ISLAND_TOKEN" in text for text in texts), texts
+    assert met == [[0, 1], [0, 1]]
+
+
+def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
+    ports, met = [], threading.Barrier(2)
+
+    def change(key: str, note: dict[str, Any]) -> None:
+        if key.endswith("at/0"):
+            ports.append(note["ports"]["1"])
+
+    def talk(line: PeerGroup) -> list[int]:
+        line.all_gather(piece(5, line.rank))
+        met.wait()
+        if line.rank == 1:
+            context = zmq.Context()
+            for _ in range(3):
+                with context.socket(zmq.PAIR) as joining_island:
+                    joining_island.linger = 200
+                    joining_island.connect(f"tcp://127.0.0.1:{ports[0]}")
+                    joining_island.send(b"let me in")
+                    time.sleep(0.1)
+            context.destroy(0)
+        met.wait()
+        return [int(b[0]) for _ in range(3) for b in line.all_gather(piece(5, line.rank))]
+
+    assert (
+        alone(run_ranks, lambda: good(on_lines(talk, 2, store=Store(change)))) == [[0, 1] * 3] * 2
+    )
+
+
+# ---- cancelled, dead, silent, overtaken --------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["closed", "cut", "reset", "silent"])
+def test_a_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
+    """Of three, one is lost to another: their connection ends, a message of three others passes."""
+    met, relays = threading.Barrier(3), []
+
+    def change(key: str, note: dict[str, Any]) -> None:
+        if key.endswith("at/0"):
+            relays.append(relay := Relay(note["ports"]["1"]))
+            note["ports"]["1"] = relay.port
+
+    def talk(connections: Any, rank: int) -> Any:
+        met.wait()
+        text = ""
+        if rank == 0:
+            lost, alive = (
+                connections.recv([piece(10)], 1, 1),
+                connections.recv([room := piece(10)], 2, 1),
+            )
+            {
+                "cut": relays[0].cut,
+                "reset": lambda: relays[0].cut(True),
+                "silent": relays[0].hold,
+                "closed": lambda: None,
+            }[how]()
+            met.wait()
+            with pytest.raises(RuntimeError) as error:
+                lost.wait(SECOND if how == "silent" else 60 * SECOND)
+            text = str(error.value)
+            alive.wait(10 * SECOND)
+            assert int(room[0]) == 7
+            if how != "silent":
+                with pytest.raises(RuntimeError, match="closed by peer"):
+                    connections.send([piece(10)], 1, 2).wait(SECOND)
+            connections.send([piece(10, 8)], 2, 2).wait(10 * SECOND)
+        elif rank == 1:
+            met.wait()
+            if how == "closed":
+                connections.close()
+        else:
+            met.wait()
+            connections.send([piece(10, 7)], 0, 1).wait(10 * SECOND)
+            connections.recv([room := piece(10)], 0, 2).wait(10 * SECOND)
+            assert int(room[0]) == 8
+        met.wait()
+        return text
+
+    def run() -> list[Any]:
+        out = good(on_pieces(talk, 3, store=Store(change)))
+        relays[0].close()
+        return out
+
+    assert alone(run_ranks, run)[0] == (
+        "nothing came for 1 s" if how == "silent" else "connection closed by peer"
+    )
+
+
+def test_what_a_peer_sent_before_it_left_is_still_there(run_ranks) -> None:
+    met = threading.Barrier(2)
+
+    def talk(connections: Any, rank: int) -> Any:
+        if rank == 1:
+            for n in (1, 2, 3):
+                connections.send([piece(1000, n)], 0, n).wait(10 * SECOND)
+            connections.close()
+            met.wait()
+            return None
+        met.wait()
+        time.sleep(0.2)
+        rooms = [piece(1000) for _ in range(3)]
+        for n, room in enumerate(rooms, 1):
+            connections.recv([room], 1, n).wait(10 * SECOND)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            connections.recv([piece(1)], 1, 4).wait(10 * SECOND)
+        return [int(room[0]) for room in rooms]
+
+    assert alone(run_ranks, lambda: good(on_pieces(talk, 2)))[0] == [1, 2, 3]
+
+
+def test_a_short_message_overtakes_a_long_one(run_ranks) -> None:
+    """48 pieces wait behind a relay that holds them; a short message is handed over last and comes
+    before the last of them.
+    """
+    relays: list[Relay] = []
+    met = threading.Barrier(2)
+
+    def change(key: str, note: dict[str, Any]) -> None:
+        if key.endswith("at/0"):
+            relays.append(Relay(note["ports"]["1"]))
+            note["ports"]["1"] = relays[0].port
+
+    def talk(connections: Any, rank: int) -> Any:
+        long = torch.arange(48, dtype=torch.uint8).repeat_interleave(LARGEST)
+        if rank == 0:
+            relays[0].hold()
+            works = [connections.send([part], 1, 1) for part in long.split(LARGEST)]
+            works.append(connections.send([piece(100, 3)], 1, 2))
+            met.wait()
+            relays[0].let_go()
+            for work in works:
+                work.wait(30 * SECOND)
+            return None
+        room = torch.zeros_like(long)
+        works = [connections.recv([part], 0, 1) for part in room.split(LARGEST)]
+        short = connections.recv([first := piece(100)], 0, 2)
+        met.wait()
+        short.wait(30 * SECOND)
+        before = sum(work.is_completed() for work in works)
+        for work in works:
+            work.wait(30 * SECOND)
+        assert torch.equal(room, long) and int(first[0]) == 3
+        return before
+
+    def run() -> Any:
+        out = good(on_pieces(talk, 2, store=Store(change)))
+        relays[0].close()
+        return out
+
+    assert alone(run_ranks, run)[1] < 40
+
+
+def test_only_one_of_two_must_be_reachable(run_ranks) -> None:
+    def talk(line: PeerGroup) -> list[int]:
+        return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
+
+    def run() -> Any:
+        # the lowest rank, which would listen, cannot
+        met = on_lines(talk, 3, address=["", "127.0.0.1", "127.0.0.1"])
+        return met, [f"{type(r).__name__}: {r}" for r in on_lines(talk, 2, address=["", ""])]
+
+    met, none = alone(run_ranks, run)
+    assert met == [[0, 1, 2]] * 3
+    assert all(text.startswith("ValueError") and "ISLAND_ADDRESS" in text for text in none), none
+
+
+def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> None:
+    def talk(connections: Any, rank: int) -> None:
+        got = connections.recv([piece(100_000)], 1 - rank, 1)
+        connections.send([piece(100_000)], 1 - rank, 1).wait(10 * SECOND)
+        got.wait(10 * SECOND)
+
+    def counted() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def run() -> Any:
+        for _ in range(3):
+            good(on_pieces(talk, 2))
+        before = counted()
+        for _ in range(100):
+            good(on_pieces(talk, 2))
+        until = time.monotonic() + 20
+        # a thread that asked the store may be about to end
+        while counted() > before and time.monotonic() < until:
+            time.sleep(0.05)
+        return before, counted()
+
+    before, after = alone(run_ranks, run)
+    assert after <= before

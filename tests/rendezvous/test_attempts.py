@@ -1,0 +1,544 @@
+"""One run id for several starts: who opens an attempt, who joins it, who is refused; and what
+islands say of themselves in the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import PeerLost, Topology
+from fsdp_demo.exchange import sending
+from fsdp_demo.rendezvous import attempts, stop_notices
+from fsdp_demo.rendezvous.announcement import Rendezvous
+from fsdp_demo.rendezvous.position import ShardPosition
+from fsdp_demo.rendezvous.stop_notices import Presence
+from fsdp_demo.store.messages import LARGEST
+
+from ..support import threaded
+
+runs = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def quick(everywhere: Any) -> None:
+    everywhere.setattr(attempts, "BEAT", 0.2)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """One run for several calls of `run_ranks`, over the durable store."""
+    from fsdp_demo.store.server import InThread, StoreServer
+
+    name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
+    served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys"))
+    yield {**name, "ISLAND_ENDPOINT": served.endpoint}
+    served.end()
+
+
+def attach() -> fsdp_demo.Exchange:
+    return fsdp_demo.attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1), "full")
+
+
+def step(exchange: fsdp_demo.Exchange) -> None:
+    for p in (q for group in exchange.optimizers[0].param_groups for q in group["params"]):
+        p.grad = torch.ones_like(p)
+    exchange.optimizers[0].step()
+
+
+# ---- attempts ----------------------------------------------------------------------------------
+
+
+def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
+    """A DataLoader worker by spawn or forkserver, of a script without a main guard."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        "if __name__ == '__main__':  # the others find the rest without a guard\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    sys.exit(worker.exitcode)\n"
+        "import fsdp_demo\n"
+        "fsdp_demo.Topology.from_env().prefix()\n"
+    )
+    place = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0", "ISLAND_ENDPOINT": "127.0.0.1:9"}
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert "this process was started by multiprocessing" in ended.stderr
+    assert 'if __name__ == "__main__":' in ended.stderr
+
+
+def joins(me: Any) -> str:
+    return Topology.from_env().prefix().partition("/")[2]
+
+
+def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(
+    run_ranks, run
+) -> None:
+    """Island 1 dies, island 0 misses it; then both are started again, as a supervisor does it,
+    under the same run id. Twice.
+    """
+
+    def life(me: Any) -> str:
+        exchange = attach()
+        step(exchange)
+        if me.island == 1:
+            os._exit(9)  # as by SIGKILL: it says nothing
+        if exchange.topology.elastic:
+            step(exchange)  # alone
+        else:
+            with pytest.raises(PeerLost):
+                step(exchange)
+        Presence(exchange.topology).end("left")
+        return exchange.topology.prefix()
+
+    for number in range(2):
+        outcomes = run_ranks(life, 2, 1, env=run, check=False)
+        assert outcomes[0].value == f"{run['ISLAND_RUN']}/{number}", outcomes[0].error
+        assert outcomes[1].status == 9
+
+    def last(me: Any) -> tuple[str, bool | None]:
+        exchange = attach()
+        step(exchange)
+        exchange.finish()
+        return exchange.topology.prefix(), exchange.digests_equal()
+
+    assert run_ranks(last, 2, 1, env=run) == [(f"{run['ISLAND_RUN']}/2", True)] * 2
+
+
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+def test_a_run_goes_on_with_more_islands_whoever_comes_first(run_ranks, run) -> None:
+    """Two islands have stopped. The third one, which was not among them, comes before they are
+    back."""
+
+    def life(me: Any) -> None:
+        exchange = attach()
+        step(exchange)
+        os._exit(75)
+
+    def again(me: Any) -> tuple[str, bool | None]:
+        topology = Topology.from_env()
+        if me.island != 2:
+            store = topology.open_store()
+            while store.get(f"{topology.run}/attempt") != "1":
+                time.sleep(0.05)
+        exchange = attach()
+        step(exchange)
+        exchange.finish()
+        return exchange.topology.prefix(), exchange.digests_equal()
+
+    run_ranks(life, 2, 1, env=run, check=False)
+    assert run_ranks(again, 3, 1, env=run, timeout=60) == [(f"{run['ISLAND_RUN']}/1", True)] * 3
+
+
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_once: bool) -> None:
+    """Nothing tells which it means: they may be alike."""
+    again = (
+        "from fsdp_demo.rendezvous import attempts;"
+        "from tests.rendezvous.test_attempts import attach;"
+        f"attempts.BEAT = {attempts.BEAT}; attach(); print('joined')"
+    )
+
+    def fn(me: Any) -> tuple[int, str, str] | None:
+        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
+        first = attach()
+        step(first)
+        if not at_once:
+            first.finish()
+        second = attach()
+        step(second)
+        if me.island == 0:
+            while not store.get("told"):
+                time.sleep(0.05)
+            return None
+        for exchange in (first, second):  # nobody answers here any more, as after a death
+            exchange.detach()
+        told = subprocess.run(
+            [sys.executable, "-c", again], capture_output=True, text=True, timeout=60
+        )
+        store.set("told", "yes")
+        return told.returncode, told.stdout, told.stderr
+
+    status, said, text = run_ranks(fn, 2, 1, env=run, timeout=90)[1]
+    assert (status, said) == (1, ""), text
+    assert "its processes begin 2 exchanges" in text and "#several-exchanges" in text
+
+
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+def test_who_joins_under_way_has_one_exchange(run_ranks, run) -> None:
+    def fn(me: Any) -> str:
+        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
+        while me.island == 2 and not store.get("0/begun"):
+            time.sleep(0.05)
+        exchange = attach()
+        if me.island < 2:
+            while not store.get("told"):
+                step(exchange)
+                time.sleep(0.05)
+            return ""
+        with pytest.raises(ValueError, match="its processes begin 2 exchanges") as error:
+            attach()
+        store.set("told", "yes")
+        return str(error.value)
+
+    env = {**run, "ISLAND_SLOTS": "3", "ISLAND_COUNT": "2"}
+    assert run_ranks(fn, 3, 1, env=env, timeout=60)[2]
+
+
+def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) -> None:
+    """Island 0 is killed and restarted at once, while island 1 has not noticed: its old attempt is
+    over. Island 1 comes back later.
+    """
+
+    def fn(me: Any) -> list[str]:
+        store = Topology.from_env().open_store().under("test-" + run["ISLAND_RUN"])
+        if me.island == 1:
+            first = joins(me)
+            store.set("here", "yes")
+            store.get("joined")
+            return [first]
+        store.get("here")
+        reader, writer = os.pipe()
+        if os.fork() == 0:  # its first life
+            os.write(writer, joins(me).encode())
+            os._exit(9)
+        first = os.read(reader, 9).decode()
+        os.wait()
+        again = joins(me)
+        store.set("joined", "yes")
+        return [first, again]
+
+    assert run_ranks(fn, 2, 1, env=run) == [["0", "1"], ["0"]]
+    assert run_ranks(joins, 1, 1, env={**run, "ISLAND_COUNT": "2", "ISLAND_RANK": "1"}) == ["1"]
+
+
+def test_all_ranks_of_an_island_take_part_in_one_attempt(run_ranks, run) -> None:
+    def life(me: Any) -> str:
+        torch.distributed.barrier()
+        time.sleep(0.3 * (me.proc == 0))  # the others ask before rank 0 knows
+        exchange = attach()
+        step(exchange)
+        return exchange.topology.prefix()
+
+    for number in range(2):  # a life that nobody ends by a word is over when its processes are
+        assert run_ranks(life, 2, 2, env=run) == [f"{run['ISLAND_RUN']}/{number}"] * 4
+
+
+def test_what_rank_0_is_refused_all_ranks_of_its_island_are(run_ranks, run) -> None:
+    def finish(me: Any) -> None:
+        Presence(Topology.from_env()).end("finished")
+
+    def again(me: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            attach()
+        return str(error.value)
+
+    run_ranks(finish, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    for text in run_ranks(again, 2, 2, env=run):
+        assert (
+            f"ISLAND_RUN={run['ISLAND_RUN']!r} was already started" in text
+            and "has finished" in text
+        )
+        assert "set a new ISLAND_RUN on all islands" in text
+
+
+def test_a_second_process_with_the_same_rank_is_refused(run_ranks, run) -> None:
+    def fn(me: Any) -> str:
+        if me.island == 1:
+            time.sleep(0.3)
+        try:
+            topology = Topology.from_env()
+            topology.prefix()
+        except ValueError as error:
+            return str(error)
+        store = topology.open_store()
+        while not store.get(f"{run['ISLAND_RUN']}/told"):
+            time.sleep(0.05)
+        return "in"
+
+    def twin(me: Any) -> str:
+        out = fn(me)
+        if out != "in":
+            Topology.from_env().open_store().set(f"{run['ISLAND_RUN']}/told", "yes")
+        return out
+
+    first, second = run_ranks(twin, 2, 1, env={**run, "ISLAND_RANK": "0"})
+    assert "in" in (first, second)
+    text = first if second == "in" else second
+    assert (
+        "which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands"
+        in text
+    )
+
+
+def test_one_process_has_one_attempt_and_a_finished_exchange_may_be_followed_by_another(
+    run_ranks, run
+) -> None:
+    def fn(me: Any) -> list[str]:
+        out = []
+        for _ in range(2):
+            exchange = attach()
+            step(exchange)
+            exchange.finish()
+            Presence(exchange.topology).end("finished")
+            out.append(exchange.topology.meeting())
+        return out
+
+    assert run_ranks(fn, 2, 1, env=run) == [[f"{run['ISLAND_RUN']}/0/{k}" for k in range(2)]] * 2
+
+
+def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
+    def fn(me: Any) -> str:
+        topology = Topology.from_env()
+        if me.island == 1:
+            time.sleep(0.5)
+            Presence(topology).end("left")
+            return ""
+        with pytest.raises(PeerLost) as error:
+            topology.join(ShardPosition())
+        return str(error.value)
+
+    text, _ = run_ranks(fn, 2, 1, env=run)
+    assert (
+        "island0 waited for islands 1" in text
+        and "island 1 left" in text
+        and "start this island again" in text
+    )
+
+
+# ---- presence ----------------------------------------------------------------------------------
+
+
+def test_there_is_no_presence_without_islands() -> None:
+    before = threading.active_count()
+    presence = Presence(Topology.from_env({"ISLAND_COUNT": "1"}))
+    presence.start()
+    presence.end("left")
+    presence.close()
+    assert threading.active_count() == before
+
+
+# ---- what others write, and what is left behind ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("note", "says"),
+    [
+        ("{", "Expecting property name"),
+        ("[" * 60_000, "recursion"),
+        ("[" * (2 * LARGEST), f"{2 * LARGEST} bytes, allowed are {LARGEST}"),
+        ('{"name": "island1"}', "missing required field `host`"),
+        (
+            json.dumps({"name": "x", "host": "y", "count": "2", "shards": 1, "copies": 1}),
+            "Expected `int`, got `str` - at `$.count`",
+        ),
+    ],
+)
+def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: str) -> None:
+    if len(note) > LARGEST and "ISLAND_ENDPOINT" in run:
+        pytest.skip("such a store takes no such note")
+
+    def fn(me: Any) -> str:
+        topology = Topology.from_env()
+        key = f"{topology.prefix()}/0/join/1/0.0"
+        topology.open_store().set(key, note)
+        with pytest.raises(ValueError) as error:
+            topology.join(ShardPosition())
+        return str(error.value).replace(key, "KEY")
+
+    (text,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    assert (
+        "note KEY" in text
+        and says in text
+        and "start a store on a port that only the islands reach" in text
+    )
+    assert "of island 1" in text or "bytes" in says
+
+
+def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
+    """The last look is as good as all before it, however late it ends."""
+    topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05)
+    rendezvous = Rendezvous(topology, ShardPosition(), None)
+    rendezvous._starters = (0, 1)
+    fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
+
+    class Slow:
+        def get(self, key: str) -> str:
+            time.sleep(0.1)
+            return "here"
+
+        def note(self, *args: Any) -> dict[str, Any]:
+            return fields
+
+    found = rendezvous._gather(Slow())  # type: ignore[arg-type]
+    assert found == {0: fields, 1: fields}
+
+
+def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no control group")
+
+    everywhere.setattr(sending, "IslandGroup", broken)
+
+    def run(me: Any) -> None:
+        results = threaded.islands(
+            lambda i, topology: sending.ExchangeConnections(
+                topology, ShardPosition(), torch.device("cpu")
+            )
+        )
+        assert [str(r) for r in results] == ["no control group"] * 2
+        assert not [t for t in threading.enumerate() if t.name == "exchange"]
+
+    run_ranks(run, 1, 1)
+
+
+def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
+    """The thread of the attempt tries again, and says it once; a job waits no longer than it
+    may.
+    """
+
+    def fn(me: Any) -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        topology = Topology.from_env()
+        presence = Presence(topology)
+        presence.start()
+        pulse = attempts.join(topology)
+        assert pulse.ask(lambda at: None, 5.0)
+
+        def silent(at: Any) -> None:
+            raise fsdp_demo.store.client.StoreSilent("the store at X does not answer")  # type: ignore[attr-defined]
+
+        done = [pulse.ask(silent, 5.0), pulse.ask(silent, 5.0)]
+        assert done == [False, False]
+        assert pulse.ask(lambda at: None, 5.0) and not pulse.silent
+        return lines
+
+    (lines,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
+    assert len([line for line in lines if "does not answer; training goes on" in line]) == 1
+
+
+# ---- islands that come and go, and attempts ----------------------------------------------------
+
+
+def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
+    """Killed near the end of the run: its supervisor starts it again, and the others have finished.
+    Without a supervisor it is an error.
+    """
+
+    def trains(me: Any) -> None:
+        exchange = attach()
+        step(exchange)
+        exchange.finish()
+
+    run_ranks(trains, 2, 1, env=run)
+
+    def again(me: Any) -> None:
+        attach()
+
+    found = run_ranks(
+        again, 2, 2, env=lambda me: {**run, "ISLAND_ATTEMPT": str(me.island)}, check=False
+    )
+    joins = "ISLAND_ENDPOINT" in run  # members may come and go
+    back = [
+        f"has finished while island{i} was away: it is not needed any more" for i in (0, 0, 1, 1)
+    ]
+    assert [text in o.log for text, o in zip(back, found, strict=True)] == [
+        False,
+        False,
+        joins,
+        joins,
+    ]
+    texts = [o.log + (o.error or "") for o in found]
+    assert ["has finished (island" in text for text in texts] == [True, True, not joins, not joins]
+    assert ["set a new ISLAND_RUN" in text for text in texts] == [True, True, not joins, not joins]
+    assert [o.status for o in found[2:]] == [0 if joins else 1] * 2 and 0 not in [
+        o.status for o in found[:2]
+    ]
+
+
+def test_who_cannot_meet_the_others_hears_who_is_missing(run_ranks, run) -> None:
+    """Uncaught it ends the process with 75: tests/launch/test_statuses.py."""
+
+    def alone(me: Any) -> None:
+        if me.island == 1:
+            with pytest.raises(PeerLost, match="missing 0"):
+                attach()
+
+    run_ranks(alone, 2, 1, env={**run, "ISLAND_ATTEMPT": "1", "ISLAND_TIMEOUT": "2"})
+
+
+@pytest.mark.parametrize("run", ["zmq"], indirect=True)
+def test_a_store_from_an_older_copy_of_its_file_is_noticed(run_ranks, run, everywhere) -> None:
+    """It lacks the newest record of the members: who was lost would be a member still, there."""
+    everywhere.setattr(stop_notices, "ASK", 0.1)
+
+    def fn(me: Any) -> int:
+        exchange = attach()
+        step(exchange)
+        if me.island == 1:
+            os._exit(9)
+        step(exchange)
+        topology = exchange.topology
+        topology.open_store().under(topology.meeting()).set("record/1", "")
+        for _ in range(25):
+            step(exchange)
+            time.sleep(0.1)
+        return exchange.step
+
+    found = run_ranks(fn, 2, 1, env=run, check=False)[0]
+    said = f"the store at {run['ISLAND_ENDPOINT']} lacks record 1 of this run's members"
+    assert found.value == 27 and found.log.count(said) == 1, found.log
+
+
+def test_who_was_left_alone_hears_that_the_others_have_begun_anew(
+    run_ranks, run, everywhere
+) -> None:
+    """Islands that cannot reach the one that is left end the attempt: it must not go on beside
+    them.
+    """
+    if "ISLAND_ENDPOINT" not in run:
+        pytest.skip("members are fixed")
+    everywhere.setattr(stop_notices, "ASK", 0.1)
+
+    def fn(me: Any) -> int:
+        exchange = attach()
+        step(exchange)
+        if me.island == 1:
+            os._exit(9)
+        step(exchange)
+        topology = exchange.topology
+        topology.open_store().under(topology.prefix()).set("ended", "1")
+        time.sleep(10)
+        return 1
+
+    found = run_ranks(fn, 2, 1, env=run, check=False)
+    assert (
+        found[0].status == 75
+        and "island 1 found none of this attempt's islands, and has begun another one"
+        in found[0].log
+    )

@@ -1,0 +1,198 @@
+"""The variables ISLAND_*: all are known by name, and one that is not is noticed."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_demo import Topology
+from fsdp_demo.errors import StoreSilent
+from fsdp_demo.rendezvous import environment
+from fsdp_demo.rendezvous.position import ShardPosition
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_said", set())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ISLAND_WORLD", "; did you mean 'ISLAND_COUNT'?"),
+        ("ISLANDS_RANK", "; did you mean 'ISLAND_RANK'?"),
+        ("ISLAND_ADRESS", "; did you mean 'ISLAND_ADDRESS'?"),
+        ("ISLAND_RUN_ID", "; did you mean 'ISLAND_RUN'?"),
+        ("ISLAND_BLUE", ""),
+    ],
+)
+def test_an_unknown_variable_is_warned_of_once(
+    name: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        Topology.from_env({name: "2", "ISLAND_COUNT": "1"})
+    (record,) = [r for r in caplog.records if name in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(
+        f"{name} is no variable of fsdp_demo{meant} (known: ISLAND_RANK, ISLAND_COUNT, "
+    )
+
+
+def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for variables in ({"ISLAND_COUNT": "1"}, {"ISLANDS_RANK": "0"}, {}):
+        Topology.from_env(variables).join(ShardPosition())
+    said = [(r.levelno, r.getMessage()) for r in caplog.records if "one replica" in r.getMessage()]
+    assert [level for level, _ in said] == [logging.INFO, logging.WARNING]
+    assert "ISLAND_COUNT is not set" in said[1][1]
+
+
+def test_a_mesh_is_not_called_one_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """Who looks for islands first and then trains in a mesh, as the Trainer's listener does, is
+    told nothing.
+    """
+    caplog.set_level(logging.INFO)
+    assert Topology.from_env({}).kind == "single"
+    assert not caplog.records
+
+
+def test_every_variable_of_the_package_is_known() -> None:
+    """Also those that recipes set: a new one belongs into `VARIABLES`, or users are warned of
+    it.
+    """
+    folders = [ROOT / name for name in ("fsdp_demo", "deepspeed_ext", "recipes")]
+    files = [
+        f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".sh", ".sbatch")
+    ]
+    found = {
+        name
+        for f in files
+        for name in re.findall(r"\bISLAND_[A-Z_]*[A-Z]\b", f.read_text(encoding="utf-8"))
+    }
+    assert found == set(environment.VARIABLES)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "nan"])
+def test_the_timeout_is_checked_by_every_door(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    from types import SimpleNamespace
+
+    from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology
+
+    monkeypatch.setenv("ISLAND_TIMEOUT", text)
+    axes = ExchangeParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = SimpleNamespace(parallelism_config=axes, torch_device_mesh=None)
+    with pytest.raises(
+        ValueError, match=f"ISLAND_TIMEOUT='{text}' must be a number of seconds, more than 0"
+    ):
+        mesh_topology(accelerator)
+
+
+@pytest.mark.parametrize("name", ["ISLAND_DEAD", "ISLAND_STALL"])
+def test_the_times_after_which_an_island_is_lost_are_checked(name: str) -> None:
+    for text in ("1", "nan", "soon"):
+        with pytest.raises(ValueError, match=f"{name}='?{text}'? .* number"):
+            Topology.from_env({name: text})
+    field = name.removeprefix("ISLAND_").lower()
+    assert getattr(Topology.from_env({name: "2"}), field) == 2.0
+    assert (Topology.from_env({}).dead, Topology.from_env({}).stall) == (10.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "inf", "soon"])
+def test_the_time_to_stop_is_checked(text: str) -> None:
+    with pytest.raises(ValueError, match=f"ISLAND_STOP='{text}' must be a number"):
+        Topology.from_env({"ISLAND_STOP": text})
+    assert Topology.from_env({"ISLAND_STOP": "4"}).stop_timeout == 4.0
+    assert Topology.from_env({}).stop_timeout == 25.0
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            {"ISLAND_COUNT": "3", "ISLAND_SLOTS": "2"},
+            "ISLAND_SLOTS=2 with ISLAND_COUNT=3: allowed are ISLAND_COUNT or more",
+        ),
+        (
+            {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "4", "ISLAND_RANK": "4"},
+            "ISLAND_RANK=4 with ISLAND_SLOTS=4: allowed is 0 <= ISLAND_RANK",
+        ),
+        ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "ISLAND_RANK=2 with ISLAND_COUNT=2"),
+        ({"ISLAND_COUNT": "2", "ISLAND_RANK": "2"}, "; to join a run later, set ISLAND_SLOTS on"),
+        ({"ISLAND_COUNT": "2", "ISLAND_SLOTS": "2.5"}, "ISLAND_SLOTS='2.5' must be a whole number"),
+        ({"ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
+    ],
+)
+def test_slots_are_checked(variables: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Topology.from_env({"ISLAND_ENDPOINT": "host:1", **variables})
+
+
+def test_slots_are_the_parts_of_the_data() -> None:
+    env = {
+        "ISLAND_ENDPOINT": "host:1",
+        "ISLAND_COUNT": "2",
+        "ISLAND_RANK": "2",
+    }
+    t = Topology.from_env({**env, "ISLAND_SLOTS": "4"})
+    assert (t.kind, t.island, t.islands, t.count, t.suffice) == ("islands", 2, 4, 2, 0)
+    # without it as many as islands
+    assert Topology.from_env({**env, "ISLAND_COUNT": "3"}).islands == 3
+    alone = Topology.from_env({**env, "ISLAND_COUNT": "1", "ISLAND_SLOTS": "2", "ISLAND_RANK": "0"})
+    assert (alone.kind, alone.islands, alone.count) == ("islands", 2, 1)
+    assert Topology.from_env({**env, "ISLAND_MIN": "2"} | {"ISLAND_RANK": "0"}).suffice == 2
+
+
+@pytest.mark.parametrize("endpoint", ["10.0.0.1:1", "zmq://10.0.0.1:1"])
+def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> None:
+    env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, "ISLAND_TOKEN": "short"}
+    with pytest.raises(ValueError, match="ISLAND_TOKEN has 5 characters, allowed are 16 or more"):
+        Topology.from_env(env)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more", "says"),
+    [
+        (
+            "zmq://8.8.8.8:1",
+            {},
+            "ISLAND_ENDPOINT=8.8.8.8:1: a PUBLIC address, and ISLAND_TOKEN is not set",
+        ),
+        ("[2606:4700::1]:1", {}, "ISLAND_TOKEN is not set"),
+        (
+            "10.0.0.1:1",
+            {"ISLAND_ADDRESS": "8.8.4.4"},
+            "ISLAND_ADDRESS=8.8.4.4: a PUBLIC address, and ISLAND_TOKEN is not set",
+        ),
+        ("8.8.8.8:1", {"ISLAND_TOKEN": "a secret of 16 and more"}, ""),
+        ("10.0.0.1:1", {"ISLAND_ADDRESS": "192.168.1.5"}, ""),
+        ("[fd00::1]:1", {}, ""),
+        ("100.100.1.1:1", {}, ""),
+    ],
+)
+def test_a_public_address_without_a_token_is_warned_of_once(
+    endpoint: str,
+    more: dict[str, str],
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is sent there."""
+
+    def silent(self: Topology, limit: float | None = None) -> None:
+        raise StoreSilent("ISLAND_ENDPOINT= nobody answers")
+
+    monkeypatch.setattr(Topology, "open_store", silent)
+    env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, **more}
+    for _ in range(2):
+        with pytest.raises(StoreSilent):
+            Topology.from_env(env).join(ShardPosition())
+    found = [r.getMessage() for r in caplog.records if "PUBLIC" in r.getMessage()]
+    assert len(found) == bool(says) and all(
+        says in text and "secret" not in text for text in found
+    ), found

@@ -1,0 +1,196 @@
+"""Votes inside an island, and the norm of its gradients: on the host and, played on the CPU,
+without reading it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_demo
+from fsdp_demo import Topology, preset
+from fsdp_demo.rendezvous.island import IslandGroup
+from fsdp_demo.rendezvous.position import ShardPosition
+
+from ..support import accelerator as there
+from ..support import probe
+from ..support.accelerator import Accelerator, plug_in
+
+DEVICE = torch.device("cuda", 0)
+
+
+def joined(me: Any, backend: str) -> Any:
+    """The 2 x 2 mesh of this rank's world on a backend; "cpu:gloo" is not gloo by name, as NCCL is
+    not, and works on a CPU.
+    """
+    dist.init_process_group(
+        backend, init_method=f"file://{me.folder}/world", rank=me.rank, world_size=4
+    )
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+# ---- votes -------------------------------------------------------------------------------------
+
+
+def test_a_mesh_on_another_backend_votes_over_gloo(run_ranks) -> None:
+    """Each replica by itself: the second one makes its group when the first has voted, and has come
+    and gone.
+    """
+
+    def run(me):
+        topology = Topology.from_mesh(joined(me, "cpu:gloo"), timeout=100.0)
+        mark = me.folder / "voted"
+        if topology.island == 1:
+            while not mark.exists():
+                time.sleep(0.01)
+        island = IslandGroup(topology, ShardPosition(2, topology.rank), DEVICE)
+        votes = island.max(float(me.rank), 1.0), island.sum(float(me.rank))
+        ranks, backend = dist.get_process_group_ranks(island.group), dist.get_backend(island.group)
+        patience = island.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        own, copies = island.group is not topology.group, island.copies is topology.group
+        island.release()
+        mark.touch()
+        return votes, ranks, backend, patience, own, copies, island.group
+
+    for r, (votes, *rest) in enumerate(run_ranks(run, 1, 4, group=False)):
+        first = r // 2 * 2
+        assert votes == ([first + 1.0, 1.0], [2 * first + 1.0])
+        assert rest == [[first, first + 1], "gloo", 160.0, True, True, None]
+
+
+def test_a_mesh_on_gloo_votes_over_its_own_group(run_ranks) -> None:
+    def run(me):
+        topology = Topology.from_mesh(joined(me, "gloo"))
+        return IslandGroup(topology, ShardPosition(2, topology.rank)).group is topology.group
+
+    assert run_ranks(run, 1, 4, group=False) == [True] * 4
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_an_exchange_in_a_mesh(run_ranks, backend) -> None:
+    def train(me):
+        mesh = joined(me, backend)
+        model = probe.Probe(0)
+        probe.shard(model, mesh["dp_shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = fsdp_demo.attach(
+            optimizer, preset("demo"), model=model, topology=Topology.from_mesh(mesh)
+        )
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) * (1 + me.rank // 2)
+            optimizer.step()
+        exchange.finish()
+        return exchange.digests_equal(), [p.detach().full_tensor() for p in model.parameters()]
+
+    found = run_ranks(train, 1, 4, group=False)
+    assert all(equal for equal, _ in found) and all(
+        torch.equal(a, b) for _, values in found for a, b in zip(values, found[0][1], strict=True)
+    )
+
+
+def test_copies_hear_the_first_of_them(run_ranks) -> None:
+    """Each shard from its own first copy; where there are no copies nothing is sent."""
+
+    def run(me):
+        topology, out = Topology(world=4, rank=me.proc), []
+        for shards in (1, 2, 4):
+            island = IslandGroup(
+                topology, ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
+            )
+            work = torch.tensor([me.proc], dtype=torch.uint8)
+            island.broadcast(work)
+            out.append(int(work))
+        return out
+
+    assert run_ranks(run, 1, 4) == [[0, r % 2, r] for r in range(4)]
+
+
+# ---- the norm ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards, limit", [(1, 0.5), (2, 0.5), (4, 0.5), (2, 1e3)])
+def test_on_a_device_the_norm_is_the_same(run_ranks, shards, limit) -> None:
+    """Over 4 ranks that hold `shards` shards, one of which has no gradient: as on the host, and as
+    torch clips the whole.
+    """
+
+    def run(me):
+        position = ShardPosition(shards, me.proc % shards, 4 // shards, me.proc // shards)
+        island = IslandGroup(Topology(world=4, rank=me.proc), position)
+        gradients = [
+            [torch.randn(n, generator=torch.Generator().manual_seed(10 * s + n)) for n in (5, 70)]
+            for s in range(shards)
+        ]
+        gradients[-1] = gradients[-1] if shards < 4 else []
+        mine = gradients[position.shard]
+        host, there, whole = (
+            [g.clone() for g in mine],
+            [g.clone() for g in mine],
+            [torch.nn.Parameter(g) for part in gradients for g in part],
+        )
+        island.clip([*host, None], limit)
+        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
+        patch.setattr(IslandGroup, "_on_device", lambda self: True)
+        patch.setattr(IslandGroup, "sum", lambda *_: pytest.fail("a number of the host"))
+        island.clip([*there, None], limit)
+        for p in whole:
+            p.grad = p.detach().clone()
+        torch.nn.utils.clip_grad_norm_(whole, limit)
+        before = sum(len(part) for part in gradients[: position.shard])
+        for a, b, g, p in zip(host, there, mine, whole[before:], strict=False):
+            torch.testing.assert_close(a, p.grad, rtol=1e-6, atol=0)
+            assert torch.equal(a, g) == (limit > 1)
+            assert torch.equal(a, b)
+        return True
+
+    assert all(run_ranks(run, 1, 4))
+
+
+def test_where_a_norm_is_reduced(run_ranks) -> None:
+    """On the device, if the group that training uses reaches it; alone always; on a CPU never."""
+
+    def run(me):
+        mesh = joined(me, "cpu:gloo")
+        topology, sharded, whole = (
+            Topology.from_mesh(mesh),
+            ShardPosition(2, me.rank % 2),
+            ShardPosition(1, 0, 2, me.rank % 2),
+        )
+        islands = [
+            IslandGroup(topology, place, device)
+            for place in (sharded, whole)
+            for device in (DEVICE, torch.device("cpu"))
+        ]
+        islands[0]._ranks = dist.new_group(backend="cpu:gloo,cuda:gloo")
+        reached = islands[0]._on_device()
+        islands[0]._ranks = topology.group
+        return [reached, *(i._on_device() for i in islands)]
+
+    assert run_ranks(run, 1, 4, group=False) == [[True, False, False, True, False]] * 4
+
+
+def test_a_norm_over_two_devices_is_on_that_of_the_masters() -> None:
+    """Buffers stay on the GPU where an engine has its masters on the host."""
+    with FakeTensorMode():
+        square = IslandGroup(Topology(), ShardPosition())._square(
+            [torch.ones(3, device="cuda"), torch.ones(4)]
+        )
+        assert square.device.type == "cpu"
+
+
+def test_parameters_that_ranks_hold_together_need_no_wait() -> None:
+    """Their shares of the norm are made on the device: what comes from a list of the host would
+    come behind the whole backward.
+    """
+    with plug_in(), Accelerator() as mode:
+        held = [torch.full((4,), 3.0, device=there.DEVICE), torch.ones(2, device=there.DEVICE)]
+        square = IslandGroup(Topology(), ShardPosition(), there.DEVICE)._square(held, [3, 1])
+        with mode.waiting():
+            assert float(square) == 36.0 / 3 + 2.0

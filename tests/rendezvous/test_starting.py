@@ -1,0 +1,237 @@
+"""Who begins a run: one decision in the store, the same for all islands whenever they come."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_demo import PeerLost, Topology
+from fsdp_demo.rendezvous import attempts, starting
+from fsdp_demo.store.client import WorldStore
+
+from ..support.threaded import at_once
+
+BEAT, SILENCE = 0.05, 1.0
+
+
+def place(
+    island: int, count: int = 3, suffice: int = 2, timeout: float = 0.3, slots: int = 0
+) -> Topology:
+    of = {
+        "endpoint": "the test",
+        "timeout": timeout,
+        "name": f"isle{island}",
+    }
+    return Topology("islands", island, slots or count, count=count, suffice=suffice, **of)
+
+
+def asker(store: Any = None) -> WorldStore:
+    return WorldStore(store or dist.HashStore(), "the test", 5.0).under("run/0")
+
+
+def called(at: WorldStore, p: Topology, late: bool = False) -> Any:
+    return starting.call(at, p, late, BEAT, SILENCE)
+
+
+def comes(at: WorldStore, i: int, **changes: Any) -> None:
+    """Island i was here."""
+    said = {"name": f"isle{i}", "host": "there", "count": 3, "slots": 3, "least": 2, "stall": 0.0}
+    said |= changes
+    at.set(f"came/{i}", json.dumps(said))
+
+
+def refusal(kind: type[Exception], *args: Any) -> str:
+    with pytest.raises(kind) as error:
+        called(*args)
+    return str(error.value)
+
+
+def test_all_that_come_begin_at_once() -> None:
+    store, found = dist.HashStore(), dict[int, Any]()
+    start = time.monotonic()
+    at_once(lambda i: found.update({i: called(asker(store), place(i, timeout=60.0))}), 3, 30.0)
+    assert found == {i: ((0, 1, 2), False) for i in range(3)}
+    assert time.monotonic() - start < 30
+
+
+def test_enough_begin_after_the_time_is_over_and_the_others_come_later() -> None:
+    store, found = dist.HashStore(), dict[int, Any]()
+
+    def island(i: int) -> None:
+        if i == 1:  # when the others have decided, and before they have met
+            while not asker(store).get("starters"):
+                time.sleep(0.01)
+            threading.Timer(0.3, lambda: asker(store).set("begun", "0")).start()
+        found[i] = called(asker(store), place(i, timeout=0.5 if i != 1 else 30.0))
+
+    at_once(island, 3, 40.0)
+    assert found == {0: ((0, 2), False), 2: ((0, 2), False), 1: ((0, 2), True)}
+
+
+def test_all_are_told_the_same_whenever_they_come() -> None:
+    """Islands that come about when the time of the others is over."""
+    draw = random.Random(0)
+    for _ in range(8):
+        store, found, waits = (
+            dist.HashStore(),
+            dict[int, Any](),
+            [draw.uniform(0.0, 0.5) for _ in range(3)],
+        )
+
+        def island(
+            i: int, store: Any = store, found: dict[int, Any] = found, waits: list[float] = waits
+        ) -> None:
+            time.sleep(waits[i])
+            try:
+                found[i] = called(asker(store), place(i, suffice=1))
+            except PeerLost:  # nobody has met here, so who is late waits in vain
+                found[i] = (starting.decided(asker(store), 3), True)
+
+        at_once(island, 3, 30.0)
+        (starters,) = {who for who, _ in found.values()}
+        assert {i for i, (_, late) in found.items() if not late} == set(starters), found
+
+
+def test_too_few_are_named() -> None:
+    at = asker()
+    comes(at, 2)
+    text = refusal(PeerLost, at, place(2, count=4, suffice=3, timeout=0.1))
+    for part in (
+        "waited 0.1 s for 4 islands, at least ISLAND_MIN=3",
+        "came 2 (isle2 on ",
+        "missing 0, 1, 3",
+        "ISLAND_TIMEOUT",
+    ):
+        assert part in text, text
+    assert not at.get("starters")
+
+
+def test_who_has_come_and_died_does_not_begin() -> None:
+    at = asker()
+    comes(at, 1)
+    at.set("beat/1", "7")
+    with pytest.raises(PeerLost, match="missing 1, 2"):
+        starting.call(at, place(0, timeout=0.5), False, BEAT, 0.1)
+
+
+def test_without_the_variable_nobody_waits_here() -> None:
+    at = asker()
+    assert called(at, place(0, suffice=0, timeout=60.0)) == ((0, 1, 2), False)
+    assert not at.get("starters")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"count": 4},
+            "island 1 (isle1) has ISLAND_COUNT=4, isle0 has 3: set one number everywhere",
+        ),
+        (
+            {"slots": 5},
+            "island 1 (isle1) has ISLAND_SLOTS=5, isle0 has 3: set one number everywhere",
+        ),
+        (
+            {"stall": 5.0},
+            "island 1 (isle1) has ISLAND_STALL=5, isle0 has unset: set one number everywhere",
+        ),
+        (
+            {"least": 0},
+            "island 1 (isle1) has ISLAND_MIN=unset, isle0 has 2: set one number everywhere",
+        ),
+    ],
+)
+def test_unlike_numbers_are_refused_at_once(changes: dict[str, float], says: str) -> None:
+    at = asker()
+    comes(at, 1, **changes)
+    assert refusal(ValueError, at, place(0, timeout=60.0)) == says
+    if "least" not in changes:
+        assert refusal(ValueError, at, place(0, timeout=60.0), True) == says  # a newcomer, too
+
+
+@pytest.mark.parametrize("begun", ["", "0"])
+def test_another_number_than_in_an_attempt_whose_islands_are_gone_opens_the_next(
+    begun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two islands have stopped; the run goes on with three, and the new one comes first."""
+    pytest.importorskip("zmq")
+    monkeypatch.setattr(attempts, "BEAT", 0.05)
+    store, found = dist.HashStore(), dict[int, Any]()
+    above = WorldStore(store, "the test", 5.0)
+    for i in range(2):
+        comes(asker(store), i, count=2, slots=2, least=0)
+        above.set(f"run/0/slot/{i}", "before")
+    if begun:
+        above.set("run/0/begun", begun)
+    above.set("run/attempt", "0")
+
+    def begin(i: int) -> None:
+        found[i] = attempts._begin(
+            place(i, suffice=0, timeout=30.0), WorldStore(store, "test", 5.0)
+        )
+
+    for i in (2, 0, 1):
+        begin(i)
+    assert {i: (f.number, f.late, f.starters) for i, f in found.items()} == {
+        i: (1, False, (0, 1, 2)) for i in range(3)
+    }
+
+
+def test_another_number_than_that_of_an_island_that_lives_is_refused_on_both() -> None:
+    store, heard = dist.HashStore(), list[Any]()
+    at = asker(store)
+    comes(at, 1, count=4)
+
+    def lives(islands: Any) -> bool:
+        heard.append((list(islands), bool(at.get("came/0"))))
+        return True
+
+    with pytest.raises(ValueError, match="has ISLAND_COUNT=4, isle0 has 3"):
+        starting.call(at, place(0), False, BEAT, SILENCE, lives)
+    assert heard == [([1], False)] and at.get("came/0")  # the other one hears of it afterwards
+
+
+@pytest.mark.parametrize("text", ["[]", "[2, 0]", "[0, 3]", "[-1]", '"ab"', "{", "[[0]]"])
+def test_a_decision_that_cannot_be_read_is_refused(text: str) -> None:
+    at = asker()
+    at.set("starters", text)
+    assert "cannot be read" in refusal(ValueError, at, place(0))
+
+
+def test_an_attempt_that_ends_while_they_wait_is_followed_by_the_next() -> None:
+    store, found = dist.HashStore(), dict[int, Any]()
+    above = WorldStore(store, "the test", 5.0)
+
+    def island(i: int) -> None:
+        found[i] = attempts._begin(place(i, count=2, timeout=30.0), above)
+
+    threads = [threading.Thread(target=island, args=(i,)) for i in range(2)]
+    threads[0].start()
+    while not above.get("run/0/came/0"):
+        time.sleep(0.01)
+    above.set("run/0/ended", "1")
+    threads[1].start()
+    for t in threads:
+        t.join(30.0)
+    assert found == {i: (1, 0, False, (0, 1)) for i in range(2)}
+
+
+def test_who_waits_to_join_may_die_and_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end does not end the attempt of those that begin."""
+    monkeypatch.setattr(attempts, "BEAT", 0.05)
+    store = WorldStore(dist.HashStore(), "the test", 5.0)
+    at = store.under("run/0")
+    store.set("run/attempt", "0")
+    at.set("starters", "[0, 2]")
+    for life in range(3):
+        assert attempts._take(place(1), store) == (0, life, False, ())
+    assert not at.get("ended")
+    attempts._take(place(2), store)
+    taken = attempts._take(place(2), store)  # one of those that begin
+    assert taken.number == 1 and at.get("ended") == "2"

@@ -1,0 +1,248 @@
+"""A store that is frozen, or not there: an error with a cure at the start, a warning later, and
+never a hang.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import Topology
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.errors import StoreSilent
+from fsdp_demo.rendezvous import attempts, position
+from fsdp_demo.rendezvous.position import ShardPosition
+from fsdp_demo.rendezvous.stop_notices import Presence
+from fsdp_demo.store.client import StoreClient
+
+runs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def process(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A store in a process of its own, and its endpoint."""
+    file = tmp_path_factory.mktemp("store") / "port"
+    words = ["store", "--bind", "127.0.0.1:0", "--file", str(file.with_name("keys")), "--quiet"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_demo.cli", *words, "--port-file", str(file)]
+    )
+    try:
+        while not file.exists():
+            assert started.poll() is None
+            time.sleep(0.05)
+        yield started, f"127.0.0.1:{file.read_text().strip()}"
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.fixture
+def store(process: tuple[subprocess.Popen[bytes], str]) -> Iterator[dict[str, str]]:
+    """Variables that lead to it, and its process id in STORE; it goes on when the test ends."""
+    started, endpoint = process
+    where = {"ISLAND_ENDPOINT": endpoint, "ISLAND_TIMEOUT": "1.5"}
+    yield {**where, "ISLAND_RUN": f"silent-{next(runs)}", "STORE": str(started.pid)}
+    started.send_signal(signal.SIGCONT)
+
+
+def freeze() -> None:
+    """Stop the store, and wait until it stands still."""
+    os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
+    status = Path(f"/proc/{os.environ['STORE']}/stat")
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.02)
+    time.sleep(0.1)
+
+
+def test_a_frozen_store_is_an_error_at_the_start(run_ranks, store) -> None:
+    def fn(me: Any) -> list[str]:
+        freeze()
+        texts = []
+        for call in (
+            lambda t: t.open_store(),
+            lambda t: t.prefix(),
+            lambda t: t.join(ShardPosition()),
+            lambda t: CheckpointRegistry(t).meet({}),
+        ):
+            with pytest.raises(StoreSilent) as error:
+                call(Topology.from_env())
+            texts.append(str(error.value))
+        return texts
+
+    (texts,) = run_ranks(fn, 1, 1, env={**store, "ISLAND_COUNT": "2"})
+    for text in texts:
+        assert (
+            f"after 1.5 s: start there `fsdp-demo store --bind {store['ISLAND_ENDPOINT']}`" in text
+        )
+        assert "hangs, or another program listens there)" in text
+
+
+def test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure(run_ranks, store) -> None:
+    def fn(me: Any) -> str:
+        topology = Topology.from_env()
+        topology.prefix()
+        timer = threading.Timer(0.4, freeze)
+        timer.start()
+        with pytest.raises(StoreSilent) as error:
+            topology.join(ShardPosition())
+        return str(error.value)
+
+    (text,) = run_ranks(fn, 1, 1, env={**store, "ISLAND_COUNT": "2"})
+    assert (
+        "does not answer within 1.5 s: see whether the store still runs" in text
+        and "start all islands again" in text
+    )
+
+
+def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -> None:
+    """It freezes after the meeting: steps and finish() need it no more, words to the others wait
+    only so long, and it is said once.
+    """
+    everywhere.setattr(position, "ANSWER", 1.5)
+    everywhere.setattr(attempts, "PATIENCE", 1.5)
+
+    def fn(me: Any) -> Any:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        p = torch.nn.Parameter(torch.full((3,), float(me.island)))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "full")
+        registry = CheckpointRegistry(exchange.topology)
+        registry.exchange([1])
+        presence = Presence(exchange.topology)
+        presence.start()
+        # its thread is connected
+        assert attempts.join(exchange.topology).ask(lambda at: None, 20.0)
+        for island in range(2):
+            exchange.digests_equal()  # both are here
+            if me.island == island == 0:
+                freeze()
+        presence.end("left")
+        with pytest.raises(StoreSilent):
+            registry.exchange([2])
+        for _ in range(3):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        exchange.finish()
+        return (
+            exchange.step,
+            len(
+                [line for line in lines if "does not answer" in line or "no store answers" in line]
+            ),
+        )
+
+    for step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "30"}):
+        assert (step, said) == (3, 1)
+
+
+EXIT = """
+import os, signal, time
+from fsdp_demo import Topology
+from fsdp_demo.rendezvous.stop_notices import Presence
+from fsdp_demo.store.client import StoreClient
+for run in "ab":
+    Presence(Topology.from_env({**os.environ, "ISLAND_RUN": run})).start()
+presence = Presence(Topology.from_env())
+presence.start()
+os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
+time.sleep(0.5)
+presence.end("left")
+print("the end")
+"""
+
+
+def script(path: Path, text: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(text)
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("ISLAND_") and k != "TORCH_CPP_LOG_LEVEL"
+    }
+    clean |= {
+        "ISLAND_COUNT": "2",
+        "ISLAND_RANK": "0",
+        "ISLAND_TIMEOUT": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    return subprocess.run(
+        [sys.executable, str(path)],
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_process_ends_though_its_store_is_frozen(tmp_path: Path, store) -> None:
+    done = script(tmp_path / "exit.py", EXIT, **store)
+    assert done.returncode == 0 and "the end" in done.stdout, done.stderr
+    assert "terminate called" not in done.stderr and "Fatal Python error" not in done.stderr
+
+
+def test_no_store_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        done = script(
+            tmp_path / "none.py",
+            "from fsdp_demo import Topology\nTopology.from_env().prefix()\n",
+            ISLAND_ENDPOINT=endpoint,
+        )
+    assert (
+        done.returncode == 75
+        and f"no store answers at ISLAND_ENDPOINT={endpoint} after 1 s" in done.stderr
+    )
+    assert (
+        "frame #" not in done.stderr
+        and "Exception raised from" not in done.stderr
+        and done.stderr.count("Traceback") == 1
+    )
+
+
+FILLED = """
+from fsdp_demo.store.server import StoreServer, bound_memory
+served = StoreServer("127.0.0.1:0", ":memory:", room=1 << 40)
+print(bound_memory(64 << 20), served.port, flush=True)
+served.serve_while(lambda: True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+@pytest.mark.slow
+def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
+    with subprocess.Popen([sys.executable, "-c", FILLED], stdout=subprocess.PIPE, text=True) as one:
+        try:
+            assert one.stdout is not None
+            limit, port = map(int, one.stdout.readline().split())
+            client = StoreClient(f"127.0.0.1:{port}", deadline=5.0)
+            client.set("first", "kept")
+            with pytest.raises(StoreSilent):
+                for n in range(128):
+                    client.set(f"value{n}", "x" * (1 << 20))
+            status = Path(f"/proc/{one.pid}/status")
+            held = [
+                int(line.split()[1])
+                for line in status.read_text().splitlines()
+                if line.startswith("VmData")
+            ]
+            assert not held or 1024 * held[0] <= limit
+        finally:
+            one.kill()
