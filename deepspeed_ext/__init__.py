@@ -7,8 +7,8 @@ Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo
 imported here and nowhere else.
 """
 
-from .advancing import advance
 from .attaching import attach, clipping
+from .checkpoints import advance
 from .node_mesh import installed, shard_within_node, topology
 from .zero_params import ZeroHost
 

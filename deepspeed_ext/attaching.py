@@ -9,7 +9,7 @@ from fsdp_demo.attaching import join, settled, vacate
 from fsdp_demo.checkpoint import SavedExchange
 
 from . import checkpoints as folders
-from .advancing import advance
+from .checkpoints import advance
 from .node_mesh import topology as place
 from .refusals import refuse, warn
 from .zero_params import ZeroHost

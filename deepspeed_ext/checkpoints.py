@@ -26,17 +26,60 @@ from fsdp_demo import Exchange, Topology
 from fsdp_demo.checkpoint import CheckpointManager, SavedExchange, load_exchange, save_exchange
 from fsdp_demo.checkpoint.choice import HeldCheckpoint
 from fsdp_demo.checkpoint.exchange_state import method_of
-from fsdp_demo.checkpoint.files import FRESH
+from fsdp_demo.checkpoint.files import FRESH, refuse_exchange
 from fsdp_demo.checkpoint.folders import MANIFEST
-from fsdp_demo.checkpoint.nan_check import refuse_exchange
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.reshard import stretches
-from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew
+from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew, forward, small
 from fsdp_demo.config.auto import undecided
 from fsdp_demo.errors import NeedsDecision, see
 
-from .advancing import advance, of_users
 from .checkpoint_methods import Methods, latest
+
+# What a replica that takes over needs of DeepSpeed: the engine's counters and scheduler at their
+# place, and the donor's `client_state`.
+
+OF_DEEPSPEED = {
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "ds_config",
+    "ds_version",
+}
+OF_DEEPSPEED |= {
+    "optimizer",
+    "lr_scheduler",
+    "sparse_tensor_module_names",
+    "global_samples",
+    "checkpoint_parallel_dimensions",
+}
+"""What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put
+there.
+"""
+
+
+def advance(engine: Any, step: int) -> None:
+    """Let an engine that has taken over go on from `step`: its counters and its own scheduler, as
+    if it had taken the steps up to there.
+    """
+    taken = step - engine.global_steps
+    if not taken:
+        return
+    engine.global_steps = step
+    engine.global_samples += taken * engine.train_batch_size()
+    if engine.lr_scheduler is not None:
+        forward(engine.lr_scheduler, taken)
+
+
+def of_users(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What users have put into a `client_state`, as far as a note to another replica can hold it;
+    and the names of the rest.
+    """
+    told = small({key: value for key, value in client.items() if key not in OF_DEEPSPEED})
+    return told, sorted(str(key) for key in client if key not in told and key not in OF_DEEPSPEED)
+
 
 log = logging.getLogger("fsdp_demo")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_demo import ExchangeConfig
-from fsdp_demo.config.patterns import EMBEDDINGS, matches
+from fsdp_demo.config.channel import EMBEDDINGS, matches
 from fsdp_demo.hosts.base import plain_name
 
 NAME = "MuonWithAuxAdam"

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch.utils.data import DistributedSampler, Subset
 
 from fsdp_demo import ExchangeConfig, Topology
-from fsdp_demo.config.patterns import covers
+from fsdp_demo.config.channel import covers
 from fsdp_demo.errors import counted
 from fsdp_demo.hosts.base import plain_name
 

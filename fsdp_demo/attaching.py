@@ -20,7 +20,7 @@ from .exchange import summary
 from .exchange.exchange import Exchange
 from .exchange.startup import Start
 from .exchange.summary import total_steps
-from .hosts import registry
+from .hosts import base
 from .hosts.base import TrainingHost
 from .hosts.torch_params import TorchHost, unwrap_model
 from .peers.votes import Ranks
@@ -55,7 +55,7 @@ def attach(
     Args:
         optimizer: a torch optimizer, an Accelerate wrapper of one, or a list of them that step in
             turns, behind all backward passes; or an engine of a package that offers an `attach` of
-            its own (`hosts/registry.py`; deepspeed_ext: what `deepspeed.initialize` returned).
+            its own (`hosts/base.py`; deepspeed_ext: what `deepspeed.initialize` returned).
         config: a preset name, the path of a yaml file, an `ExchangeConfig`, or "auto", which
             measures the link and the first steps and then chooses (`automatic`).
         model: gives parameters their names, and its frozen parameters and buffers are made equal on
@@ -98,7 +98,7 @@ def attach(
         "catch_up": catch_up,
         "fresh": fresh or None,
     }
-    if (engine_module := registry.find_host(optimizer)) is not None:
+    if (engine_module := base.find_host(optimizer)) is not None:
         attached: Exchange = engine_module.attach(
             optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
         )

@@ -31,7 +31,6 @@ from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore
-from fsdp_demo.tools.doctor import quick
 from fsdp_demo.tools.doctor.reading import LinkReading
 from fsdp_demo.tools.planner import Situation
 
@@ -482,7 +481,7 @@ def test_ranks_of_an_island_whose_clocks_differ_send_equally_many_messages(run_r
 
     def run(me: Any) -> tuple[str, int]:
         if me.proc:  # the time of the measurement is up at once
-            quick.time = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())  # type: ignore[attr-defined]
+            first_steps.time = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())  # type: ignore[attr-defined]
         model = sharded(model_of(), 2)
         optimizer = optimizer_of("adamw", model)
         exchange = fsdp_demo.attach(optimizer, "auto", model=model)
@@ -495,7 +494,7 @@ def test_ranks_of_an_island_whose_clocks_differ_send_equally_many_messages(run_r
     found = run_ranks(run, 2, 2, timeout=60)
     assert len({chosen for chosen, _ in found}) == 1
     # both sent the first message, and nothing that the slower clock forbids
-    assert all(quick.SIZES[0] < sent < 4 * quick.SIZES[2] for _, sent in found)
+    assert all(first_steps.SIZES[0] < sent < 4 * first_steps.SIZES[2] for _, sent in found)
 
 
 def test_a_step_ends_when_the_device_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from transformers.utils import logging as hf_logging
 
 import fsdp_demo
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
-from fsdp_demo.integrations.trainer.words import talk
+from fsdp_demo.integrations.trainer.setup import talk
 
 from .exchange.test_voice import LOG, said, silence
 from .support import trainer_script as script

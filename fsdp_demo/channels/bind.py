@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..config.channel import Channel
+from ..config.channel import Channel, matches
 from ..config.parts import Applier, SyncSchedule
-from ..config.patterns import matches
 from ..config.schema import ExchangeConfig
 from ..hosts.base import LocalParam, is_foreign, local_part, plain_name
 from .channel import ChannelRunner

@@ -21,8 +21,7 @@ from ..compression.blocks import Layout
 from ..compression.selection import say_what_selects
 from ..compression.staging import synchronize
 from ..compression.windows import Window
-from ..config.channel import Channel
-from ..config.patterns import covers, tensor_layout_kind
+from ..config.channel import Channel, covers, tensor_layout_kind
 from ..hosts.base import TrainingHost
 from ..rendezvous.position import ShardPosition
 

@@ -20,8 +20,7 @@ from ..exchange.exchange import Exchange
 from ..exchange.saved_state import ExchangeState
 from ..rendezvous.position import form
 from .files import FRESH, OTHER, copied, read_head, write_part
-from .reshard import reshard, without_messages
-from .saved import PartSet
+from .reshard import PartSet, reshard, without_messages
 
 log = logging.getLogger("fsdp_demo")
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +27,8 @@ from ..exchange.refusals import refuse_shown
 from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
 from .exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
-from .files import copied, read_part, write_part
+from .files import copied, read_part, refuse_not_finite, write_part
 from .manager import CheckpointManager
-from .nan_check import refuse_not_finite
-from .random_state import random_states, set_random_states
 from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
 from .taking_over import moments_in
 
@@ -324,3 +324,34 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, bool | int | float]:
     """Of a group all but the rate, which is the script's own."""
     rates = ("lr", "initial_lr")
     return {k: v for k, v in group.items() if isinstance(v, bool | int | float) and k not in rates}
+
+
+# States of the random number generators that a training loop draws from, as a tree for a
+# checkpoint.
+
+
+def random_states() -> dict[str, Any]:
+    """Of python, torch, this rank's GPU, and numpy where the process has it loaded."""
+    version, words, gauss = random.getstate()
+    out: dict[str, Any] = {
+        "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        out["numpy"] = [kind, torch.from_numpy(keys.astype(numpy.int64)), *rest]
+    out["torch"] = torch.get_rng_state()
+    return out | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """The inverse of `random_states`."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if "numpy" in states:
+        import numpy
+
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -2,7 +2,7 @@
 another number of shards can load.
 
 The files are those of `torch.distributed.checkpoint`, which is imported where it is used: it takes
-a second. All ranks of the replica come together; one rank alone: `local_state.py`.
+a second. All ranks of the replica come together; one rank alone: `integrations/trainer/state.py`.
 """
 
 from __future__ import annotations

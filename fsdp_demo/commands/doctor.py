@@ -68,7 +68,7 @@ def doctor(args: argparse.Namespace) -> int:
     disk = None if args.no_disk else disk_mb_s(args.folder or ".")
     step = args.step_time
     if args.model is not None:
-        from ..tools.doctor.steps import step_seconds
+        from ..tools.doctor.facts import step_seconds
 
         step = step_seconds(args.model)
     seen = examine(topology, args.seconds, disk, step)

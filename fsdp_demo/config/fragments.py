@@ -13,8 +13,7 @@ from dataclasses import replace
 from math import ceil
 
 from . import rules
-from .channel import Channel
-from .patterns import covers, literal
+from .channel import Channel, covers, literal
 from .schema import ExchangeConfig
 
 # what attach calls a parameter that nobody has named

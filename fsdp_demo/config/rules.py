@@ -11,10 +11,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .channel import CHANGING, Channel
+from .channel import CHANGING, Channel, matches
 from .names import APPLIERS, FORMATS
 from .parts import NEVER
-from .patterns import matches
 
 
 def problems(c: Channel) -> list[str]:

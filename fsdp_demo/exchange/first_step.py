@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config.patterns import matches
+from ..config.channel import matches
 from ..errors import counted, see
 from ..hosts.base import TrainingHost, plain_name
 from ..peers.digests import sums

@@ -18,9 +18,8 @@ import torch
 
 from ..channels.codec import ChannelCodec
 from ..compression.blocks import Layout
-from ..config.channel import Channel
+from ..config.channel import Channel, covers, tensor_layout_kind
 from ..config.fragments import expand
-from ..config.patterns import covers, tensor_layout_kind
 from ..config.schema import ExchangeConfig
 from ..hosts.optimizers import inner_class, materialise
 from ..peers.meter import Meter

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.channel import EMBEDDINGS, matches
 from ..config.parsing import one_of
-from ..config.patterns import EMBEDDINGS, matches
 from .closures import evaluated
 
 PUBLISHED = 0.0224  # Muon's rate in the released configurations of MuLoCo

@@ -57,8 +57,7 @@ class ExchangeArguments:
                 preset's published one.
         """
         from .trainer.callback import ExchangeCallback
-        from .trainer.optimizer import exchange_optimizer
-        from .trainer.setup import has_own_optimizer
+        from .trainer.setup import exchange_optimizer, has_own_optimizer
 
         config = self.config()
         if config is None:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save, s
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange, snapshot  # noqa: E402
 from fsdp_demo.checkpoint.files import write_part  # noqa: E402
-from fsdp_demo.checkpoint.random_state import random_states  # noqa: E402
+from fsdp_demo.checkpoint.run_state import random_states  # noqa: E402
 from fsdp_demo.checkpoint.sharded_state import load_tensors, tensors_of  # noqa: E402
 from fsdp_demo.hosts.torch_params import unwrap  # noqa: E402
 from fsdp_demo.integrations.accelerate import accelerator  # noqa: E402

@@ -149,7 +149,7 @@ def parameters(name: str) -> int:
 
 CALCULATES = (
     *("channels/", "compression/", "exchange/", "hosts/", "peers/collectives", "peers/header"),
-    *("config/channel", "config/fragments", "config/parts", "config/patterns", "config/schema"),
+    *("config/channel", "config/fragments", "config/parts", "config/channel", "config/schema"),
 )
 """Beginnings of the paths, in the library, of what decides where a cell ends. Presets are not among
 them: a key has the whole configuration.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_demo.config.patterns import EMBEDDINGS
+from fsdp_demo.config.channel import EMBEDDINGS
 from study.cells import Cell, Setting
 from study.methods import demo
 from study.tables import Table

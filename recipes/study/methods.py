@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_demo.config.patterns import EMBEDDINGS
+from fsdp_demo.config.channel import EMBEDDINGS
 from study.cells import Cell, Setting
 
 TRIALS = 8

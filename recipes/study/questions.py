@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fsdp_demo.config.patterns import EMBEDDINGS
+from fsdp_demo.config.channel import EMBEDDINGS
 from study.cells import Cell, Setting
 from study.methods import (
     ADAMW,

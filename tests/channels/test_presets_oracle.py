@@ -17,8 +17,8 @@ from fsdp_demo import ExchangeConfig, MuonAdamW, preset
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.selection import seeded
 from fsdp_demo.compression.windows import EDGE
+from fsdp_demo.config.channel import tensor_layout_kind
 from fsdp_demo.config.parts import BLOCK
-from fsdp_demo.config.patterns import tensor_layout_kind
 
 from ..oracles import presets as oracle
 from ..oracles.blocks import shard_rows

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint  # before the first fork: it takes a second
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, RunState, run_state
 from fsdp_demo.checkpoint.files import read_part
-from fsdp_demo.checkpoint.random_state import random_states, set_random_states
+from fsdp_demo.checkpoint.run_state import random_states, set_random_states
 
 STEPS, STOP = 6, 3
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_demo
 from fsdp_demo import NotFinite, PeerLost
 from fsdp_demo.checkpoint import CheckpointManager, folders
-from fsdp_demo.checkpoint.files import read_head, write_part
+from fsdp_demo.checkpoint.files import first_not_finite, read_head, refuse_not_finite, write_part
 from fsdp_demo.checkpoint.folders import (
     ASIDE,
     GIVEN_UP,
@@ -32,7 +32,6 @@ from fsdp_demo.checkpoint.folders import (
     put_aside,
     take_back,
 )
-from fsdp_demo.checkpoint.nan_check import first_not_finite, refuse_not_finite
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.sharded_state import save_tensors
 from fsdp_demo.checkpoint.writer_lock import LOCK, Fence

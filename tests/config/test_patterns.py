@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_demo import MuonAdamW
-from fsdp_demo.config.patterns import EMBEDDINGS, matches
+from fsdp_demo.config.channel import EMBEDDINGS, matches
 
 LLAMA = [
     "model.layers.0.self_attn.o_proj.weight",

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo.checkpoint.local_state import fill_replica, replica_tree
 from fsdp_demo.hosts.optimizers import materialise
+from fsdp_demo.integrations.trainer.state import fill_replica, replica_tree
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [

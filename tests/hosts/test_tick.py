@@ -450,7 +450,7 @@ def test_engines_are_told_from_optimizers_of_other_packages() -> None:
     """
     from unittest.mock import MagicMock
 
-    from fsdp_demo.hosts import registry
+    from fsdp_demo.hosts import base
 
     other = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
     engine = type("DeepSpeedEngine", (), {"__module__": "deepspeed.runtime.engine"})()
@@ -461,9 +461,7 @@ def test_engines_are_told_from_optimizers_of_other_packages() -> None:
     accelerated.optimizer = type("ZeRO", (), {"__module__": "deepspeed.runtime.zero"})()  # type: ignore[attr-defined]
     round_and_round = type("Odd", (), {"__module__": "odd"})()
     round_and_round.optimizer = round_and_round  # type: ignore[attr-defined]
-    assert registry.find_host(other([torch.zeros(1)], lr=0.1)) is None
-    assert registry.find_host(round_and_round) is None and registry.find_host(MagicMock()) is None
-    doors = [
-        registry.find_host(thing) for thing in (engine, wrapper, [engine, engine], accelerated)
-    ]
+    assert base.find_host(other([torch.zeros(1)], lr=0.1)) is None
+    assert base.find_host(round_and_round) is None and base.find_host(MagicMock()) is None
+    doors = [base.find_host(thing) for thing in (engine, wrapper, [engine, engine], accelerated)]
     assert all(door is not None and door.__name__ == "deepspeed_ext" for door in doors)

@@ -22,8 +22,8 @@ from fsdp_demo.integrations.trainer import (  # noqa: E402
     ExchangeCallback,
     beginning,
     exchange_optimizer,
-    saves,
     session,
+    state,
 )
 
 from ..support import trainer_script as script  # noqa: E402
@@ -75,7 +75,7 @@ def test_a_lost_peer_beside_a_full_disk_must_not_start_again(run_ranks, full):
             raise OSError(28, "No space left on device")
 
         if full:
-            saves.save_state = no_room
+            state.save_state = no_room
         trained = alone(rank, [ExchangeCallback("demo"), Lost()])
         with pytest.raises(fsdp_demo.PeerLost) as ended:
             trained.train()

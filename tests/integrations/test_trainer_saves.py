@@ -26,7 +26,7 @@ import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
 from fsdp_demo.checkpoint.writer_lock import Fence  # noqa: E402
 from fsdp_demo.errors import NeedsDecision, Superseded
-from fsdp_demo.integrations.trainer import saves  # noqa: E402
+from fsdp_demo.integrations.trainer import state  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history  # noqa: E402
@@ -112,12 +112,12 @@ def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, alw
             raise OSError(errno.ENOSPC, "No space left on device")
 
         trained = made(rank, max_steps=8, save_steps=2)
-        save, model = saves.save_state, trained.save_model
+        save, model = state.save_state, trained.save_model
 
         def now():
             return rank.island == 1 and (always or trained.state.global_step == 4)
 
-        saves.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
+        state.save_state = lambda *a: full() if now() and where == "exchange" else save(*a)
         trained.save_model = lambda *a, **k: (
             full() if now() and where == "model" else model(*a, **k)
         )
@@ -128,7 +128,7 @@ def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, alw
         except Exception as error:  # the other island is gone
             return type(error).__name__, script.whole_steps(own(rank))
         finally:
-            saves.save_state = save
+            state.save_state = save
         return "", script.whole_steps(own(rank))
 
     zero, one = run_ranks(work, islands=2, procs=1, env={"ISLAND_TIMEOUT": "10"})
@@ -191,14 +191,14 @@ def test_a_save_that_fails_at_the_end_is_no_save(run_ranks, full):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         trained = made(rank, [Told(4)], max_steps=8, save_steps=100)
-        save = saves.save_state
-        saves.save_state = fails if full else save
+        save = state.save_state
+        state.save_state = fails if full else save
         try:
             trained.train()
         except SystemExit as ended:
             return ended.code, script.whole_steps(own(rank))
         finally:
-            saves.save_state = save
+            state.save_state = save
         return None, []
 
     out = run_ranks(work, islands=2, procs=1)

@@ -27,8 +27,8 @@ import pretrain_parts  # noqa: E402
 import report  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint.local_state import replica_tree  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
+from fsdp_demo.integrations.trainer.state import replica_tree  # noqa: E402
 
 from ..support.cases import named  # noqa: E402
 

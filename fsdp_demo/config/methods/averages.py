@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..channel import Channel
+from ..channel import EMBEDDINGS, Channel
 from ..parts import Applier, Codec, SyncSchedule
-from ..patterns import EMBEDDINGS
 from ..schema import ExchangeConfig
 
 

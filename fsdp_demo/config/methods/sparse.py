@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..channel import Channel, Phase
+from ..channel import EMBEDDINGS, Channel, Phase
 from ..parsing import one_of
 from ..parts import Accumulator, Applier, Codec, Reducer, SyncSchedule
-from ..patterns import EMBEDDINGS
 from ..schema import ExchangeConfig
 from .averages import averaged
 from .diloco import ADAPTIVE, outer_step

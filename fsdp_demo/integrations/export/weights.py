@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.files import read_part
 from ...checkpoint.reshard import Stretch, channels_of, gather
-from ...config.patterns import covers
+from ...config.channel import covers
 from ...errors import UNREADABLE
 from ...hosts.base import plain_name
 

@@ -6,6 +6,6 @@ May import what `fsdp_demo.integrations` may.
 from __future__ import annotations
 
 from .callback import ExchangeCallback
-from .optimizer import exchange_optimizer
+from .setup import exchange_optimizer
 
 __all__ = ["ExchangeCallback", "exchange_optimizer"]

@@ -22,10 +22,8 @@ from .choosing import TakeOver, find_checkpoint, is_named
 from .engine import engine_of
 from .evaluation import Evaluations
 from .joining import load_moments, move_to
-from .saves import manager_of
-from .setup import clipping
-from .state import open_state, restore_local
-from .words import check_optimizer, warn
+from .setup import check_optimizer, clipping, warn
+from .state import manager_of, open_state, restore_local
 
 
 @dataclass

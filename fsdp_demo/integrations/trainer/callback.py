@@ -31,13 +31,20 @@ from ...rendezvous.topology import Topology
 from ...status import SAVED, tell_launcher
 from .beginning import Beginning
 from .choosing import refuse_elsewhere
-from .optimizer import exchange_optimizer
-from .saves import manager_of
 from .session import Session
-from .setup import find_trainer, has_own_optimizer, quieten, refuse, separate, topology_of
-from .state import refuse_alone
+from .setup import (
+    exchange_optimizer,
+    find_trainer,
+    has_own_optimizer,
+    quieten,
+    refuse,
+    separate,
+    talk,
+    topology_of,
+    warn,
+)
+from .state import manager_of, refuse_alone
 from .stop import Stops
-from .words import talk, warn
 
 log = logging.getLogger("fsdp_demo")
 

@@ -5,7 +5,7 @@ Trainer's own events around it. The engine clips by its own `gradient_clipping`,
 itself, and skips a step whose gradient norm is not finite. Facts: accelerate 1.15,
 `DeepSpeedEngineWrapper.backward`; transformers 5.23, `integrations/deepspeed.py`.
 
-What attaches to the engine is found by its entry point (`hosts/registry.py`).
+What attaches to the engine is found by its entry point (`hosts/base.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer
 
 from ...config.schema import ExchangeConfig
-from ...hosts import registry
+from ...hosts import base
 from ...hosts.muon import adamw_rate
 from ...rendezvous.topology import Topology
 
@@ -29,7 +29,7 @@ def engine_module_of(trainer: Trainer) -> ModuleType | None:
     """The package that attaches to the Trainer's engine; None without DeepSpeed, or without such a
     package.
     """
-    return registry.named("deepspeed") if trainer.is_deepspeed_enabled else None
+    return base.named("deepspeed") if trainer.is_deepspeed_enabled else None
 
 
 def engine_of(trainer: Trainer) -> Any:

@@ -12,12 +12,17 @@ import logging
 import os
 from typing import Any
 
+import torch
 from transformers import Trainer
+from transformers.utils import logging as hf_logging
 
-from ...config.load import preset
+from ...config.load import changed, load_config, preset
 from ...config.presets import presets
 from ...config.schema import ExchangeConfig
+from ...errors import see
+from ...exchange import summary
 from ...exchange.exchange import Exchange
+from ...hosts.optimizers import base_optimizer, check_inner, optimizer_kind
 from ...rendezvous.topology import Topology
 from ..mesh import ExchangeParallelismConfig, mesh_topology, refuse_hsdp
 from .engine import engine_problems, engine_topology, muon, settings_of
@@ -258,3 +263,127 @@ def check_best(exchange: Exchange, args: Any, steps: range) -> None:
                 "own parameters, evaluation shows the "
                 f"{exchange.result_kind} of channel {channel.name!r}: {cure}"
             )
+
+
+# ---- the inner optimizer of presets that have one of their own, as the Trainer takes it ----------
+
+
+def exchange_optimizer(
+    config: ExchangeConfig | str, lr: float | None = None, **changes: Any
+) -> tuple[type, dict[str, Any]]:
+    """The optimizer a preset is defined for, as
+    `Trainer(optimizer_cls_and_kwargs=exchange_optimizer("demo", lr=1e-3))`.
+
+    Vectors (biases, norms) get no weight decay, as the Trainer does it; the rate follows the
+    Trainer's schedule.
+
+    Args:
+        config: as for `ExchangeCallback`.
+        lr: default the preset's published one.
+        changes: of the preset; and `weight_decay` of the optimizer, by default that of
+            `fsdp_demo.base_optimizer`.
+
+    Raises:
+        ValueError: no learning rate is given and the preset has none.
+
+    Example:
+        >>> from fsdp_demo.integrations.trainer import exchange_optimizer
+        >>> exchange_optimizer("demo", lr=1e-3)[1]["lr"]
+        0.001
+    """
+    decay = changes.pop("weight_decay", None)
+    config = load_config(config, changes) if isinstance(config, str) else changed(config, changes)
+    if lr is None and config.lr is None:
+        raise ValueError(
+            f"preset {config.preset!r} has no published learning rate: pass "
+            "lr=training_args.learning_rate"
+        )
+    return _Factory, {
+        "config": config,
+        "lr": lr if lr is not None else config.lr,
+        "weight_decay": decay,
+    }
+
+
+class _Factory:
+    """What the Trainer calls an optimizer factory: `_Factory()(model, **keywords)`."""
+
+    def __call__(
+        self, model: torch.nn.Module, config: ExchangeConfig, lr: float, weight_decay: float | None
+    ) -> torch.optim.Optimizer:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        options = {} if weight_decay is None else {"weight_decay": weight_decay}
+        if config.inner_optimizers[0] == "muonadamw":  # sorts parameters by itself
+            return base_optimizer(config, named, lr, **options)
+        # ZeRO-3 may have cut it already
+        dims = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named}
+        matrices = {"params": [pair for pair in named if dims[pair[0]] >= 2]}
+        vectors = {"params": [pair for pair in named if dims[pair[0]] < 2], "weight_decay": 0.0}
+        return base_optimizer(
+            config, [group for group in (matrices, vectors) if group["params"]], lr, **options
+        )
+
+
+# What the callback says in the words of a Trainer script: how much it says, and which optimizer a
+# preset wants.
+
+
+def talk(trainer: Trainer, topology: Topology) -> None:
+    """Once per island as talkative as transformers in this script. Where nobody has set up logging
+    its level says nothing: information goes to stderr then, unless transformers was told to be
+    quiet."""
+    first, level = trainer.args.process_index == 0, hf_logging.get_verbosity()
+    if log.level == logging.NOTSET and (log.hasHandlers() or level > logging.WARNING or not first):
+        log.setLevel(level if first else logging.ERROR)
+    summary.speak(topology)
+
+
+def warn(trainer: Trainer, topology: Topology, text: str) -> None:
+    """Once per island."""
+    if trainer.args.process_index == 0:
+        log.warning("%s: %s", topology.name, text)
+
+
+def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
+    """Raise ValueError if the preset is not defined for the optimizer that the Trainer has made,
+    with what to write instead.
+    """
+    inner: Any = trainer.optimizer
+    while hasattr(inner, "optimizer"):  # wrappers of Accelerate, of ZeRO
+        inner = inner.optimizer
+    try:
+        check_inner(config, [optimizer_kind(inner)], [inner])
+    except ValueError as error:
+        optim = getattr(trainer.args.optim, "value", trainer.args.optim)
+        found, cure = f"--optim {optim}", "take --optim adamw_torch"
+        if not _by_flag(trainer, inner):
+            found = "the script's own"
+            cure = "leave it out, with --optim adamw_torch"
+        if has_own_optimizer(config):
+            cure = (
+                f'pass Trainer(..., optimizer_cls_and_kwargs=exchange_optimizer("{config.preset}", '
+                f"lr={trainer.args.learning_rate:g}))"
+            )
+        wanted = " or ".join(config.inner_optimizers)
+        raise ValueError(
+            f"ExchangeCallback: preset {config.preset!r} is defined for {wanted}, found "
+            f"{type(inner).__name__} ({found}): "
+            f"{cure}, or insist with ExchangeCallback(..., "
+            f"inner_optimizers='as_is'){see('wrong-optimizer')}"
+        ) from error
+
+
+def _by_flag(trainer: Trainer, inner: Any) -> bool:
+    """Whether `--optim` has made this optimizer. Else the script did, as `optimizers=` or in a
+    `create_optimizer` of its own, and the flag has no effect.
+    """
+    if trainer.optimizer_cls_and_kwargs is not None:
+        return False
+    if trainer.is_deepspeed_enabled:  # has classes of its own for what the flag names
+        return True
+    model: Any = trainer.model
+    try:
+        made, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+    except (ImportError, ValueError):  # its package is not there: nobody has made it
+        return False
+    return type(inner) is made

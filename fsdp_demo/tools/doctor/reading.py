@@ -1,5 +1,5 @@
-"""What was measured of a link, as numbers for others: the short measurement of `quick.py`, and
-`doctor.json`, the file that `fsdp-demo doctor --json` writes.
+"""What was measured of a link, as numbers for others: for `auto`, and in `doctor.json`, the file that
+`fsdp-demo doctor --json` writes.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ...channels.codec import ChannelCodec
+from ...config.channel import covers
 from ...config.fragments import layer_of
-from ...config.patterns import covers
 from ...config.schema import ExchangeConfig
 from ...exchange.message import MessageLayout
 from ...exchange.plan import Plan, local_shape, plan_model

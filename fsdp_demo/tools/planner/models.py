@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ..doctor.steps import model_config
+from ..doctor.facts import model_config
 
 Tensors = list[tuple[str, tuple[int, ...]]]
 """Names and whole shapes of trained parameters, ties once."""

@@ -48,14 +48,14 @@ def test_long_steps_are_fewer(monkeypatch) -> None:
     pytest.importorskip("transformers")
     import torch
 
-    from fsdp_demo.tools.doctor import steps
+    from fsdp_demo.tools.doctor import facts
 
     taken, step = [], torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (taken.append(1), step(self))[1])
     model = str(ROOT / "recipes" / "models" / "tiny.json")
-    for seconds, count in ((0.0, 2), (600.0, 1 + steps.STEPS)):
+    for seconds, count in ((0.0, 2), (600.0, 1 + facts.STEPS)):
         taken.clear()
-        assert steps.step_seconds(model, tokens=8, seconds=seconds) > 0
+        assert facts.step_seconds(model, tokens=8, seconds=seconds) > 0
         assert len(taken) == count
 
 

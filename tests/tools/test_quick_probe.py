@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from fsdp_demo import Link, PeerLost
+from fsdp_demo.automatic.first_steps import SIZES, quick_probe
 from fsdp_demo.net.link import TCP_SHARE
 from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup, mesh_peers
-from fsdp_demo.tools.doctor.quick import SIZES, quick_probe
 
-from ...support.elastic import Islands
-from ...support.threaded import islands, values
+from ..support.elastic import Islands
+from ..support.threaded import islands, values
 
 
 def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
