@@ -1,4 +1,4 @@
-"""What was measured of a link, as numbers for others: for `auto`, and in `doctor.json`, the file that
+"""What was measured of a link, as numbers for others: for `auto`, and in `doctor.json`, which
 `fsdp-demo doctor --json` writes.
 """
 
