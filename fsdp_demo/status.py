@@ -48,8 +48,9 @@ _hooked = False
 
 
 def end_by_lost_peers() -> None:
-    """From now on a `PeerLost` that nobody catches ends this process with `status_of` it, at every
-    door, and its launcher hears that. An interactive interpreter goes on behind it instead.
+    """From now on a `PeerLost` that nobody catches ends this process with `status_of` it, in plain
+    loops, under the Trainer and DeepSpeed, and its launcher hears that. An interactive interpreter
+    goes on behind it instead.
     """
     global _hooked
     if _hooked or hasattr(sys, "ps1") or sys.flags.interactive:

@@ -113,7 +113,7 @@ def elastic_peers(
         raise
     try:
         peers.widen(lambda k: by_member(transport.open(k), members))
-        start.open_door()  # not before: who comes in has as many connections as the others
+        start.open_listener()  # not before: who comes in has as many connections as the others
     except BaseException:
         peers.release()
         raise
@@ -173,7 +173,7 @@ def newcomer_peers(
                     {r.member: r.wires["notes"] for r in reached},
                     {r.member: r.connections for r in reached},
                 )
-                start.open_door()
+                start.open_listener()
 
             def another() -> None:
                 for r in reached:
@@ -281,7 +281,7 @@ class Starter:
         )
         self._peers.drive(driver[0], max((len(w) for w in connections.values()), default=1))
 
-    def open_door(self) -> None:
+    def open_listener(self) -> None:
         """Others may ask at this member's listener, where it can be reached."""
         if self._join_server is not None and self._join_server.endpoint[1]:
             at = self._open_store()

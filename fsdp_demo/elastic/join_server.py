@@ -153,14 +153,14 @@ class JoinServer:
         self._dead, self._looked = dead, time.monotonic()
         self.joining_island: JoiningIsland | None = None
         self.endpoint = ("", 0)
-        self._door: Any = None
+        self._listener: Any = None
         if address:
-            self._door = poller.other_socket(zmq.ROUTER)
+            self._listener = poller.other_socket(zmq.ROUTER)
             if poller.keys is not None:
-                poller.keys.listen(self._door)
-            where = bound(self._door, address, f"island {me.slot}")
+                poller.keys.listen(self._listener)
+            where = bound(self._listener, address, f"island {me.slot}")
             self.endpoint = (address, int(where.rpartition(":")[2]))
-            poller.run(lambda: poller.attend(self._door, self._knocked))
+            poller.run(lambda: poller.attend(self._listener, self._asked))
 
     @property
     def first(self) -> bool:
@@ -186,11 +186,11 @@ class JoinServer:
     # ---- the listener
     # ------------------------------------------------------------------------------
 
-    def _knocked(self, _: int) -> None:
+    def _asked(self, _: int) -> None:
         with suppress(zmq.Again):
-            parts = self._door.recv_multipart(zmq.NOBLOCK)
+            parts = self._listener.recv_multipart(zmq.NOBLOCK)
             if len(parts) == 2:
-                self._door.send_multipart(
+                self._listener.send_multipart(
                     [parts[0], json.dumps(self._answer(parts[1])).encode()], zmq.NOBLOCK
                 )
 
@@ -306,8 +306,8 @@ class JoinServer:
 
     def close(self) -> None:
         """Close the listener."""
-        if self._door is not None:
-            self._poller.neglect(self._door)
+        if self._listener is not None:
+            self._poller.neglect(self._listener)
         self.drop("this island has ended") if self.joining_island is not None else None
 
 
