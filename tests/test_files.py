@@ -86,7 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     exchange.optimizers[0].step()
     save_exchange(folder / "exchange", exchange)
     exchange.finish()
-    seal(folder, 1, 1, alone=True)
+    seal(folder, 1, 1, one_disk=False)
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 

@@ -224,7 +224,7 @@ def gather(
         if not any(both.values()):
             continue
         for (name, key), parts in _of_shard(saved, copies, channels, mine, keys).items():
-            new = [torch.zeros(s.shape, device="cpu") for s in wanted[name]]
+            new = [torch.zeros(s.shape, device="cpu", dtype=torch.float32) for s in wanted[name]]
             into = out[name].setdefault(key, new)
             for i, j, lo, hi in both[name]:
                 a, b = mine[name][i].begin, wanted[name][j].begin
@@ -259,7 +259,7 @@ def _of_shard(
                     )
                 if key == "accumulator":
                     work = _transform(channels[name], layout, work, inverse=True)
-                new = [torch.zeros(s.shape, device="cpu") for s in here]
+                new = [torch.zeros(s.shape, device="cpu", dtype=torch.float32) for s in here]
                 layout.unpack(work, out.setdefault((name, key), new))
     return out
 

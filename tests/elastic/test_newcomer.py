@@ -131,7 +131,7 @@ class Run:
         self.thread.join(WAIT) if line.slot == 0 else None
         return found, asked
 
-    def connect(self, line: PeerGroup) -> None:
+    def meet(self, line: PeerGroup) -> None:
         """The base is known, and lies among the next messages: nothing is launched before."""
         if line.slot == 0:
             self.thread.start()

@@ -260,14 +260,14 @@ def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
         )
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
         gate, line = threading.Event(), exchange._peers
-        swap = line.swap
+        exchanged = line.exchange
 
         def held(*args: Any, **kw: Any) -> Any:
             if threading.current_thread().name == "exchange":
                 assert gate.wait(20)
-            return swap(*args, **kw)
+            return exchanged(*args, **kw)
 
-        line.swap = held
+        line.exchange = held
         flying = []
         for t in range(8):
             if t == 6:

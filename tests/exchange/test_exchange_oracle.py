@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsdp_demo import Channel, Codec, ExchangeConfig, SyncSchedule, WireError, p
 from ..channels.test_presets_oracle import adamw, coding, follow, sgd, start, worst_of
 from ..oracles import presets as oracle
 from ..support import probe
+from ..support.threaded import Tap
 from ..support.transforms import transform
 from ..support.world import replica
 
@@ -415,23 +417,6 @@ def test_senders_inflate_the_sum_of_the_accumulators(run_ranks, kind):
 # -- bytes and messages --------------------------------------------------------------------------
 
 
-class Counting:
-    """A process group in front of another that counts the bytes it is asked to send, by peer."""
-
-    def __init__(self, group: Any):
-        self.group, self.sent, self.sends = group, dict[int, int](), 0
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        self.sends += 1
-        self.sent[peer] = self.sent.get(peer, 0) + sum(
-            t.numel() * t.element_size() for t in tensors
-        )
-        return self.group.send(tensors, peer, tag)
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        return self.group.recv(tensors, peer, tag)
-
-
 def metered(
     me: Any,
     config: ExchangeConfig,
@@ -440,7 +425,7 @@ def metered(
     names: list[str] | None = None,
     topology: fsdp_demo.Topology | None = None,
 ) -> dict[str, Any]:
-    """Bytes by the exchange's meter and, in a mesh, by a group in front of gloo, in total and per
+    """Bytes by the exchange's meter, and messages and bytes by its connections, in total and per
     step.
     """
     sharded = sharded and me.procs > 1
@@ -451,22 +436,25 @@ def metered(
     exchange = fsdp_demo.attach(
         optimizer, config, model=model, topology=topology, inner_optimizers="as_is"
     )
-    counting = exchange._peers.group = Counting(exchange._peers.group)
+    tap = Tap(exchange)
     sends = []
     for t in range(steps):
         for micro in range(3):
             probe.backward(model, me, 3 * t + micro, 0, sharded, names)
-        assert counting.sends == sum(sends)  # nothing crosses on a micro-batch
+        assert len(tap.sent) == sum(sends)  # nothing crosses on a micro-batch
         optimizer.step()
         optimizer.zero_grad()
-        sends.append(counting.sends - sum(sends))
+        sends.append(len(tap.sent) - sum(sends))
     metrics = exchange.metrics()
     exchange.detach()
-    return {"sends": sends, "sent": counting.sent, **metrics}
+    sent: Counter[int] = Counter()
+    for to, size in tap.sent:
+        sent[to] += size
+    return {"sends": sends, "sent": sent, **metrics}
 
 
 def consistent(outs: list[dict[str, Any]]) -> bool:
-    """Whether each meter's bytes are those handed to gloo, here and (received) by the peers."""
+    """Whether each meter's bytes are those of the connections, here and (received) at the peers."""
     sent = [out["bytes_sent"] == sum(out["sent"].values()) for out in outs]
     received = [
         out["bytes_received"] == sum(other["sent"].get(i, 0) for other in outs)

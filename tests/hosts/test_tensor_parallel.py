@@ -103,6 +103,7 @@ def test_rows_that_fsdp2_cuts_behind_it_are_joined_in_their_order(
             model(torch.ones(1, 8)).square().mean().backward()
             optimizer.step()
         save_exchange(tmp_path, exchange)
+        torch.distributed.barrier()
         exchange.detach()
         again, _ = attached(model, state=load_exchange(tmp_path))  # where it stood
         assert again.step == 2
