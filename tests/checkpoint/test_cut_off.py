@@ -51,19 +51,27 @@ STEPS = 18
 
 
 def cut_after(exchange: Any, step: int, sends: int) -> None:
-    """From step `step` on, let `sends` more messages leave; then the line is dead, on this side as
-    on the other.
+    """Of the messages of step `step` and later `sends` more pieces leave; then the line is dead, on
+    this side as on the other.
     """
-    left = [sends]
+    left, cut, number = [sends], list[int](), [exchange._peers._next]
+    launch = exchange._queue.launch
+
+    def launched(*given: Any, **named: Any) -> Any:
+        if exchange.step >= step:
+            cut.append(number[0])
+        number[0] += 1
+        return launch(*given, **named)
 
     def change(data: torch.Tensor, index: int) -> torch.Tensor:
-        if exchange.step >= step:
+        if cut and tap.message >= cut[0]:
             left[0] -= 1
             if left[0] < 0:
                 raise RuntimeError("Connection closed by peer")
         return data
 
-    Tap(exchange, change)
+    exchange._queue.launch = launched
+    tap = Tap(exchange, change)
 
 
 def whole(config: ExchangeConfig, count: int = 2) -> list[Any]:

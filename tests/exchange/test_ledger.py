@@ -62,7 +62,7 @@ def test_the_rows_are_all_bytes(run_ranks: Any, preset: str, changes: Any, islan
         page, metrics = exchange.ledger(), exchange.metrics()
         channels = [c.channel for c in exchange.channels]
         return {
-            "tapped": sum(n for _, n in tap.sent),
+            "tapped": sum(n for _, n in tap.all_left()),
             "messages": len(tap.sent),
             "page": page,
             "meter": (metrics["bytes_sent"], metrics["bytes_received"]),

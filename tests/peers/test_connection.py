@@ -437,7 +437,7 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
         before, tap = exchange.metrics(), Tap(exchange)
 
         def to(rank: int) -> int:
-            return sum(n for r, n in tap.sent if r == rank)
+            return sum(n for r, n in tap.all_left() if r == rank)
 
         for t in range(steps):
             for p in model.parameters():
@@ -445,7 +445,7 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
             optimizer.step()
         exchange.flush()
         assert exchange._peers.wait_read(10.0)  # what is counted has left
-        out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.sent)
+        out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.all_left())
         assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
             0
         ].schedule.due(steps - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_demo import Topology
+from fsdp_demo.elastic.chunks import SLOTS
 from fsdp_demo.peers.connection import QueuedPiece
 
 from .threads import warm
@@ -64,6 +66,11 @@ def values(results: list[Any]) -> list[Any]:
 class Tap:
     """Stands before the connections of a peer group: `change(data, index)` may replace the bytes of
     the index-th piece of a message that it sends.
+
+    Attributes:
+        sent: to whom (slot), and bytes, of each piece. A piece may leave a moment after the message
+            is complete here: `all_left` waits for it.
+        message: the number of the message that the piece under way belongs to.
     """
 
     def __init__(
@@ -72,7 +79,9 @@ class Tap:
         change: Callable[[torch.Tensor, int], torch.Tensor] = lambda data, index: data,
     ):
         self.change = change
-        self.sent: list[tuple[int, int]] = []  # to whom, bytes
+        self.sent: list[tuple[int, int]] = []
+        self.message, self._meter = 0, exchange._peers.meter
+        self._before = self._meter.bytes_sent
         for member, wires in exchange._peers._driver.connections.items():
             for wire in wires:
                 wire.post_send = partial(self._send, member.slot, wire.post_send)
@@ -80,7 +89,17 @@ class Tap:
     def _send(
         self, to: int, send: Callable[[QueuedPiece, int], None], piece: QueuedPiece, number: int
     ) -> None:
+        self.message = (number - 1) // (3 * SLOTS + 1)
         whole = torch.frombuffer(piece.view, dtype=torch.uint8)
         data = self.change(whole, len(self.sent)).contiguous()
         self.sent.append((to, data.numel()))
         send(QueuedPiece(piece._poller, data), number)
+
+    def all_left(self, before: int = 0) -> list[tuple[int, int]]:
+        """What was sent since the first `before` pieces, when all has left that the meter has
+        counted.
+        """
+        end, counted = time.monotonic() + 10, self._meter.bytes_sent - self._before
+        while sum(n for _, n in self.sent) < counted and time.monotonic() < end:
+            time.sleep(0.001)
+        return self.sent[before:]
