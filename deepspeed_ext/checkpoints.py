@@ -351,8 +351,11 @@ class _Followed(Methods):
         return manager.tell({"client": told, "left": left, "method": method_of(self.exchange)})
 
     def _go_on(self, told: dict[str, Any]) -> None:
-        """With the method that the run has chosen before, if it is to be chosen here (`auto`)."""
-        if undecided(self.exchange.config):
+        """With what was settled when the run began: the method under `auto`, the steps at which
+        phases begin.
+        """
+        config = self.exchange.config
+        if undecided(config) or any(c.later for c in config.channels):
             from fsdp_demo import automatic  # with the planner
 
             automatic.go_on(self.exchange, told, self.engine.module)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..compression.staging import synchronize
-from ..config.auto import AutoChoice, AutoConfig
+from ..config.auto import AutoChoice, AutoConfig, undecided
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
 from ..elastic.peer_group import PeerGroup
@@ -261,18 +261,23 @@ def _full() -> ExchangeConfig:
 
 
 def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | None) -> None:
-    """Take what the run has chosen before, for an engine that loads its checkpoint behind `attach`;
-    nothing where it had not chosen yet.
+    """Take what was settled when this run began, for an engine that loads its checkpoint behind
+    `attach`: the method that `auto` has chosen, or the steps at which phases begin. Nothing where
+    it was not settled yet.
 
     All ranks of all islands call it together, before the exchange goes on (`Exchange.rejoin`).
 
     Args:
         told: the head of a checkpoint, or `exchange_state.method_of`.
     """
-    if (known := read(told)) is not None:
-        if exchange.topology.rank == 0:
-            log.info("auto: the run has chosen before: %s", known[0].describe())
+    if (known := read(told)) is None:
+        return
+    if exchange.topology.rank == 0:
+        log.info("this run began with %s", known[0].describe())
+    if undecided(exchange.config):
         _take(exchange, *known, model)
+    elif exchange.config.begins != known[0].begins:
+        exchange.choose(exchange.config.begun_as(known[0]), model)
 
 
 def _take(

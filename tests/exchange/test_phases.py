@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import ExchangeConfig, preset
+from fsdp_demo import ExchangeConfig, automatic, preset
 from fsdp_demo.exchange.plan import plan_memory
 
 from ..support.threaded import islands, values
@@ -108,6 +108,24 @@ def test_a_longer_run_that_is_resumed_does_not_switch_back(run_ranks: Any) -> No
         return values(islands(second))
 
     assert run_ranks(run, 1, 1) == [[([0, 4], 1.5)] * 2]
+
+
+def test_an_engine_that_loads_behind_attach_takes_the_steps_of_the_first_start() -> None:
+    first, *_ = begun(None, steps=8)
+    told = {"config": first.config.to_dict()}
+    first.detach()
+    exchange, model, optimizer = begun(None, steps=40)
+    assert exchange.config.begins == [0, 20]
+    automatic.go_on(exchange, told, model)
+    assert exchange.config.begins == [0, 4]
+    train(exchange, model, optimizer, 0, 6)
+    assert exchange.channels[0].channel.applier.lr == 1.5
+    exchange.detach()
+    fewer = {"config": preset("sign_loco").to_dict()}
+    exchange, model, _ = begun(None, steps=40)
+    with pytest.raises(ValueError, match="0 phases, here it has 1"):
+        automatic.go_on(exchange, fewer, model)
+    exchange.detach()
 
 
 def test_without_the_number_of_steps_todays_rule_stays(run_ranks: Any, caplog: Any) -> None:
