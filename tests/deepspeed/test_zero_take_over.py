@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_ext.attaching import OF_DEEPSPEED, advance  # noqa: E402
+from deepspeed_ext.checkpoints import OF_DEEPSPEED, advance  # noqa: E402
 from fsdp_demo import Topology  # noqa: E402
 from fsdp_demo.checkpoint.files import copied  # noqa: E402
 
