@@ -5,6 +5,7 @@ meter's count of them.
 from __future__ import annotations
 
 import struct
+import threading
 import time
 import zlib
 from typing import Any
@@ -311,9 +312,13 @@ def refused(
             exchange.detach()
             return str(error)
         finally:
+            if i == 1:  # a connection that is closed would be told before what came damaged
+                noticed.wait(5)
+            noticed.set()
             exchange.detach()
         return None
 
+    noticed = threading.Event()
     first, _ = values(threaded.islands(island, timeout=5))
     assert first is not None, "island 0 did not notice"
     return first
