@@ -153,7 +153,8 @@ def join(
         island = Ranks.everywhere(host.device)
         earlier, choice = automatic.remembered(topology, state, island)
     if config.waits_for_steps:
-        config = config.begun_as(earlier) if earlier else _first_phases(config, facts, topology)
+        config = config.begun_as(earlier) if earlier else config.fixed(total_steps(facts))
+        _say_left_out(opened, config, topology)
     elif earlier is not None:
         config = earlier
     start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
@@ -169,20 +170,18 @@ def join(
     return exchange
 
 
-def _first_phases(
-    config: ExchangeConfig, facts: Mapping[str, Any], topology: Topology
-) -> ExchangeConfig:
-    """At the first start of a run: the steps at which its phases begin."""
-    steps = total_steps(facts)
-    if steps is None and topology.rank == 0:
-        shares = sorted({p.begin for c in config.channels for p in c.later if p.begin < 1})
+def _say_left_out(opened: ExchangeConfig, config: ExchangeConfig, topology: Topology) -> None:
+    """Log the phases of `opened` that `config` has not, on the first rank."""
+    pairs = zip(opened.channels, config.channels, strict=True)
+    shares = sorted({p.begin for c, now in pairs for p in c.later if len(now.later) < len(c.later)})
+    if shares and topology.rank == 0:
         log.warning(
             "%s: phases that begin at a share of the run (%s) do not begin, since its steps are "
-            'not known: give them, as in attach(..., must_match={"steps": N})',
+            "not known from its first start: give them there, as in attach(..., "
+            'must_match={"steps": N}), or let phases begin at a step',
             topology.name,
-            ", ".join(f"{share:g}" for share in shares),
+            ", ".join(f"{share:g}" for share in shares if share < 1),
         )
-    return config.fixed(steps)
 
 
 def refuse_lone_rank(topology: Topology, env: Mapping[str, str]) -> None:

@@ -144,22 +144,23 @@ class ExchangeConfig:
 
     def begun_as(self, earlier: ExchangeConfig) -> ExchangeConfig:
         """A copy whose phases begin where they began in `earlier`, the configuration with which
-        this run was started first.
+        this run was started first; a channel that had none then, since the steps of the run were
+        not known, has none.
 
         Raises:
-            ValueError: a channel had other phases then.
+            ValueError: a channel had another number of phases then.
         """
         begins = {c.name: [p.begin for p in c.later] for c in earlier.channels}
         channels = []
         for c in self.channels:
             found = begins.get(c.name, [])
-            if len(found) != len(c.later):
+            if found and len(found) != len(c.later):
                 raise ValueError(
                     f"channel {c.name!r} began this run with {counted(len(found), 'phase')}, here "
                     f"it has {len(c.later)}: give the configuration that the run began with, or "
                     "phases that begin at a step, not at a share of the run"
                 )
-            pairs = zip(c.later, found, strict=True)
+            pairs = zip(c.later, found, strict=False)
             channels.append(replace(c, later=tuple(replace(p, begin=b) for p, b in pairs)))
         return replace(self, channels=tuple(channels))
 

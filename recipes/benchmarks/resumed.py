@@ -11,7 +11,6 @@ of it on other rows of the text, which says what is noise. A step trains 1,024 b
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -101,11 +100,7 @@ def replica(name: str, seed: int, number: int, store: Any, data: Any) -> dict[st
     """The held-out losses of one replica after each way to go on."""
 
     def topology(of: str) -> fsdp_demo.Topology:
-        patience = datetime.timedelta(seconds=600)
-        line = dist.PrefixStore(of, store)
-        return fsdp_demo.Topology.from_group(
-            dist.ProcessGroupGloo(line, number, REPLICAS, patience)
-        )
+        return fsdp_demo.Topology.from_store(dist.PrefixStore(of, store), number, REPLICAS, 600)
 
     me = Replica(name, seed, number, data)
     exchange = fsdp_demo.attach(me.optimizer, me.config, model=me.model, topology=topology("begin"))

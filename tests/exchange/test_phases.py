@@ -123,16 +123,29 @@ def test_an_engine_that_loads_behind_attach_takes_the_steps_of_the_first_start()
     exchange.detach()
     fewer = {"config": preset("sign_loco").to_dict()}
     exchange, model, _ = begun(None, steps=40)
-    with pytest.raises(ValueError, match="0 phases, here it has 1"):
-        automatic.go_on(exchange, fewer, model)
+    automatic.go_on(exchange, fewer, model)  # its steps were not known then
+    assert exchange.config.begins == [0]
     exchange.detach()
 
 
 def test_without_the_number_of_steps_todays_rule_stays(run_ranks: Any, caplog: Any) -> None:
     exchange, *_ = begun(None, steps=None)
     assert exchange.config.begins == [0]
-    assert "its steps are not known" in caplog.text and "must_match" in caplog.text
+    assert "not known from its first start" in caplog.text and "must_match" in caplog.text
+    state = exchange.state_dict()
     exchange.detach()
+    caplog.clear()
+    again, *_ = begun(None, steps=40, state=state)  # what a run has begun with stays
+    assert again.config.begins == [0] and "not known from its first start" in caplog.text
+    again.detach()
+
+
+def test_another_number_of_phases_than_at_the_first_start_is_refused() -> None:
+    data = preset("sign_loco", switch=10).to_dict()
+    phases = data["channels"][0]["later"]
+    data["channels"][0]["later"] = [*phases, {**phases[0], "begin": 20}]
+    with pytest.raises(ValueError, match="2 phases, here it has 1"):
+        preset("sign_loco", switch=0.25).begun_as(ExchangeConfig.from_dict(data))
 
 
 def test_memory_is_that_of_the_larger_phase() -> None:
