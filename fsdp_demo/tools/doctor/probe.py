@@ -23,7 +23,7 @@ from ...elastic.chunks import streams
 from ...errors import PeerLost
 from ...net import tcp
 from ...net.tcp import Counted
-from ...peers.piece_header import LARGEST
+from ...peers.pieces import LARGEST
 from ...peers.zeromq import GroupConnections, Meeting, ZeroMQ
 from .measured import Direction
 
