@@ -238,7 +238,7 @@ def read(
         )
     for what in _odd(runtime.queue.channels, stand):
         raise refuse(what)
-    runtime.unlike = runtime.queue.watch.unlike = agreement.warned(may)
+    runtime.queue.watch.unlike = agreement.warned(may)
     return head
 
 

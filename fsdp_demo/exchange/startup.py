@@ -105,7 +105,7 @@ def come_together(
         int(v) for v in island.max(*map(float, found))
     )
     runtime.rows, runtime.rows_differ = rows, bool(rows_differ)
-    runtime.unlike = runtime.queue.watch.unlike = bool(unlike)
+    runtime.queue.watch.unlike = bool(unlike)
     runtime.step = own if apart else furthest
     if apart:
         log.info(

@@ -123,7 +123,7 @@ def test_optimizers_that_differ(islands: Any) -> None:
         for name, alike in ALIKE.items():
             net = Net(topology)
             exchange = fsdp_demo.attach(alike[me](net), CONFIG, model=net, topology=topology)
-            assert exchange._runtime.unlike is False, name
+            assert exchange._queue.watch.unlike is False, name
             exchange.detach()
 
     islands(run)
@@ -271,7 +271,7 @@ def test_machines_that_differ_are_said_in_one_line(islands: Any, everywhere: Any
             f"has processor kind {you}, here it is kind {me}" in line
             and f"has torch 2.{you}, here it is 2.{me}" in line
         )
-        assert "last bit" in line and exchange._runtime.unlike is True
+        assert "last bit" in line and exchange._queue.watch.unlike is True
         exchange.detach()
 
     islands(run)
