@@ -33,7 +33,7 @@ PRESENCE = {
 """What the threads may enter that tell the store, by the clock, that the island lives. They have no
 part in a step.
 """
-BY_THE_CLOCK = ("presence", "store")
+BY_THE_CLOCK = ("presence",)
 
 
 @pytest.fixture
