@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
@@ -179,6 +179,7 @@ def test_moved_internals_are_named(run_ranks):
     def moved(rank):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Accelerator, "is_fsdp2", False)
+            patch.setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)
             with pytest.raises(RuntimeError, match="did not turn FSDP2 on .*accelerate "):
                 integration.accelerator()
         AcceleratorState._reset_state(True)
