@@ -1,4 +1,4 @@
-"""The errors of this package that a caller may want to tell apart, and the words that their messages
+"""The errors of this package that a caller may want to tell apart, and the words that messages
 share. A wrong value given by a user is a plain `ValueError`.
 """
 
@@ -132,7 +132,7 @@ class NeedsDecision(ValueError):
 
 
 class Superseded(RuntimeError):
-    """Another life of this run has begun in the folder: this process must not write there any more."""
+    """Another life of this run has begun in the folder: this process must write there no more."""
 
 
 def as_disk_error(error: Exception) -> Exception:
