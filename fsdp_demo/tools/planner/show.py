@@ -12,7 +12,7 @@ from ...config.presets import presets
 from ...config.schema import ExchangeConfig
 from ...errors import counted, size
 from ...net.link import Link
-from .choosing import Choice, said
+from .choosing import said
 from .rows import HSDP, Row, rate_words, settings, utilisation
 from .situation import Situation
 
@@ -107,7 +107,7 @@ def _gap(gap: dict[str, Any] | None) -> str:
     return f"{percent}{'*' * bool(gap['extrapolated'] or gap['period'])}"
 
 
-def title(situations: Sequence[Situation], model: str, source: str) -> str:
+def title(situations: Sequence[Situation]) -> str:
     """What the plan is for, and where the step's time is from.
 
     Args:
@@ -117,8 +117,8 @@ def title(situations: Sequence[Situation], model: str, source: str) -> str:
     counts = ", ".join(f"{one.islands}" for one in situations)
     link = f", {said(s)}" if len(situations) == 1 and s.link.bits_per_second else ""
     out = (
-        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {counts} islands of "
-        f"{counted(s.shards, 'shard')}{link}\nstep {s.step_seconds:.4g} s ({source})"
+        f"{s.model} ({s.parameters / 1e6:,.1f} M parameters), {counts} islands of "
+        f"{counted(s.shards, 'shard')}{link}\nstep {s.step_seconds:.4g} s ({s.step_source})"
     )
     if s.system.overlap_backward:
         return (
@@ -148,11 +148,6 @@ def notes(rows: Sequence[Row]) -> str:
         lines.append(f"* measured at other periods: {', '.join(told)}")
     none = {r.name: r.no_gap for r in rows if r.expected_gap is None}
     return "\n".join([*lines, *(f"- {name}: {why}" for name, why in none.items())])
-
-
-def recommendation(choice: Choice) -> str:
-    """One line."""
-    return f"Recommended: {choice.reason}."
 
 
 def targets_table(rows: Sequence[dict[str, Any]], rtt: float) -> str:
