@@ -173,11 +173,11 @@ KEPT = {
         "test_survivors_train_on": r"^(demo|streaming_diloco)$",
     },
     "elastic/test_lost_islands.py": {
-        "test_a_second_one_is_killed_in_the_change": r"False-_freeze|True-_adopted",
-        "test_killed_at_each_piece": r"some",
-        "test_two_are_killed_at_once": r"^4$",
-        "test_killed_within_a_long_message_dealt_to_several_connections": r"some",
-        "test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later": r"1",
+        "test_lost_island_second_killed_in_the_change": r"False-_freeze|True-_adopted",
+        "test_lost_island_killed_at_each_piece": r"some",
+        "test_lost_island_two_at_once": r"^4$",
+        "test_lost_island_killed_within_a_long_message": r"some",
+        "test_lost_island_one_rank_then_its_sibling": r"1",
     },
     "peers/test_one_connection_stands.py": {
         "test_connection_dead_among_living_ones_is_noticed": r"^for (messages|words)$",
@@ -200,7 +200,7 @@ KEPT = {
         ),
     },
     "elastic/test_lossy_links.py": {
-        "test_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
+        "test_lossy_link_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",
     },
     "exchange/test_not_finite.py": {
         "test_one_shard_speaks_for_its_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",  # noqa: E501
