@@ -186,10 +186,10 @@ KEPT = {
         "test_all_ranks_of_an_island_take_part_in_one_attempt": r"^torch",
     },
     "store/test_silent_store.py": {
-        "test_a_frozen_store_is_an_error_at_the_start": r"^$",
-        "test_a_process_ends_though_its_store_is_frozen": r"zmq",
-        "test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure": r"^$",
-        "test_training_goes_on_without_the_store": r"zmq",
+        "test_store_frozen_at_the_start_is_an_error": r"^$",
+        "test_store_frozen_process_ends": r"zmq",
+        "test_store_frozen_while_islands_meet_is_an_error": r"^$",
+        "test_store_frozen_training_goes_on": r"zmq",
     },
     "deepspeed/test_zero_joining.py": {
         "test_it_goes_on_as_an_engine_that_walked_there": r"zero3|zero2",
