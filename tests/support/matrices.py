@@ -183,7 +183,7 @@ KEPT = {
         "test_connection_dead_among_living_ones_is_noticed": r"^for (messages|words)$",
     },
     "rendezvous/test_attempts.py": {
-        "test_all_ranks_of_an_island_take_part_in_one_attempt": r"^torch",
+        "test_attempt_is_the_same_on_all_ranks": r"^torch",
     },
     "store/test_silent_store.py": {
         "test_store_frozen_at_the_start_is_an_error": r"^$",
