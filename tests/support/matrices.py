@@ -135,8 +135,8 @@ KEPT = {
         "test_both_end_equal": r"fsdp2-diloco",
     },
     "launch/test_rehearse.py": {
-        "test_rehearse_by_accelerate_runs_every_rank_of_every_island": "",
-        "test_rehearse_by_torchrun_runs_every_rank_of_every_island": "",
+        "test_rehearse_by_accelerate_runs_every_rank": "",
+        "test_rehearse_by_torchrun_runs_every_rank": "",
         "test_rehearse_has_a_store_with_a_file": "",
     },
     "recipes/test_launch_recipes.py": {
