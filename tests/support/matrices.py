@@ -140,18 +140,18 @@ KEPT = {
         "test_rehearse_has_a_store_with_a_file": "",
     },
     "recipes/test_launch_recipes.py": {
-        "test_a_lost_island_is_started_again": r"slurm",
+        "test_launch_file_restarts_a_lost_island": r"slurm",
         "test_slurm_islands_on_two_nodes": "",
     },
     "recipes/test_pretrain_resume.py": {
         "test_a_resumed_run_is_the_uninterrupted_one": r"^sources-2$",
-        "test_a_run_that_was_told_to_stop_goes_on": r"^2$",
-        "test_other_numbers_go_on_without_a_jump": r"^3-2$",
-        "test_with_a_payload_under_way": "",
-        "test_written_while_training_goes_on_it_is_the_same": "",
+        "test_pretrain_resume_after_a_stop": r"^2$",
+        "test_pretrain_resume_with_other_numbers": r"^3-2$",
+        "test_pretrain_resume_with_a_message_under_way": "",
+        "test_pretrain_save_async_writes_the_same": "",
     },
     "recipes/test_quickstart.py": {
-        "test_an_interrupted_run_goes_on_bit_for_bit": r"^diloco$",
+        "test_pretrain_interrupted_goes_on_bit_for_bit": r"^diloco$",
     },
     "deepspeed/test_zero_resume.py": {
         "test_resumes_bit_for_bit": r"zero1-demo|zero2|parts-diloco",
