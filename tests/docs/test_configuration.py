@@ -11,17 +11,20 @@ from fsdp_demo.config.schema import ExchangeConfig
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
-def test_the_page_is_what_the_dataclasses_say() -> None:
+def test_configuration_page_is_made_from_the_dataclasses() -> None:
+    """The page is what `fsdp_demo.config.reference` prints."""
     assert PAGE.read_text(encoding="utf-8") == reference.page(), (
         "run python -m fsdp_demo.config.reference > docs/configuration.md"
     )
 
 
-def test_every_key_has_a_text() -> None:
+def test_configuration_page_every_key_has_a_text() -> None:
+    """Each key has a text."""
     assert reference.missing() == []
 
 
-def test_every_field_is_on_the_page() -> None:
+def test_configuration_page_has_every_field() -> None:
+    """Each field of the dataclasses is on the page."""
     text = reference.page()
     for f in (*dataclasses.fields(ExchangeConfig), *dataclasses.fields(channel.Channel)):
         assert f"| `{f.name}` |" in text
@@ -36,7 +39,8 @@ def test_every_field_is_on_the_page() -> None:
             assert f"| `{part.__name__.lower()}.{f.name}` |" in text
 
 
-def test_what_is_allowed_is_what_the_classes_refuse() -> None:
+def test_configuration_page_has_the_allowed_values() -> None:
+    """The allowed values on the page are those that the classes check."""
     text = reference.page()
     assert "| `codec.topk` | whole number | `32` | `1 <= topk <= 4096` |" in text
     assert "| `accumulator.gain` | number | `1.0` | `gain > 0` |" in text
