@@ -144,7 +144,7 @@ KEPT = {
         "test_slurm_islands_on_two_nodes": "",
     },
     "recipes/test_pretrain_resume.py": {
-        "test_a_resumed_run_is_the_uninterrupted_one": r"^sources-2$",
+        "test_pretrain_resume_equals_the_uninterrupted_run": r"^sources-2$",
         "test_pretrain_resume_after_a_stop": r"^2$",
         "test_pretrain_resume_with_other_numbers": r"^3-2$",
         "test_pretrain_resume_with_a_message_under_way": "",
