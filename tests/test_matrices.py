@@ -22,7 +22,7 @@ RULE = re.compile(r"^\| ([a-z-]+(?:, [a-z-]+)*) \| .* \| (.*) \|$", re.M)
 
 
 def test_membership_rules_name_tests() -> None:
-    """The table of rules in docs/membership.md: each row names tests that are there."""
+    """A row of the table of rules in docs/membership.md names tests that are there."""
     page = (ROOT / "docs/membership.md").read_text(encoding="utf-8").partition("## Histories")[2]
     page = page.partition("\n## ")[0]
     letters = dict(re.findall(r"`([A-Z])` is `(tests/[\w/]+\.py)`", page))

@@ -118,7 +118,9 @@ def test_oracle_pack12():
 
 
 def test_oracle_positions_by_hand():
-    """Of 64: 5, 8 and 63 with 2 low bits would take 6 + 6 + 6 bits, as numbers 18, too."""
+    """Positions have the bytes worked out by hand. Of 64: 5, 8 and 63 with 2 low bits would take 6
+    + 6 + 6 bits, as numbers 18, too.
+    """
     assert wire.low_and_flags(64, 3) == (6, 0)
     assert wire.positions([[5, 8, 63]], 64) == bytes([0x85, 0x0F, 0b110000])
     # four of 4096: h = 0, 0, 0, 15: bits 0, 1, 2, 18; symbols 3 3 0 0, then low bytes
@@ -218,8 +220,8 @@ def test_oracle_decoupled_momentum_with_everything_kept():
 
 
 def test_oracle_released_rule_conserves_the_sum():
-    """Sum of the accumulators after an exchange: beta * sum before + sum of T(D), if the divisor is
-    R; more with senders.
+    """The sum of the accumulators after an exchange is beta * sum before + sum of T(D), if the
+    divisor is R; it is more with senders.
     """
     for senders in (False, True):
         coding = presets.Coding(k=16, code="fp32", senders=senders)
@@ -575,8 +577,9 @@ def test_oracle_block_norms_are_clipped_to_their_median():
 
 
 def test_oracle_demo_v2_with_everything_kept():
-    """alpha 0.5, gain 0.1: a = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the
-    update of step t is 0.1 sum (0.45)^i g.
+    """`demo` with alpha 0.5 and gain 0.1 that keeps everything is a geometric mean of gradients: a
+    = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the update of step t is 0.1 sum
+    (0.45)^i g.
     """
     method = run(
         presets.Demo(

@@ -230,7 +230,9 @@ def test_figures_every_preset_has_its_words() -> None:
 
 
 def test_figures_compression_rows_add_up() -> None:
-    """Stages make the whole, ratios are of the figures beside them, and the processor is named."""
+    """The figures of compression are consistent: stages make the whole, ratios are of the figures
+    beside them, and the processor is named.
+    """
     found = figure_cells.load("codec.json")
     assert found["cpu"] and found["form"].startswith("part=")
     for name in tables_costs.HOT:

@@ -74,8 +74,8 @@ def test_turns_accept_writes_that_are_no_backward(kind: str = "full") -> None:
 
 
 def test_turns_under_fsdp2(run_ranks: Any) -> None:
-    """The same is refused under FSDP2: gradients are DTensors, and FSDP2 adds to the local part of
-    one that is there.
+    """A backward between two steps is refused under FSDP2, too: gradients are DTensors, and FSDP2
+    adds to the local part of one that is there.
     """
 
     def run(me: Any) -> None:

@@ -167,7 +167,9 @@ def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: s
 
 
 def test_inspect_says_what_a_resume_does() -> None:
-    """The numbers of a run that was rolled back by 320 steps against what `inspect` had said."""
+    """The last line of `inspect` says what a resume does. (The numbers are those of a run that was
+    rolled back by 320 steps against what `inspect` had said.)
+    """
     from fsdp_demo.checkpoint.inspect import shared
 
     steps = [(100,), (100, 400, 420), (100, 400, 420)]

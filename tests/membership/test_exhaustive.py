@@ -53,8 +53,9 @@ def test_explorer_one_message(kind: Kind, states: int) -> None:
 
 @pytest.mark.parametrize("kind, states", [("gather", 900), ("mixed", 3400)])
 def test_explorer_one_late_message_two_peer_groups(kind: Kind, states: int) -> None:
-    """An island, or one rank of it, launches only when the members have changed, once or twice; the
-    others hold the message before.
+    """Every history of one late message keeps the invariants: an island, or one rank of it,
+    launches only when the members have changed, once or twice; the others hold the message
+    before.
     """
     assert Explorer((kind,), late="rank", idle=False).run().states > states
 
@@ -122,7 +123,9 @@ def test_explorer_changes_that_keep_all_members(kind: Kind, states: int) -> None
     "kind, changes", [("gather", 1), ("mixed", 1), ("gather", 2), ("mixed", 2)]
 )
 def test_explorer_endings_are_those_of_every_order(kind: Kind, changes: int) -> None:
-    """Two islands in one peer group: every order of every single step, against the explorer."""
+    """The explorer finds the endings of every order of every single step, for two islands in one
+    peer group.
+    """
     every = Everything((kind,), 2, 1, changes).run()
     few = Explorer((kind,), 2, 1, changes, late="rank").run()
     assert (

@@ -37,8 +37,8 @@ def settled_at(most: tuple[int, int, int]) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_membership_changes_leak_no_descriptor_or_thread(run_ranks) -> None:
-    """Three islands freeze, report, write a record and adopt it, again and again; messages pass
-    between.
+    """A hundred changes of members leave no descriptor and no thread. Three islands freeze, report,
+    write a record and adopt it, again and again; messages pass between.
     """
 
     def run() -> Any:
@@ -71,8 +71,8 @@ def test_membership_changes_leak_no_descriptor_or_thread(run_ranks) -> None:
 
 @pytest.mark.slow
 def test_lost_islands_leak_no_descriptor_or_thread(run_ranks) -> None:
-    """Fifty runs of three, in each of which one is killed in the middle of a message; then the
-    others part: a hundred ends of a member.
+    """Fifty lost islands leave no descriptor and no thread. One of three is killed in the middle of
+    a message; then the others part: a hundred ends of a member.
     """
 
     def run() -> Any:

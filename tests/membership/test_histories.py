@@ -62,8 +62,8 @@ def questions(line: Any) -> list[tuple[tuple[int, ...], list[float]]]:
 
 
 def test_one_answer_is_of_the_same_islands_everywhere(run_ranks) -> None:
-    """One of three is killed at a piece of a question; nobody has the mean of three where another
-    has that of two.
+    """The answer to a question is of the same islands everywhere. One of three is killed at a piece
+    of a question; nobody has the mean of three where another has that of two.
     """
 
     def run() -> None:
@@ -81,8 +81,9 @@ def test_one_answer_is_of_the_same_islands_everywhere(run_ranks) -> None:
 def test_one_judgement_follows_from_the_headers_as_sent(
     run_ranks,
 ) -> None:
-    """Island 2 says that it is not finite, and dies at a piece of the message. Whoever takes part,
-    all decide from the same headers.
+    """Contributions are left out by the headers as they were sent. Island 2 says that it is not
+    finite, and dies at a piece of the message; whoever takes part, all decide from the same
+    headers.
     """
 
     def told(line: Any) -> Any:
@@ -160,8 +161,8 @@ def test_beats_of_training_silence_is_a_loss() -> None:
 
 
 def test_beats_of_training_quiet_by_another_ranks_word() -> None:
-    """A peer that stops at the moment in which this island joins: it has not been heard, and is not
-    known to live.
+    """A peer that stops at the moment in which this island joins is quiet by another's word: it has
+    not been heard, and is not known to live.
     """
     here = signs(B, C)
     del here.next_of[C]
@@ -173,8 +174,9 @@ def test_beats_of_training_quiet_by_another_ranks_word() -> None:
 def test_beats_of_training_come_from_a_thread_of_every_rank(
     run_ranks,
 ) -> None:
-    """Training threads may be busy for longer than ISLAND_DEAD; one rank whose own thread stands
-    still is lost, with its island.
+    """Beats come from a thread of the training process, and of every rank. Training threads may be
+    busy for longer than ISLAND_DEAD; one rank whose own thread stands still is lost, with its
+    island.
     """
 
     def run() -> None:
@@ -274,9 +276,10 @@ def equal(headers: Any) -> list[list[float]]:
 
 
 def test_delivered_stays_sums_over_replicas_are_exact(run_ranks) -> None:
-    """Four islands, of which two die at once: means of 4 and of 2 whole numbers are exact.
-    Accumulators + what counted = what was added; what was applied = what counted, over all that
-    took part; nothing is undone."""
+    """Sums over the replicas are exact when two of four islands die at once: means of 4 and of 2
+    whole numbers are exact. Accumulators + what counted = what was added; what was applied =
+    what counted, over all that took part; nothing is undone.
+    """
 
     def run() -> None:
         for k in (4, 9, 17, 26):
@@ -322,8 +325,8 @@ def sent_by(slot: int, n: int) -> Tensor:
 def test_coded_for_fewer_islands_to_the_same_values(
     code: str,
 ) -> None:
-    """A message that is repeated is cut into other parts: what was subtracted from the accumulator
-    stays what the others receive.
+    """A vector is coded to the same values among fewer islands. A message that is repeated is cut
+    into other parts: what was subtracted from the accumulator stays what the others receive.
     """
     for n in (1, 4097, 13000):
         v = torch.randn(n, generator=torch.Generator().manual_seed(n))

@@ -44,7 +44,9 @@ def test_machine_healthy_delivers_frees_and_seals() -> None:
 
 
 def test_freeze_first_frozen_rank_receives_nothing() -> None:
-    """C is slow, not dead: its bytes come to A after A has reported that it lacks them."""
+    """A frozen rank receives nothing. C is slow, not dead: its bytes come to A after A has reported
+    that it lacks them.
+    """
     bench = Bench()
     bench.launch(0)
     bench.let(sender=(A, B))
@@ -70,7 +72,7 @@ def test_one_record_is_the_same_whoever_proposes_it() -> None:
 
 
 def test_all_groups_no_peer_group_acts_alone() -> None:
-    """Peer group 0 of B holds C's body, peer group 1 does not."""
+    """No peer group acts alone: peer group 0 of B holds C's body, peer group 1 does not."""
     bench = Bench("ABC")
     bench.launch(0)
     bench.let(sender=(A, B))
@@ -121,7 +123,7 @@ def test_any_holder_forwards_and_dies_meanwhile() -> None:
 
 
 def test_expelled_ends_and_does_nothing_more() -> None:
-    """A hears all and delivers; nobody hears A."""
+    """An expelled island does nothing more. A hears all and delivers; nobody hears A."""
     bench = Bench("ABC")
     bench.launch(0)
     bench.let(sender=(B, C))
@@ -146,7 +148,9 @@ def test_expelled_ends_and_does_nothing_more() -> None:
 
 
 def test_reduce_again_without_all_parts() -> None:
-    """C dies in leg 1: part C of C's vector never left it."""
+    """A reduce that lacks a part is repeated. C dies in leg 1: part C of C's vector never left
+    it.
+    """
     bench = Bench()
     bench.launch(0, "mixed")
     bench.let(sender=(A, B), to=(A, B))
@@ -167,8 +171,8 @@ def test_reduce_again_without_all_parts() -> None:
 def test_no_mixed_attempts_whole_mean_kept_torn_one_repeated(
     peer_groups: tuple[int, ...],
 ) -> None:
-    """A has the mean; B lacks the part of C, which died in leg 2. In one peer group only, nobody
-    has that part.
+    """A mean that one member has whole is kept; a torn one is repeated. A has the mean; B lacks the
+    part of C, which died in leg 2. In one peer group only, nobody has that part.
     """
     bench = Bench()
     bench.launch(0, "mixed")
@@ -202,7 +206,9 @@ def test_no_mixed_attempts_old_parts_do_not_count() -> None:
 
 
 def test_one_set_for_body_and_vector() -> None:
-    """C's body is everywhere, its vector is not: the message is repeated without C."""
+    """A mixed message has one set of contributors. C's body is everywhere, its vector is not: the
+    message is repeated without C.
+    """
     bench = Bench()
     bench.launch(0, "mixed")
     for item in [f for f in bench.frames if f[2].piece.what == "body"]:
@@ -220,7 +226,9 @@ def test_one_set_for_body_and_vector() -> None:
 
 
 def test_seal_stable_only_what_all_have() -> None:
-    """A delivers with C; before the others have it, A may seal nothing."""
+    """Only what all members have may be sealed. A delivers with C; before the others have it, A may
+    seal nothing.
+    """
     bench = Bench()
     bench.launch(0)
     bench.let(to=A)
@@ -246,7 +254,9 @@ def test_seal_stable_history_tells_checkpoints_apart() -> None:
 
 
 def test_settle_all_open_keeps_a_message_until_all_have_it() -> None:
-    """A is as far ahead as it can be: 2 q messages are kept."""
+    """A message is kept until all have it. A is as far ahead as it can be: 2 q messages are
+    kept.
+    """
     bench = Bench("AB", peer_groups=1, window=2)
     for n in (0, 1):
         bench.launch(n)
@@ -297,7 +307,7 @@ def test_any_order_by_own_numbers() -> None:
 
 
 def test_heard_both_ways_minority_does_not_win() -> None:
-    """A is cut from B and C; all reach the store."""
+    """A minority does not win. A is cut from B and C; all reach the store."""
     bench = Bench()
     bench.freeze(A, lost=(B, C))
     assert bench.propose((A, 0), waited=False) is not None, (
@@ -313,8 +323,8 @@ def test_heard_both_ways_minority_does_not_win() -> None:
 
 
 def test_heard_both_ways_half_open_link_counts_as_none() -> None:
-    """In peer group 1 C does not hear A; everything else works. A and B stay: the lowest slots of
-    two largest sets.
+    """A half-open link counts as none. In peer group 1 C does not hear A; everything else works. A
+    and B stay: the lowest slots of two largest sets.
     """
     bench = Bench()
     bench.tell((C, 1), protocol_events.ConnectionLost(A))
@@ -378,8 +388,8 @@ def test_largest_set_against_all_subsets() -> None:
 
 
 def test_store_unasked_in_health() -> None:
-    """No action but those of a change speaks to the store, and nothing but the peer group or a
-    peer's word begins one.
+    """The store is not asked in health: no action but those of a change speaks to it, and nothing
+    but the peer group or a peer's word begins a change.
     """
     bench = Bench("AB")
     bench.launch(0)
@@ -395,7 +405,9 @@ def test_store_unasked_in_health() -> None:
 
 
 def test_record_chain_refuses_gaps_and_forks() -> None:
-    """Another record 2 after another record 1 has another digest; a gap is refused."""
+    """Records form a chain: another record 2 after another record 1 has another digest, and a gap
+    is refused.
+    """
     bench = Bench()
     first = bench.change(A, B)
     second = first.following(view=2)
@@ -444,8 +456,8 @@ def test_delivered_stays_and_repeats_have_another_attempt() -> None:
 
 
 def test_vote_with_view_of_the_settlement() -> None:
-    """Rank 0 of A held message 0 with C in the old view; rank 1 lacked C, and settles without
-    it.
+    """A vote carries the view of its settlement. Rank 0 of A held message 0 with C in the old view;
+    rank 1 lacked C, and settles without it.
     """
     bench = Bench()
     bench.launch(0)
@@ -469,8 +481,8 @@ def test_vote_with_view_of_the_settlement() -> None:
 
 
 def test_vote_is_repeated_by_a_rank_that_freed() -> None:
-    """Rank 0 of A heard that all have message 0 and freed it; rank 1 has not heard the vote of rank
-    0 when a change comes.
+    """A rank that freed a message votes again for one that waits. Rank 0 of A heard that all have
+    message 0 and freed it; rank 1 has not heard the vote of rank 0 when a change comes.
     """
     bench = Bench("AB")
     bench.launch(0)
@@ -512,7 +524,9 @@ def test_too_few_members_to_go_on() -> None:
 
 
 def test_loss_while_others_adopt_settles_again() -> None:
-    """Members that read a record late adopt it, freeze and report."""
+    """A loss while others adopt a record settles again: members that read a record late adopt it,
+    freeze and report.
+    """
     bench = Bench("ABC", peer_groups=1)
     bench.launch(0)
     bench.change(A, B, C, adopt=False)
@@ -555,8 +569,8 @@ def test_join_stops_nobody_and_begins_at_its_base() -> None:
 
 
 def test_newcomer_is_asked_nothing_before_it_begins() -> None:
-    """Messages 3 to 5 are questions, 3 is its base. A change comes when A has launched 5, and B has
-    not; B launches it while it is frozen.
+    """A newcomer is asked nothing before it begins. Messages 3 to 5 are questions, 3 is its base. A
+    change comes when A has launched 5, and B has not; B launches it while it is frozen.
     """
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
@@ -600,7 +614,9 @@ def test_newcomer_lost_before_it_begins() -> None:
 
 
 def test_join_is_learned_in_the_change() -> None:
-    """B froze before it knew of record 1; its report, and a proposal for record 1, do not hurt."""
+    """A member that does not know of a join learns it in the change. B froze before it knew of
+    record 1; its report, and a proposal for record 1, do not hurt.
+    """
     bench = Bench("AB", peer_groups=1)
     record = planned(bench)
     bench.tell((A, 0), protocol_events.RecordSeen(record))
@@ -650,7 +666,9 @@ def test_report_of_another_view_or_stranger_does_not_count() -> None:
 
 
 def test_newcomers_that_have_not_begun_are_too_few() -> None:
-    """They may lack messages below their base, which only a member can give them."""
+    """Newcomers that have not begun do not go on alone: they may lack messages below their base,
+    which only a member can give them.
+    """
     bench = Bench("AB", peer_groups=1)
     record = planned(bench)
     bench.members.append(D)
@@ -666,8 +684,8 @@ def test_newcomers_that_have_not_begun_are_too_few() -> None:
 
 
 def test_join_one_at_a_time() -> None:
-    """A newcomer that has not begun delivers nothing, so it would not hear of the next one before
-    it launches.
+    """One island joins at a time: a newcomer that has not begun delivers nothing, so it would not
+    hear of the next one before it launches.
     """
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)

@@ -33,7 +33,9 @@ def test_storm_with_one_rank_and_many_open_messages() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"peer_groups": 1, "window": 1}])
 def test_storm_of_newcomers(options: dict[str, int]) -> None:
-    """Many begin, and many of these behind a question that lies at their base."""
+    """Newcomers begin in random lives, and many of them behind a question that lies at their
+    base.
+    """
     among = ("join", "join", "join", "suspect")
     happened = storms(range(80), faults=6, messages=24, among=among, **options)
     assert happened["begun"] > 30 and happened["behind"] > 10

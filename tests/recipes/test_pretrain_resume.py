@@ -310,7 +310,7 @@ def test_pretrain_resume_covers_every_preset():
 
 @pytest.mark.timeout(600)
 def test_pretrain_resume_with_a_message_under_way(run_ranks, source):
-    """The same holds where a message is under way at the save."""
+    """A resumed run is the uninterrupted one where a message is under way at the save, too."""
     for name, step, whole, resumed in go_on(run_ranks, source, LATE, 2):
         with named(name):
             assert_same(whole, resumed, step)

@@ -201,7 +201,7 @@ def test_pretrain_warns_of_a_run_that_saves_nothing(run_ranks, source, options):
 
 
 def test_pretrain_deepspeed_warns_of_a_run_that_saves_nothing(caplog):
-    """The DeepSpeed recipe says it, too."""
+    """The DeepSpeed recipe warns of a run with `--resume` that saves nothing."""
     from wrong_use import warn_unsaved
 
     for resume, every, rank, lines in ((True, 0, 0, 1), (True, 0, 1, 1), (True, 5, 0, 1)):
