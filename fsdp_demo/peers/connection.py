@@ -187,9 +187,6 @@ class PeerConnection:
 
     def post_recv(self, piece: QueuedPiece, number: int) -> None:
         """Wait for a piece, or take what came early."""
-        if number <= self.inbox.over:
-            piece.error = RuntimeError(f"message {number} was cancelled")
-            return
         try:
             if (data := self.inbox.wait_for(number, piece)) is not None:
                 piece.fill(data, len(data))
@@ -425,16 +422,10 @@ class PeerConnection:
                     )
                 except zmq.Again:
                     with self.poller.changed:
-                        self._put_back(entry)
+                        heapq.heappush(self._queue, entry)
                     raise
                 piece.tracker = self.socket.send(piece.view, zmq.NOBLOCK, copy=False, track=True)
                 self._lent = [lent for lent in self._lent if not lent.tracker.done] + [piece]
-
-    def _put_back(self, entry: tuple[int, int, PieceHeader, QueuedPiece]) -> None:
-        if entry[0] == AT_ONCE or entry[2].number > self.inbox.over:
-            heapq.heappush(self._queue, entry)
-        else:
-            entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")
 
     def close(self, linger: float) -> None:
         """Close the sockets; what was handed over leaves within `linger` seconds, in the

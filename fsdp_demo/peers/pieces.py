@@ -112,7 +112,7 @@ so it is more than the kernels of both sides hold by default."""
 class NoRoom(Enum):
     """What becomes of a piece that has no room of its own."""
 
-    DROP = "its message is over"
+    DROP = "it is of an earlier epoch"
     ASIDE = "it is early: keep it"
     LATER = "it is early, and enough is kept, or it is of a later epoch: do not read it yet"
 
@@ -126,11 +126,10 @@ class Inbox:
     Attributes:
         rooms: what waits, by number of the message, in order. kept: pieces that came before their
             room, likewise.
-        over: messages up to this number have ended.
     """
 
     def __init__(self, epoch: int):
-        self.epoch, self.over = epoch, 0
+        self.epoch = epoch
         self.rooms: dict[int, deque[Any]] = {}
         self.kept: dict[int, deque[Any]] = {}
         self._bytes, self._taken = 0, Counts()
@@ -144,7 +143,7 @@ class Inbox:
         """
         if frame.epoch > self.epoch:
             return NoRoom.LATER
-        if frame.epoch < self.epoch or frame.number <= self.over:
+        if frame.epoch < self.epoch:
             return NoRoom.DROP
         rooms = self.rooms.get(frame.number)
         if not rooms and self._bytes + frame.length > EARLY:
@@ -182,14 +181,6 @@ class Inbox:
             return data
         self.rooms.setdefault(number, deque()).append(room)
         return None
-
-    def end(self, number: int) -> None:
-        """Messages up to `number` are over: what was kept of them goes, and what comes of them is
-        dropped.
-        """
-        self.over = max(self.over, number)
-        self.kept = {n: pieces for n, pieces in self.kept.items() if n > self.over}
-        self._bytes = sum(size for pieces in self.kept.values() for _, size in pieces)
 
     def withdraw(self) -> list[Any]:
         """Take all rooms back."""
