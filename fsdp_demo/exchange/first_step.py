@@ -36,6 +36,19 @@ def shared_tensors(
     }
 
 
+def bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The values of tensors one after the other, uint8 [n] on the CPU."""
+    parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in tensors]
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+
+
+def write_bytes(work: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The inverse of `bytes_of`: write `work` into tensors, in place."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    for t, part in zip(tensors, work.split(sizes), strict=True):
+        t.copy_(part.clone().view(t.dtype).view(t.shape))
+
+
 def refuse_unknown(host: TrainingHost, model: torch.nn.Module | None, own: Sequence[str]) -> None:
     """Raise ValueError for a pattern of `own_tensors` that fits nothing which could be an island's
     own.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
-from ..peers.join_messages import LONGEST, Following, Listed, Tick, filled, sizes
+from ..peers.join_messages import LONGEST, Following, Tick, filled, sizes
 from . import resume, run_specification, snapshot
 from .runtime import StepRuntime
 from .snapshot_head import DonorPosition
@@ -123,7 +123,9 @@ def _take_snapshot(
     data = _poll(
         runtime, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings)
     )
-    stand, listed = island.together(lambda: _compared(runtime, model, told, data), what)
+    stand, listed = island.together(
+        lambda: (None, ()) if data is None else snapshot.expected(runtime, model, told, data), what
+    )
     # copies that are not active hear where it stands from the first rank
     if island.position.num_copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and msgspec.to_builtins(stand))
@@ -175,16 +177,6 @@ def _fetching(
         return found
 
     return ask
-
-
-def _compared(
-    runtime: StepRuntime,
-    model: torch.nn.Module | None,
-    told: Mapping[str, Any],
-    data: Tensor | None,
-) -> tuple[DonorPosition | None, Listed]:
-    """Where the donor stands, and what is to come; nothing on a rank without peers."""
-    return (None, ()) if data is None else snapshot.expected(runtime, model, told, data)
 
 
 def _materialise(runtime: StepRuntime) -> None:
