@@ -38,12 +38,11 @@ class InFlightQueue:
     """The messages of one rank, in the order in which they were sent.
 
     Args:
-        channels, norm_limit: as for `work_with`.
         connections: whose worker sends, and whose island votes; a copy that is not active has no
             worker.
         device: of what is sent.
-        speaks: this rank logs what it sees in the messages of its peer group.
         islands: of the run.
+        speaks: this rank logs what it sees in the messages of its peer group.
 
     Attributes:
         channels: all of them, in the order of the configuration.
@@ -63,12 +62,10 @@ class InFlightQueue:
 
     def __init__(
         self,
-        channels: Sequence[ChannelRunner],
         connections: ExchangeConnections,
         device: torch.device,
-        speaks: bool = False,
-        norm_limit: float | None = None,
-        islands: int = 1,
+        islands: int,
+        speaks: bool,
     ):
         self.device = device
         self.connections = connections
@@ -80,20 +77,18 @@ class InFlightQueue:
         self.broken = self.replays = False
         self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
-        self.work_with(channels, norm_limit)
 
     def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
-        """From now on: at the start, and where the method is chosen later, while nothing is under
-        way. What was seen of the other islands so far stays.
+        """Take these channels from now on: at the start, and where the method is chosen later,
+        while nothing is under way. What was seen of the other islands so far stays.
 
         Args:
             channels: all channels, in the order of the configuration.
             norm_limit: of the configuration.
         """
         self.channels = list(channels)
-        self.norms = Norms(
-            norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0)
-        )
+        in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
+        self.norms = Norms(norm_limit, in_flight)
         self.sender = MessageSender(
             self.connections, self.device, self.watch, self.norms, self.ledger
         )
@@ -143,12 +138,14 @@ class InFlightQueue:
         now: int | None = None,
         last: bool = False,
     ) -> Iterator[tuple[ChannelRunner, Incoming]]:
-        """Wait, in order, for what `channels` launched `delay` or more steps before `step`: each
-        with what has come back to it, which it is to apply before the next is asked for. A
-        collective of the island.
+        """Wait, in order, for the messages that `channels` launched `delay` or more steps before
+        `step`. Gives each channel with what has come back to it, which it is to apply before the
+        next one is asked for. A collective of the island.
 
-        now: the step after which this really happens, where it is earlier than `step` (a flush);
-        last: see `Incoming`.
+        Args:
+            now: the step after which this really happens, where it is earlier than `step` (a
+                flush).
+            last: see `Incoming`.
         """
         for flight in list(self.flights):
             ready = [
@@ -181,7 +178,7 @@ class InFlightQueue:
     def _incoming(
         self, flight: PendingExchange, c: ChannelRunner, arrived: ReceivedMessage | None, last: bool
     ) -> Incoming:
-        """What one channel is to apply, which leaves the flight."""
+        """The part of a message that one channel is to apply; it leaves the flight."""
         sent, island = flight.parts[c.channel.name], self.connections.island
         c.release(sent)
         received = None if arrived is None else flight.layout.split(c.channel.name, arrived)
@@ -202,7 +199,7 @@ class InFlightQueue:
         return self._wait(question)
 
     def layout(self, members: Collection[str], step: int) -> MessageLayout:
-        """Of a message of the channels with these names that is sent at `step`."""
+        """The layout of a message of the channels with these names that is sent at `step`."""
         sections = [c.of(step).section for c in self.channels if c.channel.name in members]
         return MessageLayout([s for s in sections if s is not None])
 
@@ -269,8 +266,8 @@ class InFlightQueue:
         self.norms.load({})
 
     def note_unsent(self) -> None:
-        """All islands have stopped together: what has not come by now does not come, and is saved
-        as unsent.
+        """Mark messages that have not come by now as lost: all islands have stopped together, so
+        these do not come, and are saved as unsent.
         """
         futures = [f.future for f in self.flights if f.future is not None]
         self.broken |= any(not f.done() or f.exception() is not None for f in futures)
@@ -288,8 +285,8 @@ class InFlightQueue:
     # ---- what is kept --------------------------------------------------------------------------
 
     def state(self) -> list[InFlightState]:
-        """What is in flight, waited for. After a loss with what was sent but not what should have
-        come back: a resumed run sends it once more.
+        """The messages in flight, once they have come. After a loss they are given as they were
+        sent, without what should have come back: a resumed run sends them once more.
 
         Raises:
             PeerLost (or what else has failed): if the loss is found only here; called again it

@@ -47,11 +47,9 @@ log = logging.getLogger("fsdp_demo")
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
     """Take a snapshot of this rank and hand it to the donor feed of its peer group."""
-    if runtime.peers is not None and runtime.peers.donor_feed is not None:
-        runtime.peers.donor_feed.hand(
-            take(runtime, model, told),
-            [f.future for f in runtime.queue.flights if f.future is not None],
-        )
+    if (feed := runtime.donor_feed) is not None:
+        under_way = [f.future for f in runtime.queue.flights if f.future is not None]
+        feed.hand(take(runtime, model, told), under_way)
 
 
 def take(
@@ -65,8 +63,8 @@ def take(
     """
     for c in runtime.channels:
         c.state()  # copies to the host may still be under way
-    donor_feed = None if runtime.peers is None else runtime.peers.donor_feed
-    theirs = donor_feed.brings.get("rest") if donor_feed is not None else None
+    feed = runtime.donor_feed
+    theirs = None if feed is None else feed.brings.get("rest")
     stand = DonorPosition.of(
         runtime,
         counts(runtime),

@@ -1,5 +1,5 @@
-"""What the log says when an exchange starts and ends: what runs, on how much, for how many bytes,
-and what a user should know about it.
+"""The lines of the log when an exchange starts and ends: the method, rows, ranks and bytes, and
+warnings about settings.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from ..rendezvous.topology import Topology
 from .plan import Plan
 from .runtime import StepRuntime
 
-# A voice for scripts that have set up no logging: without one all that the library says at INFO
-# would be lost.
-
 log = logging.getLogger("fsdp_demo")
 
 
 class Voice(logging.StreamHandler):
-    """Writes to stderr, each record under the island's name. Falls silent for good as soon as
-    somebody else listens.
+    """A handler for scripts that have set up no logging, since lines at INFO would be lost without
+    one. It writes to stderr, each record under the island's name, and falls silent for good as soon
+    as there is another handler.
 
     Args:
         name: of the island.

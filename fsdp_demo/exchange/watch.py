@@ -19,6 +19,7 @@ from ..elastic.peer_group import PeerGroup
 from ..errors import Mismatch, NotFinite, see
 from ..hosts.base import TrainingHost
 from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
+from ..rendezvous.island import IslandGroup
 
 LIMIT = 10
 """Contributions in a row that end a replica when they are left out, since they are not finite or
@@ -315,6 +316,12 @@ def give_up(
         "The other islands have taken nothing of "
         f"it{see('not-finite')}"
     )
+
+
+def drift(island: IslandGroup, far: float, norm: float) -> float:
+    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
+    far, norm = island.sum(far, norm)
+    return math.sqrt(far / norm) if norm else 0.0
 
 
 # ---- sums of the bits of tensors, and what they are compared for -------------------------------
