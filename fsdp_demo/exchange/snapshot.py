@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
+from ..elastic.newcomer import Following
 from ..peers.digests import digest
 from ..peers.header import PAYLOAD
-from ..peers.join_messages import DonorSnapshot, Expected, Following, Listed
+from ..peers.join_messages import DonorSnapshot, Expected, Listed
 from . import snapshot_head
 from .first_step import shared_tensors
 from .runtime import StepRuntime

@@ -124,7 +124,7 @@ def test_held_on_one_line_of_two_it_does_not_count(run_ranks, gathered: bool) ->
 
         def deaf(line: Any) -> None:
             if line._driver.machine.rank == 1:
-                line._driver._early_pieces.offer = lambda: None
+                line._driver.early_pieces.offer = lambda: None
 
         of.run(leaves(gathered, deaf, 1.0))
         assert of.results[1, 0] is True and of.results[1, 1] is False

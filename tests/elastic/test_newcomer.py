@@ -326,7 +326,7 @@ def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> N
     sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, said, [], slots=(0, 1)))
     line = object.__new__(PeerGroup)
     follow = SimpleNamespace(followed=lambda wanted: unpacked(sent, wanted))
-    monkeypatch.setattr(line, "_follow", follow, raising=False)
+    monkeypatch.setattr(line, "following", follow, raising=False)
     monkeypatch.setattr(line, "_set", lambda slots: None, raising=False)
     monkeypatch.setattr(line, "meter", SimpleNamespace(count=lambda *sizes: None), raising=False)
     line.header = lambda kind, step, flags=0: Header(0, step, kind=kind)  # type: ignore[method-assign]
@@ -345,7 +345,7 @@ def test_a_guest_that_cannot_be_read_is_dropped_and_nobody_else(note: bytes) -> 
     )
     join_server = JoinServer.__new__(JoinServer)
     join_server.joining_island, join_server._looked, join_server._dead = joining_island, now, 10.0
-    assert join_server.look() == [] and join_server.joining_island is None
+    assert join_server.look() is None and join_server.joining_island is None
 
 
 def test_a_question_is_not_abandoned_for_who_is_not_asked() -> None:
@@ -355,8 +355,8 @@ def test_a_question_is_not_abandoned_for_who_is_not_asked() -> None:
     rank = entered(members[0], 0, 1, planned, window=9)
     for n in range(6):
         rank, _ = rank.step(protocol_events.Launched(n, "gather", question=n == 5))
-    signs = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
-    stopping = Stopping(signs, lambda: rank, threading.Condition())
+    detector = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
+    stopping = Stopping(SimpleNamespace(machine=rank, detector=detector))
     stopping.end()
     stopping.hear(["stops", 5, True, -1], members[2])
     assert not stopping.abandoned(5) and stopping.abandoned(6)
@@ -370,4 +370,6 @@ def test_what_a_guest_brings() -> None:
         every=[], since=now, following=False, moved=False, wires=wires
     )
     join_server._looked, join_server._dead = now, 10.0
-    assert join_server.look() == [["follow", {"weight": "ab"}], ["ready"]]
+    assert join_server.look() is None  # it is not near before it has its snapshot
+    joining_island = join_server.joining_island
+    assert joining_island.asked and joining_island.brings == {"weight": "ab"}
