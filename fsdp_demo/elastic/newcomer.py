@@ -37,7 +37,7 @@ from ..peers.join_messages import (
     listener_key,
     unpacked,
 )
-from ..peers.piece_header import LONGEST
+from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
 from ..peers.zeromq import bracketed
 from ..store.client import Store

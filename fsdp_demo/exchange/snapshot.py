@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
+from ..elastic.agreement import digest
 from ..elastic.newcomer import Following
-from ..peers.digests import digest
 from ..peers.header import PAYLOAD
 from ..peers.join_messages import DonorSnapshot, Expected, Listed
 from . import snapshot_head
