@@ -87,7 +87,7 @@ class Beginning:
             "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
         }
         own = self.joins and not self.fresh and engine is None
-        moments = own and load_moments(trainer, topology)
+        moments = own and load_moments(trainer, self.manager)
         # with a state of the exchange islands may stand at unlike steps between two exchanges
         if self.fresh:
             facts["at"] = self.taken.step if self.taken else state.global_step

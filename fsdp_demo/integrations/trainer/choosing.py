@@ -124,7 +124,7 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
         return wanted if not name.startswith("checkpoint-") or Path(wanted).is_dir() else None
 
     found = manager.ranks.from_first(look)
-    notes = manager.meet({"checkpoint": name, "found": found is not None})
+    notes = manager.registry.meet({"checkpoint": name, "found": found is not None})
     if all(n.get("found") for n in notes):
         return found
     have = ", ".join(
@@ -141,7 +141,7 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
 
 def _with_others(found: str | None, step: int, manager: CheckpointManager) -> str | TakeOver:
     """Where some islands have nothing to load: tell them what the Trainer keeps, or hear it."""
-    note = manager.tell(None if found is None else {"state": told(Path(found))})
+    note = manager.registry.tell(None if found is None else {"state": told(Path(found))})
     if found is not None:
         return found
     state = note.get("state", {})
@@ -187,7 +187,11 @@ def refuse_elsewhere(manager: CheckpointManager) -> None:
     last = [get_last_checkpoint(str(folder)) for folder in beside if folder.is_dir()]
     mine = manager.ranks.from_first(lambda: max(filter(None, last), key=_step, default=""))
     # another machine may not see it
-    seen = [str(n["elsewhere"]) for n in manager.meet({"elsewhere": mine}) if n.get("elsewhere")]
+    seen = [
+        str(n["elsewhere"])
+        for n in manager.registry.meet({"elsewhere": mine})
+        if n.get("elsewhere")
+    ]
     if seen:
         raise NeedsDecision(
             f"resume_from_checkpoint='auto' finds no checkpoint in {root}, but "
