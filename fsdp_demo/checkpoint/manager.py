@@ -2,8 +2,8 @@
 all islands. One saver for plain loops, the Trainer and DeepSpeed, which give `write` and a folder's
 name.
 
-A replica has a folder of its own, with a folder `checkpoint-<step>` in it for each checkpoint
-(`folders.py`) and a lock (`writer_lock.py`). Islands tell each other names of steps and small
+A replica has a folder of its own, with a lock and a folder `checkpoint-<step>` for each checkpoint
+in it (`folders.py`). Islands tell each other names of steps and small
 notes, which lie in the store under keys of this run (`registry.py`).
 """
 
@@ -20,10 +20,9 @@ from ..peers.votes import Ranks
 from ..rendezvous.topology import Topology
 from . import folders
 from .choice import HeldCheckpoint, look, superfluous
-from .folders import MANIFEST, NEWER, misfits
+from .folders import MANIFEST, NEWER, Fence, misfits, place
 from .registry import CheckpointRegistry
 from .sharded_state import cpu_group
-from .writer_lock import Fence, place
 
 log = logging.getLogger("fsdp_demo")
 

@@ -53,7 +53,7 @@ class CheckpointRegistry:
         (`choice.choose`), in the order of `Topology.starters`. All that begin come together.
 
         Args:
-            place: the folder of this island (`writer_lock.place`), which must be no other's.
+            place: the folder of this island (`folders.place`), which must be no other's.
             same: what must be told alike on all islands, by name.
 
         Raises:

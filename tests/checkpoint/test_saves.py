@@ -27,14 +27,15 @@ from fsdp_demo.checkpoint.files import first_not_finite, read_head, refuse_not_f
 from fsdp_demo.checkpoint.folders import (
     ASIDE,
     GIVEN_UP,
+    LOCK,
     MANIFEST,
+    Fence,
     forget_asides,
     put_aside,
     take_back,
 )
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.sharded_state import save_tensors
-from fsdp_demo.checkpoint.writer_lock import LOCK, Fence
 from fsdp_demo.errors import NeedsDecision, Superseded
 
 

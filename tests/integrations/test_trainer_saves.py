@@ -24,7 +24,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
-from fsdp_demo.checkpoint.writer_lock import Fence  # noqa: E402
+from fsdp_demo.checkpoint.folders import Fence  # noqa: E402
 from fsdp_demo.errors import NeedsDecision, Superseded
 from fsdp_demo.integrations.trainer import state  # noqa: E402
 

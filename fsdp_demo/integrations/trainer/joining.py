@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,33 @@ from transformers import Trainer
 from ...checkpoint.manager import CheckpointManager
 from ...checkpoint.taking_over import begins_anew, forward, moments_in, small
 from ...exchange.exchange import Exchange
-from .choosing import KINDS, TakeOver
 from .engine import engine_module_of, engine_of
 from .evaluation import Evaluations
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "epoch": (int, float),
+    "best_metric": (int, float, type(None)),
+    "best_global_step": (int, type(None)),
+    "num_input_tokens_seen": (int, float),
+    "total_flos": (int, float),
+    "stateful_callbacks": (dict,),
+}
+"""What the donor's `trainer_state.json` says of all islands; its log and its paths are its own."""
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """What an island goes on from that has no folder to load.
+
+    Attributes:
+        step: of the others.
+        donor: their name, for the log.
+        state: see `KINDS`; empty where the donor could not tell.
+    """
+
+    step: int
+    donor: str
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 def load_moments(trainer: Trainer, manager: CheckpointManager) -> bool:
