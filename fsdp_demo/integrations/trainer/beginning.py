@@ -27,6 +27,7 @@ from ...attaching import attach
 from ...checkpoint.choice import HeldCheckpoint
 from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.manager import CheckpointManager
+from ...checkpoint.registry import CheckpointRegistry
 from ...checkpoint.taking_over import small
 from ...config.schema import ExchangeConfig
 from ...errors import NeedsDecision, see
@@ -200,7 +201,7 @@ def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
         path = None if mine is None else str(manager.path(mine.step))
         if None not in chosen:
             return path
-        return _with_others(path, max(h.step for h in chosen if h is not None), manager)
+        return _with_others(path, max(h.step for h in chosen if h is not None), manager.registry)
     if topology.islands == 1 and not auto:
         return True  # the Trainer's own words
     if not auto:
@@ -239,12 +240,12 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
     if step is None or not one or not any(n.get("found") for n in notes):
         cure = f"name on all the same one, which an island holds{see('no-common-checkpoint')}"
         raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): {cure}")
-    return _with_others(found, int(step[1]), manager)
+    return _with_others(found, int(step[1]), manager.registry)
 
 
-def _with_others(found: str | None, step: int, manager: CheckpointManager) -> str | TakeOver:
+def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> str | TakeOver:
     """Where some islands have nothing to load: tell them what the Trainer keeps, or hear it."""
-    note = manager.registry.tell(None if found is None else {"state": told(Path(found))})
+    note = registry.tell(None if found is None else {"state": told(Path(found))})
     if found is not None:
         return found
     state = note.get("state", {})
