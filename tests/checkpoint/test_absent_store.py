@@ -15,6 +15,7 @@ pytest.importorskip("zmq")
 import fsdp_demo
 from fsdp_demo.checkpoint import registry
 from fsdp_demo.errors import PeerLost, StoreSilent
+from fsdp_demo.peers.votes import Ranks
 
 from ..support.durable import Durable
 
@@ -26,7 +27,8 @@ def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path:
         registry.PATIENCE = 60.0
         store = Durable(tmp_path / "keys")
         board = registry.CheckpointRegistry(
-            fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r")
+            fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r"),
+            Ranks(None, 0, 1),
         )
         before = board.exchange([1])
         store.kill()
@@ -53,6 +55,6 @@ def test_who_asks_for_checkpoints_does_not_wait_once_the_attempt_has_ended(run_r
         )
         topology.open_store().under(topology.prefix()).set("ended", "1")
         with pytest.raises(PeerLost, match=r"islands \[1\] to say .* when the attempt ended"):
-            registry.CheckpointRegistry(topology).meet({})
+            registry.CheckpointRegistry(topology, Ranks(None, 0, 1)).meet({})
 
     run_ranks(fn, 1, 1)

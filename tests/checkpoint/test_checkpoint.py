@@ -338,7 +338,7 @@ def write(text="x"):
 def test_a_checkpoint_is_whole_or_not_there(tmp_path):
     kept = single(tmp_path)
     kept.save(10, write())
-    assert kept.complete() == [10] and sorted(p.name for p in tmp_path.iterdir()) == [
+    assert list(kept.whole()) == [10] and sorted(p.name for p in tmp_path.iterdir()) == [
         ".life.json",
         "checkpoint-10",
     ]
@@ -354,14 +354,14 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path):
         raise OSError("disk full")
 
     kept.save(20, fails)  # a warning: tests/test_failed_saves.py
-    assert kept.complete() == [10] and not (tmp_path / "checkpoint-20").exists()
+    assert list(kept.whole()) == [10] and not (tmp_path / "checkpoint-20").exists()
     kept.save(20, write())
-    assert kept.complete() == [10, 20]
+    assert list(kept.whole()) == [10, 20]
     (kept.path(20) / "a.txt").write_text("xy")  # another size
-    assert kept.complete() == [10]
+    assert list(kept.whole()) == [10]
     kept.save(20, write("z"))
     (kept.path(20) / "a.txt").write_text("y")  # the same size
-    assert kept.complete() == [10, 20]
+    assert list(kept.whole()) == [10, 20]
     kept.verify(kept.path(10))
     with pytest.raises(ValueError, match="a.txt: checksum does not fit"):
         kept.verify(kept.path(20))
@@ -371,7 +371,7 @@ def test_the_newest_stay(tmp_path):
     kept = single(tmp_path)
     for step in range(1, 5):
         kept.save(step, write())
-    assert kept.complete() == [3, 4] and kept.common == 4
+    assert list(kept.whole()) == [3, 4] and kept.common == 4
     assert [
         single(tmp_path).resolve_resume_step(),
         single(tmp_path / "other").resolve_resume_step(),
@@ -395,15 +395,15 @@ def test_training_goes_on_while_one_is_written(tmp_path):
 
     kept, may = single(tmp_path), threading.Event()
     kept.save(1, lambda folder: lambda: may.wait(20) and write("late")(folder), wait=False)
-    assert kept.complete() == []
+    assert list(kept.whole()) == []
     may.set()
     kept.save(2, write(), wait=False)
     kept.close()
-    assert kept.complete() == [1, 2] and (kept.path(1) / "a.txt").read_text() == "late"
+    assert list(kept.whole()) == [1, 2] and (kept.path(1) / "a.txt").read_text() == "late"
     kept.save(3, lambda folder: lambda: 1 / 0, wait=False)
     with pytest.raises(ZeroDivisionError):
         kept.wait()
-    assert kept.complete() == [1, 2]
+    assert list(kept.whole()) == [1, 2]
 
 
 def plays(me, plan, keep=2, resume=True, take_over=False):
@@ -424,11 +424,11 @@ def plays(me, plan, keep=2, resume=True, take_over=False):
             time.sleep(0.01)
     kept.close()
     try:
-        return kept.complete(), CheckpointManager(
+        return list(kept.whole()), CheckpointManager(
             me.folder / f"home{me.island}", topology, keep
         ).resolve_resume_step(resume, take_over)
     except ValueError as error:
-        return kept.complete(), str(error)
+        return list(kept.whole()), str(error)
 
 
 def test_no_island_removes_what_another_still_needs(run_ranks):

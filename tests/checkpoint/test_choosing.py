@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import fsdp_demo
 from fsdp_demo.checkpoint.choice import (
-    NOWHERE,
     HeldCheckpoint,
     alike,
     choose,
@@ -24,6 +23,7 @@ from fsdp_demo.checkpoint.choice import (
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
+from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore
 
 
@@ -169,34 +169,38 @@ def test_what_heads_say(tmp_path):
     def part(rank, **head):
         write_part(tmp_path, f"rank{rank}", {"islands": 2, "island": 1, **head}, {})
 
-    assert look(tmp_path, 2) == NOWHERE
+    assert look(tmp_path, 10, 2) == HeldCheckpoint(10)
     part(0, applied={"b": 4, "a": -1})
     part(1, applied={"a": -1, "b": 4})
-    assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1, "", "")
+    assert look(tmp_path, 10, 2) == HeldCheckpoint(10, json.dumps({"a": -1, "b": 4}), 1)
     # another number of islands: equal steps only, and nobody owns it
-    assert look(tmp_path, 3) == NOWHERE
+    assert look(tmp_path, 10, 3) == HeldCheckpoint(10)
     part(1, applied={"a": -1, "b": 9})
     with pytest.raises(ValueError, match="unlike exchanges"):
-        look(tmp_path, 2)
+        look(tmp_path, 10, 2)
     part(0)
     part(1)
-    assert look(tmp_path, 2) == ("", 1, "", "")  # they do not say it
+    assert look(tmp_path, 10, 2) == HeldCheckpoint(10, owner=1)  # they do not say it
     part(0, participants=[0, 1])
     part(1, participants=[])  # a copy that is not active
-    assert look(tmp_path, 2)[3] == look(tmp_path, 3)[3] == "[0, 1]"
+    assert [look(tmp_path, 10, n).participants for n in (2, 3)] == ["[0, 1]"] * 2
 
 
 # -- one rule for plain loops, the Trainer and DeepSpeed -----------------------------------------
+
+
+ALONE = Ranks(None, 0, 1)
 
 
 class Told(CheckpointRegistry):
     """A board on which the other islands have left their notes already."""
 
     def __init__(self, *others):
-        super().__init__(fsdp_demo.Topology("mesh", islands=1 + len(others), name="island0"))
+        topology = fsdp_demo.Topology("mesh", islands=1 + len(others), name="island0")
+        super().__init__(topology, ALONE)
         self.others = list(others)
 
-    def meet(self, note):
+    def _meet(self, note):
         return [note, *self.others]
 
     def exchange(self, held):
@@ -261,7 +265,7 @@ def test_islands_that_have_not_begun_are_not_asked():
     """
     store = WorldStore(dist.HashStore(), "the test", 5.0)
     boards = {
-        i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0))
+        i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0), ALONE)
         for i in (0, 1, 2, 3)
     }
     for registry in boards.values():

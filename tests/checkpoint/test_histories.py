@@ -14,11 +14,12 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import save_exchange
-from fsdp_demo.checkpoint.choice import NOWHERE, HeldCheckpoint, alike, choose, look, together
+from fsdp_demo.checkpoint.choice import HeldCheckpoint, alike, choose, look, together
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.exchange.saved_state import BEGUN, ExchangeState, History
+from fsdp_demo.peers.votes import Ranks
 
 from ..support.forked import forked
 
@@ -64,7 +65,7 @@ def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_
 
 def test_rotation_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is deleted for a checkpoint that the others hold in name only."""
-    registry = CheckpointRegistry(fsdp_demo.Topology.from_env({}))
+    registry = CheckpointRegistry(fsdp_demo.Topology.from_env({}), Ranks(None, 0, 1))
     for theirs, common in ((ALL, 20), (TWO, 10)):
         said = [[10, "9", ALL], [20, "19", theirs]]
         monkeypatch.setattr(registry, "exchange", lambda mine, said=said: [mine, said])
@@ -81,13 +82,14 @@ def test_the_heads_say_it(tmp_path: Path) -> None:
         )
 
     write(0)
-    assert look(tmp_path, 3) == ('{"a": 9}', 1, "", "")
+    assert look(tmp_path, 9, 3) == HeldCheckpoint(9, '{"a": 9}', 1)
     write(0, history=ALL)
     write(1, history="")  # a copy that is not active
-    assert look(tmp_path, 3) == ('{"a": 9}', 1, ALL, "") and look(tmp_path, 2) == NOWHERE
+    assert look(tmp_path, 9, 3) == HeldCheckpoint(9, '{"a": 9}', 1, ALL)
+    assert look(tmp_path, 9, 2) == HeldCheckpoint(9)
     write(1, history=TWO)
     with pytest.raises(ValueError, match="ranks have unlike histories"):
-        look(tmp_path, 3)
+        look(tmp_path, 9, 3)
 
 
 def test_a_history_changes_where_others_take_part_than_before() -> None:
@@ -129,7 +131,8 @@ def trained(me: Any) -> Any:
         optimizer.zero_grad()
         if t in (3, 7) and me.island != 1:
             save_exchange(me.folder / f"{me.island}-{t}", exchange)
-            heads.append(look(me.folder / f"{me.island}-{t}", 3)[2:])
+            held = look(me.folder / f"{me.island}-{t}", t, 3)
+            heads.append((held.history, held.participants))
     tree = exchange.state_dict()
     state = ExchangeState.from_tree(tree)
     unsaid = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})

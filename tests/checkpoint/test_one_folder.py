@@ -8,7 +8,7 @@ import pytest
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager
-from fsdp_demo.checkpoint.writer_lock import Fence, place
+from fsdp_demo.checkpoint.folders import Fence, place
 from fsdp_demo.errors import NeedsDecision, Superseded
 
 

@@ -27,14 +27,15 @@ from fsdp_demo.checkpoint.files import first_not_finite, read_head, refuse_not_f
 from fsdp_demo.checkpoint.folders import (
     ASIDE,
     GIVEN_UP,
+    LOCK,
     MANIFEST,
+    Fence,
     forget_asides,
     put_aside,
     take_back,
 )
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.sharded_state import save_tensors
-from fsdp_demo.checkpoint.writer_lock import LOCK, Fence
 from fsdp_demo.errors import NeedsDecision, Superseded
 
 
@@ -138,8 +139,8 @@ def test_what_was_given_up_stays_aside(tmp_path):
         kept.save(step, text)
     assert put_aside(tmp_path, 20) == ["checkpoint-30"]
     assert put_aside(tmp_path, 10, given_up=True) == ["checkpoint-20"]
-    assert kept.complete() == [10] and (kept.path(20) / GIVEN_UP).exists()
-    assert take_back(tmp_path) == ["checkpoint-30"] and kept.complete() == [10, 30]
+    assert list(kept.whole()) == [10] and (kept.path(20) / GIVEN_UP).exists()
+    assert take_back(tmp_path) == ["checkpoint-30"] and list(kept.whole()) == [10, 30]
     assert put_aside(tmp_path, 10) == ["checkpoint-30"]
     forget_asides(tmp_path)
     assert sorted(p.name for p in tmp_path.glob("check*")) == ["checkpoint-10"]
@@ -231,7 +232,7 @@ def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
         return (
             caught,
             kept.failed_saves,
-            kept.complete(),
+            list(kept.whole()),
             sorted(p.name for p in kept.root.glob(".checkpoint*")),
         )
 
@@ -261,7 +262,7 @@ def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
 
         with pytest.raises(PeerLost, match="lost"):
             kept.save(5, write)
-        return kept.complete(), kept.failed_saves
+        return list(kept.whole()), kept.failed_saves
 
     assert run_ranks(job, islands=1, procs=2) == [([], 0)] * 2
 
@@ -273,12 +274,12 @@ def test_the_last_save_raises_at_once_removes_nothing_and_spares_its_own_step(tm
     kept.save(2, full, last=True)  # is there already
     with pytest.raises(OSError, match="No space left"):
         kept.save(3, full, last=True)
-    assert kept.complete() == [1, 2] and kept.failed_saves == 0 and "training" not in caplog.text
+    assert list(kept.whole()) == [1, 2] and kept.failed_saves == 0 and "training" not in caplog.text
     for step in (4, 5):
         kept.save(step, full, wait=False)
     kept.save(6, lambda folder: lambda: full(folder), wait=False)
     kept.save(7, text, last=True)  # a save under way that fails does not hinder it
-    assert kept.complete() == [1, 2, 7] and "the save before failed" in caplog.text
+    assert list(kept.whole()) == [1, 2, 7] and "the save before failed" in caplog.text
 
 
 def test_values_that_are_not_finite_are_found_by_name():
@@ -312,14 +313,14 @@ def test_a_torn_exchange_does_not_count(tmp_path, tear):
     kept = single(tmp_path)
     kept.save(3, text)
     place = leave(kept, 5)
-    assert kept.complete() == [3, 5]
+    assert list(kept.whole()) == [3, 5]
     if tear == "all":
         shutil.rmtree(place / "exchange")
     elif tear == "json":
         (place / "exchange" / "rank0.json").write_text("{")
     else:
         (place / "exchange" / "rank0.safetensors").unlink()
-    assert kept.complete() == [3] and single(tmp_path).resolve_resume_step() == 3
+    assert list(kept.whole()) == [3] and single(tmp_path).resolve_resume_step() == 3
 
 
 def test_nested_json_is_damage(tmp_path):
@@ -333,7 +334,7 @@ def test_nested_json_is_damage(tmp_path):
     kept = single(tmp_path)
     kept.save(1, text)
     (kept.path(1) / "manifest.json").write_text(deep)
-    assert kept.complete() == [] and single(tmp_path).resolve_resume_step() is None
+    assert list(kept.whole()) == [] and single(tmp_path).resolve_resume_step() is None
 
 
 def test_swapped_folders(run_ranks):
@@ -369,14 +370,14 @@ def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
     leave(new, 41)
     old.common = 99
     old._rotate()
-    assert new.complete() == [30, 40, 41]
+    assert list(new.whole()) == [30, 40, 41]
 
 
 def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
     old = single(tmp_path)
     with pytest.raises(Superseded):
         old.save(10, lambda folder: lambda: single(tmp_path).resolve_resume_step())
-    assert old.complete() == []
+    assert list(old.whole()) == []
 
     def late(*of):
         sealed(*of)
@@ -391,7 +392,7 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
     assert single(tmp_path).resolve_resume_step() is None
     (tmp_path / LOCK).unlink()  # gone hinders nobody
     old.save(20, text)
-    assert old.complete() == [20]
+    assert list(old.whole()) == [20]
 
 
 def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path, caplog):
@@ -409,7 +410,7 @@ def test_a_refused_start_does_not_take_the_folder(tmp_path):
     with pytest.raises(NeedsDecision, match="go on from there"):
         single(tmp_path).resolve_resume_step(resume=False)
     running.save(20, text)
-    assert running.complete() == [10, 20]
+    assert list(running.whole()) == [10, 20]
 
 
 # -- a store that does not answer ----------------------------------------------------------------
@@ -450,7 +451,7 @@ def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplo
         assert served == [1] and "no old checkpoint is removed: the store at" in caplog.text
         for step in range(3, 6):
             kept.save(step, text)
-        assert kept.complete() == [1, 2, 3, 4, 5]
+        assert list(kept.whole()) == [1, 2, 3, 4, 5]
         store.send_signal(signal.SIGCONT)
         caplog.clear()
         monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 20.0)
@@ -481,7 +482,7 @@ def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how
             kept.save(2, writers[how], last=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         kept.save(3, writers[how])
-        return kept.failed_saves, kept.complete()
+        return kept.failed_saves, list(kept.whole())
 
     assert run_ranks(job, islands=1, procs=1) == [(1, [1, 3])]
 

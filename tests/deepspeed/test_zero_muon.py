@@ -9,7 +9,7 @@ import torch
 
 import deepspeed_ext
 import fsdp_demo
-from deepspeed_ext import muon
+from deepspeed_ext import refusals
 
 from ..support import zero
 
@@ -65,7 +65,7 @@ def test_where_muon_may_be_clipped_its_update_is_not(run_ranks: Any) -> None:
 
 
 class Held:
-    """An engine as far as `muon.refusals` looks."""
+    """An engine as far as `refusals` looks."""
 
     def __init__(self, wrapper: str, optimizer: Any):
         self.optimizer = type(wrapper, (), {"optimizer": optimizer})()
@@ -87,9 +87,9 @@ UNFIT = {
 @pytest.mark.parametrize("preset, scope", UNFIT)
 def test_what_takes_muons_update_for_a_gradient(wrapper: str, preset: str, scope: str) -> None:
     config = fsdp_demo.preset(preset, **({"clip_scope": scope} if scope else {}))
-    found = list(muon.refusals(Held(wrapper, zero.muon(zero.Model())), config))
+    found = list(refusals._of_muon(Held(wrapper, zero.muon(zero.Model())), config))
     assert len(found) == 1 and UNFIT[preset, scope] in found[0] and "AdamW inside" in found[0]
-    assert not list(muon.refusals(Held(wrapper, zero.adamw(zero.Model().parameters())), config))
+    assert not list(refusals._of_muon(Held(wrapper, zero.adamw(zero.Model().parameters())), config))
 
 
 def test_gradient_channels_are_refused_at_attach(run_ranks: Any) -> None:

@@ -24,7 +24,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
-from fsdp_demo.checkpoint.writer_lock import Fence  # noqa: E402
+from fsdp_demo.checkpoint.folders import Fence  # noqa: E402
 from fsdp_demo.errors import NeedsDecision, Superseded
 from fsdp_demo.integrations.trainer import state  # noqa: E402
 
@@ -262,7 +262,7 @@ def test_swapped_folders_and_a_refused_start_leave_all_usable(run_ranks):
         with pytest.raises(NeedsDecision, match="folders of islands are swapped"):
             made(rank, max_steps=8).train(resume_from_checkpoint="auto")
         kept = CheckpointManager(own(rank), fsdp_demo.Topology.from_env())
-        return every == kept.complete(), [h.owner for h in kept.held()]
+        return every == list(kept.whole()), [h.owner for h in kept.held()]
 
     assert run_ranks(work, islands=2, procs=1) == [(True, [1, 1, 1]), (True, [0, 0, 0])]
 

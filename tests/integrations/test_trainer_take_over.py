@@ -18,8 +18,11 @@ from transformers import TrainerCallback  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import taking_over  # noqa: E402
 from fsdp_demo.errors import NeedsDecision  # noqa: E402
-from fsdp_demo.integrations.trainer.choosing import TakeOver, _with_others, told  # noqa: E402
-from fsdp_demo.integrations.trainer.joining import sentence  # noqa: E402
+from fsdp_demo.integrations.trainer.beginning import _with_others, told  # noqa: E402
+from fsdp_demo.integrations.trainer.joining import (
+    TakeOver,  # noqa: E402
+    sentence,  # noqa: E402
+)
 
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history  # noqa: E402
