@@ -100,7 +100,7 @@ def test_commands_that_need_no_torch_start_without_it() -> None:
         "launch.rehearse",
         "launch.restarts",
         "launch.run",
-        "config.presets",
+        "config.methods",
         "status",
     )
     assert not imported(

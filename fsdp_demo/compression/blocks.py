@@ -37,6 +37,7 @@ WINDOW, WINDOW_GPU = 512, 2048
 CODED, CODED_GPU = 1 << 18, 1 << 20
 
 T = TypeVar("T")
+P = TypeVar("P", "BlockRange", "DensePiece")
 
 
 @dataclass(frozen=True)
@@ -239,26 +240,19 @@ class Layout:
                 out.append(Window(g, lo * BLOCK, hi * BLOCK, parts=inner))
         for lo in range(0, self.num_dense, size * BLOCK):
             hi = min(lo + size * BLOCK, self.num_dense)
-            rows = []
-            for d in self.dense[
-                bisect_right(self.dense, lo, key=_end) : bisect_left(self.dense, hi, key=_start)
-            ]:
-                a, b = max(lo, d.start), min(hi, _end(d))
-                if a < b:
-                    rows.append((d.tensor, d.lo + a - d.start, d.lo + b - d.start, a - lo))
-            out.append(Window(None, base + lo, base + hi, rows=tuple(rows)))
+            rows = tuple(
+                (d.tensor, d.lo + a - d.start, d.lo + b - d.start, a - lo)
+                for d, a, b in _within(self.dense, lo, hi)
+            )
+            out.append(Window(None, base + lo, base + hi, rows=rows))
         return out
 
     def _window(self, group: Group, lo: int, hi: int) -> Window:
         """Slots lo..hi of a group."""
         boxes = []
-        for p in self.pieces[
-            bisect_right(self.pieces, lo, key=_end) : bisect_left(self.pieces, hi, key=_start)
-        ]:
-            a, b = max(lo, p.start), min(hi, _end(p))
-            if a < b:
-                cut = p.region.cut(p.lo + a - p.start, p.lo + b - p.start)
-                boxes += [replace(box, lo=box.lo + a - lo, hi=box.hi + a - lo) for box in cut]
+        for p, a, b in _within(self.pieces, lo, hi):
+            cut = p.region.cut(p.lo + a - p.start, p.lo + b - p.start)
+            boxes += [replace(box, lo=box.lo + a - lo, hi=box.hi + a - lo) for box in cut]
         return Window(group, lo * BLOCK, hi * BLOCK, tuple(boxes))
 
     def pack(self, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
@@ -285,12 +279,15 @@ class Layout:
         return torch.zeros(self.numel, dtype=torch.float32, device=device)
 
 
-def _start(piece: BlockRange | DensePiece) -> int:
-    return piece.start
+def _within(pieces: Sequence[P], lo: int, hi: int) -> Iterator[tuple[P, int, int]]:
+    """Yield (piece, a, b) for each piece that has a part, a..b, in lo..hi of the workspace."""
 
+    def end(piece: P) -> int:
+        return piece.start + piece.hi - piece.lo
 
-def _end(piece: BlockRange | DensePiece) -> int:
-    return piece.start + piece.hi - piece.lo
+    first = bisect_right(pieces, lo, key=end)
+    for piece in pieces[first : bisect_left(pieces, hi, key=lambda p: p.start)]:
+        yield piece, max(lo, piece.start), min(hi, end(piece))
 
 
 def _share(

@@ -30,10 +30,7 @@ def gathers(code: str, size: int) -> bool:
     """Whether sending all codes to everybody costs no more bytes than a reduce: b (R - 1) <= (b +
     1) (R - 1) / R, so R <= (b + 1) / b for b bytes per value; only for codes under 8 bits, where
     a reduce would round twice."""
-    return (
-        FORMATS[code].low
-        and size * quantize.bytes_per_value(code) <= quantize.bytes_per_value(code) + 1
-    )
+    return FORMATS[code].low and size * FORMATS[code].bits <= FORMATS[code].bits + 8
 
 
 def num_bytes(code: str, n: int) -> int:
@@ -58,7 +55,7 @@ def encode(code: str, v: Tensor) -> Tensor:
 def decode(code: str, data: Tensor, n: int) -> Tensor:
     """The inverse of `encode`: fp32 [n]."""
     out = torch.empty(n, device=data.device, dtype=torch.float32)
-    _into(out, code, data, None)
+    decode_into(code, data, out)
     return out
 
 
@@ -71,13 +68,15 @@ def encode_into(code: str, v: Tensor, data: Tensor) -> None:
         values.copy_(v)
 
 
-def decode_into(code: str, data: Tensor, out: Tensor) -> None:
-    """`decode` into `out`, fp32 [n]."""
-    values = as_values(code, data)
-    if values is None:
-        _into(out, code, data, None)
-    else:
-        out.copy_(values)
+def decode_into(code: str, data: Tensor, out: Tensor, alpha: float | None = None) -> None:
+    """Write the decoded vector into `out` (fp32 [n]), or add `alpha` times it, without one more
+    vector of its length.
+    """
+    rows, rest = divmod(out.numel(), BLOCK)
+    size = quantize.num_bytes(code, rows, BLOCK)
+    quantize.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
+    if rest:
+        quantize.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
 
 
 def rounded(code: str, v: Tensor) -> Tensor:
@@ -93,11 +92,6 @@ def as_values(code: str, data: Tensor) -> Tensor | None:
     """
     form = EXACT.get(code)
     return None if form is None or data.storage_offset() % form.itemsize else data.view(form)
-
-
-def add(code: str, data: Tensor, target: Tensor, alpha: float) -> None:
-    """target += alpha times the decoded vector, without one more vector of its length; fp32 [n]."""
-    _into(target, code, data, alpha)
 
 
 def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha: float) -> None:
@@ -138,15 +132,7 @@ def add_round_trip(code: str, v: Tensor, size: int, target: Tensor, alpha: float
     for a, b in zip(at, at[1:], strict=False):
         for lo in range(a, b, STEP * BLOCK):
             hi = min(lo + STEP * BLOCK, b)
-            add(code, encode(code, v[lo:hi]), target[lo:hi], alpha)
-
-
-def _into(out: Tensor, code: str, data: Tensor, alpha: float | None) -> None:
-    rows, rest = divmod(out.numel(), BLOCK)
-    size = quantize.num_bytes(code, rows, BLOCK)
-    quantize.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
-    if rest:
-        quantize.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
+            decode_into(code, encode(code, v[lo:hi]), target[lo:hi], alpha)
 
 
 def cuts(n: int, code: str, size: int) -> list[int]:
@@ -164,7 +150,7 @@ def round_trip(code: str, v: Tensor, size: int) -> Tensor:
     """
     at, out = cuts(v.numel(), code, size), torch.empty_like(v)
     for a, b in zip(at, at[1:], strict=False):
-        _into(out[a:b], code, encode(code, v[a:b]), None)
+        decode_into(code, encode(code, v[a:b]), out[a:b])
     return out
 
 

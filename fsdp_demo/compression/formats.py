@@ -38,15 +38,16 @@ class Coder(Protocol):
 
 
 @dataclass(frozen=True)
-class Integer:
+class Integer(Coder):
     """Whole multiples of a scale that a group of values shares, in two's complement of 8 or 4 bits.
-    `largest` is the largest magnitude in units of the scale. See `Coder`.
+
+    Attributes:
+        largest: the largest magnitude, in units of the scale.
     """
 
     largest: float
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         scale, step, size = scales(v, self.largest)
         q = (
             torch.div(v, step, out=size)
@@ -59,7 +60,6 @@ class Integer:
         return scale, q if self.largest > 7 else q & 15
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         signed = q if self.largest > 7 else (q ^ 8) - 8
         return signed.view(torch.int8).float().mul_(scales)
 
@@ -77,8 +77,8 @@ def scales(v: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class SmallFloat:
-    """Eight magnitudes and a sign, the highest bit. See `Coder`.
+class SmallFloat(Coder):
+    """Codes of 4 bits: one of eight magnitudes, and a sign as the highest bit.
 
     Attributes:
         magnitudes: in units of the scale, ascending, the first is 0.
@@ -96,12 +96,10 @@ class SmallFloat:
         return self.magnitudes[-1]
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         scale, step, size = scales(v, self.largest)
         return scale, self._nearest(v, size.div_(step))
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         return (
             table(self.magnitudes, q.device)
             .index_select(0, q.int().view(-1))
@@ -140,28 +138,25 @@ E3M0 = SmallFloat(
 E2M1 = SmallFloat((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), ((2.0, 0), (1.0, 2), (0.5, 4)))
 
 
-class OneLevel:
-    """The bit is the sign, the scale of a group the mean of its magnitudes. See `Coder`."""
+class OneLevel(Coder):
+    """Codes of 1 bit: the sign. The scale of a group is the mean of its magnitudes."""
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         mean = _sum(v.abs())
         # a tensor: CUDA would multiply by a scalar's reciprocal
         mean = mean / torch.full_like(mean, v.shape[-1])
         return mean.to(torch.bfloat16), (v.view(torch.int32) >> 31 & 1).to(torch.uint8)
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         return q.float().mul_(-2).add_(1).mul_(scales)
 
 
-class TwoLevels:
-    """Bit 1 is the sign, bit 0 the level. A group has two scales, the lower level and the upper
-    one. See `Coder`.
+class TwoLevels(Coder):
+    """Codes of 2 bits: bit 1 is the sign, bit 0 the level. A group has two scales, the lower level
+    and the upper one.
     """
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         size = v.abs()
         count = torch.full_like(size[..., :1], v.shape[-1])
         threshold = _sum(size) / count
@@ -175,7 +170,6 @@ class TwoLevels:
         )
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         levels = torch.cat([scales, -scales], -1)  # of each group, by code
         start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device).view(
             *q.shape[:2], 1

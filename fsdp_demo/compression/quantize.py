@@ -47,34 +47,17 @@ CHUNK = 1 << 18
 CHUNK_GPU = 1 << 24  # elsewhere: few launches, memory in between that is still bounded
 
 
-def bytes_per_value(code: str) -> float:
-    """Bytes of one value, without scales.
-
-    Example:
-        >>> [bytes_per_value(code) for code in ("fp32", "bf16", "int8", "int4", "2bit")]
-        [4.0, 2.0, 1.0, 0.5, 0.25]
-    """
-    return FORMATS[code].bits / 8
-
-
 def num_bytes(code: str, rows: int, cols: int) -> int:
     """Bytes of `rows` rows of `cols` values each."""
     return FORMATS[code].num_bytes(rows, cols)
 
 
-def as_bytes(t: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8 [numel * itemsize]."""
-    return t.contiguous().view(-1).view(torch.uint8)
-
-
 def encode(code: str, v: Tensor) -> Tensor:
     """Code values [rows, cols] fp32 as uint8 [num_bytes]."""
     if code in EXACT:
-        return as_bytes(v.to(EXACT[code]))
-    coder, data = (
-        CODERS[code],
-        torch.empty(num_bytes(code, *v.shape), dtype=torch.uint8, device=v.device),
-    )
+        return v.to(EXACT[code]).contiguous().view(-1).view(torch.uint8)
+    coder = CODERS[code]
+    data = torch.empty(num_bytes(code, *v.shape), dtype=torch.uint8, device=v.device)
     for part, scales, codes in _chunks(code, data, v):
         coded = [coder.encode(groups) for groups in _groups(code, part)]
         scales.copy_(torch.cat([s for s, _ in coded], 1))
@@ -95,9 +78,12 @@ def decode(
     """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes
     its whole group non-finite.
 
-    out: where to write the values, or, with `alpha`, to add alpha times them."""
-    # a slice may start at any byte, a view of another dtype may not
-    data = data.clone() if data.storage_offset() % 4 else data
+    Args:
+        out: where to write the values, or, with `alpha`, to add alpha times them.
+    """
+    # a slice may start at any byte, a view of another dtype (values or scales) may not
+    viewed = EXACT.get(code, torch.bfloat16)
+    data = data.clone() if data.storage_offset() % viewed.itemsize else data
     out = torch.empty(rows, cols, device=data.device, dtype=torch.float32) if out is None else out
     if code in EXACT:
         _write(out, data.view(EXACT[code]).view(rows, cols), alpha)

@@ -163,8 +163,9 @@ def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
 
 
 def random(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:
-    """One permutation per pass, of which each exchange takes the next k; every block's is shifted
-    by an offset of its own. See `seeded`."""
+    """Positions int64 [count, k] as `seeded` describes: one permutation per pass, of which each
+    exchange takes the next k; every block's is shifted by an offset of its own.
+    """
     pass_, turn = divmod(number, ceil(size / k))
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + pass_) * 4099 + size) % 2**63)
     order = torch.randperm(size, generator=generator, device="cpu")
@@ -176,8 +177,8 @@ def random(size: int, k: int, count: int, number: int, seed: int, device: torch.
 
 
 def stride(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:
-    """floor(j size / k) + i for the i-th exchange of a pass, the same in every block. See
-    `selection.seeded`.
+    """Positions int64 [count, k] as `seeded` describes: floor(j size / k) + i for the i-th exchange
+    of a pass, the same in every block.
     """
     return upload(
         (torch.arange(k, device="cpu") * size // k + number % ceil(size / k)) % size, device
@@ -193,16 +194,9 @@ BY_STEP: dict[str, Callable[[int, int, int, int, int, torch.device], Tensor]] = 
     "random": random,
     "stride": stride,
 }
-"""See `seeded`."""
+"""Positions that the number of the exchange chooses, with the arguments of `seeded`."""
 
 CPU = torch.device("cpu")
-
-
-def choose(select: str, rows: Tensor, k: int) -> Tensor:
-    """Positions that the values themselves choose: int64 [n, k], ascending and distinct, of fp32
-    [n, m].
-    """
-    return BY_DATA[select](rows, k)
 
 
 def seeded(

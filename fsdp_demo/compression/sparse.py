@@ -18,7 +18,7 @@ from ..config.parts import BLOCK, Codec
 from . import positions
 from . import quantize as values
 from .blocks import Layout
-from .selection import choose
+from .selection import BY_DATA
 from .windows import EDGE, Group, Window
 
 
@@ -36,12 +36,8 @@ def dense_code(codec: Codec) -> str:
 
 def sparse_bytes(layout: Layout, codec: Codec) -> int:
     """Bytes of a sparse channel's section, without the header."""
-    total = values.num_bytes(dense_code(codec), 1, layout.num_dense)
-    for g in layout.groups:
-        k = g.k(codec.topk)
-        total += values.num_bytes(codec.value_dtype, g.count, k)
-        total += position_form(g, codec.topk).num_bytes(g.count)
-    return total
+    blocks = spans(layout, codec)[-1][2] if layout.groups else 0
+    return blocks + values.num_bytes(dense_code(codec), 1, layout.num_dense)
 
 
 def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
@@ -50,11 +46,10 @@ def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
     """
     out, at = [], 0
     for g in layout.groups:
-        k = g.k(codec.topk)
-        size = values.num_bytes(codec.value_dtype, g.count, k)
-        end = at + size + position_form(g, codec.topk).num_bytes(g.count)
-        out.append((at, at + size, end))
-        at = out[-1][2]
+        middle = at + values.num_bytes(codec.value_dtype, g.count, g.k(codec.topk))
+        end = middle + position_form(g, codec.topk).num_bytes(g.count)
+        out.append((at, middle, end))
+        at = end
     return out
 
 
@@ -83,7 +78,7 @@ def _select(window: Window, codec: Codec, work: Tensor) -> tuple[Tensor, Tensor]
     g = window.group
     assert g is not None
     rows = work.view(-1, EDGE, EDGE)[:, : g.r, : g.s].reshape(window.count, -1)
-    index = choose(codec.select, rows, g.k(codec.topk))
+    index = BY_DATA[codec.select](rows, g.k(codec.topk))
     return index, rows.gather(1, index)
 
 

@@ -94,11 +94,11 @@ def _no_key(path: str, top: Sequence[str], by_name: Mapping[str, Any]) -> str:
     as the path does.
     """
     head, _, rest = path.partition(".")
-    paths = sorted({p for channel in by_name.values() for p in paths_of(channel)})
+    paths = sorted({p for channel in by_name.values() for p in by_path(channel)})
     sections = {p.partition(".")[0] for p in paths if "." in p}
     near = difflib.get_close_matches(head, list(by_name), n=1)
     if rest and near and head not in sections:  # NAME.path, with NAME as it is or misspelt
-        known = [f"{near[0]}.{p}" for p in sorted(paths_of(by_name[near[0]]))]
+        known = [f"{near[0]}.{p}" for p in sorted(by_path(by_name[near[0]]))]
         meant = proposal(f"{near[0]}.{rest}", known)
     else:
         meant = proposal(path, known := [*top, *paths])
@@ -108,17 +108,17 @@ def _no_key(path: str, top: Sequence[str], by_name: Mapping[str, Any]) -> str:
     return f"{found} (known: {', '.join(known)}{here}){see('unknown-key')}"
 
 
-def paths_of(node: Mapping[str, Any], prefix: str = "") -> list[str]:
-    out = []
+def by_path(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their dotted paths."""
+    out: dict[str, Any] = {}
     for key, value in node.items():
-        out += paths_of(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+        inner = isinstance(value, dict)
+        out |= by_path(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return out
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    """Types of a dataclass's fields. Kept: to evaluate them takes longer than all the rest."""
-    return get_type_hints(cls)
+# kept: to evaluate the types of a dataclass's fields takes longer than all the rest
+_hints = functools.cache(get_type_hints)
 
 
 def build(cls: Any, data: Any, where: str) -> Any:

@@ -1,7 +1,7 @@
 """What is exchanged, when, how compressed and how applied: the configuration of a method, its
 checks and its yaml form.
 
-Every published method is a list of `Channel`s (see `presets.py`); nothing here touches tensors.
+Every published method is a list of `Channel`s (see `methods`); nothing here touches tensors.
 What has no meaning together is refused when the configuration is made (`rules.py`).
 """
 
@@ -255,16 +255,9 @@ class ExchangeConfig:
 
     def parts(self) -> list[str]:
         """A phrase for each channel, and for each of its phases."""
-        named = [
-            (when, late)
-            for c in self.channels
-            for when, late in [
-                ("", c),
-                *((f"from step {begin} on ", late) for begin, late in c.stages()[1:]),
-            ]
-        ]
         parts = []
-        for when, c in named:
+        for begin, c in (stage for channel in self.channels for stage in channel.stages()):
+            when = f"from step {begin} on " if begin else ""
             select = (
                 f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
             )
