@@ -42,10 +42,15 @@ P = TypeVar("P", "BlockRange", "DensePiece")
 
 @dataclass(frozen=True)
 class Region:
-    """y x `x` blocks of r x s elements of one tensor.
+    """A rectangle of blocks of one tensor, which is seen as a matrix.
 
-    The upper left corner is (row, col) of the tensor seen with `cols` columns: those of its matrix
-    view, or 64 where blocks are flat.
+    Attributes:
+        tensor: index of the tensor.
+        row, col: upper left corner in the matrix.
+        y, x: number of blocks down and across.
+        r, s: elements of each block down and across, at most 64.
+        transform: whether the blocks are transformed.
+        cols: columns of the matrix: those of `matrix_shape`, or 64 where blocks are flat.
     """
 
     tensor: int
@@ -64,8 +69,8 @@ class Region:
         return self.y * self.x
 
     def cut(self, lo: int, hi: int) -> Iterator[Box]:
-        """Where blocks lo..hi (row-major) lie, in at most three boxes: the end of a row of blocks,
-        whole rows, the start of one.
+        """The places of blocks lo..hi (row-major) in the tensor, as at most three boxes: the end of
+        a row of blocks, whole rows, the start of a row.
         """
         at, r, s, cols = lo, self.r, self.s, self.cols
         while at < hi:
@@ -142,13 +147,14 @@ def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[Re
 
 
 class Layout:
-    """Where every element of a list of local tensors lives in the workspace of one active copy.
+    """The place of every element of a list of local tensors in the workspace of one active copy.
 
     Args:
         shapes: local shape of each tensor.
         blocked: per tensor: "transform" (blocks, transformed), "plain" (flat blocks of 4096, not
             transformed) or "dense".
-        active_copy, active_copies: which share of the blocks this is.
+        active_copy, active_copies: number of this copy, from 0, and of all: its share of the
+            blocks.
     """
 
     def __init__(
@@ -203,8 +209,8 @@ class Layout:
         return work[self.num_blocks * BLOCK :]
 
     def windows(self, device: torch.device | str) -> list[Window]:
-        """The workspace in stretches that are worked on at once on `device`, each in parts that are
-        packed and transformed at once.
+        """Windows that cover the workspace: each is as much as `device` works on at once, in parts
+        that are packed and transformed at once.
         """
         cpu = torch.device(device).type == "cpu"
         if cpu not in self._windows:
@@ -214,11 +220,12 @@ class Layout:
         return self._windows[cpu]
 
     def stretches(self, device: torch.device | str, topk: int, size: int = 1) -> list[Window]:
-        """The blocks in stretches whose selected coefficients, those of `size` replicas, are coded
-        at once; their parts are `windows`.
+        """Stretches that cover the blocks: each is as much as is coded at once, of `topk`
+        coefficients of a block from each of `size` replicas. Their parts are `windows`.
 
-        They have several windows, for the sake of few operations: on a CPU as long as what is
-        coded stays in the cache."""
+        A stretch has several windows, so that coding takes few operations: on a CPU as many as
+        leave what is coded in the cache.
+        """
         out: list[Window] = []
         cpu = torch.device(device).type == "cpu"
         coded, window = (CODED, WINDOW) if cpu else (CODED_GPU, WINDOW_GPU)
@@ -293,8 +300,8 @@ def _within(pieces: Sequence[P], lo: int, hi: int) -> Iterator[tuple[P, int, int
 def _share(
     items: Sequence[T], sizes: Sequence[int], active_copy: int, active_copies: int
 ) -> Iterator[tuple[T, int, int]]:
-    """Yield (item, lo, hi) for the part of each item that falls into the share of `active_copy` of
-    the concatenation of all.
+    """Yield (item, lo, hi) for each item of which elements lo..hi belong to `active_copy`, where
+    all items, one after the other, are cut into `active_copies` equal shares.
     """
     total = sum(sizes)
     begin, end, at = (

@@ -21,7 +21,7 @@ from .staging import upload
 
 
 class Coder(Protocol):
-    """Groups of values, each with scales of its own.
+    """A number format whose values share scales: groups of values as scales and codes.
 
     A group of zeros has scales of 0 and stays zero. A group that is not finite has scales that are
     not, so that all of it is decoded so. The same bytes of finite values on every device: only
@@ -65,9 +65,13 @@ class Integer(Coder):
 
 
 def scales(v: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The scale (bf16 [n, groups, 1]) by which the largest magnitude of a group becomes `largest`;
-    what to divide by (fp32, the scale, or infinity in a group of zeros); and the magnitudes
-    (fp32, the shape of v), the caller's to use up."""
+    """Scales by which the largest magnitude of each group becomes `largest`.
+
+    Returns:
+        The scales, bf16 [n, groups, 1]; the divisors, fp32 of the same shape: the scale, or
+        infinity in a group of zeros; the magnitudes, fp32 of the shape of v, which the caller may
+        overwrite.
+    """
     size = v.abs()
     top = size.amax(-1, keepdim=True)
     # a tensor: CUDA would multiply by a scalar's reciprocal
@@ -82,9 +86,9 @@ class SmallFloat(Coder):
 
     Attributes:
         magnitudes: in units of the scale, ascending, the first is 0.
-        lines: (slope, start): from magnitude to magnitude the code rises by one, by less and less
-            per unit, so it is the least of some straight lines slope * magnitude + start, each
-            rounded.
+        lines: straight lines (slope, start), by which a magnitude becomes a code: the least of
+            slope * magnitude + start, each rounded. The code rises by one from magnitude to
+            magnitude, and the magnitudes lie ever further apart, so lines are enough.
     """
 
     magnitudes: tuple[float, ...]
@@ -125,7 +129,7 @@ class SmallFloat(Coder):
 
 @cache
 def table(magnitudes: tuple[float, ...], device: torch.device) -> Tensor:
-    """What each of the 16 codes stands for, in units of the scale (fp32)."""
+    """The values of the 16 codes of a `SmallFloat`, in units of the scale: fp32 [16]."""
     return torch.tensor(
         [*magnitudes, *(-m for m in magnitudes)], dtype=torch.float32, device="cpu"
     ).to(device)
@@ -200,7 +204,7 @@ CODERS: dict[str, Coder] = {
 # ---- codes in bytes ----------------------------------------------------------------------------
 
 WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
-"""What holds as many bytes as there are numbers of so many bits in one."""
+"""By bits of a code the dtype with as many bytes as a byte holds codes."""
 # A product by it brings the bits of each byte of a word next to each other, into its highest byte.
 JOINED = {
     bits: sum(1 << 64 // bits - 8 - (8 - bits) * i for i in range(8 // bits)) for bits in WORDS

@@ -53,7 +53,7 @@ def num_bytes(code: str, rows: int, cols: int) -> int:
 
 
 def encode(code: str, v: Tensor) -> Tensor:
-    """Code values [rows, cols] fp32 as uint8 [num_bytes]."""
+    """The bytes of values fp32 [rows, cols]: uint8 [num_bytes]."""
     if code in EXACT:
         return v.to(EXACT[code]).contiguous().view(-1).view(torch.uint8)
     coder = CODERS[code]
@@ -101,9 +101,15 @@ def decode(
 
 
 def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> None:
-    """Write what `encode` would have made of `v` [n, cols] as rows first, first + 1, ... of `rows`
-    into its bytes `data`; what comes before `first` fills whole bytes (any multiple of 8 rows
-    does)."""
+    """Code some rows of a larger tensor into the bytes of the whole.
+
+    Args:
+        v: the rows, fp32 [n, cols].
+        data: the bytes of the whole, uint8 [num_bytes(code, rows, cols)].
+        rows: rows of the whole.
+        first: number of the first row of `v` in the whole. The rows before it must fill whole bytes
+            (any multiple of 8 does).
+    """
     scales, codes = split_bytes(code, data, rows, v.shape[1])
     coded, size = encode(code, v), len(scales) // max(rows, 1)
     scales[first * size : (first + len(v)) * size] = coded[: len(v) * size]
@@ -114,8 +120,12 @@ def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> No
 def decode_rows(
     code: str, split: Sequence[tuple[Tensor, Tensor]], rows: int, cols: int, first: int, count: int
 ) -> Tensor:
-    """Rows first, first + 1, ... of what several encoded with equal shapes, each `split_bytes`:
-    fp32 [len(split), count, cols].
+    """Some rows of several coded tensors of equal shape: fp32 [len(split), count, cols].
+
+    Args:
+        split: bytes of each tensor, as `split_bytes` gives them.
+        rows, cols: shape of each.
+        first, count: number of the first row, and how many.
     """
     size, bits = len(split[0][0]) // max(rows, 1), cols * FORMATS[code].bits
     at, end = first * bits // 8, ((first + count) * bits + 7) // 8

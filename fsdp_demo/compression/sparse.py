@@ -23,13 +23,13 @@ from .windows import EDGE, Group, Window
 
 
 def position_form(group: Group, topk: int) -> positions.Form:
-    """How the positions of a group's blocks are sent."""
+    """The form in which the positions of a group's blocks are sent."""
     return positions.form(group.r * group.s, group.k(topk))
 
 
 def dense_code(codec: Codec) -> str:
-    """How a sparse channel codes the tensors it sends whole: a scale shared by small tensors would
-    hurt, so bf16 unless it is fp32.
+    """The code of the tensors that a sparse channel sends whole: bf16, or fp32 where the values
+    are. Codes with scales would hurt here: small tensors would share one.
     """
     return "fp32" if codec.value_dtype == "fp32" else "bf16"
 
@@ -41,8 +41,8 @@ def sparse_bytes(layout: Layout, codec: Codec) -> int:
 
 
 def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
-    """Of each group: where its values begin in the section, where its positions, and where they
-    end.
+    """The bytes of each group in a section: where its values begin, where its positions begin, and
+    where these end.
     """
     out, at = [], 0
     for g in layout.groups:
@@ -84,8 +84,12 @@ def _select(window: Window, codec: Codec, work: Tensor) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Coded:
-    """What several sections hold for one group: scales and codes of the values, and the planes of
-    the positions, in rank order.
+    """The bytes of one group in several sections, in rank order.
+
+    Attributes:
+        group: the group.
+        values: scales and codes of the values in each section.
+        positions: planes of the positions in each section (`positions.py`).
     """
 
     group: Group
@@ -94,7 +98,7 @@ class Coded:
 
 
 def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, Coded]:
-    """Cut sections into their groups (views)."""
+    """The bytes of sections by group, as views."""
     out = {}
     for g, (begin, middle, end) in zip(layout.groups, spans(layout, codec), strict=True):
         found = [
@@ -107,8 +111,11 @@ def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, 
 
 
 def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, Tensor]:
-    """What R sections hold for a window of n blocks: places in the block (int64 [R, n, k], distinct
-    in each that was encoded, and below 4096 whatever the bytes), values (fp32 [R, n, k]).
+    """Places and values of a window of n blocks in R sections.
+
+    Returns:
+        Places in the block, int64 [R, n, k]: below 4096 whatever the bytes, and distinct in a block
+        that was encoded; values fp32 [R, n, k].
     """
     g, first, n = coded.group, window.first, window.count
     k = g.k(codec.topk)
@@ -167,7 +174,7 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
 
 
 def decode_dense(layout: Layout, codec: Codec, data: Tensor) -> Tensor:
-    """The elements that are sent whole, fp32 [num_dense]."""
+    """The elements that are sent whole, fp32 [num_dense], from the bytes of a section."""
     size = values.num_bytes(dense_code(codec), 1, layout.num_dense)
     return values.decode(dense_code(codec), data[data.numel() - size :], 1, layout.num_dense).view(
         -1

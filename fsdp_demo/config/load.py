@@ -131,7 +131,7 @@ def _meant(key: str, options: list[str], config: ExchangeConfig) -> str:
 
 
 def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ExchangeConfig:
-    """Read what `--exchange` and `--set` say.
+    """The configuration that `--exchange` and `--set` say.
 
     Args:
         source: a preset name, or the path of a yaml file: a whole configuration
