@@ -246,7 +246,7 @@ def test_bytes_by_hand(code):
         "2bit": (0.25, 256),
         "1bit": (0.125, 4096),
     }[code]
-    assert quantize.bytes_per_value(code) == size and FORMATS[code].group == scale
+    assert FORMATS[code].bits == 8 * size and FORMATS[code].group == scale
     per_group = {"2bit": 4}.get(code, 2)
     for rows, cols in ((1, 1), (3, 5), (2, 4096), (2, 4097), (7, 33)):
         scales = per_group * rows * math.ceil(cols / scale) if scale else 0
