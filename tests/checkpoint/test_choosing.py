@@ -265,7 +265,7 @@ def test_islands_that_have_not_begun_are_not_asked():
         for i in (0, 1, 2, 3)
     }
     for registry in boards.values():
-        registry._asker, registry._number = store, 1
+        registry._store, registry._number = store, 1
     for i in (2, 3):
         store.set(
             f"checkpoints1/meeting1/note/{i}",

@@ -13,8 +13,8 @@ import torch
 
 import deepspeed_ext
 from deepspeed_ext.wrappers import adapter
+from fsdp_demo import Link
 from fsdp_demo.config.auto import MEASURED, undecided
-from fsdp_demo.tools.doctor.reading import LinkReading
 
 from ..support import zero
 
@@ -36,8 +36,8 @@ def gradients_at_once(made: Any) -> list[int]:
 def test_it_is_the_run_that_begins_at_the_choice(
     run_ranks: Any, everywhere: Any, stage: str
 ) -> None:
-    def reading(peers: Any, island: Any) -> LinkReading | None:
-        return None if peers is None else LinkReading(1e5, 0.02)
+    def reading(peers: Any, island: Any) -> Link | None:
+        return None if peers is None else Link(1e5, 0.02)
 
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
 
@@ -73,8 +73,8 @@ def test_it_goes_on_with_what_its_checkpoint_says(
 ) -> None:
     """The engine loads behind `attach`. An island whose folder is lost hears it from the others."""
 
-    def reading(peers: Any, island: Any) -> LinkReading | None:
-        return None if peers is None else LinkReading(1e5, 0.02)
+    def reading(peers: Any, island: Any) -> Link | None:
+        return None if peers is None else Link(1e5, 0.02)
 
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
     saved_at, end = MEASURED + 6, 24

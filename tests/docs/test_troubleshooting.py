@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_demo.errors import ANCHORS, PAGE, see
+from fsdp_demo.errors import PAGE, see
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^### .*?\{#([\w-]+)\}\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+ANCHORS = list(SECTIONS)
 SOURCES = {
     f: f.read_text(encoding="utf-8")
     for top in ("fsdp_demo", "deepspeed_ext")
@@ -20,10 +21,9 @@ SOURCES = {
 CALL = re.compile(r"""\bsee\(\s*["']([\w-]+)["']\s*\)""")
 
 
-def test_troubleshooting_page_has_the_anchors_of_the_code() -> None:
-    """The page has the anchors of `errors.py`, in their order."""
-    assert re.findall(r"\{#([\w-]+)\}", TEXT) == list(ANCHORS)
-    assert list(SECTIONS) == list(ANCHORS) and len(ANCHORS) >= 25
+def test_troubleshooting_anchors_have_sections() -> None:
+    """Each anchor of the page has a section, in the order of the page."""
+    assert re.findall(r"\{#([\w-]+)\}", TEXT) == ANCHORS and len(ANCHORS) >= 25
 
 
 def test_troubleshooting_anchors_are_all_used() -> None:

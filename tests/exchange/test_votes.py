@@ -17,8 +17,8 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.exchange import local_status
-from fsdp_demo.exchange.local_status import VOTE_STEPS, VotePace
+from fsdp_demo.peers import votes as pacing
+from fsdp_demo.peers.votes import VOTE_STEPS, VotePace
 
 from ..support import probe
 from ..support.everywhere import Everywhere
@@ -55,7 +55,7 @@ class Votes:
 
 def test_the_first_step_votes_and_then_it_is_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(local_status.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pacing.time, "monotonic", lambda: now[0])
     ranks = [VotePace(), VotePace()]
     voted, steps = [], []
     for step in range(400):
@@ -138,7 +138,7 @@ def test_every_exchange_votes_when_it_leaves_and_when_it_is_applied(
     run_ranks: Callable[..., Any], everywhere: Everywhere, config: Any
 ) -> None:
     """Also with a delay; and both islands agree in the end."""
-    everywhere.setattr(local_status, "VOTE_EVERY", 1e9)  # else at most every VOTE_STEPS steps
+    everywhere.setattr(pacing, "VOTE_EVERY", 1e9)  # else at most every VOTE_STEPS steps
 
     def run(me: Any) -> Any:
         votes = Votes(config)
@@ -164,7 +164,7 @@ def test_a_wish_of_all_islands_lands_with_the_exchange(
 ) -> None:
     """`request_stop(together=True)` on one rank: at the same step on all ranks of all islands."""
     config = preset("diloco", period=8, inner_optimizers="as_is").changed({"schedule.delay": 3})
-    everywhere.setattr(local_status, "VOTE_EVERY", 1e9)
+    everywhere.setattr(pacing, "VOTE_EVERY", 1e9)
 
     def run(me: Any) -> Any:
         votes = Votes(config)
