@@ -200,7 +200,9 @@ KEPT = {
         ),
     },
     "elastic/test_lossy_links.py": {
-        "test_lossy_link_who_goes_on": r"^one of three (is cut|is silent|hears nobody)$|two of four",  # noqa: E501
+        "test_lossy_link_who_goes_on": (
+            r"^one of three (is cut|is silent|hears nobody)$|two of four"
+        ),
     },
     "exchange/test_not_finite.py": {
         "test_one_shard_speaks_for_its_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",  # noqa: E501
