@@ -16,31 +16,31 @@ KEPT = {
     # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as
     # a whole}
     "channels/test_delays_oracle.py": {
-        "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",  # noqa: E501
+        "test_delay_follows_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",  # noqa: E501
     },
     "channels/test_presets_oracle.py": {
-        "test_coded_values_follow_the_oracle": r"-(2x2|3x1)$",
-        "test_computing_in_bf16": r"^(full|streaming_diloco)-2x2$",
-        "test_follows_the_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",  # noqa: E501
-        "test_muloco_on_measured_updates": r"^2x2",
-        "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",  # noqa: E501
+        "test_preset_value_codes_follow_oracle": r"-(2x2|3x1)$",
+        "test_preset_bf16_compute": r"^(full|streaming_diloco)-2x2$",
+        "test_preset_follows_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",  # noqa: E501
+        "test_preset_muloco_measured_updates": r"^2x2",
+        "test_preset_with_schedule_clip_and_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",  # noqa: E501
     },
     "channels/test_sign_loco.py": {
-        "test_follows_the_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
+        "test_sign_loco_follows_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
     },
     "checkpoint/test_checkpoint.py": {
-        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, "
+        "test_resume_attach_bit_for_bit": r"^(demo, "
         r"delayed|streaming_diloco)-True|^desloc-False",
     },
     "checkpoint/test_cut_off.py": {
-        "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
+        "test_cut_off_resume_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
         r"l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
     },
     "checkpoint/test_resharding_runs.py": {
-        "test_the_loss_goes_on": r"^diloco$",
+        "test_resharding_run_loss_goes_on": r"^diloco$",
     },
     "checkpoint/test_returning.py": {
-        "test_it_goes_on_with_moments_of_its_own": r"diloco|late",
+        "test_returning_island_keeps_own_moments": r"diloco|late",
     },
     "membership/test_exhaustive.py": {
         # OwnView-gather-1 is another end of the same mutant
