@@ -80,8 +80,10 @@ def life(me, dies=0):
     return whole, (watch.rates, watch.clocks), said
 
 
-def test_it_goes_on_with_moments_of_its_own(run_ranks):
-    """Those of `diloco`, with AdamW inside: the Trainer's own methods load them."""
+def test_trainer_returning_keeps_own_moments(run_ranks):
+    """An island that comes back goes on with moments of its own: those of `diloco`, with AdamW
+    inside. The Trainer's own methods load them.
+    """
 
     def run(me):
         if me.island == 1 and (child := os.fork()):
