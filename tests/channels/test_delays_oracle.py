@@ -313,8 +313,8 @@ def test_delay_max_in_flight_refused():
     "delay, mix, steps", [(0, 0.5, 20), (0, 0.5, 18), (1, 0.0, 20), (6, 0.0, 18), (3, 0.5, 20)]
 )
 def test_delay_finish_parameters_equal(run_ranks, delay, mix, steps):
-    """Whatever is under way, mixed or rounded: after `finish` the parameters of all replicas are
-    the same bits, near their mean.
+    """After `finish` the parameters of all replicas are the same bits, near their mean, whatever
+    was in flight, mixed or rounded.
     """
     case = averaged(delay, mix)
     method = case.make(case.model.start(0), 3, case.inner, **case.options)

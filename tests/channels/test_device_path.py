@@ -256,8 +256,8 @@ def test_device_exchange_steps_never_wait(
 
 
 def test_device_released_average_reads_drift() -> None:
-    """The one thing that is read on the device: how far replicas had drifted, each time all
-    parameters are averaged.
+    """The average of the released rule reads one number from the device: how far replicas had
+    drifted, each time all parameters are averaged.
     """
     config = preset("decoupled_momentum", period=2, rule="released", average_every=1)
     with torch.no_grad(), plug_in(), Accelerator() as mode:
@@ -346,8 +346,9 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
 def test_device_kernels_batched_over_layers(
     transform: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an exchange's kernels only two per tensor depend on how many there are, those that copy it
-    into a window and its signs back; the others on the number of windows."""
+    """The layers are batched. Of an exchange's kernels only two per tensor depend on how many there
+    are, those that copy it into a window and its signs back; the others on the number of windows.
+    """
     config = preset("demo", transform=transform)
     few, windows, tensors = kernels(config, 16)
     many, same, more = kernels(config, 64)

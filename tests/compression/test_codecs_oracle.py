@@ -59,8 +59,8 @@ def slots(layout: Layout, work: torch.Tensor) -> list[tuple[int, int, torch.Tens
 @quick
 @given(st.lists(st.tuples(shapes, kinds), min_size=1, max_size=4), st.integers(1, 3))
 def test_layout_follows_block_rule(tensors, active_copies):
-    """Over all active copies every element is in exactly one place, and the blocks are those of the
-    rule; pack and unpack are inverse.
+    """The layout follows the block rule. Over all active copies every element is in exactly one
+    place, and the blocks are those of the rule; pack and unpack are inverse.
     """
     first, many = 1, []
     for shape, _ in tensors:
@@ -285,8 +285,8 @@ def workspace(seed: int = 0) -> tuple[Layout, torch.Tensor]:
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("k", [1, 33, 4096])
 def test_payload_decodes_to_topk(code, k):
-    """What is decoded is each block's top-k, dequantised, at its place; nothing else; the dense
-    part whole.
+    """The decoded payload is each block's top-k, dequantised, at its place, and the whole dense
+    part; nothing else.
     """
     layout, work = workspace()
     codec = Codec("dct", "topk", k, code)
@@ -314,8 +314,8 @@ def test_payload_decodes_to_topk(code, k):
 
 
 def test_payload_bytes_by_hand():
-    """One full block, one 14 x 64 edge block, 8 dense elements: k = 32 and ceil(32 * 896 / 4096) =
-    7 values.
+    """The bytes of a payload are those counted by hand. One full block, one 14 x 64 edge block, 8
+    dense elements: k = 32 and ceil(32 * 896 / 4096) = 7 values.
     """
     layout = Layout([(5000,)], ["transform"])
     # 53 flags, 32 symbols, 32 x 5 low bits in 4 and 1; 12 flags, 7 symbols, 7 x 5 low bits

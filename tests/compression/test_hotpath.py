@@ -92,8 +92,8 @@ def by_sorting(a: torch.Tensor, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("k", [1, 7, 8, 16, 17, 32, 64, 128, 129, 4095])
 @pytest.mark.parametrize("levels", [0, 3, 40, 4000])
 def test_topk_of_blocks_with_ties(k: int, levels: int) -> None:
-    """Whole numbers between -levels and levels: from all equal to few ties; a block of zeros, one
-    with a NaN and an infinity.
+    """Top-k of blocks with ties selects what the oracle selects. Whole numbers between -levels and
+    levels: from all equal to few ties; a block of zeros, one with a NaN and an infinity.
     """
     a = (random(70, BLOCK, seed=k).clamp(-4, 4) * levels / 4).round()
     a[3] = 0.0
@@ -110,8 +110,8 @@ def test_topk_of_blocks_with_ties(k: int, levels: int) -> None:
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
 def test_transform_add_and_inverse(products: str, small: None) -> None:
-    """Forward into an accumulator and back; bf16 within its rounding of the exact, on blocks of
-    every kind.
+    """The products of the transform are those of the definition. Forward into an accumulator and
+    back; bf16 within its rounding of the exact, on blocks of every kind.
     """
     layout = Layout(SHAPES, KINDS)
     work = layout.pack([random(*s, seed=i) for i, s in enumerate(SHAPES)], layout.new("cpu"))
@@ -144,7 +144,7 @@ def test_transform_sparse_inverse() -> None:
 
 
 def test_transform_onednn_products_fp32() -> None:
-    """Where oneDNN is chosen, it makes what MKL makes, to rounding; the setting is put back."""
+    """oneDNN, where it is chosen, makes what MKL makes, to rounding; the setting is put back."""
     before = (
         torch.backends.mkldnn.matmul.fp32_precision
         if hasattr(torch.backends.mkldnn, "matmul")
@@ -248,8 +248,8 @@ def test_reduce_windows_equal_plain_sum(
 
 
 def test_transform_bf16_follows_fp32(small: None) -> None:
-    """The same steps with both: nearly the same choice, and gradients whose signs nearly all
-    agree.
+    """Steps with bf16 products follow those with fp32. The same steps with both: nearly the same
+    choice, and gradients whose signs nearly all agree.
     """
     configs = [
         preset("demo", topk=8, **{"codec.transform_precision": products})
@@ -269,8 +269,8 @@ def test_transform_bf16_follows_fp32(small: None) -> None:
 
 @torch.no_grad()
 def test_no_transform_in_both_directions() -> None:
-    """What `no_transform` names: with bf16 products, too, its gradient is what was sent, where it
-    was sent.
+    """A parameter that `no_transform` names is not transformed back either: with bf16 products,
+    too, its gradient is what was sent, where it was sent.
     """
     changes = {"applier.sign": False, "codec.transform_precision": "bf16"}
     config = preset("demo", topk=8, **changes, **{"momentum.no_transform": ["*embed*"]})
@@ -341,7 +341,9 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 
 
 def test_benchmark_of_positions() -> None:
-    """Bytes are those of the form; gaps of equal length have a Rice code by hand."""
+    """The benchmark of positions prints the bytes of each form. Bytes are those of the form; gaps
+    of equal length have a Rice code by hand.
+    """
     from benchmarks import positions as bench
 
     assert bench.section_bytes("int8", 64, rows=8) == (2 + 64 + 491 / 8) / 64
@@ -443,7 +445,9 @@ def test_benchmark_of_scale(
 
 
 def test_published_demo_step_by_hand() -> None:
-    """One block by hand: the yardstick's momentum, choice and step."""
+    """The published form of DeMo is its definition. One block by hand: the yardstick's momentum,
+    choice and step.
+    """
     one, g = hotpath.Published([(64, 64)], 3, "cpu"), random(64, 64)
     d = matrix("dct", 64)
     coefficients = hotpath.LR * (d @ g @ d.t())

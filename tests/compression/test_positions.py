@@ -62,7 +62,9 @@ def sets(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
 
 
 def test_positions_bytes_by_hand() -> None:
-    """Four of 4096: 8 low bits each; h = 0, 0, 0, 15, so bits 0, 1, 2 and 18 of a bitmap of 19."""
+    """The bytes of a few positions are those written out by hand. Four of 4096: 8 low bits each; h
+    = 0, 0, 0, 15, so bits 0, 1, 2 and 18 of a bitmap of 19.
+    """
     f = form(4096, 4)
     assert f == Form(4096, 4, low=8, flags=7) and f.planes == [7, 8, 32]
     data = coded(f, torch.tensor([[1, 2, 255, 4095]]))
@@ -171,7 +173,7 @@ def test_positions_close_to_entropy() -> None:
 
 @pytest.mark.parametrize("k", [1, 5, 32, 33])
 def test_positions_windows_of_eight_blocks(k: int) -> None:
-    """A window is written and read by itself."""
+    """A window of a multiple of eight blocks is written and read by itself."""
     f, index = form(BLOCK, k), chosen(29, BLOCK, k)
     planes = positions.encode(f, index)
     cuts = (0, 8, 24, 29)

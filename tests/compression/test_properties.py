@@ -320,8 +320,8 @@ def test_property_vector_error_bound(code, n, replicas, seed, scale, zeros) -> N
     st.integers(0, 5),
 )
 def test_property_seeded_pass_sends_every_row(kind, size, data, count, passes, seed) -> None:
-    """The ceil(size / k) exchanges of a pass send every coefficient, each k distinct ones; a pure
-    function of the arguments.
+    """Every coefficient is sent in every pass: its ceil(size / k) exchanges send k distinct ones
+    each, a pure function of the arguments.
     """
     k = data.draw(st.one_of(st.sampled_from([1, (size + 1) // 2, size]), st.integers(1, size)))
     length = math.ceil(size / k)

@@ -297,7 +297,7 @@ def test_values_error_bound(code, v):
 
 @grouped
 def test_values_error_bound_is_tight(code):
-    """No bound is a loose one: some value comes to within a tenth of it."""
+    """The bound of no code is a loose one: some value comes to within a tenth of it."""
     v = torch.linspace(-1, 1, 4096).view(1, -1)
     if code in LEVELS:  # a zero among values that are all about as large
         v = torch.tensor([[0.0] + 100 * [0.49] + 100 * [0.51]])

@@ -649,8 +649,8 @@ def test_base_optimizer_fits_attach(monkeypatch, name) -> None:
 
 
 def test_preset_published_rates() -> None:
-    """As the papers (DESIGN.md 3, algorithms.md) have them; `sign_loco` and `sign_muloco` have
-    none.
+    """The learning rates of the presets are those of the papers (DESIGN.md 3, algorithms.md);
+    `sign_loco` and `sign_muloco` have none.
     """
     assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {
         "full": None,

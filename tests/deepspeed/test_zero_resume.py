@@ -600,7 +600,7 @@ def test_zero_resume_clipping_of_exchange(run_ranks, tmp_path) -> None:
 
 
 def test_zero_inspect_and_outer_parameters(run_ranks, tmp_path) -> None:
-    """What `fsdp-demo inspect` says of DeepSpeed's folders, and the outer parameters in them."""
+    """`fsdp-demo inspect` reads DeepSpeed's folders, and the outer parameters in them."""
     # at step N the parameters are the anchor
     run_ranks(save, args=(tmp_path, zero.settings("zero2"), "diloco", {"period": N}))
     found = inspect(tmp_path)

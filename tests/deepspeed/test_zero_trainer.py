@@ -268,7 +268,8 @@ def test_zero_trainer_unset_variables_refused(run_ranks):
 
 
 def test_zero_trainer_zero3_from_pretrained(run_ranks, tmp_path):
-    """`from_pretrained` cuts parameters before there is an optimizer, whose groups go by the whole
+    """A model whose weights ZeRO-3 cuts while they load trains as one that is cut later.
+    `from_pretrained` cuts parameters before there is an optimizer, whose groups go by the whole
     tensors' dims: the same numbers.
     """
     made = script.model

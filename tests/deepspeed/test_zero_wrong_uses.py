@@ -168,7 +168,9 @@ def test_zero_training_data_of_one_island_warned(run_ranks: Any) -> None:
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_zero_save_16bit_model_per_island(run_ranks: Any, tmp_path: Any, stage: str) -> None:
-    """Each island has its own file, with what it trained, or with what is shown."""
+    """Islands may save their models into one directory. Each island has its own file, with what it
+    trained, or with what is shown.
+    """
 
     def run(me: Any) -> Any:
         settings = zero.settings(stage)

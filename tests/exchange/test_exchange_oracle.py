@@ -190,8 +190,8 @@ def mesh_of_islands(me, names=("dp_replicate", "dp_shard")):
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 def test_topology_from_mesh_one_world(run_ranks, name):
-    """Topology.from_mesh: four processes of one world, FSDP2 over the shard axis, the exchange over
-    the other.
+    """`Topology.from_mesh` makes the islands of one world. Topology.from_mesh: four processes of
+    one world, FSDP2 over the shard axis, the exchange over the other.
     """
     config = (
         preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
@@ -344,8 +344,8 @@ def test_single_replica_sends_nothing(run_ranks):
 
 
 def test_accumulator_sum_dense_recursion(run_ranks):
-    """Rule released, mean over replicas, int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every
-    exchange, to rounding.
+    """The sum of the accumulators obeys the dense recursion. Rule released, mean over replicas,
+    int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every exchange, to rounding.
     """
     config = preset(
         "decoupled_momentum",
@@ -693,7 +693,9 @@ def test_token_weights_mean(run_ranks, name):
 
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
 def test_clip_mean_or_own_gradient(run_ranks, name):
-    """full: the mean is clipped; the others clip each replica's gradient, over all its shards."""
+    """Clipping uses the gradient that the preset exchanges. full: the mean is clipped; the others
+    clip each replica's gradient, over all its shards.
+    """
     config = {
         "full": preset("full"),
         "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32"),
@@ -737,8 +739,8 @@ def test_delay_gradient_in_order(run_ranks):
 
 
 def test_delay_delta_replicas_equal(run_ranks):
-    """delay 1 on the outer step: replicas are equal after it was applied, and finish() leaves them
-    equal.
+    """A delta may be delayed. delay 1 on the outer step: replicas are equal after it was applied,
+    and finish() leaves them equal.
     """
     config = preset("diloco", momentum_warmup=0, period=3, clip=None).changed({"schedule.delay": 1})
 
@@ -779,8 +781,8 @@ def two_channels(first: Channel, second: Channel) -> ExchangeConfig:
 
 
 def test_channels_due_together(run_ranks):
-    """A sparse delta channel beside a gradient channel, and two sparse delta channels with
-    different clocks, also at finish().
+    """Several channels may be due at one step. A sparse delta channel beside a gradient channel,
+    and two sparse delta channels with different clocks, also at finish().
     """
     full, sparse = (
         preset("full").channels[0],
@@ -847,8 +849,8 @@ def test_start_parameters_of_island_0(run_ranks, procs):
 
 
 def test_finish_makes_replicas_equal(run_ranks):
-    """Consensus: a last exchange for the steps since the one before. No consensus: the mean, and
-    the drift is told.
+    """`finish` makes replicas equal. Consensus: a last exchange for the steps since the one before.
+    No consensus: the mean, and the drift is told.
     """
     diloco = preset("diloco", momentum_warmup=0, period=4, clip=None)
     released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
@@ -1053,7 +1055,9 @@ def test_codec_config_changes_result(run_ranks):
 
 
 def test_process_exit_after_any_end(run_ranks):
-    """finish, detach, and neither: every process exits with status 0 (run_ranks checks it)."""
+    """Process groups end cleanly. finish, detach, and neither: every process exits with status 0
+    (run_ranks checks it).
+    """
 
     def run(me):
         model = probe.Probe(0, ALIGNED)
@@ -1070,8 +1074,8 @@ def test_process_exit_after_any_end(run_ranks):
 
 
 def test_bf16_anchor_keeps_small_steps(run_ranks):
-    """Ten outer steps of a tenth of 2^-6 each, every one too small for bf16 at 1.0: the fp32 anchor
-    adds them up to 2^-6.
+    """bf16 parameters keep what rounding takes. Ten outer steps of a tenth of 2^-6 each, every one
+    too small for bf16 at 1.0: the fp32 anchor adds them up to 2^-6.
     """
     config = preset(
         "diloco",

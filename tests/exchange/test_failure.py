@@ -255,9 +255,7 @@ def test_guard_handler_restored_and_save_error(run_ranks) -> None:
 
 
 def test_out_of_step_error_without_abort(run_ranks) -> None:
-    """One island does something else than the other: an error on both sides, never SIGABRT, never a
-    hang.
-    """
+    """Islands out of step get an error on both sides, never SIGABRT, never a hang."""
 
     def pair(config: ExchangeConfig, other: Callable[[Any, Any], Any]) -> list[Any]:
         def island(i: int, topology: Any) -> Any:
@@ -379,8 +377,8 @@ def through_a_file(saved: Any, path: Path) -> Any:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_through_file_bit_for_bit(run_ranks, tmp_path, name) -> None:
-    """Saved in the middle of a period, through a file: what goes on is the run that was never
-    interrupted.
+    """A state that is saved in the middle of a period, through a file, is restored bit for bit:
+    what follows is the run that was never interrupted.
     """
     config = RESUMED[name]
 
@@ -414,8 +412,8 @@ def test_resume_through_file_bit_for_bit(run_ranks, tmp_path, name) -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_beside_fresh_island(run_ranks, name) -> None:
-    """Three islands, one dies; two resume from what they saved, the third starts anew: right step,
-    equal parameters.
+    """Survivors go on with a fresh island. Of three islands one dies; two resume from what they
+    saved, the third starts anew: right step, equal parameters.
     """
     config = RESUMED[name]
 
@@ -610,8 +608,10 @@ else:
 
 
 def test_process_exit_status(exchange_store, tmp_path) -> None:
-    """12 finished jobs of 2 islands in 4 pairs of processes, to the real end of their interpreters,
-    and the other ways to end: no SIGABRT, no hang."""
+    """Processes end with the status that they should. 12 finished jobs of 2 islands in 4 pairs of
+    processes, to the real end of their interpreters, and the other ways to end: no SIGABRT, no
+    hang.
+    """
     program = tmp_path / "job.py"
     program.write_text(PROGRAM)
     endings = ["silent", *["finish"] * 4, "forget", "forget", "detach", "refused", "error"]

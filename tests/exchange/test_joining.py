@@ -281,8 +281,8 @@ def test_newcomer_fsdp2_shards(run_ranks, name: str) -> None:
 @pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one active copy", "two active copies"])
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "full-late"])
 def test_newcomer_copies_of_a_shard(run_ranks, name: str, procs: list[int]) -> None:
-    """Two ranks hold the whole model. They share two active copies; or one, and the second has no
-    line and gets all through its island.
+    """A newcomer may hold copies of a shard. Two ranks hold the whole model. They share two active
+    copies; or one, and the second has no line and gets all through its island.
     """
     config, active_copies = CASES[name], min(procs)
 

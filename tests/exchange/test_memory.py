@@ -318,7 +318,9 @@ def test_memory_inner_optimizer_state() -> None:
 
 
 def test_memory_plan_readme_table() -> None:
-    """What the README's table says, in bytes per parameter: state and payloads under way."""
+    """The planned bytes per parameter, state and payloads under way, are those of the README's
+    table.
+    """
     rows = {e.preset: e for e in weighing.entries(weighing.load("llama-3.2-1b"), 4, 8)}
     device = {n: round(e.here.per_parameter("device_state"), 2) for n, e in rows.items()}
     host = {n: round(e.host.per_parameter("host_state"), 2) for n, e in rows.items()}

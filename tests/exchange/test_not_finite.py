@@ -91,8 +91,8 @@ def one_parameter(params: list[torch.nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_nan_one_gradient_element(run_ranks: Callable[..., Any], name: str) -> None:
-    """NaN in one element of one gradient of island 0, at one step: all goes on, everywhere, and
-    replicas end equal.
+    """One element spoils nothing. NaN in one element of one gradient of island 0, at one step: all
+    goes on, everywhere, and replicas end equal.
     """
 
     def island(i: int, topology: Topology) -> Any:
@@ -137,8 +137,8 @@ def test_nan_one_gradient_element(run_ranks: Callable[..., Any], name: str) -> N
 
 
 def test_nan_after_torch_clip(run_ranks: Callable[..., Any]) -> None:
-    """torch's `clip_grad_norm_` has spread one NaN over all gradients: the inner optimizer takes no
-    step on them.
+    """A host that clips by itself asks to look for NaN. torch's `clip_grad_norm_` has spread one
+    NaN over all gradients: the inner optimizer takes no step on them.
     """
 
     def spread(params: list[torch.nn.Parameter]) -> None:

@@ -255,8 +255,8 @@ def block_bytes(k: int, values: float | None = None) -> float:
 def test_bytes_published_demo(
     claims: dict[str, counting.Claim], models: dict[str, Any], claim: str, figure: float, k: int
 ) -> None:
-    """MB per step, two decimals, cut; ours is 8-bit values, positions and a scale per block, a
-    header and one bit per tensor.
+    """The bytes of DeMo are those that its paper claims. MB per step, two decimals, cut; ours is
+    8-bit values, positions and a scale per block, a header and one bit per tensor.
     """
     row = claims[f"DeMo {claim}, per step"]
     assert math.floor(100 * row.by_format) / 100 == figure
@@ -268,7 +268,9 @@ def test_bytes_published_demo(
 
 
 def test_bytes_published_demo_adamw(claims: dict[str, counting.Claim]) -> None:
-    """The two gradients of the table are not exactly those of the shapes that its payloads give."""
+    """The gradient of AdamW in DeMo's table is the bytes of its shapes, to 3 %. The two gradients
+    of the table are not exactly those of the shapes that its payloads give.
+    """
     for label, figure, off in (("300M", 636.9, 0.005), ("1B", 2416.6, 0.027)):
         row = claims[f"DeMo {label}: gradient of AdamW, per step"]
         assert row.by_format == pytest.approx(figure, rel=off)
@@ -298,8 +300,9 @@ def test_bytes_published_streaming(
 def test_bytes_published_sparse_loco(
     claims: dict[str, counting.Claim], models: dict[str, Any]
 ) -> None:
-    """146 by the formula, with 12 bits for a position; ours has two levels of each block on top and
-    shorter positions."""
+    """The compression of SparseLoCo is the one that its paper claims. 146 by the formula, with 12
+    bits for a position; ours has two levels of each block on top and shorter positions.
+    """
     row = claims["SparseLoCo: payload below fp32, k = 64"]
     assert round(row.by_format, 1) == 146.3
     levels = quantize.num_bytes("2bit", 1, 64) - 16
@@ -312,7 +315,9 @@ def test_bytes_published_sparse_loco(
 
 
 def test_bytes_published_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
-    """2 rho / R against DiLoCo, sent and received: 42.7, 21.3, 10.7 by the released format."""
+    """The savings of decoupled momentum are those that its paper claims. 2 rho / R against DiLoCo,
+    sent and received: 42.7, 21.3, 10.7 by the released format.
+    """
     name = "decoupled momentum"
     meter = claims[f"{name}: below DiLoCo, k = 16, R = 4, released meter"]
     assert round(meter.by_format, 1) == 17.1 and 15 < meter.by_format < meter.ours
@@ -450,8 +455,8 @@ def test_bytes_benchmark_presets_table(tmp_path: Path) -> None:
 
 
 def test_bytes_plan_llama(models: dict[str, Any]) -> None:
-    """What the README quotes: bytes of an island do not depend on its shards, but for edges of
-    blocks.
+    """The bytes of Llama 3.2 1B are those that the README quotes; they do not depend on an island's
+    shards, but for edges of blocks.
     """
     llama = models["llama-3.2-1b"]
     rows = {e.preset: e for e in counting.entries(llama, 3, 1, Link.parse("200Mbit"))}

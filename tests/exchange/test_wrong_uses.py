@@ -530,8 +530,8 @@ def test_grad_scaler_of_accelerate_refused() -> None:
 
 
 def test_attach_checks_under_fsdp2(run_ranks: Any) -> None:
-    """An evaluation before attach leaves the root unsharded; FSDP2 starts lazily; weights changed
-    on one rank are refused by all.
+    """The checks at attach hold under FSDP2. An evaluation before attach leaves the root unsharded;
+    FSDP2 starts lazily; weights changed on one rank are refused by all.
     """
 
     def run(me: Any) -> None:

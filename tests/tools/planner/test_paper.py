@@ -48,7 +48,9 @@ def test_planner_paper_cells(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_planner_paper_data_parallel_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 Gbit move; 23 of 24 layers hide behind 1/15 s of backward, and the last never does."""
+    """Data parallelism needs the rate that is counted by hand. 16 Gbit move; 23 of 24 layers hide
+    behind 1/15 s of backward, and the last never does.
+    """
     backward, gigabits = 0.1 * 2 / 3, 16.0
     for target, found in zip(WANTED, asked("data-parallel", capsys), strict=True):
         may = 0.1 * (1 / target - 1)

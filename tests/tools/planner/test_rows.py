@@ -98,7 +98,9 @@ def test_planner_row_days_and_bytes_of_run() -> None:
 
 
 def test_planner_guessed_step() -> None:
-    """1 B parameters, 1 M tokens, 8 H100 at 40 %: 6e15 / (8 x 989e12 x 0.4) s."""
+    """A guessed step time follows from size, tokens and device. 1 B parameters, 1 M tokens, 8 H100
+    at 40 %: 6e15 / (8 x 989e12 x 0.4) s.
+    """
     assert guessed_step(10**9, 1e6, 8, DEVICES["h100"]) == pytest.approx(6e15 / 3.1648e15)
 
 
