@@ -1,4 +1,4 @@
-"""The command `fsdp-demo`. Each of its commands is a module of `fsdp_demo.commands`."""
+"""The command `fsdp-demo`: its table of commands, and the exit status of each error."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ import os
 import signal
 import sys
 
-from .commands import doctor, export, inspect, plan, presets, rehearse, report, status, store
+from .commands import after_run, before_run, doctor, during_run, plan
 from .errors import PeerLost
 from .launch.command_line import USAGE_ERROR, CommandParser
 from .version import __version__
 
 DAY = {
-    "before a run": (presets, plan, doctor, rehearse),
-    "during a run": (store, status),
-    "after a run": (report, inspect, export),
+    "before a run": {
+        "presets": before_run.add_presets,
+        "plan": plan.add,
+        "doctor": doctor.add,
+        "rehearse": before_run.add_rehearse,
+    },
+    "during a run": {"store": during_run.add_store, "status": during_run.add_status},
+    "after a run": {
+        "report": after_run.add_report,
+        "inspect": after_run.add_inspect,
+        "export": after_run.add_export,
+    },
 }
-"""The commands in the order of a user's day."""
+"""The functions that add each command's parser, in the order of a user's day."""
 
 LAUNCH = "python -m fsdp_demo.launch"
 LAUNCH_HELP = "run one island's launcher (torchrun, accelerate, deepspeed) and keep its exit status"
@@ -30,9 +39,9 @@ def parser() -> CommandParser:
     )
     top.add_argument("--version", action="version", version=f"fsdp-demo {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=CommandParser)
-    for modules in DAY.values():
-        for module in modules:
-            module.add(commands)
+    for adders in DAY.values():
+        for add in adders.values():
+            add(commands)
     return top
 
 
@@ -42,11 +51,9 @@ def overview(top: CommandParser) -> str:
     helps = {a.dest: a.help or "" for a in action._choices_actions}
     width = max(map(len, helps))
     lines = [f"fsdp-demo {__version__}: {top.description}"]
-    for title, modules in DAY.items():
+    for title, adders in DAY.items():
         lines += ["", f"{title}:"]
-        for module in modules:
-            name = module.__name__.rpartition(".")[2]
-            lines.append(f"  fsdp-demo {name:{width}}  {helps[name]}")
+        lines += [f"  fsdp-demo {name:{width}}  {helps[name]}" for name in adders]
         if title == "during a run":
             lines += [f"  {LAUNCH}", f"  {'':{width + 10}}  {LAUNCH_HELP}"]
     return "\n".join([*lines, "", "fsdp-demo COMMAND --help shows flags and an example."])

@@ -31,7 +31,6 @@ from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore
-from fsdp_demo.tools.doctor.reading import LinkReading
 from fsdp_demo.tools.planner import Situation
 
 STEPS = 24
@@ -74,8 +73,8 @@ def sharded(model: nn.Module, procs: int) -> nn.Module:
 
 
 def a_link(rate: float, everywhere: Any) -> None:
-    def reading(peers: Any, island: Any) -> LinkReading | None:
-        return None if peers is None else LinkReading(rate, 0.02)
+    def reading(peers: Any, island: Any) -> Link | None:
+        return None if peers is None else Link(rate, 0.02)
 
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
 

@@ -20,7 +20,7 @@ import fsdp_demo.store.server as launched
 from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
-from fsdp_demo.commands import step_clock, store
+from fsdp_demo.commands import during_run, step_clock
 from fsdp_demo.config.parsing import read_yaml
 from fsdp_demo.elastic import descriptors
 from fsdp_demo.files import in_one_piece
@@ -39,8 +39,8 @@ def port_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # what it changes of its process would stay
     monkeypatch.setattr(launched, "bound_memory", lambda: None)
     monkeypatch.setattr(descriptors, "raise_to", lambda _: None)
-    monkeypatch.setattr(store.signal, "pthread_sigmask", lambda *_: set())
-    store.store(argparse.Namespace(bind="h:7", file=None, port_file=str(path), quiet=True))
+    monkeypatch.setattr(during_run.signal, "pthread_sigmask", lambda *_: set())
+    during_run.store(argparse.Namespace(bind="h:7", file=None, port_file=str(path), quiet=True))
 
 
 def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

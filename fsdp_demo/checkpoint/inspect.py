@@ -20,7 +20,7 @@ from ..config.schema import ExchangeConfig
 from ..errors import UNREADABLE, NeedsDecision, counted, size
 from .choice import HeldCheckpoint, choose, place_of
 from .exchange_state import SavedExchange, load_exchange
-from .files import OTHER, crc32, read_head
+from .files import OTHER, crc32
 from .folders import MANIFEST, is_put_off, sums
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
@@ -178,11 +178,10 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     }
     for island, rank in saved.paths:
         _add_part(out, saved, island, rank, problems)
-    # a mesh's replicas, see integrations/trainer/state.py
-    beside = [path for folder in saved.folders for path in folder.glob("local*.json")]
     wanted = {
-        path.with_suffix(".safetensors"): read_head(path)[0]["file"]
-        for path in (*saved.paths.values(), *beside)
+        path.with_suffix(".safetensors"): head["file"]
+        for (island, rank), path in saved.paths.items()
+        for head in [saved.head(rank, island)]
     }
     problems += _damage(wanted | _manifest(found.folder, problems))
     out["complete"] = not problems

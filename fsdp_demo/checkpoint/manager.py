@@ -39,6 +39,23 @@ LAST_FAILURE = 3
 """Saves that may fail one after the other; this one raises."""
 
 
+def cpu_group(topology: Topology) -> Any:
+    """A process group of a replica's ranks over CPU tensors; None without torch's distributed. All
+    ranks of the replica make it together.
+
+    Also for one rank that torch has joined, be it to itself: an NCCL group saves no copies, and
+    with none torch would save with all replicas of a mesh.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if topology.group is not None:
+        members: list[int] | None = dist.get_process_group_ranks(topology.group)
+    else:
+        members = [dist.get_rank()] if topology.world == 1 else None
+    patience = timedelta(seconds=topology.timeout + 60)
+    return dist.new_group(members, patience, "gloo", use_local_synchronization=members is not None)
+
+
 class CheckpointManager:
     """Checkpoints of this replica. All ranks of all islands make one before `attach`, at the same
     point.
@@ -80,19 +97,7 @@ class CheckpointManager:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
         shared = topology.kind == "mesh" and not own
         root = Path(root) / f"replica{topology.island}" if shared else Path(root)
-        # also for one rank that torch has joined, be it to itself: an NCCL group saves no copies,
-        # and with none torch would save with all replicas of a mesh
-        if group is None and dist.is_available() and dist.is_initialized():
-            if topology.group is not None:
-                members: list[int] | None = dist.get_process_group_ranks(topology.group)
-            else:
-                members = [dist.get_rank()] if topology.world == 1 else None
-            group = dist.new_group(
-                members,
-                timedelta(seconds=topology.timeout + 60),
-                "gloo",
-                use_local_synchronization=members is not None,
-            )
+        group = cpu_group(topology) if group is None else group
         self.root, self.topology, self.group, self.keep = root, topology, group, keep
         self.ranks = self.votes = Ranks(group, topology.rank, topology.world)
         self.one_disk, self.rotates, self.common = True, True, -1

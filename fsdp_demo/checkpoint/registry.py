@@ -1,8 +1,7 @@
 """Small notes that the islands leave each other in the store: who holds which checkpoints. No data
 of the training.
 
-Every question to the store has a deadline. While training goes on it is short, and a store that has
-been silent once is asked again only when a connection stands: opening it is left to a thread.
+Every question to the store has a deadline. While training waits for the answer it is short.
 """
 
 from __future__ import annotations
@@ -10,12 +9,8 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
@@ -27,8 +22,8 @@ PATIENCE = 3.0
 """Seconds that a question may take while training waits for it."""
 
 ABSENT = 0.3
-"""Seconds of them while nobody listens there: the store is being started again, and the next save
-asks it.
+"""Seconds of them while nobody listens at the store's address: it is being started again, and the
+next save asks it.
 """
 
 _made = 0  # how many this process has made: each has keys of its own
@@ -44,9 +39,7 @@ class CheckpointRegistry:
         global _made
         _made += 1
         self.topology, self._number, self._meetings = topology, _made, 0
-        self._asker: Store | None = None
-        self._opening: Future[Store] | None = None
-        self._silent = False
+        self._store: Store | None = None  # below the keys of the attempt
 
     def choose(
         self, mine: Sequence[HeldCheckpoint], how: str, place: str = "", **same: Any
@@ -111,13 +104,8 @@ class CheckpointRegistry:
         t = self.topology
         if t.islands == 1:
             return [note]
-        with self._asking(t.timeout, opening=t.question) as attempt:
-            return self._meet(attempt, note)
-
-    def _meet(self, attempt: Store, note: dict[str, Any]) -> list[dict[str, Any]]:
-        t, store = self.topology, self._below(attempt)
-        self._meetings += 1
-        store = store.under(f"meeting{self._meetings}")
+        attempt, self._meetings = self._attempt(t.timeout), self._meetings + 1
+        store = attempt.under(f"checkpoints{self._number}/meeting{self._meetings}")
         me = secrets.token_hex(8)
         if store.compare_set(f"start/{t.island}", "", me) != me:
             raise ValueError(
@@ -156,20 +144,22 @@ class CheckpointRegistry:
         nothing.
 
         Raises:
-            StoreSilent: no answer within `PATIENCE` seconds, or at once where the store has been
-                silent before.
+            StoreSilent: no answer within `PATIENCE` seconds.
         """
         t = self.topology
         if t.islands == 1:
             return [held]
-        with self._asking(PATIENCE, absent=ABSENT) as attempt:
-            store = self._below(attempt)
+        try:
+            store = self._attempt(PATIENCE, ABSENT).under(f"checkpoints{self._number}")
             store.set(f"held/{t.island}", json.dumps(held))
             said = {
                 i: store.note(key, f"island {i}")
                 for i in range(t.islands)
                 if store.get(key := f"held/{i}")
             }
+        except StoreSilent:
+            self._store = None  # when it answers again it may be another one
+            raise
         return [
             held if i == t.island else said.get(i)
             for i in range(t.islands)
@@ -178,46 +168,17 @@ class CheckpointRegistry:
 
     def close(self) -> None:
         """Drop the connection."""
-        self._asker = self._opening = None
+        self._store = None
 
-    @contextmanager
-    def _asking(
-        self, deadline: float, opening: float = 0.0, absent: float = math.inf
-    ) -> Iterator[Store]:
-        """The store, below the keys of the attempt, whose questions may take `deadline` seconds;
-        given up when it is silent. A connection may take `opening` seconds more: at the start its
-        own error says what to do.
+    def _attempt(self, seconds: float, absent: float = math.inf) -> Store:
+        """The store below the keys of the attempt. A question may take `seconds`, or `absent` where
+        nobody listens.
         """
-        if self._asker is None:
-            self._asker = self._connect(deadline + opening)
-        self._asker.deadline, self._asker.absent = deadline, absent
-        try:
-            yield self._asker
-        except StoreSilent:
-            self._asker, self._silent = None, True
-            raise
-
-    def _connect(self, deadline: float) -> Store:
-        where = self.topology.endpoint or "the world of this mesh"
-        self._opening = self._opening or _in_thread(self._open)
-        try:
-            store = self._opening.result(0 if self._silent else deadline)
-        except Late:  # the thread goes on: what it opens is there for a later question
-            self._silent = True
-            raise StoreSilent(
-                f"the store at {where} does not answer within {deadline:g} s"
-            ) from None
-        except BaseException:
-            self._opening = None
-            raise
-        self._opening, self._silent = None, False
+        if self._store is None:
+            self._store = self.topology.open_store(seconds).under(self.topology.prefix())
+        store = self._store.within(seconds)
+        store.absent = absent
         return store
-
-    def _open(self) -> Store:
-        return self.topology.open_store().under(self.topology.prefix())
-
-    def _below(self, attempt: Store) -> Store:
-        return attempt.under(f"checkpoints{self._number}")
 
 
 def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
@@ -234,17 +195,3 @@ def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
                 f"island a folder of its own, such as Path(folder) / topology.name"
                 f"{see('later-life')}"
             )
-
-
-def _in_thread(work: Any) -> Future[Any]:
-    """Not an executor's thread: it must not hold an interpreter that wants to end."""
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # handed to who waits
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
-    return done

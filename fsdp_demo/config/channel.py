@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from .parsing import one_of
-from .parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule, about
+from .parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule
 
 CHANGING = ("accumulator", "codec", "feedback", "reducer", "applier")
 """The parts of a channel that a `Phase` has."""
@@ -28,6 +28,16 @@ class Phase:
     A message is decoded and applied by the parts that held when it was sent. What is accumulated
     stays; the outer momentum begins at zero with the first message of the phase.
 
+    Attributes:
+        begin: a step (1, 2, ...), or a share of the run (between 0 and 1). A share becomes a step
+            when the run starts for the first time, if its steps are known
+            (`must_match={"steps": N}`); a phase without a step does not begin.
+        accumulator: as of the channel; one that is there stays.
+        codec: as of the channel; `transform` and `select` stay what they are.
+        feedback: as of the channel.
+        reducer: as of the channel; `weight` stays.
+        applier: as of the channel; rates, momentum and `sign` may change.
+
     Example:
         >>> from fsdp_demo import preset
         >>> channel = preset("sign_loco", switch=0.25).fixed(steps=1000).channels[0]
@@ -35,28 +45,12 @@ class Phase:
         (0.7, 1.5)
     """
 
-    begin: float = field(
-        metadata=about(
-            "a step (1, 2, ...), or a share of the run (between 0 and 1). A share becomes a step "
-            "when the run starts for the first time, if its steps are known "
-            '(`must_match={"steps": N}`); a phase without a step does not begin'
-        )
-    )
-    accumulator: Accumulator | None = field(
-        default=None, metadata=about("as of the channel; one that is there stays")
-    )
-    codec: Codec = field(
-        default_factory=Codec,
-        metadata=about("as of the channel; `transform` and `select` stay what they are"),
-    )
-    feedback: str = field(default="none", metadata=about("as of the channel"))
-    reducer: Reducer = field(
-        default_factory=Reducer, metadata=about("as of the channel; `weight` stays")
-    )
-    applier: Applier = field(
-        default_factory=Applier,
-        metadata=about("as of the channel; rates, momentum and `sign` may change"),
-    )
+    begin: float
+    accumulator: Accumulator | None = None
+    codec: Codec = field(default_factory=Codec)
+    feedback: str = "none"
+    reducer: Reducer = field(default_factory=Reducer)
+    applier: Applier = field(default_factory=Applier)
 
     def __post_init__(self) -> None:
         if not (0 < self.begin < 1 or (self.begin >= 1 and self.begin == int(self.begin))):
@@ -72,13 +66,27 @@ class Channel:
     """One thing that is exchanged, on its own schedule, with its own codec and its own way of being
     applied.
 
-    `include`, `exclude`, `uncompressed` and `no_transform` are shell patterns over parameter names:
-    what the channel covers, what is never exchanged, what a sparse channel sends whole, and what it
-    sends without the transform (embeddings, heads). `feedback` says what becomes of the rest in the
-    accumulator: "subtract" takes what was sent out of it (error feedback), "put_back" also adds the
-    mean, "none" leaves it. `after` names a channel that is applied first on the steps where both
-    act. Here each field is checked for itself; what has no meaning together is refused when the
-    channel enters an `ExchangeConfig`.
+    Patterns are shell patterns over parameter names. Here each field is checked for itself; what
+    has no meaning together is refused when the channel enters an `ExchangeConfig`.
+
+    Attributes:
+        name: name of the channel; begins dotted paths such as `NAME.codec.topk`.
+        source: what is sent: the gradient, the delta (anchor minus parameters), the parameters, or
+            a state of the optimizer.
+        schedule: when it acts.
+        accumulator: what it keeps between exchanges; null: nothing.
+        codec: how the source becomes bytes.
+        feedback: what leaves the accumulator: `none`: nothing; `subtract`: what was sent (error
+            feedback); `put_back`: what was sent, and the mean is added.
+        reducer: how the messages of all islands become one mean.
+        applier: how the mean acts.
+        include: shell patterns over parameter names: what the channel covers.
+        exclude: patterns: what is never exchanged.
+        uncompressed: patterns: what a sparse channel sends whole, beside what always goes whole.
+        no_transform: patterns: what it sends without the transform (embeddings, heads).
+        fragments: cuts the channel into fragments of layers; null: one piece.
+        after: name of a channel that is applied first on the steps where both act.
+        later: parts that change in the course of the run, in their order.
 
     Example: plain averaging of the parameters every 10 steps, as `local_sgd` does.
         >>> from fsdp_demo import Applier, Channel, SyncSchedule, ExchangeConfig
@@ -87,58 +95,21 @@ class Channel:
         True
     """  # noqa: E501
 
-    name: str = field(
-        metadata=about("name of the channel; begins dotted paths such as `NAME.codec.topk`")
-    )
-    source: str = field(
-        metadata=about(
-            "what is sent: the gradient, the delta (anchor minus parameters), the parameters, "
-            "or a state of the optimizer"
-        )
-    )
-    schedule: SyncSchedule = field(default_factory=SyncSchedule, metadata=about("when it acts"))
-    accumulator: Accumulator | None = field(
-        default=None, metadata=about("what it keeps between exchanges; null: nothing")
-    )
-    codec: Codec = field(default_factory=Codec, metadata=about("how the source becomes bytes"))
-    feedback: str = field(
-        default="none",
-        metadata=about(
-            "what leaves the accumulator: `none`: nothing; `subtract`: what was sent; "
-            "`put_back`: what was sent, and the mean is added"
-        ),
-    )
-    reducer: Reducer = field(
-        default_factory=Reducer, metadata=about("how the messages of all islands become one mean")
-    )
-    applier: Applier = field(default_factory=Applier, metadata=about("how the mean acts"))
-    include: tuple[str, ...] = field(
-        default=("*",),
-        metadata=about("shell patterns over parameter names: what the channel covers"),
-    )
-    exclude: tuple[str, ...] = field(
-        default=(), metadata=about("patterns: what is never exchanged")
-    )
-    uncompressed: tuple[str, ...] = field(
-        default=(),
-        metadata=about(
-            "patterns: what a sparse channel sends whole, beside [what always goes "
-            "whole](#what-goes-whole)"
-        ),
-    )
-    no_transform: tuple[str, ...] = field(
-        default=(), metadata=about("patterns: what it sends without the transform")
-    )
-    fragments: Fragments | None = field(
-        default=None, metadata=about("cuts the channel into fragments of layers; null: one piece")
-    )
-    after: str = field(
-        default="",
-        metadata=about("name of a channel that is applied first on the steps where both act"),
-    )
-    later: tuple[Phase, ...] = field(
-        default=(), metadata=about("parts that change in the course of the run, in their order")
-    )
+    name: str
+    source: str
+    schedule: SyncSchedule = field(default_factory=SyncSchedule)
+    accumulator: Accumulator | None = None
+    codec: Codec = field(default_factory=Codec)
+    feedback: str = "none"
+    reducer: Reducer = field(default_factory=Reducer)
+    applier: Applier = field(default_factory=Applier)
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    uncompressed: tuple[str, ...] = ()
+    no_transform: tuple[str, ...] = ()
+    fragments: Fragments | None = None
+    after: str = ""
+    later: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.state_name:

@@ -35,25 +35,25 @@ class ExchangeConfig:
     """A method: its channels, the inner optimizers it is defined for and its published learning
     rate.
 
-    Args:
+    Attributes:
         preset: name of the preset this came from, for logs.
         channels: what is exchanged.
         inner_optimizers: names of the inner optimizers the preset is defined for (lower-case class
             names such as "adamw"); "any" allows all, "as_is" switches the check off.
-        lr: published learning rate of the inner optimizer, None if there is none.
-        clip: largest gradient norm, or None. Where all that trains goes by gradient channels that
-            apply the plain mean, the mean is clipped; otherwise each replica clips its own gradient
-            before the step.
+        lr: published learning rate of the inner optimizer; null: there is none.
+        clip: largest gradient norm; null: nothing is clipped. Where all that trains goes by
+            gradient channels that apply the plain mean, the mean is clipped; otherwise each replica
+            clips its own gradient before the step.
         max_in_flight: most payloads of one channel that may be under way at once.
         clip_scope: "replica": each replica's own norm is clipped; "islands": one norm, the root
             mean square of the replicas' norms, at the cost of a message of 8 bytes and a round trip
             at every step, behind what is in flight.
         offload_outer_state: keep anchors and outer momentum in (pinned) host memory, from which the
             channel that is due fetches its own.
-        seed: of the positions of seeded selections.
-        norm_limit: a contribution whose norm is more than so many times that of the others is left
-            out of its message (`exchange/watch.py` says which norms; to about a fifth); null: none
-            is.
+        seed: number from which `random` draws its positions.
+        norm_limit: how many times the norm of the others the norm of a contribution may be, to
+            about a fifth; beyond that it is left out of its message (`exchange/watch.py` says which
+            norms). null: none is.
         own_tensors: shell patterns over names of buffers and frozen parameters that are each
             island's own: neither made equal at the start nor averaged (a queue of features, a
             teacher that is moved by hand).

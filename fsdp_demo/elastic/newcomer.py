@@ -27,7 +27,7 @@ from ..peers.connection import QueuedPiece as Moving
 from ..peers.header import WITHIN
 from ..peers.join_messages import LONGEST as LONGEST_HEAD
 from ..peers.join_messages import Expected, MessageHead, Tick, from_bytes, unpacked
-from ..peers.piece_header import LONGEST
+from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
 from ..peers.zeromq import bracketed
 from ..store.client import Store

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..errors import NotFinite
-from ..peers.digests import digest
 from ..peers.header import DIGESTS, PARAMETERS
 from .runtime import StepRuntime, drift
 
@@ -101,9 +100,10 @@ def equal(runtime: StepRuntime) -> bool:
     """Whether the trained parameters of all replicas are bit-equal now. All ranks of all islands
     call it at the same step.
     """
-    both = zip(runtime.host.tensors("parameter"), runtime.host.params, strict=True)
-    # behind what this thread has queued on a device
-    mark = digest([t for t, s in both if not s.frozen]) if runtime.peers is not None else b""
+    mark = b""
+    if runtime.peers is not None:  # behind what this thread has queued on a device
+        both = zip(runtime.host.tensors("parameter"), runtime.host.params, strict=True)
+        mark = agreement.digest([t for t, s in both if not s.frozen])
     same = runtime.queue.ask(lambda peers: agreement.all_equal(peers, mark, DIGESTS, runtime.step))
     return not runtime.island.any(same is False)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..config.channel import matches
 from ..errors import counted, see
 from ..hosts.base import TrainingHost, plain_name
-from ..peers.digests import sums
 from ..rendezvous.island import IslandGroup
 from .refusals import refuse_sparse
 from .runtime import StepRuntime
+from .watch import sums
 
 # What no optimizer of an island steps: frozen parameters and buffers that islands share, and a
 # look whether frozen parameters stay as they were made equal at `attach`.

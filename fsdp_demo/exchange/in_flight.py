@@ -25,8 +25,8 @@ from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP
-from .local_status import Said
-from .message import Ledger, MessageLayout
+from .ledger import Ledger
+from .message import MessageLayout, Said
 from .saved_state import History, InFlightState
 from .sending import ExchangeConnections, ExchangeRecord, MessageSender, PendingExchange
 from .watch import Norms, Watch

@@ -23,7 +23,7 @@ from ..rendezvous.island import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import summary
 from .in_flight import InFlightQueue
-from .message import LedgerPage
+from .ledger import LedgerPage
 from .runtime import StepRuntime
 from .sending import ExchangeConnections, ExchangeRecord
 

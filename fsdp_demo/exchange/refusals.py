@@ -16,8 +16,8 @@ from ..channels.channel import ChannelRunner
 from ..config.schema import ExchangeConfig
 from ..errors import Mismatch, see
 from ..hosts.base import TrainingHost
-from ..peers.digests import sums
 from ..rendezvous.island import IslandGroup
+from .watch import sums
 
 # Ranks of one island that hold the same shard must hold the same values: each of them sends a
 # part of it, and takes the rest from the others.

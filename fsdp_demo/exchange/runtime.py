@@ -38,15 +38,16 @@ from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
-from ..peers.digests import EVERY, total
 from ..peers.header import LEAVING
 from ..peers.join_messages import Tick
+from ..peers.votes import VotePace
 from ..rendezvous.island import IslandGroup, SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
 from .in_flight import InFlightQueue
-from .local_status import LocalStatus, Rewritten, VotePace, mean_rate
+from .message import LocalStatus, mean_rate
 from .refusals import Copies
+from .watch import EVERY, Rewritten, total
 
 log = logging.getLogger("fsdp_demo")
 

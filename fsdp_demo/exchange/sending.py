@@ -42,10 +42,10 @@ from ..peers.meter import Meter
 from ..rendezvous.island import IslandGroup
 from ..rendezvous.position import ShardPosition
 from ..rendezvous.topology import Topology
-from .local_status import Said, give_up
-from .message import Ledger, MessageLayout, Moved
+from .ledger import Ledger, Moved
+from .message import MessageLayout, Said
 from .saved_state import InFlightState
-from .watch import Norms, Watch
+from .watch import Norms, Watch, give_up
 
 # The connections of one rank: the peer group to the other islands with its worker, and the
 # control group inside its own. Opened and closed together.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
-from ..peers.digests import digest
+from ..elastic.agreement import digest
 from ..peers.header import PAYLOAD
 from ..peers.join_messages import DonorSnapshot, Expected, Following, Listed
 from . import snapshot_head

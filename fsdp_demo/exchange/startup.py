@@ -23,7 +23,6 @@ from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..hosts.base import TrainingHost, foreign_tensors
-from ..peers.digests import digest
 from ..peers.header import SETUP
 from ..rendezvous.island import IslandGroup
 from . import resume, run_specification
@@ -293,7 +292,7 @@ def sync_rest_from(
         differ = (
             peers is not None
             and peers.size > 1
-            and not agreement.all_equal(peers, digest(frozen), SETUP)
+            and not agreement.all_equal(peers, agreement.digest(frozen), SETUP)
         )
         if island.any(differ):
             raise ValueError(

@@ -1,11 +1,13 @@
-"""What one rank sees in the messages of all islands: replicas that are no longer equal, that are
-not finite or far from the others, that all say the same."""
+"""What one rank watches: in the messages of all islands, replicas that are no longer equal, that
+are not finite or far from the others, or that all say the same; between its own steps, parameters
+that something else than the optimizer writes.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -15,9 +17,14 @@ from torch import Tensor
 
 from ..elastic.peer_group import PeerGroup
 from ..errors import Mismatch, NotFinite, see
-from ..peers.digests import odd_ones
+from ..hosts.base import TrainingHost
 from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
-from .local_status import give_up
+
+LIMIT = 10
+"""Steps or contributions in a row that may be left out because they are not finite, or far from the
+others'. A replica that has as many does not come back by itself. Where islands come and go it
+ends with status 75, and joins again with the others' state; else it stops with an error, while
+its last checkpoint is still whole."""
 
 MESSAGES = 16
 """Messages of which the norms are remembered."""
@@ -282,3 +289,122 @@ class Watch:
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss
+
+
+def give_up(
+    run: float, peers: PeerGroup | None = None, what: str = "were not finite (NaN or Inf)"
+) -> None:
+    """End this island if `run` contributions in a row were left out, and LIMIT are allowed.
+
+    Args:
+        peers: of this rank. Where islands come and go and others train, the process ends with
+            status 75 and saves nothing: it comes back with their state.
+
+    Raises:
+        NotFinite: on a peer group of fixed members, or with nobody else.
+    """
+    if run < LIMIT:
+        return
+    text = f"gradients or parameters of this island {what} {run:.0f} times in a row"
+    if peers is not None and peers.elastic and peers.following is None and len(peers.alive) > 1:
+        peers.expel(text)
+    raise NotFinite(
+        f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. "
+        "The other islands have taken nothing of "
+        f"it{see('not-finite')}"
+    )
+
+
+# ---- sums of the bits of tensors, and what they are compared for -------------------------------
+
+EVERY = 50
+"""Steps between two comparisons, at least. A sum takes about as long as reading the tensors once; a
+step takes hundreds of times that.
+"""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it adds up on a CPU
+
+
+def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The bits of `tensors` as whole numbers of the size of their elements, added up modulo 2^64:
+    int64 scalar on `device`.
+    """
+    sums = [
+        piece.view(_WORDS[t.element_size()]).sum(dtype=torch.int64)
+        for t in tensors
+        for piece in t.detach().contiguous().view(-1).split(_PIECE)
+        if t.numel()
+    ]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
+
+
+def sums(tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
+    """`total` of each tensor, 0 for None; read from `device` in one go."""
+    each = [total([] if t is None else [t], device) for t in tensors]
+    return list(torch.stack(each).cpu().tolist()) if each else []
+
+
+def odd_ones(totals: Sequence[int | None]) -> list[int]:
+    """Which of the replicas' sums are not what more than half of them say; all, where no sum has so
+    many. None: not compared.
+
+    Example:
+        >>> from fsdp_demo.exchange.watch import odd_ones
+        >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
+        ([2], [0, 1], [])
+    """
+    known = [t for t in totals if t is not None]
+    if len(set(known)) < 2:
+        return []
+    most = max(set(known), key=known.count)
+    sure = 2 * known.count(most) > len(known)
+    return [j for j, t in enumerate(totals) if t is not None and (t != most or not sure)]
+
+
+class Rewritten:
+    """Parameters that are written between an exchange and the step after it, by something else than
+    the base optimizer: a wrapper around it with its own copy, weight clipping, code of the loop.
+
+    The sum of their bits at the end of a step that exchanged is compared with that ahead of the
+    next one, every `EVERY` steps. Nothing is read on a device.
+
+    Args:
+        host: of the parameters.
+    """
+
+    def __init__(self, host: TrainingHost):
+        self._host = host
+        self._exchanged, self._next = False, 0
+        self._left: Tensor | None = None
+        self._found: float | Tensor = 0.0
+
+    def exchanged(self) -> None:
+        """An exchange writes parameters: those noted before are no longer right."""
+        self._exchanged, self._left = True, None
+
+    def note(self, step: int) -> None:
+        """Step `step` has ended. Parameters are right now, if it exchanged any."""
+        if self._exchanged and step >= self._next:
+            self._left, self._next = self._sum(), step + EVERY
+        self._exchanged = False
+
+    def compare(self, aside: bool) -> None:
+        """Ahead of a step. aside: steps that do not count were taken meanwhile."""
+        if self._left is not None and not aside:
+            self._found = self._found + (self._sum() != self._left).float()
+        self._left = None
+
+    def forget(self) -> None:
+        """Whoever has written parameters had the right to, or the run begins anew."""
+        self._exchanged, self._left, self._next = False, None, 0
+
+    def take(self) -> float | Tensor:
+        """How many comparisons have found other parameters since the last call."""
+        found, self._found = self._found, 0.0
+        return found
+
+    @torch.no_grad()
+    def _sum(self) -> Tensor:
+        tensors = zip(self._host.tensors("parameter"), self._host.params, strict=True)
+        return total([t for t, p in tensors if t is not None and not p.frozen], self._host.device)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import zmq
 
 from ..net.tcp import HANDSHAKE_MS, keep_alive
-from . import piece_header
+from . import pieces
 from .connection import WAITING, PeerConnection, QueuedPiece
 
 LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
@@ -72,7 +72,7 @@ class Poller:
         """A new socket with what all of them have in common."""
         made = self.context.socket(zmq.PAIR)
         made.sndhwm = made.rcvhwm = WAITING
-        made.maxmsgsize = piece_header.LARGEST + SEALED
+        made.maxmsgsize = pieces.LARGEST + SEALED
         made.linger = 0
         # never by itself: what was under way is lost with a connection
         made.reconnect_ivl = 2**31 - 1
@@ -107,7 +107,7 @@ class Poller:
     def other_socket(self, kind: int) -> Any:
         """A socket for what is not a connection of a peer group."""
         made = self.context.socket(kind)
-        made.linger, made.maxmsgsize = 0, piece_header.LONGEST
+        made.linger, made.maxmsgsize = 0, pieces.LONGEST
         made.handshake_ivl = HANDSHAKE_MS
         return made
 

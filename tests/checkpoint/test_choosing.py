@@ -283,7 +283,7 @@ def test_registry_islands_not_begun():
         for i in (0, 1, 2, 3)
     }
     for registry in boards.values():
-        registry._asker, registry._number = store, 1
+        registry._store, registry._number = store, 1
     for i in (2, 3):
         store.set(
             f"checkpoints1/meeting1/note/{i}",

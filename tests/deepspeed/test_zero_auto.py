@@ -13,8 +13,8 @@ import torch
 
 import deepspeed_ext
 from deepspeed_ext.wrappers import adapter
+from fsdp_demo import Link
 from fsdp_demo.config.auto import MEASURED, undecided
-from fsdp_demo.tools.doctor.reading import LinkReading
 
 from ..support import zero
 
@@ -36,8 +36,8 @@ def gradients_at_once(made: Any) -> list[int]:
 def test_zero_auto_equals_chosen_method(run_ranks: Any, everywhere: Any, stage: str) -> None:
     """An `auto` run equals the run that begins with the chosen method at the choice."""
 
-    def reading(peers: Any, island: Any) -> LinkReading | None:
-        return None if peers is None else LinkReading(1e5, 0.02)
+    def reading(peers: Any, island: Any) -> Link | None:
+        return None if peers is None else Link(1e5, 0.02)
 
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
 
@@ -73,8 +73,8 @@ def test_zero_auto_resume(run_ranks: Any, everywhere: Any, tmp_path: Path, lost:
     `attach`. An island whose folder is lost gets the method from the others.
     """
 
-    def reading(peers: Any, island: Any) -> LinkReading | None:
-        return None if peers is None else LinkReading(1e5, 0.02)
+    def reading(peers: Any, island: Any) -> Link | None:
+        return None if peers is None else Link(1e5, 0.02)
 
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
     saved_at, end = MEASURED + 6, 24

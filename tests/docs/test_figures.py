@@ -45,6 +45,8 @@ PLACE = {
     for page, names in {
         "README.md": "methods",
         "docs/methods.md": "all-methods",
+        "docs/configuration.md": "keys keys-channels keys-schedule keys-accumulator keys-codec"
+        " keys-reducer keys-applier keys-fragments keys-later preset-keywords",
         "docs/measured/results-plan.md": "uplinks slow-predict",
         "docs/measured/results-doctor.md": "doctor",
         "docs/measured/results.md": "quickstart-settings slow-methods slow-delay",

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_demo.errors import ANCHORS, PAGE, see
+from fsdp_demo.errors import PAGE, see
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^### .*?\{#([\w-]+)\}\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+ANCHORS = list(SECTIONS)
 SOURCES = {
     f: f.read_text(encoding="utf-8")
     for top in ("fsdp_demo", "deepspeed_ext")
@@ -20,9 +21,8 @@ SOURCES = {
 CALL = re.compile(r"""\bsee\(\s*["']([\w-]+)["']\s*\)""")
 
 
-def test_the_page_and_the_code_have_the_same_anchors() -> None:
-    assert re.findall(r"\{#([\w-]+)\}", TEXT) == list(ANCHORS)
-    assert list(SECTIONS) == list(ANCHORS) and len(ANCHORS) >= 25
+def test_every_anchor_of_the_page_has_a_section() -> None:
+    assert re.findall(r"\{#([\w-]+)\}", TEXT) == ANCHORS and len(ANCHORS) >= 25
 
 
 def test_every_anchor_is_referred_to_and_no_other() -> None:

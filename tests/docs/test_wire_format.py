@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp_demo.config.names import FORMATS
-from fsdp_demo.peers import header, piece_header
+from fsdp_demo.peers import header, pieces
 from fsdp_demo.store.messages import Answer, Question
 
 from ..support.sealed import seal
@@ -34,7 +34,7 @@ def tables(first: str) -> list[list[list[str]]]:
 LAYOUTS = dict(zip(("header", "frame"), tables("offset"), strict=True))
 STRUCTS = {
     "header": header.HEADER,
-    "frame": piece_header.FRAME,
+    "frame": pieces.FRAME,
 }
 
 
@@ -69,7 +69,7 @@ def test_versions_kinds_flags_and_statuses() -> None:
     versions = {row[1].strip("`"): int(row[2]) for row in tables("what")[0]}
     assert (
         versions[header.MAGIC.decode()] == header.VERSION
-        and versions[piece_header.MAGIC.decode()] == piece_header.VERSION
+        and versions[pieces.MAGIC.decode()] == pieces.VERSION
     )
     (messages,) = ({row[1].strip("`"): int(row[0]) for row in t} for t in tables("kind"))
     assert len(messages) == len(header.KINDS) and all(

@@ -26,12 +26,13 @@ from fsdp_demo.errors import WireError
 from fsdp_demo.membership import protocol_events
 from fsdp_demo.membership.machine import entered
 from fsdp_demo.membership.protocol_types import Member, first_record
-from fsdp_demo.peers.collectives import ReceivedMessage, part_of_mean, shares, whole
-from fsdp_demo.peers.header import DIGESTS, HEADER, PARAMETERS, PAYLOAD, QUESTION, Header
+from fsdp_demo.peers.collectives import ReceivedMessage, whole
+from fsdp_demo.peers.header import DIGESTS, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.peers.join_messages import LONGEST, DonorSnapshot, Expected, Tick, packed, unpacked
 from fsdp_demo.peers.zeromq import Meeting
 
 from ..support.elastic import Islands
+from ..support.sealed import part_of_mean, shares
 
 LAST = 8
 WAIT = 15.0
@@ -288,10 +289,7 @@ def test_means_travel_in_their_code(count: int) -> None:
     spans = [(9000, "int8"), (4097, "int4"), (5000, "bf16"), (10, "fp32")]
     sent = [shares([(torch.randn(n), code) for n, code in spans], count) for _ in range(count)]
     weights = [[1.0] * count] * len(spans)
-    parts = [
-        part_of_mean([s[j][HEADER.size :] for s in sent], spans, weights, j)[HEADER.size :]
-        for j in range(count)
-    ]
+    parts = [part_of_mean([s[j] for s in sent], spans, weights, j, count) for j in range(count)]
     means = whole(list(parts), spans)
     arrived = ReceivedMessage(
         [Header(0, 3)] * count,

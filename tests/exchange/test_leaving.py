@@ -18,7 +18,6 @@ from fsdp_demo import preset
 from fsdp_demo.config.channel import Channel
 from fsdp_demo.config.parts import Applier, Codec, Reducer, SyncSchedule
 from fsdp_demo.config.schema import ExchangeConfig
-from fsdp_demo.exchange import local_status
 
 from .test_survivors import Small, backward
 
@@ -99,7 +98,7 @@ def test_leave_all_ranks_at_one_step(run_ranks, everywhere) -> None:
     """All ranks of an island leave at one step. Two copies, both active; the signal comes to both,
     at unlike moments.
     """
-    everywhere.setattr(local_status, "VOTE_EVERY", 0.0)  # they leave after the very step
+    everywhere.setattr("fsdp_demo.peers.votes", "VOTE_EVERY", 0.0)  # they leave after the very step
     found = run_ranks(trained, 3, 2, env=ENV, args=(plain(),), check=False)
     values = ended(found, 2)
     rounds = [4 * sum(GRADIENTS) / 3, (4 * 15 + 4 * 45 + 0.5 * 2 * 30) / 2.5, 4 * (15 + 45) / 2]

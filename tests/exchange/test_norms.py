@@ -14,8 +14,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, NotFinite, PeerLost, Topology, preset
-from fsdp_demo.exchange.local_status import LIMIT
-from fsdp_demo.exchange.watch import LEAST, MESSAGES, Kept, Norms
+from fsdp_demo.exchange.watch import LEAST, LIMIT, MESSAGES, Kept, Norms
 from fsdp_demo.peers.header import FAR, HEADER, NOT_FINITE, Header, norm_code, norm_of
 
 from ..support import probe

@@ -12,7 +12,7 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, NotFinite, PeerLost, Topology, preset
-from fsdp_demo.exchange.local_status import LIMIT
+from fsdp_demo.exchange.watch import LIMIT
 
 from ..support import probe
 from ..support.threaded import islands, values

@@ -17,7 +17,8 @@ import torch
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Mismatch, PeerLost, Topology, WireError, preset
 from fsdp_demo.elastic import agreement
-from fsdp_demo.peers import digests, header
+from fsdp_demo.exchange import watch
+from fsdp_demo.peers import header
 
 from ..elastic.test_peer_group import on_lines
 from ..support import threaded
@@ -273,11 +274,11 @@ def test_digest_sums_and_odd_ones() -> None:
         t = torch.randn(1000, generator=g).to(dtype)
         words = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
         assert (
-            int(digests.total([t], t.device)) % 2**64 == sum(int(w) for w in words.tolist()) % 2**64
+            int(watch.total([t], t.device)) % 2**64 == sum(int(w) for w in words.tolist()) % 2**64
         )
-        assert int(digests.total([t[:400], t[400:]], t.device)) == int(digests.total([t], t.device))
-    assert int(digests.total([torch.empty(0)], torch.device("cpu"))) == 0
-    assert [digests.odd_ones(v) for v in ([1, 1], [1, 2], [1, 1, 2], [1, 2, 3], [None, 2, 2], [None, 2, 3])] == [  # noqa: E501
+        assert int(watch.total([t[:400], t[400:]], t.device)) == int(watch.total([t], t.device))
+    assert int(watch.total([torch.empty(0)], torch.device("cpu"))) == 0
+    assert [watch.odd_ones(v) for v in ([1, 1], [1, 2], [1, 1, 2], [1, 2, 3], [None, 2, 2], [None, 2, 3])] == [  # noqa: E501
         [], [0, 1], [2], [0, 1, 2], [], [1, 2],
     ]  # fmt: skip
 

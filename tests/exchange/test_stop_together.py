@@ -19,7 +19,6 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
-from fsdp_demo.exchange import local_status
 
 from .test_survivors import Small, backward
 
@@ -176,7 +175,7 @@ def test_stop_islands_of_two_ranks(
     run_ranks: Any, tmp_path: Path, everywhere: Any, case: str
 ) -> None:
     """Islands of two ranks that are told to stop resume bit for bit."""
-    everywhere.setattr(local_status, "VOTE_EVERY", 0.0)
+    everywhere.setattr("fsdp_demo.peers.votes", "VOTE_EVERY", 0.0)
     check(run_ranks, tmp_path, case, {0: 9, 1: 10}, ranks=2)
 
 

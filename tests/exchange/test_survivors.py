@@ -17,7 +17,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.elastic import failure_detector
-from fsdp_demo.exchange.local_status import LIMIT
+from fsdp_demo.exchange.watch import LIMIT
 
 try:
     import zmq

@@ -16,7 +16,7 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.errors import Mismatch
 from fsdp_demo.exchange import run_specification
-from fsdp_demo.exchange.local_status import mean_rate
+from fsdp_demo.exchange.message import mean_rate
 from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..hosts.test_tick import Net

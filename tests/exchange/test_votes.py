@@ -17,8 +17,8 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
-from fsdp_demo.exchange import local_status
-from fsdp_demo.exchange.local_status import VOTE_STEPS, VotePace
+from fsdp_demo.peers import votes as pacing
+from fsdp_demo.peers.votes import VOTE_STEPS, VotePace
 
 from ..support import probe
 from ..support.everywhere import Everywhere
@@ -56,7 +56,7 @@ class Votes:
 def test_vote_first_step_then_each_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks vote at the first step, and then about once a second."""
     now = [100.0]
-    monkeypatch.setattr(local_status.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pacing.time, "monotonic", lambda: now[0])
     ranks = [VotePace(), VotePace()]
     voted, steps = [], []
     for step in range(400):
@@ -144,7 +144,7 @@ def test_vote_at_send_and_apply(
     """The ranks vote when an exchange leaves and when it is applied, also with a delay; both
     islands agree in the end.
     """
-    everywhere.setattr(local_status, "VOTE_EVERY", 1e9)  # else at most every VOTE_STEPS steps
+    everywhere.setattr(pacing, "VOTE_EVERY", 1e9)  # else at most every VOTE_STEPS steps
 
     def run(me: Any) -> Any:
         votes = Votes(config)
@@ -170,7 +170,7 @@ def test_vote_stop_together_lands_with_exchange(
 ) -> None:
     """`request_stop(together=True)` on one rank: at the same step on all ranks of all islands."""
     config = preset("diloco", period=8, inner_optimizers="as_is").changed({"schedule.delay": 3})
-    everywhere.setattr(local_status, "VOTE_EVERY", 1e9)
+    everywhere.setattr(pacing, "VOTE_EVERY", 1e9)
 
     def run(me: Any) -> Any:
         votes = Votes(config)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
@@ -186,14 +186,12 @@ def test_accelerate_moved_internals_named(run_ranks):
 
     def moved(rank):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(integration, "turn_fsdp_on_for_cpu", lambda *_: None)
+            patch.setattr(Accelerator, "is_fsdp2", False)
+            patch.setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)
             with pytest.raises(RuntimeError, match="did not turn FSDP2 on .*accelerate "):
                 integration.accelerator()
         AcceleratorState._reset_state(True)
-        accelerator = integration.accelerator(shard=False)
-        del AcceleratorState._shared_state["device_mesh"]
-        with pytest.raises(RuntimeError, match="needs device_mesh, which Accelerate no longer has"):
-            integration.turn_fsdp_on_for_cpu(accelerator, integration._plugin(None, True, None))
+        integration.accelerator(shard=False)
         with pytest.raises(RuntimeError, match="model.embed_tokens.weight is not sharded"):
             integration.check_axes(llama(), 2)
         return os.environ["ACCELERATE_USE_FSDP"]

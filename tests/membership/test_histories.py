@@ -25,10 +25,11 @@ from fsdp_demo.elastic import connect
 from fsdp_demo.elastic.failure_detector import FailureDetector
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.peers import collectives
-from fsdp_demo.peers.header import HEADER, NORM, NOT_FINITE, PAYLOAD, QUESTION
+from fsdp_demo.peers.header import NORM, NOT_FINITE, PAYLOAD, QUESTION
 
 from ..support.cases import named
 from ..support.elastic import Islands, exchanged
+from ..support.sealed import shares
 
 B, C = Member(1), Member(2)
 DEAD, MEETING = 10.0, 600.0
@@ -335,10 +336,8 @@ def test_coded_for_fewer_a_vector_is_coded_to_the_same_values_among_fewer_island
 def received(code: str, v: Tensor, size: int) -> Tensor:
     """What `size` islands decode of the shares of one vector, put together."""
     parts = zip(
-        collectives.shares([(v, code)], size),
+        shares([(v, code)], size),
         collectives.legs([(v.numel(), code)], size)[0],
         strict=True,
     )
-    return torch.cat(
-        [dense.decode(code, share[HEADER.size :], span[0][0]) for share, span in parts]
-    )
+    return torch.cat([dense.decode(code, share, span[0][0]) for share, span in parts])

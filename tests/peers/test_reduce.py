@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fsdp_demo.compression import dense
 from fsdp_demo.peers import collectives
-from fsdp_demo.peers.header import HEADER
+
+from ..support.sealed import part_of_mean
 
 CODES = ["fp32", "bf16", "int8", "int4", "2bit"]
 LENGTHS = [1, 4095, 3 * 4096 + 5, 300_001]
@@ -54,11 +55,11 @@ def test_means_are_those_of_the_formula(codes: list[str], weights: list[float]) 
         bodies = [
             collectives.own_part(mine_sent, 3, mine)
             if rank == mine
-            else collectives.shares(mine_sent, 3)[mine][HEADER.size :]
+            else collectives.share(mine_sent, 3, mine)
             for rank, mine_sent in enumerate(every)
         ]
-        part = collectives.part_of_mean(bodies, spans, [weights] * len(spans), mine, 3)
-        coded.append(part[HEADER.size :])
+        part = part_of_mean(bodies, spans, [weights] * len(spans), mine, 3)
+        coded.append(part)
     found = collectives.whole(coded, spans)
     for mine, theirs in zip(found, by_the_formula(every, weights), strict=True):
         assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))

@@ -28,7 +28,7 @@ import report  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
-from fsdp_demo.integrations.trainer.state import replica_tree  # noqa: E402
+from fsdp_demo.hosts.base import local_part  # noqa: E402
 
 from ..support.cases import named  # noqa: E402
 
@@ -108,6 +108,16 @@ class Run:
         return {"rows": self.rows, "losses": self.losses, "end": self.end, "steps": self.steps}
 
 
+def replica(optimizers):
+    """The local parts of parameters and optimizer states."""
+    pairs = [(o, p) for o in optimizers for group in o.param_groups for p in group["params"]]
+    states = [[v for v in o.state.get(p, {}).values() if torch.is_tensor(v)] for o, p in pairs]
+    return {
+        "parameters": [local_part(p) for _, p in pairs],
+        "optimizer": [[local_part(v) for v in state] for state in states],
+    }
+
+
 def train(rank, source, output, options, at=None):
     """`pretrain.main()`; `at` (step -> action) is called after that step."""
     run, attach = Run(), fsdp_demo.attach
@@ -124,9 +134,7 @@ def train(rank, source, output, options, at=None):
         def finished(*args, **kwargs):
             if run.end:  # the second call closes
                 return finish(*args, **kwargs)
-            run.end = leaves(
-                {**replica_tree(exchange.optimizers), "exchange": exchange.state_dict()}
-            )
+            run.end = leaves({**replica(exchange.optimizers), "exchange": exchange.state_dict()})
             finish(*args, **kwargs)
 
         exchange.finish = finished

@@ -19,7 +19,7 @@ sys.path.insert(0, str(RECIPES))
 
 import report  # noqa: E402
 
-from fsdp_demo.exchange.message import LedgerPage, Moved  # noqa: E402
+from fsdp_demo.exchange.ledger import LedgerPage, Moved  # noqa: E402
 from fsdp_demo.exchange.readings import Activity  # noqa: E402
 
 PARAMETERS = 1000

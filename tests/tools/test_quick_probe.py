@@ -54,7 +54,6 @@ def test_quick_probe_equal_on_all_islands(run_ranks, count) -> None:
         assert len(readings) == 1
         (reading,) = readings
         assert reading.rtt > 0 and reading.bits_per_second > 1e4
-        assert reading.link == Link(reading.bits_per_second, reading.rtt)
         for _, meter in found.values():
             assert meter.setup_bytes > SIZES[0] and meter.bytes_sent == 0
 

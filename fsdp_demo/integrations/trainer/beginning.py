@@ -118,7 +118,8 @@ class Beginning:
                 f"{exchange.step}: resume all from one step"
             )
         elif state.global_step and not self.fresh:
-            restore_local(self._folder(trainer), exchange, engine is not None)
+            folder = self._folder(trainer)
+            restore_local(folder, exchange, trainer.model_wrapped, engine is not None)
             exchange.accept_parameters()
         return exchange
 

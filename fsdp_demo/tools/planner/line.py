@@ -19,7 +19,7 @@ from math import ceil, floor
 
 from ...elastic.chunks import streams
 from ...net.link import TCP_SHARE, Link
-from ...peers.piece_header import LARGEST
+from ...peers.pieces import LARGEST
 from .counting import Leg
 
 SEGMENT = 1448  # payload bytes

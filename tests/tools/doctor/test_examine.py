@@ -10,6 +10,7 @@ import resource
 import pytest
 
 from fsdp_demo import PeerLost, Topology
+from fsdp_demo.files import from_json, to_json
 from fsdp_demo.tools.doctor import examine as examining
 from fsdp_demo.tools.doctor import reach
 from fsdp_demo.tools.doctor.examine import examine, tournament
@@ -160,8 +161,8 @@ def test_doctor_records_json_round_trip() -> None:
         Reach(0, 1, "ok", forth=True),
         Direction(0, 1, mbit_s={"1": 2.0}, error="x"),
     ):
-        note = json.loads(json.dumps({**record.note(), "of_a_later_release": math.pi}))
-        assert type(record).of(note) == record
+        note = {**json.loads(to_json(record)), "of_a_later_release": math.pi}
+        assert from_json(json.dumps(note), type(record), "a record") == record
 
 
 def test_doctor_summary_needs_all_directions() -> None:

@@ -21,6 +21,7 @@ from fsdp_demo.tools.doctor.measured import (
     Island,
     Reach,
 )
+from fsdp_demo.tools.doctor.reading import as_json
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 
@@ -307,7 +308,8 @@ def test_doctor_findings_order() -> None:
     assert names(found) == ["one-sided-firewall", "packet-loss", "slow-disk"]
     for finding in findings(found):
         assert finding.see == f"docs/doctor.md#{finding.name}"
-        assert finding.note().keys() == {"name", "says", "cure", "stops", "see"}
+    for note in as_json(found, findings(found))["findings"]:
+        assert note.keys() == {"name", "says", "cure", "stops", "see"}
 
 
 def test_doctor_findings_rule_names() -> None:

@@ -31,7 +31,7 @@ def asked(name: str, capsys: pytest.CaptureFixture[str], *more: str) -> list[flo
     """What the command says for the targets."""
     size, exchange, changes = ASKED[name]
     words = ["plan", "--params", "1B", "--layers", "24", "--islands", "2", "--step-time", "0.1s"]
-    words += ["--bytes-per-param", str(size), "--no-compression-time", "--exchange", exchange]
+    words += ["--as-simulated", str(size), "--exchange", exchange]
     words += ["--set", *changes] * bool(changes)
     assert main([*words, "--target-utilisation", ",".join(map(str, WANTED)), "--json", *more]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -1,18 +1,107 @@
-"""Where the pieces go that arrive on one connection: into the room that waits for them, aside if
-they come early, or away.
+"""The pieces of messages on the connections between islands (`zeromq.py`): the frame before each,
+and where it goes when it arrives.
 
-Bookkeeping alone, without a socket and without a clock. Nothing here is copied: a connection asks
-`place` with the frame of a piece, before it reads the piece itself.
+A frame has 36 bytes, little-endian:
+
+    4s   magic "FDXP"
+    u8   version
+    u8   kind
+    u16  zero
+    u32  epoch
+    u32  number of the message on its peer group
+    u32  piece of that message on this connection, from 0
+    u64  bytes of the piece
+    u32  newest record that the sender knows
+    u32  messages that it has delivered
+
+The last two are for `membership/machine.py`. A frame is read before any room is made for its
+piece. What a message says about itself stands in `header.py`, within its first piece.
+
+A piece that arrives goes into the room that waits for it, aside if it comes early, or away. That is
+bookkeeping alone, without a socket and without a clock. Nothing is copied: a connection asks
+`Inbox.place` with the frame of a piece, before it reads the piece itself.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import WireError
-from .piece_header import PieceHeader
+
+MAGIC, VERSION = b"FDXP", 2
+FRAME = struct.Struct("<4sBBHIIIQII")
+
+HELLO, PIECE, NOTE = range(3)
+"""NOTE: a short word (JSON) that nobody waits for; it belongs to no message, and overtakes all
+pieces that wait.
+"""
+
+LARGEST = 1 << 20
+"""Bytes of a piece at most: nobody can make a receiver allocate more at a time."""
+
+LONGEST = 1 << 16
+"""Bytes of a note at most."""
+
+
+class PieceHeader(NamedTuple):
+    """What a piece says about itself."""
+
+    kind: int
+    epoch: int
+    number: int
+    piece: int
+    length: int
+    record: int = 0
+    landed: int = 0
+
+    def pack(self) -> bytes:
+        """The 36 bytes."""
+        return FRAME.pack(
+            MAGIC,
+            VERSION,
+            self.kind,
+            0,
+            self.epoch,
+            self.number,
+            self.piece,
+            self.length,
+            self.record,
+            self.landed,
+        )
+
+
+def read(data: bytes) -> PieceHeader:
+    """The frame in `data`.
+
+    Raises:
+        WireError: it is none, or announces more than `LARGEST` bytes.
+    """
+    if len(data) != FRAME.size:
+        raise WireError(
+            f"a frame of {len(data)} bytes, expected {FRAME.size}: somebody else connects here, or "
+            "another release"
+        )
+    magic, version, kind, _, *rest = FRAME.unpack(data)
+    if magic != MAGIC or version != VERSION:
+        wanted = f"expected {MAGIC!r} version {VERSION}"
+        raise WireError(
+            f"a frame starts with {magic!r} version {version}, {wanted}: use one release everywhere"
+        )
+    if kind not in (HELLO, PIECE, NOTE):
+        raise WireError(
+            f"a frame of kind {kind}, known are {HELLO} to {NOTE}: use one release everywhere"
+        )
+    frame = PieceHeader(kind, *rest)
+    if frame.length > (LONGEST if kind == NOTE else LARGEST):
+        raise WireError(
+            f"a piece of {frame.length} bytes is announced, allowed are "
+            f"{LONGEST if kind == NOTE else LARGEST}"
+        )
+    return frame
+
 
 EARLY = 16 << 20
 """Bytes of pieces for which nobody waits yet that one connection keeps; more stay with the sender.
@@ -23,7 +112,7 @@ so it is more than the kernels of both sides hold by default."""
 class NoRoom(Enum):
     """What becomes of a piece that has no room of its own."""
 
-    DROP = "its message is over"
+    DROP = "it is of an earlier epoch"
     ASIDE = "it is early: keep it"
     LATER = "it is early, and enough is kept, or it is of a later epoch: do not read it yet"
 
@@ -37,11 +126,10 @@ class Inbox:
     Attributes:
         rooms: what waits, by number of the message, in order. kept: pieces that came before their
             room, likewise.
-        over: messages up to this number have ended.
     """
 
     def __init__(self, epoch: int):
-        self.epoch, self.over = epoch, 0
+        self.epoch = epoch
         self.rooms: dict[int, deque[Any]] = {}
         self.kept: dict[int, deque[Any]] = {}
         self._bytes, self._taken = 0, Counts()
@@ -55,7 +143,7 @@ class Inbox:
         """
         if frame.epoch > self.epoch:
             return NoRoom.LATER
-        if frame.epoch < self.epoch or frame.number <= self.over:
+        if frame.epoch < self.epoch:
             return NoRoom.DROP
         rooms = self.rooms.get(frame.number)
         if not rooms and self._bytes + frame.length > EARLY:
@@ -93,14 +181,6 @@ class Inbox:
             return data
         self.rooms.setdefault(number, deque()).append(room)
         return None
-
-    def end(self, number: int) -> None:
-        """Messages up to `number` are over: what was kept of them goes, and what comes of them is
-        dropped.
-        """
-        self.over = max(self.over, number)
-        self.kept = {n: pieces for n, pieces in self.kept.items() if n > self.over}
-        self._bytes = sum(size for pieces in self.kept.values() for _, size in pieces)
 
     def withdraw(self) -> list[Any]:
         """Take all rooms back."""

@@ -1,8 +1,11 @@
-"""`fsdp-demo store`: serve the store where islands meet."""
+"""The commands beside a run: `store` serves the store where its islands meet, `status` says which
+islands take part and how far they are.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -10,17 +13,19 @@ from pathlib import Path
 
 from ..launch.command_line import Commands
 
-EXAMPLE = "fsdp-demo store --bind 10.0.0.1:29400"
-
 OPEN_FILES = 1 << 16  # descriptors: one for each connection of each rank of all islands
 
-BIND_HELP = "a private address of this machine; port 0 picks a free one"
 
-
-def add(commands: Commands) -> None:
+def add_store(commands: Commands) -> None:
+    """Add the parser of `fsdp-demo store`."""
     sub = commands.add_parser("store", help="serve the store where islands meet, until stopped")
-    sub.example(EXAMPLE)
-    sub.add_argument("--bind", required=True, metavar="ADDR:PORT", help=BIND_HELP)
+    sub.example("fsdp-demo store --bind 10.0.0.1:29400")
+    sub.add_argument(
+        "--bind",
+        required=True,
+        metavar="ADDR:PORT",
+        help="a private address of this machine; port 0 picks a free one",
+    )
     sub.add_argument(
         "--file",
         metavar="PATH",
@@ -67,3 +72,26 @@ def store(args: argparse.Namespace) -> int:
         )
     served.serve_until(signals)
     return 0
+
+
+def add_status(commands: Commands) -> None:
+    """Add the parser of `fsdp-demo status`."""
+    sub = commands.add_parser(
+        "status",
+        help="say which islands take part in a run, and how far they are (ISLAND_ENDPOINT, "
+        "ISLAND_RUN)",
+    )
+    sub.example("ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_RUN=first-try fsdp-demo status")
+    sub.add_argument("--json", action="store_true", help="print one object")
+    sub.set_defaults(run_command=status)
+
+
+def status(args: argparse.Namespace) -> int:
+    """Say who the members of a run are and how far they are; 1 if nobody answers."""
+    from ..rendezvous.run_status import members, text
+    from ..rendezvous.topology import Topology
+
+    topology = Topology.from_env({"ISLAND_COUNT": "2", **os.environ, "ISLAND_RANK": "0"})
+    found = members(topology.open_store(10.0), topology.run, topology.token)
+    print(json.dumps(found, indent=2) if args.json else text(found))
+    return 0 if any(not one.get("silent") for one in found["members"]) else 1
