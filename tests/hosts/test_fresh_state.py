@@ -106,7 +106,8 @@ def bits(tensors: Any) -> list[bytes]:
     return [t.detach().numpy().tobytes() for t in tensors]
 
 
-def test_every_optimizer_of_torch_is_known_here() -> None:
+def test_fresh_state_covers_every_optimizer_of_torch() -> None:
+    """Each optimizer of torch is in the tables of this file."""
     found = {
         n
         for n, c in vars(torch.optim).items()
@@ -116,8 +117,10 @@ def test_every_optimizer_of_torch_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("name, options", cases())
-def test_one_replica_is_plain_training(name: str, options: dict[str, Any]) -> None:
-    """`full` without clipping, 20 steps, bit for bit."""
+def test_fresh_state_one_replica_is_plain_training(name: str, options: dict[str, Any]) -> None:
+    """One replica under `full` without clipping trains as without an exchange: 20 steps, bit for
+    bit.
+    """
     ends = []
     for attached in (True, False):
         model = net(name)
@@ -137,8 +140,10 @@ def test_one_replica_is_plain_training(name: str, options: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "name, options", [c for c in cases() if c.values[0] in ("SGD", "Adam", "AdamW", "Muon")]
 )
-def test_what_is_made_is_what_torch_would_make(name: str, options: dict[str, Any]) -> None:
-    """Names, shapes, dtypes and devices; no hook of anybody sees a step."""
+def test_fresh_state_is_what_torch_would_make(name: str, options: dict[str, Any]) -> None:
+    """State made at attach has the names, shapes, dtypes and devices of torch's own; no hook of
+    anybody sees a step.
+    """
     model, twin = net(name), net(name)
     optimizer, other = build(name, options, model), build(name, options, twin)
     steps: list[Any] = []
@@ -166,7 +171,7 @@ def test_what_is_made_is_what_torch_would_make(name: str, options: dict[str, Any
 @pytest.mark.parametrize(
     "name, options", [(n, o) for n, settings in OPTIMIZERS.items() for o in settings]
 )
-def test_a_replica_is_loaded_into_a_fresh_optimizer(
+def test_fresh_state_takes_a_saved_replica(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """What an optimizer makes at its first step only has to be there all the same when a run goes

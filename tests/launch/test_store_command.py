@@ -21,7 +21,8 @@ from .rehearsals import ON_LINUX, command
 TOKEN = "a token that is long enough"
 
 
-def test_store_serves_until_stopped(tmp_path: Path) -> None:
+def test_store_command_serves_until_stopped(tmp_path: Path) -> None:
+    """`fsdp-demo store` serves until it is stopped by SIGINT or SIGTERM."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     files = [tmp_path / number.name for number in numbers]
     words = ["store", "--bind", "127.0.0.1:0", "--file", ":memory:", "--port-file"]
@@ -51,7 +52,8 @@ def test_store_serves_until_stopped(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_the_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> None:
+def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> None:
+    """The store keeps its file in the folder in which it was started."""
     found, token = [], "a token that is long enough"
     for _ in range(2):
         env = {
@@ -107,16 +109,18 @@ def test_the_store_keeps_its_file_where_it_was_started(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_store_refuses_what_it_cannot_use(
+def test_store_command_refuses_what_it_cannot_use(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`fsdp-demo store` refuses addresses and files that it cannot use."""
     assert cli.main(["store", "--bind", *words]) == 2
     assert re.search(says, capsys.readouterr().err)
 
 
-def test_a_short_token_and_an_open_door_are_told(
+def test_store_command_warns_of_open_address_and_short_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An open address without a token is warned of, and a short token is refused."""
     for token, warned in (("", 2), ("a token that is long enough", 1)):
         store = StoreServer("0.0.0.0:0", ":memory:", token)
         store.serve_while(lambda: False)  # closes it
@@ -140,9 +144,10 @@ def test_a_short_token_and_an_open_door_are_told(
         (TOKEN, TOKEN, 1, ""),
     ],
 )
-def test_status_ends_whatever_token_it_is_given(
+def test_status_command_ends_whatever_token_it_is_given(
     there: str, here: str, status: int, says: str, tmp_path: Path
 ) -> None:
+    """`fsdp-demo status` ends whatever token it is given."""
     served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys", there))
     env = {
         **os.environ,
@@ -176,7 +181,8 @@ def listens_on(port: int) -> list[str]:
 
 
 @ON_LINUX
-def test_store_listens_on_the_address_asked_for_and_no_other(tmp_path: Path) -> None:
+def test_store_command_listens_on_its_address_only(tmp_path: Path) -> None:
+    """A store listens on the address asked for and no other."""
     served = StoreServer("127.0.0.1:0", tmp_path / "keys")
     assert listens_on(served.port) == ["0100007F"]
     assert served.warnings == ()
@@ -187,7 +193,8 @@ def test_store_listens_on_the_address_asked_for_and_no_other(tmp_path: Path) -> 
     served.serve_while(lambda: False)  # closes it
 
 
-def test_store_warns_of_open_and_of_public_addresses() -> None:
+def test_store_command_warns_of_public_addresses() -> None:
+    """A store warns of open and of public addresses, and of no private ones."""
     import ipaddress
 
     from fsdp_demo.store.server import _open_to
@@ -214,18 +221,25 @@ def test_store_warns_of_open_and_of_public_addresses() -> None:
         "no such name:1",
     ],
 )
-def test_store_refuses_wrong_addresses(bind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_store_command_refuses_wrong_addresses(
+    bind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong `--bind` is refused."""
     assert cli.main(["store", "--bind", bind]) == 2
     assert re.search(
         r"error: (address .* expected ADDR:PORT|--bind .* has no address)", capsys.readouterr().err
     )
 
 
-def test_store_refuses_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_store_command_refuses_an_address_of_another_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An address of another machine is refused."""
     assert cli.main(["store", "--bind", "198.51.100.7:0"]) == 2
     assert "no such address" in capsys.readouterr().err
 
 
-def test_addresses_read_back() -> None:
+def test_store_addresses_read_back() -> None:
+    """Addresses read back from their text."""
     for text in ("10.0.0.5:29500", "[fd00::1]:29500", "host:0"):
         assert join_address(*split_address(text)) == text
