@@ -15,7 +15,7 @@ pytest.importorskip("zmq")
 
 from transformers import TrainerCallback  # noqa: E402
 
-from ..checkpoint.test_returning import Lines  # noqa: E402
+from ..checkpoint.test_run_state_returning import Lines  # noqa: E402
 from ..exchange.test_survivors import ENV  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402

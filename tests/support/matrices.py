@@ -39,7 +39,7 @@ KEPT = {
     "checkpoint/test_resharding_runs.py": {
         "test_resharding_run_loss_goes_on": r"^diloco$",
     },
-    "checkpoint/test_returning.py": {
+    "checkpoint/test_run_state_returning.py": {
         "test_returning_island_keeps_own_moments": r"diloco|late",
     },
     "membership/test_exhaustive.py": {
@@ -96,7 +96,7 @@ KEPT = {
     "exchange/test_memory.py": {
         "test_memory_plan_equals_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",  # noqa: E501
     },
-    "exchange/test_norms.py": {
+    "exchange/test_norm_limit.py": {
         "test_norm_limit_leaves_out_contribution": r"-3$|^(full|demo)-2$",
     },
     "exchange/test_plan.py": {
@@ -163,7 +163,7 @@ KEPT = {
     "deepspeed/test_zero_trainer_mesh.py": {
         "test_zero_trainer_mesh_resume_bit_for_bit": r"zero3",
     },
-    "exchange/test_growing.py": {
+    "exchange/test_elastic_join.py": {
         "test_elastic_third_island_joins": r"^full-2$",
     },
     "exchange/test_failure.py": {
@@ -191,10 +191,10 @@ KEPT = {
         "test_store_frozen_while_islands_meet_is_an_error": r"^$",
         "test_store_frozen_training_goes_on": r"zmq",
     },
-    "deepspeed/test_zero_joining.py": {
+    "deepspeed/test_zero_newcomer.py": {
         "test_zero_newcomer_equals_other_engines": r"zero3|zero2",
     },
-    "exchange/test_joining.py": {
+    "exchange/test_newcomer.py": {
         "test_newcomer_state_equals_others": (
             r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late|sign_loco)$"
         ),

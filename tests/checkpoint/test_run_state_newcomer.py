@@ -12,7 +12,7 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from ..exchange.test_joining import made, recorded, step
+from ..exchange.test_newcomer import made, recorded, step
 from ..support import joining
 
 
