@@ -3,7 +3,7 @@ taken since, until it has caught up.
 
 A step is made up for as `Exchange.skip` takes one: without a gradient of its own, with the learning
 rates that the donor had in it, and with the messages that the others have agreed on; what this
-replica would send goes nowhere (`joining.Following`). So parameters and optimizer states of
+replica would send goes nowhere (`Following`). So parameters and optimizer states of
 gradient presets, anchors and outer momenta become those of the others, bit by bit, while these
 train on.
 """
@@ -19,8 +19,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..elastic.newcomer import Following
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
-from ..peers.join_messages import LONGEST, Following, Tick, filled, sizes
+from ..peers.join_messages import LONGEST, Tick, filled, sizes
 from . import resume, run_specification, snapshot
 from .runtime import StepRuntime
 from .snapshot_head import DonorPosition

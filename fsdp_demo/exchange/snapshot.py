@@ -31,8 +31,9 @@ from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..elastic.agreement import digest
+from ..elastic.newcomer import Following
 from ..peers.header import PAYLOAD
-from ..peers.join_messages import DonorSnapshot, Expected, Following, Listed
+from ..peers.join_messages import DonorSnapshot, Expected, Listed
 from . import snapshot_head
 from .first_step import bytes_of, shared_tensors, write_bytes
 from .runtime import StepRuntime
