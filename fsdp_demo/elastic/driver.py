@@ -96,7 +96,7 @@ class Driver(NetworkLoop):
             self._store_session.begin(machine.record)
         self.traffic.adopt(machine.record)
         detector.forgive(time.monotonic())
-        poller.post(self._run)
+        poller.post(self.begin)
 
     # ---- asked by other threads ----------------------------------------------------------------
 
@@ -159,7 +159,8 @@ class Driver(NetworkLoop):
             if word == "leave":
                 self._let_land()
             self.do(lambda: self._end(word))
-            self._ended.wait(5.0)
+            self._wait(lambda: self._closed, 5.0)
+            self._wait(self._is_said, LAST_WORD)
         self._store_session.close()
         self._poller.close(linger)
 

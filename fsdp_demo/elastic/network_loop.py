@@ -7,7 +7,6 @@ what they share: the membership machine as it is now, the connections, and the t
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,7 +42,6 @@ class NetworkLoop:
         self._jobs: deque[Callable[[], None]] = deque()
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
         self._closed = self._left = False
-        self._ended = threading.Event()
 
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the network thread. From any thread."""
@@ -59,11 +57,19 @@ class NetworkLoop:
         has ended; whether it is reached. In another thread.
         """
         self.do(lambda: self.detector.say(["landed?"], self.detector.notes.values()))
-        with suppress(RuntimeError):  # the connections were closed
-            self._poller.wait_until(lambda: reached() or self._closed or self._left, seconds)
+        self._wait(lambda: reached() or self._closed or self._left, seconds)
         return reached()
 
+    def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
+        with suppress(RuntimeError):  # the connections were closed
+            self._poller.wait_until(reached, seconds)
+
     # ---- in the network thread -----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """From now on each look at the sockets is followed by a turn."""
+        self._poller.between = self._turn
+        self._poller.pause, self._poller.failed = self._pause, self._has_failed
 
     def turn(self) -> None:
         """Take what has come, and look at the clock."""
@@ -77,26 +83,25 @@ class NetworkLoop:
         """End this island: what it holds is not what the others hold."""
         raise NotImplementedError
 
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                if not self._jobs:
-                    # what is put off for a moment is looked at often, else heartbeats set the pace
-                    soon = self._soon or self.detector.soon
-                    self._poller.move(SOON / 2 if soon else BEAT / 2)
-                self.turn()
-                self._poller.tell()  # other threads that wait look again
-            self._hand_over()
-        except BaseException as error:
-            why, regular = f"the network thread has failed: {error!r:.200}", self._closed
-            if not regular:
-                log.exception("membership: the thread has failed")
-            self.fail(why)
-            self._poller.close(0)  # so that the others hear of it at once
-            if not regular:  # training may be far from its next message, or stand in another wait
-                self.expel(why)
-        finally:
-            self._ended.set()
+    def _pause(self) -> float:
+        """What is put off for a moment is looked at often, else heartbeats set the pace."""
+        if self._jobs:
+            return 0.0
+        return SOON / 2 if self._soon or self.detector.soon else BEAT / 2
+
+    def _turn(self) -> None:
+        if not self._closed:
+            self.turn()
+            self._poller.tell()  # other threads that wait look again
+
+    def _has_failed(self, error: BaseException) -> None:
+        why, regular = f"the network thread has failed: {error!r:.200}", self._closed
+        if not regular:
+            log.error("membership: the thread has failed", exc_info=error)
+        self.fail(why)
+        self._poller.close(0)  # so that the others hear of it at once
+        if not regular:  # training may be far from its next message, or stand in another wait
+            self.expel(why)
 
     def _do_jobs(self) -> None:
         while self._jobs and not self._closed:
@@ -106,10 +111,6 @@ class NetworkLoop:
         while self._soon and self._soon[0][0] <= now:
             self._soon.popleft()[1]()
 
-    def _hand_over(self) -> None:
-        """Let what was said last leave: closing the connections drops what waits here."""
-        end = time.monotonic() + LAST_WORD
-        while any(wire.waiting and not wire.gone for wire in self.detector.wires):
-            if (left := end - time.monotonic()) <= 0:
-                return
-            self._poller.move(left)
+    def _is_said(self) -> bool:
+        """Whether what was said last has left: closing the connections drops what waits here."""
+        return not any(wire.waiting and not wire.gone for wire in self.detector.wires)
