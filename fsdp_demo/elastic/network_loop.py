@@ -18,8 +18,17 @@ from .failure_detector import BEAT, SOON, FailureDetector
 
 log = logging.getLogger("fsdp_demo")
 
+CLOSED = "the connections were closed"
+"""The regular end: what this rank has is what all have. After a failure nobody knows that
+(seal-stable)."""
+
 LAST_WORD = 1.0
 """Seconds that the last message of this rank has to arrive, and its last word to be handed over."""
+
+STOPPED = 2.0
+"""Seconds between two turns after which the process itself must have been stopped: the others are
+not to blame for their silence then.
+"""
 
 
 class NetworkLoop:
@@ -29,6 +38,7 @@ class NetworkLoop:
         machine: the membership of this rank as it is now; changed in the network thread only.
         detector: the connections to the peers, and who is heard on them.
         labels: how errors and logs name an island, by slot.
+        stable: all members have delivered every message below it (seal-stable).
     """
 
     def __init__(
@@ -41,7 +51,9 @@ class NetworkLoop:
         self._poller, self.machine, self.detector, self.labels = poller, machine, detector, labels
         self._jobs: deque[Callable[[], None]] = deque()
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
-        self._closed = self._left = False
+        self._beat_at = self._turned = time.monotonic()
+        self.stable = 0
+        self._closed, self._left, self._failed = False, False, ""
 
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the network thread. From any thread."""
@@ -60,6 +72,18 @@ class NetworkLoop:
         self._wait(lambda: reached() or self._closed or self._left, seconds)
         return reached()
 
+    def wait_stable(self, below: int, seconds: float) -> bool:
+        """Wait until all members have delivered the messages below that number."""
+        reached = self.wait(lambda: self.stable >= below, seconds)
+        return reached or self._left or self._failed == CLOSED
+
+    def _let_land(self) -> None:
+        """Wait a moment until the others have what was delivered here. "leave" takes a connection
+        of its own: those that hear it before a message settle without this rank, which has it.
+        """
+        had = self.machine.landed
+        self.wait(lambda: not self.machine.unread(had), LAST_WORD)
+
     def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
         with suppress(RuntimeError):  # the connections were closed
             self._poller.wait_until(reached, seconds)
@@ -71,8 +95,12 @@ class NetworkLoop:
         self._poller.between = self._turn
         self._poller.pause, self._poller.failed = self._pause, self._has_failed
 
-    def turn(self) -> None:
-        """Take what has come, and look at the clock."""
+    def turn(self, now: float, stopped: bool) -> None:
+        """Take what has come; `stopped`: the process stood still before."""
+        raise NotImplementedError
+
+    def beat(self, now: float) -> None:
+        """Say that this rank lives, every `BEAT` seconds."""
         raise NotImplementedError
 
     def fail(self, reason: str) -> None:
@@ -90,9 +118,17 @@ class NetworkLoop:
         return SOON / 2 if self._soon or self.detector.soon else BEAT / 2
 
     def _turn(self) -> None:
-        if not self._closed:
-            self.turn()
-            self._poller.tell()  # other threads that wait look again
+        if self._closed:
+            return
+        now = time.monotonic()
+        stopped, self._turned = now - self._turned > STOPPED, now
+        self.turn(now, stopped)
+        while self._soon and self._soon[0][0] <= now:
+            self._soon.popleft()[1]()
+        if now - self._beat_at >= BEAT:
+            self._beat_at = now
+            self.beat(now)
+        self._poller.tell()  # other threads that wait look again
 
     def _has_failed(self, error: BaseException) -> None:
         why, regular = f"the network thread has failed: {error!r:.200}", self._closed
@@ -106,10 +142,6 @@ class NetworkLoop:
     def _do_jobs(self) -> None:
         while self._jobs and not self._closed:
             self._jobs.popleft()()
-
-    def _do_what_was_put_off(self, now: float) -> None:
-        while self._soon and self._soon[0][0] <= now:
-            self._soon.popleft()[1]()
 
     def _is_said(self) -> bool:
         """Whether what was said last has left: closing the connections drops what waits here."""

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_demo import Link, PeerLost
 from fsdp_demo.elastic import chunks, message_state, peer_group
+from fsdp_demo.elastic.agreement import round_trip
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.net.link import TCP_SHARE
 from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
@@ -264,7 +265,7 @@ def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
                 return out
 
             line.all_gather = slow
-            return float(line.round_trip())
+            return float(round_trip(line))
 
         found = set(islands.run(fn).values())
         (seconds,) = found  # the same on all
