@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import time
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,33 +28,24 @@ _OPTIMIZER = "torch.optim.optimizer"
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch's optimizers as everybody does, and adds the hook when they are there."""
+    """Finds torch's optimizers as everybody does, and adds the clock once they are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _OPTIMIZER:
             return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                if spec.loader is not None:
-                    spec.loader = _Hooking(spec.loader)
-                return spec
-        return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
 
+        def execute_and_hook(module: ModuleType) -> None:
+            execute(module)
+            clock = Clock(Path(os.environ[FOLDER]), int(os.environ[STEPS]))
+            module.register_optimizer_step_post_hook(clock)
 
-class _Hooking(Loader):
-    """Runs another loader, then registers the clock."""
-
-    def __init__(self, loader: Any):
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        clock = Clock(Path(os.environ[FOLDER]), int(os.environ[STEPS]))
-        module.register_optimizer_step_post_hook(clock)
+        spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
+        return spec
 
 
 class Clock:
@@ -70,7 +62,9 @@ class Clock:
         if self._done:
             return
         times = self._times.setdefault(id(optimizer), [])
-        _synchronize(optimizer)
+        torch = sys.modules["torch"]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what was queued is part of the step
         times.append(time.perf_counter())
         if len(times) <= self._steps:
             return
@@ -78,13 +72,6 @@ class Clock:
         seconds = [b - a for a, b in zip(times, times[1:], strict=False)][SETTLE:]
         text = json.dumps({"seconds": seconds, "rank": os.environ.get("RANK", "0")})
         in_one_piece(self._folder / f"{os.getpid()}.json", lambda part: part.write_text(text))
-
-
-def _synchronize(optimizer: Any) -> None:
-    """Wait for an accelerator: what was queued is part of the step."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def install() -> None:
