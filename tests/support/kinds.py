@@ -32,7 +32,6 @@ STARTS = {
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
     "planner_plot",  # the same
     "report_png",  # the same
-    "measured_step",  # of the planner: the user's script
 }
 Code = types.CodeType
 
