@@ -185,7 +185,7 @@ class ChannelCodec:
             at = 0
             for out, (n, code) in zip(total, self.spans, strict=True):
                 size = vectors.num_bytes(code, n)
-                vectors.add(code, body[at : at + size], out, w)
+                vectors.decode_into(code, body[at : at + size], out, w)
                 at += size
         return self._scattered([t.div_(sum(weights)) if weights else t for t in total], step)
 

@@ -257,7 +257,7 @@ class QuantizedMean(DecodedMean):
     def add_to(self, work: Tensor, alpha: float) -> None:
         """See `DecodedMean.add_to`."""
         if len(self.bodies) == 1 and self.weights == [1.0]:
-            vectors.add(self.code, self.bodies[0], work, alpha)
+            vectors.decode_into(self.code, self.bodies[0], work, alpha)
         else:
             super().add_to(work, alpha)
 

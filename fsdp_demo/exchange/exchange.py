@@ -306,7 +306,7 @@ class Exchange(Readings):
             self.catch_up()
             self._first.check(stepped=False)
             self._equal = finish.conclude(self._runtime)
-            self._first.frozen.look()
+            self._first.look_at_frozen()
             self._runtime.ended = True
             summary.ended(self._runtime, self.totals(), self._equal)
         if close:

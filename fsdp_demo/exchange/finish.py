@@ -122,7 +122,7 @@ def flush(runtime: StepRuntime) -> None:
             runtime.host.prepare_gradients([False] * len(runtime.host.params))
         runtime.land(late, due, now=runtime.step - 1)
         if gradients:
-            runtime.clip(mean=True)
+            runtime.clip_mean()
             with runtime.hooks.paused():
                 runtime.base_step()
 
@@ -148,7 +148,8 @@ def conclude(runtime: StepRuntime) -> bool | None:
         runtime.drift = set_mean(runtime)
         runtime.host.commit()
         return None
-    queue, moving = runtime.queue, [*runtime.moving, *runtime.buffers]
+    queue = runtime.queue
+    moving = [c for c in queue.channels if c.channel.writes_parameters]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less
     # what is under way.
     runtime.send(

@@ -23,6 +23,7 @@ from ..rendezvous.island import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import summary
 from .in_flight import InFlightQueue
+from .leaving import next_due
 from .ledger import LedgerPage
 from .runtime import StepRuntime
 from .sending import ExchangeConnections, ExchangeRecord
@@ -351,12 +352,7 @@ class Readings:
         """The step (counted from 0, this one included) in which the next payload leaves: a pure
         function of the schedules.
         """
-        cycle = math.lcm(*(c.channel.schedule.sync_every for c in self.channels))
-        return next(
-            s
-            for s in range(self.step, self.step + cycle + 1)
-            if any(c.channel.schedule.due(s) for c in self.channels)
-        )
+        return next_due(self.channels, self.step)
 
     @property
     def result_kind(self) -> str:

@@ -34,19 +34,17 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Copies:
-    """Compares what several ranks of an island hold; all of them call it together.
+    """Compares what several ranks of an island hold; all of them call its methods together.
 
     Attributes:
-        any: there is something to compare.
+        pending: there is something to compare, and the first exchange has not been looked at.
     """
 
     def __init__(self, host: TrainingHost, island: IslandGroup):
-        self._host, self._island = host, island
-        self._pending, shards = True, island.position.num_shards
+        self._host, self._island, shards = host, island, island.position.num_shards
         self._whole = [i for i, p in enumerate(host.params) if p.repeats == shards > 1]
-        self.any = host.device.type != "meta" and (
-            island.position.num_copies > 1 or bool(self._whole)
-        )
+        several = island.position.num_copies > 1 or bool(self._whole)
+        self.pending = several and host.device.type != "meta"
 
     def check(self) -> None:
         """Compare the parameters.
@@ -54,7 +52,7 @@ class Copies:
         Raises:
             ValueError: on all ranks, with two of them and the first tensor that differs.
         """
-        if self.any and (found := self._unlike("parameter")):
+        if self.pending and (found := self._unlike("parameter")):
             raise ValueError(found)
 
     def look(self, channels: Sequence[ChannelRunner]) -> None:
@@ -65,9 +63,9 @@ class Copies:
             Mismatch: as `check`.
         """
         sources = {c.channel.source for c in channels}
-        if not self._pending or not sources & {"gradient", "delta", "parameter"}:
+        if not self.pending or not sources & {"gradient", "delta", "parameter"}:
             return
-        self._pending = False
+        self.pending = False
         if found := self._unlike("gradient" if "gradient" in sources else "parameter"):
             raise Mismatch(found)
 

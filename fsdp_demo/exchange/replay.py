@@ -3,7 +3,7 @@ taken since, until it has caught up.
 
 A step is made up for as `Exchange.skip` takes one: without a gradient of its own, with the learning
 rates that the donor had in it, and with the messages that the others have agreed on; what this
-replica would send goes nowhere (`joining.Following`). So parameters and optimizer states of
+replica would send goes nowhere (`Following`). So parameters and optimizer states of
 gradient presets, anchors and outer momenta become those of the others, bit by bit, while these
 train on.
 """
@@ -19,8 +19,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..elastic.newcomer import Following
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
-from ..peers.join_messages import LONGEST, Following, Listed, Tick, filled, sizes
+from ..peers.join_messages import LONGEST, Tick, filled, sizes
 from . import resume, run_specification, snapshot
 from .runtime import StepRuntime
 from .snapshot_head import DonorPosition
@@ -123,7 +124,9 @@ def _take_snapshot(
     data = _poll(
         runtime, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings)
     )
-    stand, listed = island.together(lambda: _compared(runtime, model, told, data), what)
+    stand, listed = island.together(
+        lambda: (None, ()) if data is None else snapshot.expected(runtime, model, told, data), what
+    )
     # copies that are not active hear where it stands from the first rank
     if island.position.num_copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and msgspec.to_builtins(stand))
@@ -175,16 +178,6 @@ def _fetching(
         return found
 
     return ask
-
-
-def _compared(
-    runtime: StepRuntime,
-    model: torch.nn.Module | None,
-    told: Mapping[str, Any],
-    data: Tensor | None,
-) -> tuple[DonorPosition | None, Listed]:
-    """Where the donor stands, and what is to come; nothing on a rank without peers."""
-    return (None, ()) if data is None else snapshot.expected(runtime, model, told, data)
 
 
 def _materialise(runtime: StepRuntime) -> None:

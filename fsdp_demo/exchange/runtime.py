@@ -56,43 +56,44 @@ class StepRuntime:
     """The parts of an exchange on one rank, and the order in which they act.
 
     Args:
-        config, topology: what was agreed.
-        host: what the engine offers.
+        config, topology: the method, and the place of this rank, as agreed.
+        host: the engine's parameters and optimizers.
         bound: the channels at work on this rank.
         queue: the messages under way.
         step: of the job, to start from.
 
     Attributes:
-        channels, buffers, parameters: see `Bound`. before_step, after_step: those of the channels
-            and buffers that act there.
-        island: the other ranks of this replica.
+        channels, buffers, parameters: see `Bound`. before_step, after_step: the channels and
+            buffers that act before the base step, and after it.
+        island: the other ranks of this replica. calls: which collective each of them is in.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
-        status: what this replica says of itself.
-        rewritten: looks for parameters that something else has written since an exchange.
+        status: what this replica says of itself in its messages.
+        rewritten: notices parameters that something else has written since an exchange.
         step: optimizer steps of the job done so far (ticks).
-        drift: see `Exchange`.
-        begun: the step whose gradients are in the accumulators: one that was cut off in the middle
-            does not add them twice when it is taken again.
+        drift: see `Readings.drift`.
+        begun: the step whose gradients are in the accumulators: a step that was cut off in the
+            middle does not add them twice when it is taken again.
         acted: the step whose gradients were exchanged, wholly; -1 for none.
-        since: the step from which this replica has trained by itself; later than 0 where it has
-            joined a run under way.
+        since: the step from which this replica has trained by itself; above 0 where it has joined a
+            run under way.
         seconds: that the last step has taken.
+        rows: that all islands train in a step, 0 where one did not say. rows_differ: an island
+            trains more than another.
         stops_by: all islands are told to end, and this one sends nothing more: the time at which it
             stops at the latest (`time.monotonic`). ends_at: the number of steps at which it does.
-        unlike: another island's torch, device or processor is unlike this one's: replicas may
-            differ in the last bit.
-        ahead: called ahead of a step until it is None: what is to be done ahead of the first one
-            (`first_step.py`).
-        tells, told: what the host of a donor tells that of a newcomer (JSON), and what this one was
-            told.
+        stopped, leaving, raises_stopped: see `Readings`. stopped_alone: this island stops, and the
+            others do not. ended: the last exchange is over.
+        tells, told: see `Readings`.
+        watches_gradients: see `Exchange.watch_gradients`.
+        owner: the `Exchange`. The engine's hooks hold this runtime, and so whoever attaches to the
+            optimizer again finds the exchange.
+        ahead: called ahead of each step until it is None: what is to be done once, ahead of the
+            first step (`first_step.py`).
         handing: called at the end of a step in which an island that joins asks for this one's state
             (`snapshot.py`).
         at_end: called at the end of a step, behind everything else.
         goes_on: called at the end of a step after which this island is to stop alone: whether it
             trains on for a moment (`leaving.py`).
-        ended: the last exchange is over.
-        stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
-        watches_gradients: see `Exchange.watch_gradients`.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class StepRuntime:
         self.topology = topology
         self.host = host
         self.step = step
-        self._calls = SiblingWatch(topology, lambda: self.step)
+        # `collective` notes there which call each rank of the island is in
+        self._calls = self.calls = SiblingWatch(topology, lambda: self.step)
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
@@ -120,7 +122,7 @@ class StepRuntime:
         )
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
-        self._copies = copies if copies.any else None
+        self._copies = copies if copies.pending else None
         self.rewritten = Rewritten(host)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
@@ -130,14 +132,13 @@ class StepRuntime:
         self.seconds, self._ended_at = 0.0, time.monotonic()
         self.stops_by: float | None = None
         self.ends_at = -1
-        self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
+        self.ended = self.stopped = self.stopped_alone = self.leaving = False
         self.rows_differ = False
         self.raises_stopped = True
         self.watches_gradients = False
         self.ahead: Callable[[], None] | None = None
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[str, Any] = {}
-        # The exchange: its hooks hold it, so that whoever attaches to the optimizer again finds it.
         self.owner: object = None
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
@@ -167,17 +168,14 @@ class StepRuntime:
 
     @property
     def peers(self) -> PeerGroup | None:
-        """See `Connections`."""
+        """The ranks with the same shard on the other islands; None on a rank that has none, and
+        when the connections are closed.
+        """
         return self.connections.peers
 
     @property
-    def calls(self) -> SiblingWatch:
-        """What the ranks of this island call."""
-        return self._calls
-
-    @property
     def finished(self) -> bool:
-        """See `Exchange`."""
+        """Whether the exchange has ended: optimizer steps count no more."""
         return self.ended or self.connections.closed
 
     @property
@@ -191,11 +189,6 @@ class StepRuntime:
     def gradients_only(self) -> bool:
         """Whether all channels act before the base step."""
         return len(self.before_step) == len(self.channels)
-
-    @property
-    def moving(self) -> list[ChannelRunner]:
-        """The channels that set parameters."""
-        return [c for c in self.channels if c.channel.writes_parameters]
 
     # ---- one tick ------------------------------------------------------------------------------
 
@@ -229,8 +222,7 @@ class StepRuntime:
         if self.needs_gradients:
             self._act_on_gradients()
         self.begun = self.step
-        together = bool(self.before_step) or self._clips_together
-        if together:
+        if together := bool(self.before_step) or self._clips_together:
             self.acted = self.step
         return together
 
@@ -265,7 +257,7 @@ class StepRuntime:
             if c not in applied:
                 c.set_gradients([False] * len(c.covered))
         if applied:
-            self.clip(mean=True)
+            self.clip_mean()
 
     @collective("optimizer.step()")
     def after(self) -> None:
@@ -300,7 +292,11 @@ class StepRuntime:
     @torch.no_grad()
     @collective("skip()")
     def skip(self) -> None:
-        """See `Exchange.skip`."""
+        """Count a step that this replica does not take (`Exchange.skip`).
+
+        Raises:
+            RuntimeError: some of the optimizers have stepped already.
+        """
         self.check_usable()
         if self.hooks.partial:
             of = len(self.host.optimizers)
@@ -363,11 +359,11 @@ class StepRuntime:
 
     # ---- its parts -----------------------------------------------------------------------------
 
-    def clip(self, mean: bool) -> None:
-        """Clip the mean gradient, as the configuration says."""
-        if mean and self.config.clip is not None and self.config.clips_mean:
-            gradients = self.host.tensors("gradient")
-            self.island.clip(gradients, self.config.clip, repeats=self._repeats)
+    def clip_mean(self) -> None:
+        """Clip the mean gradient over the islands, where the configuration says so."""
+        if self.config.clip is not None and self.config.clips_mean:
+            repeats = [s.repeats for s in self.host.params]
+            self.island.clip(self.host.tensors("gradient"), self.config.clip, repeats=repeats)
 
     def _look_at_gradients(self, wanted: bool) -> None:
         """Clip this replica's own gradients, as the configuration says; leave out those that are
@@ -384,7 +380,7 @@ class StepRuntime:
             gradients = [
                 g if g is not None and g.layout == torch.strided else None for g in gradients
             ]
-        bad = self.island.clip(gradients, limit, across, self._repeats)
+        bad = self.island.clip(gradients, limit, across, [s.repeats for s in self.host.params])
         if not isinstance(bad, Tensor) and bad:
             self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:
@@ -394,10 +390,6 @@ class StepRuntime:
                     self.step + 1,
                 )
         self.status.gradients(bad, self.peers)
-
-    @property
-    def _repeats(self) -> list[int]:
-        return [s.repeats for s in self.host.params]
 
     @property
     def _clips_together(self) -> bool:
@@ -459,25 +451,21 @@ class StepRuntime:
         fewer than the others', and would count as much. Tokens are counted since it joined, so
         weights by tokens need no such rule."""
         own = self.step + 1 - self.since
-        schedules = {
+        sums_steps = {
             c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps
         }
-        sent = [
-            schedules[name].sync_every
+        return self.since > 0 and any(
+            name in sums_steps and not out.partial and own < sums_steps[name].sync_every
             for name, out in outgoing.items()
-            if name in schedules and not out.partial
-        ]
-        return self.since > 0 and any(own < period for period in sent)
+        )
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
         """The norm of what this island contributes to a message: one number, the same on all its
         ranks. 0 where nobody looks at it.
         """
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
-        squares = [
-            torch.zeros((), device=self.host.device, dtype=torch.float32),
-            *(c.square for c in sent if c.square is not None),
-        ]
+        squares = [torch.zeros((), device=self.host.device, dtype=torch.float32)]
+        squares += [c.square for c in sent if c.square is not None]
         for c in sent:
             c.square = None
         return self.island.norm(torch.stack(squares).sum()) if sent else 0.0
@@ -548,25 +536,20 @@ class StepRuntime:
         )
         peers = self.peers
         unasked = peers is not None and (peers.donor_feed is None or not peers.donor_feed.wanted)
-        flags, leaves, told, unwanted = self._voted(
-            self.queue.watch.stop, alone, alone and self.status.told, unasked
+        flags, leaves, told, unwanted, slowest = self.island.max(
+            float(self.queue.watch.stop),
+            float(alone),
+            float(alone and self.status.told),
+            float(unasked),
+            self._pace.seconds(),
         )
+        self._pace.agreed(slowest)
         together = bool(flags)
         if told and not together and self.goes_on is not None and self.goes_on():
             return not unwanted
         self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
         self.leaving = bool(int(flags) & LEAVING if together else told)
         return not unwanted
-
-    def _voted(self, *here: float) -> Sequence[float]:
-        """The largest of each number over the ranks of the island, which agree on the next vote,
-        too.
-        """
-        if self.island.world == 1:
-            return here
-        *found, slowest = self.island.max(*map(float, here), self._pace.seconds())
-        self._pace.agreed(slowest)
-        return found
 
     @torch.no_grad()
     def _let_follow(self, asked: bool) -> None:

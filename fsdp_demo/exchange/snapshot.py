@@ -21,7 +21,7 @@ island.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,10 +31,11 @@ from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..elastic.agreement import digest
+from ..elastic.newcomer import Following
 from ..peers.header import PAYLOAD
-from ..peers.join_messages import DonorSnapshot, Expected, Following, Listed
+from ..peers.join_messages import DonorSnapshot, Expected, Listed
 from . import snapshot_head
-from .first_step import shared_tensors
+from .first_step import bytes_of, shared_tensors, write_bytes
 from .runtime import StepRuntime
 from .sending import PendingExchange
 from .snapshot_head import DonorPosition, OpenExchange
@@ -160,17 +161,14 @@ def _give_rest(
     local = _rest(runtime, model)
     if not local:
         return
-    sizes = [t.numel() * t.element_size() for t in local]
-    work = (
-        data
-        if data is not None
-        else _bytes(local)
-        if same
-        else torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    )
+    work = data
+    if work is None and same:
+        work = bytes_of(local)
+    elif work is None:
+        size = sum(t.numel() * t.element_size() for t in local)
+        work = torch.empty(size, dtype=torch.uint8, device="cpu")
     runtime.island.broadcast(work)
-    for t, part in zip(local, work.split(sizes), strict=True):
-        t.copy_(part.clone().view(t.dtype).view(t.shape))
+    write_bytes(work, local)
 
 
 def _give_parameters(
@@ -263,62 +261,33 @@ class _Part:
 def _parts(
     runtime: StepRuntime, model: torch.nn.Module | None, stand: DonorPosition
 ) -> list[_Part]:
-    """In their order. Both sides list the same by the same function."""
-    return [
-        *_of_model(runtime, model, stand),
-        *_of_channels(runtime, stand.step),
-        *_of_flights(runtime, stand.flights),
-    ]
-
-
-def _of_model(
-    runtime: StepRuntime, model: torch.nn.Module | None, stand: DonorPosition
-) -> Iterator[_Part]:
-    parameters, rest = runtime.parameters, _rest(runtime, model)
+    """The tensors of a snapshot, in their order. Donor and newcomer list them by this function."""
+    parameters, rest, out = runtime.parameters, _rest(runtime, model), []
     assert parameters.layout is not None, "a copy that is not active has no peer group"
+    whole = parameters.layout.numel
+
+    def add(name: str, n: int, read: Callable[[], Tensor | None], dtype: str = "float32") -> None:
+        out.append(_Part(name, dtype, n, read))
+
     if rest and parameters.position.copy == 0 and not stand.same_rest:
-        yield _Part(
-            "rest", "uint8", sum(t.numel() * t.element_size() for t in rest), partial(_bytes, rest)
-        )
+        size = sum(t.numel() * t.element_size() for t in rest)
+        add("rest", size, partial(bytes_of, rest), "uint8")
     if not _anchored(runtime):
-        yield _Part(
-            "parameters", "float32", parameters.layout.numel, partial(parameters.pack, "parameter")
-        )
-    if stand.counts is not None:
-        for name in states(runtime):
-            yield _Part(
-                f"state.{name}",
-                "float32",
-                parameters.layout.numel,
-                partial(parameters.pack, f"state:{name}"),
-            )
-
-
-def _of_channels(runtime: StepRuntime, step: int) -> Iterator[_Part]:
+        add("parameters", whole, partial(parameters.pack, "parameter"))
+    for name in states(runtime) if stand.counts is not None else ():
+        add(f"state.{name}", whole, partial(parameters.pack, f"state:{name}"))
     for c in runtime.channels:
         if c.channel.source == "delta" and c.layout is not None:
-            yield _Part(
-                f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor")
-            )
-            if c.has_momentum(step):
-                yield _Part(
-                    f"{c.channel.name}.momentum",
-                    "float32",
-                    c.layout.numel,
-                    partial(getattr, c, "momentum"),
-                )
-
-
-def _of_flights(runtime: StepRuntime, flights: Sequence[OpenExchange]) -> Iterator[_Part]:
-    """What the donor sent of its parameters for means that are still to come."""
+            add(f"{c.channel.name}.anchor", c.layout.numel, partial(getattr, c, "anchor"))
+            if c.has_momentum(stand.step):
+                add(f"{c.channel.name}.momentum", c.layout.numel, partial(getattr, c, "momentum"))
     by_name = {c.channel.name: c for c in runtime.queue.channels}
-    for i, f in enumerate(flights):
+    for i, f in enumerate(stand.flights):
         for name in f.parts:
             c = by_name[name]
             if c.channel.corrects and c.layout is not None:
-                yield _Part(
-                    own_name(i, name), "float32", c.layout.numel, partial(_sent, runtime, i, name)
-                )
+                add(own_name(i, name), c.layout.numel, partial(_sent, runtime, i, name))
+    return out
 
 
 def own_name(number: int, name: str) -> str:
@@ -337,10 +306,6 @@ def _rest(runtime: StepRuntime, model: torch.nn.Module | None) -> list[Tensor]:
     if model is None:
         return []
     return list(shared_tensors(runtime.host, model, runtime.config.own_tensors).values())
-
-
-def _bytes(local: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.contiguous().view(-1).view(torch.uint8).cpu() for t in local])
 
 
 def _anchored(runtime: StepRuntime) -> bool:

@@ -92,21 +92,17 @@ class DonorPosition(Struct, frozen=True):
             )
             for f in queue.flights
         ]
-        known = None if math.isnan(loss) else loss
-        applied = dict(queue.applied)
-        history = cast("HistoryNote", queue.history.note())
-        heard = queue.norms.state([(f.members, f.step) for f in queue.flights])
         return cls(
-            runtime.step,
-            applied,
-            dict(queue.last),
-            known,
-            flights,
-            counts,
-            same_rest,
-            runtime.tells(),
-            heard,
-            history,
+            step=runtime.step,
+            applied=dict(queue.applied),
+            last=dict(queue.last),
+            loss=None if math.isnan(loss) else loss,
+            flights=flights,
+            counts=counts,
+            same_rest=same_rest,
+            host=runtime.tells(),
+            norms=queue.norms.state([(f.members, f.step) for f in queue.flights]),
+            history=cast("HistoryNote", queue.history.note()),
         )
 
 
@@ -116,7 +112,7 @@ class SnapshotHead(Struct, frozen=True):
     Attributes:
         format, package: see `read`. island, name: of the donor.
         place: what decides how workspaces and messages of this rank are laid out.
-        facts: of the run. parameters: see `facts.described`.
+        facts: of the run. parameters: as `run_specification.described`.
         states: names of the optimizer states that come with it.
         tensors: name, dtype and elements of each tensor that comes, in their order.
     """
@@ -154,16 +150,16 @@ def write(
         states, tensors: see `SnapshotHead`.
     """
     return SnapshotHead(
-        FORMAT,
-        __version__,
-        runtime.topology.island,
-        runtime.topology.name,
-        place(runtime),
-        _run(runtime, told),
-        [run_specification.described(s) for s in runtime.host.params],
-        list(states),
-        stand,
-        list(tensors),
+        format=FORMAT,
+        package=__version__,
+        island=runtime.topology.island,
+        name=runtime.topology.name,
+        place=place(runtime),
+        facts=_run(runtime, told),
+        parameters=[run_specification.described(s) for s in runtime.host.params],
+        states=list(states),
+        stand=stand,
+        tensors=list(tensors),
     )
 
 
@@ -236,9 +232,9 @@ def read(
             "there; one that makes them at its first "
             "step cannot join a run"
         )
-    for what in _odd(runtime.queue.channels, stand):
-        raise refuse(what)
-    runtime.unlike = runtime.queue.watch.unlike = agreement.warned(may)
+    if odd := _odd(runtime.queue.channels, stand):
+        raise refuse(odd)
+    runtime.queue.watch.unlike = agreement.warned(may)
     return head
 
 
@@ -254,41 +250,35 @@ def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
     return f"{', '.join([*states, *numbers]) or 'none'} of {len(names)} tensors"
 
 
-def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> list[str]:
+def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> str | None:
     """What cannot be: marks of channels that are not here, messages that are not under way at that
-    step.
+    step. None where there is no such thing.
     """
-    known, found = {c.channel.name: c for c in channels}, []
+    known = {c.channel.name: c for c in channels}
     if stand.step < 0:
-        found.append(f"it stands at step {stand.step}")
+        return f"it stands at step {stand.step}"
     if other := sorted({*stand.applied, *stand.last} - set(known)):
-        found.append(f"channels {other[:4]} there, {sorted(known)[:4]} here")
-    for key in stand.norms:
-        if not set(key.split(",")) <= known.keys():
-            found.append(f"norms of channels {key!r:.80}")
+        return f"channels {other[:4]} there, {sorted(known)[:4]} here"
+    if other := [key for key in stand.norms if not set(key.split(",")) <= set(known)]:
+        return f"norms of channels {other[0]!r:.80}"
     limit = sum(c.channel.schedule.in_flight for c in channels)
     if len(stand.flights) > limit:
-        found.append(f"{len(stand.flights)} messages are under way there, at most {limit} can be")
+        return f"{len(stand.flights)} messages are under way there, at most {limit} can be"
     before = -1
     for f in stand.flights:
         fits = (
-            0 < len(f.parts)
-            and set(f.parts) <= set(f.members) <= set(known)
+            set() < set(f.parts) <= set(f.members) <= set(known)
             and len(set(f.members)) == len(f.members)
-        )
-        fits = (
-            fits
             and before <= f.step < stand.step
             and all(_under_way(known[name], f, stand.step) for name in f.parts)
         )
         if not fits:
-            found.append(
+            return (
                 f"a message of step {f.step} of channels {f.members[:4]} is under way at step "
                 f"{stand.step}"
             )
-            break
         before = f.step
-    return found
+    return None
 
 
 def _under_way(c: ChannelRunner, f: OpenExchange, step: int) -> bool:

@@ -55,9 +55,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("active_copies", [1, 2, 3])
-def test_windows_are_the_workspace(active_copies: int, small: None) -> None:
-    """They follow each other without gaps, as do their parts; packing them one by one is packing
-    the whole.
+def test_windows_cover_workspace(active_copies: int, small: None) -> None:
+    """The windows are the workspace: they follow each other without gaps, as do their parts, and
+    packing them one by one is packing the whole.
     """
     tensors = [random(*s, seed=i) for i, s in enumerate(SHAPES)]
     tensors[0] = tensors[0].t().contiguous().t()  # in another order in memory
@@ -91,9 +91,9 @@ def by_sorting(a: torch.Tensor, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("k", [1, 7, 8, 16, 17, 32, 64, 128, 129, 4095])
 @pytest.mark.parametrize("levels", [0, 3, 40, 4000])
-def test_the_largest_of_blocks_with_ties(k: int, levels: int) -> None:
-    """Whole numbers between -levels and levels: from all equal to few ties; a block of zeros, one
-    with a NaN and an infinity.
+def test_topk_of_blocks_with_ties(k: int, levels: int) -> None:
+    """Top-k of blocks with ties selects what the oracle selects. Whole numbers between -levels and
+    levels: from all equal to few ties; a block of zeros, one with a NaN and an infinity.
     """
     a = (random(70, BLOCK, seed=k).clamp(-4, 4) * levels / 4).round()
     a[3] = 0.0
@@ -109,9 +109,9 @@ def test_the_largest_of_blocks_with_ties(k: int, levels: int) -> None:
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
-def test_products(products: str, small: None) -> None:
-    """Forward into an accumulator and back; bf16 within its rounding of the exact, on blocks of
-    every kind.
+def test_transform_add_and_inverse(products: str, small: None) -> None:
+    """The products of the transform are those of the definition. Forward into an accumulator and
+    back; bf16 within its rounding of the exact, on blocks of every kind.
     """
     layout = Layout(SHAPES, KINDS)
     work = layout.pack([random(*s, seed=i) for i, s in enumerate(SHAPES)], layout.new("cpu"))
@@ -129,7 +129,8 @@ def test_products(products: str, small: None) -> None:
     assert float((back - work).abs().max()) < near
 
 
-def test_few_coefficients_are_as_many_outer_products() -> None:
+def test_transform_sparse_inverse() -> None:
+    """The inverse of a few coefficients, as a sum of outer products, is the exact inverse."""
     place = torch.stack(
         [torch.randperm(BLOCK, generator=torch.Generator().manual_seed(i))[:20] for i in range(3)]
     )
@@ -142,8 +143,8 @@ def test_few_coefficients_are_as_many_outer_products() -> None:
         assert float((found - exact).abs().max()) < near
 
 
-def test_the_faster_products_are_fp32() -> None:
-    """Where oneDNN is chosen, it makes what MKL makes, to rounding; the setting is put back."""
+def test_transform_onednn_products_fp32() -> None:
+    """oneDNN, where it is chosen, makes what MKL makes, to rounding; the setting is put back."""
     before = (
         torch.backends.mkldnn.matmul.fp32_precision
         if hasattr(torch.backends.mkldnn, "matmul")
@@ -190,7 +191,7 @@ def step(made: ChannelRunner, parameters: list[nn.Parameter], seed: int) -> Chan
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
 @pytest.mark.parametrize("code", ["int8", "fp32", "2bit", "1bit"])
-def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: None) -> None:
+def test_feedback_subtracts_what_was_sent(products: str, code: str, small: None) -> None:
     """The accumulator before it was sent, less the decoded section, is the accumulator after, bit
     for bit.
     """
@@ -214,11 +215,11 @@ def test_what_is_subtracted_is_what_was_sent(products: str, code: str, small: No
 @pytest.mark.parametrize(
     "kind, clip", [("senders", "none"), ("replicas", "none"), ("senders", "median_norm")]
 )
-def test_the_mean_is_that_of_a_plain_sum(
+def test_reduce_windows_equal_plain_sum(
     kind: str, clip: str, weights: list[float], small: None
 ) -> None:
-    """Window by window as element by element, and as few terms; also where blocks are many for the
-    cache.
+    """The mean by windows is that of a plain sum. Window by window as element by element, and as
+    few terms; also where blocks are many for the cache.
     """
     config = preset("demo", topk=40, **{"reducer.mean_over": kind, "reducer.clip": clip})
     made, parameters = channel(config, 3)
@@ -246,9 +247,9 @@ def test_the_mean_is_that_of_a_plain_sum(
             assert torch.equal(dense.view(-1), w.of(found))
 
 
-def test_bf16_products_follow_fp32(small: None) -> None:
-    """The same steps with both: nearly the same choice, and gradients whose signs nearly all
-    agree.
+def test_transform_bf16_follows_fp32(small: None) -> None:
+    """Steps with bf16 products follow those with fp32. The same steps with both: nearly the same
+    choice, and gradients whose signs nearly all agree.
     """
     configs = [
         preset("demo", topk=8, **{"codec.transform_precision": products})
@@ -267,9 +268,9 @@ def test_bf16_products_follow_fp32(small: None) -> None:
 
 
 @torch.no_grad()
-def test_what_is_not_transformed_is_not_transformed_back() -> None:
-    """What `no_transform` names: with bf16 products, too, its gradient is what was sent, where it
-    was sent.
+def test_no_transform_in_both_directions() -> None:
+    """A parameter that `no_transform` names is not transformed back either: with bf16 products,
+    too, its gradient is what was sent, where it was sent.
     """
     changes = {"applier.sign": False, "codec.transform_precision": "bf16"}
     config = preset("demo", topk=8, **changes, **{"momentum.no_transform": ["*embed*"]})
@@ -286,7 +287,8 @@ def test_what_is_not_transformed_is_not_transformed_back() -> None:
     assert torch.equal(embedding.grad.view(-1), expected)
 
 
-def test_products_are_part_of_the_configuration() -> None:
+def test_transform_precision_in_config() -> None:
+    """`codec.transform_precision` is part of the configuration and its digest."""
     config = preset("demo", **{"codec.transform_precision": "bf16"})
     assert (
         ExchangeConfig.from_yaml(config.to_yaml()) == config
@@ -299,7 +301,8 @@ def test_products_are_part_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("select_", ["random", "stride"])
-def test_seeded_positions_are_scattered(select_: str, small: None) -> None:
+def test_seeded_positions_scattered(select_: str, small: None) -> None:
+    """The seeded selections subtract what they sent and scatter values to their positions."""
     config = preset(select_, topk=5)
     made, parameters = channel(config, 1, [(512, 256), (130, 70)])
     assert isinstance(made.section, ChannelCodec)
@@ -337,8 +340,10 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     script.main()
 
 
-def test_positions_benchmark() -> None:
-    """Bytes are those of the form; gaps of equal length have a Rice code by hand."""
+def test_benchmark_of_positions() -> None:
+    """The benchmark of positions prints the bytes of each form. Bytes are those of the form; gaps
+    of equal length have a Rice code by hand.
+    """
     from benchmarks import positions as bench
 
     assert bench.section_bytes("int8", 64, rows=8) == (2 + 64 + 491 / 8) / 64
@@ -351,9 +356,10 @@ def test_positions_benchmark() -> None:
     bench.show([row])
 
 
-def test_codec_benchmark(
+def test_benchmark_of_codec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The codec benchmark prints and writes its keys."""
     out = tmp_path / "out.json"
     run(codec, monkeypatch, *TINY, "--training", "3", "--json", str(out))
     rows, printed = json.loads(out.read_text()), capsys.readouterr().out
@@ -383,9 +389,10 @@ def test_codec_benchmark(
         assert list(found) == list(codec.STAGES) and all(ns > 0 for ns in found.values())
 
 
-def test_codes_and_decode_benchmarks(
+def test_benchmark_of_codes_and_decode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The benchmarks of codes and of decoding print and write their keys."""
     run(
         codec,
         monkeypatch,
@@ -413,11 +420,12 @@ def test_codes_and_decode_benchmarks(
             assert capsys.readouterr().out == "no GPU here: nothing measured\n"
 
 
-def test_scale_benchmark(
+def test_benchmark_of_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A row for each size, each number of tensors (and as many that are sent whole), each number of
-    replicas."""
+    """The scale benchmark prints all its rows. A row for each size, each number of tensors (and as
+    many that are sent whole), each number of replicas.
+    """
     out = tmp_path / "out.json"
     monkeypatch.setattr(scale, "TURN", 1)
     words = "--sizes 1 --tensors 2 8 --replicas 2 3 --hidden 256 --repeat 1".split()
@@ -436,8 +444,10 @@ def test_scale_benchmark(
     assert found["cpu"] in printed and set(found["spread"]) == {"size"}
 
 
-def test_the_published_form_is_the_definition() -> None:
-    """One block by hand: the yardstick's momentum, choice and step."""
+def test_published_demo_step_by_hand() -> None:
+    """The published form of DeMo is its definition. One block by hand: the yardstick's momentum,
+    choice and step.
+    """
     one, g = hotpath.Published([(64, 64)], 3, "cpu"), random(64, 64)
     d = matrix("dct", 64)
     coefficients = hotpath.LR * (d @ g @ d.t())

@@ -36,30 +36,35 @@ def refused(act: Callable[[], Any], *parts: str) -> str:
         ("full", "clip_scope", "islands", "mean gradient"),
     ],
 )
-def test_a_setting_without_effect_says_why(name: str, path: str, value: Any, why: str) -> None:
+def test_config_setting_without_effect_refused(name: str, path: str, value: Any, why: str) -> None:
+    """A setting without effect is refused, and the error says why."""
     text = refused(lambda: preset(name, **{path: value}), why)
     assert text.startswith(f"{path}={value!r} has no effect: ")
     assert text.endswith(f"leave {path} out")
 
 
-def test_the_released_rule_has_the_momentum_of_its_accumulator() -> None:
+def test_config_released_rule_momentum_refused() -> None:
+    """The released rule refuses an outer momentum and names that of its accumulator."""
     released = preset("decoupled_momentum", rule="released")
     refused(lambda: released.changed({"applier.momentum": 0.9}), "accumulator.beta")
 
 
-def test_what_one_channel_uses_is_taken_for_all() -> None:
+def test_config_setting_of_one_channel_for_all() -> None:
+    """A setting that one channel uses is taken for all channels."""
     made = preset("decoupled_momentum", rule="released", average_every=2, **{"codec.topk": 3})
     assert [c.codec.topk for c in made.channels] == [3, 3]
     refused(lambda: made.changed({"average.codec.topk": 3}), "channel 'average'")
 
 
-def test_changes_count_together() -> None:
+def test_config_changes_count_together() -> None:
+    """Changes are checked together, not one by one."""
     both = {"codec.topk": 3, "codec.select": "topk"}
     assert preset("diloco", **both).channels[0].codec.topk == 3
     refused(lambda: preset("demo", **{"codec.topk": 3, "codec.select": "dense"}))
 
 
-def test_what_switches_off_is_taken() -> None:
+def test_config_switching_off_accepted() -> None:
+    """A setting that switches off what is off is taken."""
     made = preset("diloco", **{"delta.uncompressed": ["*bias"], "delta.no_transform": ["*head*"]})
     assert made.channels[0].uncompressed == ("*bias",)  # as it is with all
     off = {"applier.momentum": 0.0, "applier.momentum_warmup": 0, "applier.nesterov": False}
@@ -67,14 +72,16 @@ def test_what_switches_off_is_taken() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
-def test_defaults_without_effect_are_no_error(name: str, tmp_path: Path) -> None:
+def test_config_defaults_without_effect(name: str, tmp_path: Path) -> None:
+    """Defaults without effect in a whole file are no error."""
     whole = tmp_path / "whole.yaml"
     whole.write_text(preset(name).to_yaml())
     assert load_config(str(whole), ["clip=2"]) == preset(name, clip=2.0)
     refused(lambda: load_config(str(whole), ["codec.topk=5000"]))
 
 
-def test_a_file_is_named(tmp_path: Path) -> None:
+def test_config_error_names_file(tmp_path: Path) -> None:
+    """The error of a setting without effect names its file."""
     file = tmp_path / "short.yaml"
     file.write_text("preset: diloco\ncodec: {topk: 3}\n")
     assert refused(lambda: load_config(str(file))).startswith(f"{file}: codec.topk=3 has no effect")
@@ -89,14 +96,16 @@ def test_a_file_is_named(tmp_path: Path) -> None:
         ("preset: demo\ncodec: {topk: 3}\ncodec: {select: topk}\n", "codec", (2, 3)),
     ],
 )
-def test_a_key_that_stands_twice(tmp_path: Path, text: str, path: str, lines: Any) -> None:
+def test_config_yaml_repeated_key_refused(tmp_path: Path, text: str, path: str, lines: Any) -> None:
+    """A key that stands twice in a yaml file is refused with both lines."""
     file = tmp_path / "twice.yaml"
     file.write_text(text)
     wanted = f"{file}: {path} stands twice, in line {lines[0]} and in line {lines[1]}: remove one"
     refused(lambda: load_config(str(file)), wanted)
 
 
-def test_a_key_that_stands_twice_in_a_whole_file(tmp_path: Path) -> None:
+def test_config_yaml_repeated_key_in_whole_file(tmp_path: Path) -> None:
+    """A key that stands twice in a whole file is refused with its path and both lines."""
     file = tmp_path / "whole.yaml"
     text = preset("diloco").to_yaml().replace("    delay: 0\n", "    delay: 0\n    delay: 1\n")
     file.write_text(text)
@@ -106,14 +115,16 @@ def test_a_key_that_stands_twice_in_a_whole_file(tmp_path: Path) -> None:
     refused(lambda: ExchangeConfig.from_yaml(text), "the configuration: channels[0].schedule.delay")
 
 
-def test_what_is_no_yaml_says_where(tmp_path: Path) -> None:
+def test_config_yaml_syntax_error_names_line(tmp_path: Path) -> None:
+    """Text that is no yaml is refused with its place."""
     file = tmp_path / "broken.yaml"
     file.write_text("preset: [demo\n")
     assert refused(lambda: load_config(str(file)), "line").startswith(f"{file} is no yaml: ")
     refused(lambda: load_config("demo", ["clip=[1"]), "override 'clip=[1' is no yaml")
 
 
-def test_a_wrong_channel_is_told_the_channels() -> None:
+def test_config_unknown_channel_lists_channels() -> None:
+    """The error of an unknown channel lists the channels."""
     text = refused(lambda: preset("decoupled_momentum", **{"momentum.codec.topk": 3}))
     assert "did you mean 'codec.topk'?" in text and "; channels: delta)" in text
     assert "channels:" not in refused(lambda: preset("diloco", **{"schedule.sync_evry": 3}))

@@ -39,17 +39,20 @@ def refused(call: Any, *parts: str) -> str:
         ("demo", "applier.beta", "accumulator.beta"),
     ],
 )
-def test_a_wrong_key_is_told_the_right_one_first(name: str, key: str, right: str) -> None:
+def test_config_proposal_right_key_first(name: str, key: str, right: str) -> None:
+    """The error of a wrong key offers the right one first."""
     text = refused(lambda: preset(name, **{key: 3}), f"; did you mean {right!r}? (")
     assert text.index("did you mean") < text.index("(") and text.endswith(see("unknown-key"))
 
 
-def test_the_keys_below_a_section_are_enough() -> None:
+def test_config_proposal_keys_of_section() -> None:
+    """The error of a wrong key in a section lists the keys of that section only."""
     text = refused(lambda: preset("diloco", **{"schedule.sync_evry": 3}), "(known: schedule.delay")
     assert "codec." not in text and "clip" not in text
 
 
-def test_a_key_of_a_whole_file_that_papers_call_so(tmp_path: Path) -> None:
+def test_config_proposal_for_name_of_papers(tmp_path: Path) -> None:
+    """The error offers the right key for a name that papers use."""
     file = tmp_path / "whole.yaml"
     file.write_text(preset("diloco").to_yaml().replace("sync_every:", "period:"))
     refused(
@@ -58,7 +61,8 @@ def test_a_key_of_a_whole_file_that_papers_call_so(tmp_path: Path) -> None:
     )
 
 
-def test_a_keyword_of_the_preset_beside_a_configuration() -> None:
+def test_config_proposal_preset_keyword() -> None:
+    """The error offers a path for a keyword of the preset that is given beside a configuration."""
     wanted = "write schedule.sync_every=10, or preset('diloco', period=10)"
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
     for key in ("period", "sync_every"):
@@ -71,7 +75,8 @@ def test_a_keyword_of_the_preset_beside_a_configuration() -> None:
     assert changed(preset("diloco"), {"schedule.sync_every": 10}) == preset("diloco", period=10)
 
 
-def test_a_wrong_value_in_a_file_names_the_file_and_no_other_does(tmp_path: Path) -> None:
+def test_config_wrong_value_names_file(tmp_path: Path) -> None:
+    """The error of a wrong value names the file where it stands, and only then."""
     file = tmp_path / "short.yaml"
     for body in ("codec: {topk: lots}", "topk: lots", "beta: 7", "topkk: 3"):
         file.write_text(f"preset: demo\n{body}\n")

@@ -354,10 +354,10 @@ def test_failure_detector_ignores_messages_of_the_start(run_ranks) -> None:
     def run() -> None:
         def ask(line: Any) -> list[float]:
             byte, found = torch.zeros(1, dtype=torch.uint8), []
-            signs = line._driver.signs
+            detector = line._driver.detector
             for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
                 line.all_gather(byte, kind, step=1)
-                found.append(signs._patience(signs.rounds))
+                found.append(detector._patience(detector.rounds))
             return found
 
         for found in Islands(2, timeout=90.0).run(ask).values():

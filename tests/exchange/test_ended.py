@@ -23,9 +23,12 @@ from fsdp_demo.exchange.saved_state import History
         ((0,), True, "3 islands began, 1 at the end: island 0: there is no other to agree with"),
     ],
 )
-def test_the_end_says_who_took_part(
+def test_finish_log_names_islands(
     slots: tuple[int, ...], equal: bool | None, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The last line of the log names the islands that took part at the end, and whether
+    they agree.
+    """
     topology = Topology("islands", 0, 3, count=3, name="island0")
     queue = SimpleNamespace(history=History(3, slots=slots))
     runtime: Any = SimpleNamespace(topology=topology, peers=1, queue=queue, step=9, drift=0.25)

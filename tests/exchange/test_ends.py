@@ -62,7 +62,8 @@ def ended(case: Case, steps: int) -> Any:
 @pytest.mark.parametrize(
     "name, steps", [*((n, STEPS) for n in ENDS), ("diloco", 20), ("sparse_loco", 20)]
 )
-def test_the_end_inside_a_round_follows_the_oracle(run_ranks, name, steps):
+def test_finish_inside_round_oracle(run_ranks, name, steps):
+    """`finish` inside a round comes to the parameters of the oracle."""
     case = ENDS[name]
     method = case.make(case.model.start(case.seed), 2, case.inner, **case.options)
     followed(
@@ -78,9 +79,10 @@ def test_the_end_inside_a_round_follows_the_oracle(run_ranks, name, steps):
 
 
 @pytest.mark.parametrize("name", ["diloco", "muloco"])
-def test_a_part_of_a_round_does_no_harm_to_validation(run_ranks, name):
-    """With the published constant momentum a whole outer step for one step of work was 1.4 and 1.5
-    times worse than the anchor before.
+def test_finish_inside_round_validation_loss(run_ranks, name):
+    """An end inside a round does no harm to the validation loss. With the published constant
+    momentum a whole outer step for one step of work was 1.4 and 1.5 times worse than the anchor
+    before.
     """
     config = preset(name, period=10, momentum_warmup=0).changed({"inner_optimizers": ["as_is"]})
     ends = run_ranks(
@@ -95,8 +97,10 @@ def test_a_part_of_a_round_does_no_harm_to_validation(run_ranks, name):
                 assert float((f - sum(own) / len(own)).abs().max()) < 1e-6
 
 
-def test_the_momentum_is_that_of_the_last_whole_round(monkeypatch) -> None:
-    """A checkpoint written after `finish()` goes on as if the run had been longer."""
+def test_finish_inside_round_keeps_momentum(monkeypatch) -> None:
+    """`finish` inside a round leaves the momentum of the last whole round. A checkpoint written
+    after `finish()` goes on as if the run had been longer.
+    """
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

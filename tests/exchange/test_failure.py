@@ -127,7 +127,8 @@ def job(me: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -> None:
+def test_peer_loss_saves_and_exits_75(run_ranks, tmp_path, name) -> None:
+    """The ranks that survive a lost peer save at one step and end with status 75."""
     case = LOST[name]
     env = {"ISLAND_STATUS": str(tmp_path / "status")}
     outcomes = run_ranks(job, 1, 2 * case.procs, timeout=45, env=env, check=False, args=(case,))
@@ -168,7 +169,8 @@ def test_survivors_save_and_end_with_75_at_one_step(run_ranks, tmp_path, name) -
 
 
 @pytest.mark.parametrize("name", ["2x2, every step", "in flight", "every few steps"])
-def test_sigterm_to_one_rank_ends_a_mesh(run_ranks, tmp_path, name) -> None:
+def test_sigterm_one_rank_ends_mesh(run_ranks, tmp_path, name) -> None:
+    """SIGTERM to one rank of a mesh ends all ranks at one step."""
     config, procs = {
         "2x2, every step": (DEMO, 2),
         "in flight": (DEMO.changed({"schedule.delay": 2}), 1),
@@ -222,7 +224,9 @@ def test_sigterm_to_one_rank_ends_a_mesh(run_ranks, tmp_path, name) -> None:
             )
 
 
-def test_the_handler_is_put_back_and_saving_may_fail(run_ranks) -> None:
+def test_guard_handler_restored_and_save_error(run_ranks) -> None:
+    """`guard` puts the signal handler back, passes errors on and reports a save that fails."""
+
     def run(me: Any) -> None:
         logging.basicConfig(level=logging.INFO, force=True)
         p = torch.nn.Parameter(torch.zeros(3))
@@ -250,10 +254,8 @@ def test_the_handler_is_put_back_and_saving_may_fail(run_ranks) -> None:
 # ---- islands out of step -----------------------------------------------------------------------
 
 
-def test_islands_out_of_step_get_an_error_and_no_abort(run_ranks) -> None:
-    """One island does something else than the other: an error on both sides, never SIGABRT, never a
-    hang.
-    """
+def test_out_of_step_error_without_abort(run_ranks) -> None:
+    """Islands out of step get an error on both sides, never SIGABRT, never a hang."""
 
     def pair(config: ExchangeConfig, other: Callable[[Any, Any], Any]) -> list[Any]:
         def island(i: int, topology: Any) -> Any:
@@ -374,9 +376,9 @@ def through_a_file(saved: Any, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_the_same_state_is_restored_bit_for_bit(run_ranks, tmp_path, name) -> None:
-    """Saved in the middle of a period, through a file: what goes on is the run that was never
-    interrupted.
+def test_resume_through_file_bit_for_bit(run_ranks, tmp_path, name) -> None:
+    """A state that is saved in the middle of a period, through a file, is restored bit for bit:
+    what follows is the run that was never interrupted.
     """
     config = RESUMED[name]
 
@@ -409,9 +411,9 @@ def test_the_same_state_is_restored_bit_for_bit(run_ranks, tmp_path, name) -> No
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_survivors_go_on_with_a_fresh_island(run_ranks, name) -> None:
-    """Three islands, one dies; two resume from what they saved, the third starts anew: right step,
-    equal parameters.
+def test_resume_beside_fresh_island(run_ranks, name) -> None:
+    """Survivors go on with a fresh island. Of three islands one dies; two resume from what they
+    saved, the third starts anew: right step, equal parameters.
     """
     config = RESUMED[name]
 
@@ -449,9 +451,10 @@ def test_survivors_go_on_with_a_fresh_island(run_ranks, name) -> None:
     run_ranks(run, 1, 1)
 
 
-def test_lost_in_the_last_exchange_finish_makes_up_for_it(run_ranks) -> None:
-    """What was sent in an exchange that failed does not count as exchanged: after a resume
-    `finish()` alone leaves replicas equal.
+def test_resume_finish_repeats_failed_exchange(run_ranks) -> None:
+    """A resume after a loss in the last exchange repeats that exchange in `finish`. What was sent
+    in an exchange that failed does not count as exchanged: after a resume `finish()` alone leaves
+    replicas equal.
     """
 
     def run(me: Any) -> None:
@@ -482,7 +485,9 @@ def test_lost_in_the_last_exchange_finish_makes_up_for_it(run_ranks) -> None:
     run_ranks(run, 1, 1)
 
 
-def test_an_island_that_saved_earlier_takes_over_from_the_furthest(run_ranks) -> None:
+def test_resume_takes_over_from_furthest(run_ranks) -> None:
+    """An island that saved earlier takes over the state of the one that is furthest."""
+
     def run(me: Any) -> None:
         for name in RESUMED:
             config = RESUMED[name]
@@ -509,7 +514,9 @@ def test_an_island_that_saved_earlier_takes_over_from_the_furthest(run_ranks) ->
     run_ranks(run, 1, 1)
 
 
-def test_a_state_of_something_else_is_refused(run_ranks) -> None:
+def test_resume_foreign_state_refused(run_ranks) -> None:
+    """A state of another model, preset or topology is refused."""
+
     def run(me: Any) -> None:
         p = torch.nn.Parameter(torch.randn(70, 66))
         optimizer = torch.optim.SGD([p], lr=0.1)
@@ -600,9 +607,11 @@ else:
 """  # noqa: E501
 
 
-def test_processes_end_with_the_status_they_should(exchange_store, tmp_path) -> None:
-    """12 finished jobs of 2 islands in 4 pairs of processes, to the real end of their interpreters,
-    and the other ways to end: no SIGABRT, no hang."""
+def test_process_exit_status(exchange_store, tmp_path) -> None:
+    """Processes end with the status that they should. 12 finished jobs of 2 islands in 4 pairs of
+    processes, to the real end of their interpreters, and the other ways to end: no SIGABRT, no
+    hang.
+    """
     program = tmp_path / "job.py"
     program.write_text(PROGRAM)
     endings = ["silent", *["finish"] * 4, "forget", "forget", "detach", "refused", "error"]

@@ -59,8 +59,10 @@ def both(config: ExchangeConfig, acts: Callable[[int, Small], Any]) -> list[str]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_island_ends_early(run_ranks: Callable[..., Any], name: str) -> None:
-    """Four steps here, six there: the likeliest mistake of a loop over unequal data."""
+def test_out_of_step_early_finish(run_ranks: Callable[..., Any], name: str) -> None:
+    """An island that finishes earlier than the other causes an error on both sides. Four steps
+    here, six there: the likeliest mistake of a loop over unequal data.
+    """
 
     def acts(i: int, small: Small) -> None:
         small.train(6 if i else 4)
@@ -80,7 +82,9 @@ def test_one_island_ends_early(run_ranks: Callable[..., Any], name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "released"])
-def test_one_island_evaluates_alone(run_ranks: Callable[..., Any], name: str) -> None:
+def test_out_of_step_lone_evaluation(run_ranks: Callable[..., Any], name: str) -> None:
+    """An evaluation of one island alone causes an error on both sides."""
+
     def acts(i: int, small: Small) -> None:
         small.train(4)
         if i:
@@ -97,7 +101,9 @@ def test_one_island_evaluates_alone(run_ranks: Callable[..., Any], name: str) ->
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_other_calls_at_one_step(run_ranks: Callable[..., Any]) -> None:
+def test_out_of_step_unlike_calls(run_ranks: Callable[..., Any]) -> None:
+    """Unlike calls at one step cause an error on both sides that names both calls."""
+
     def acts(i: int, small: Small) -> None:
         small.train(4)
         if i:
@@ -114,7 +120,9 @@ def test_other_calls_at_one_step(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_a_step_that_a_loop_drops(run_ranks: Callable[..., Any]) -> None:
+def test_out_of_step_dropped_step(run_ranks: Callable[..., Any]) -> None:
+    """A step that one loop drops causes an error that names `skip()`."""
+
     def acts(i: int, small: Small) -> None:
         small.train(3)
         small.exchange.step += i
@@ -132,7 +140,9 @@ def test_a_step_that_a_loop_drops(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_guard_does_not_ask_to_be_started_again(run_ranks: Callable[..., Any]) -> None:
+def test_out_of_step_guard_exits_78(run_ranks: Callable[..., Any]) -> None:
+    """`guard` ends with status 78, not 75, where islands are out of step."""
+
     def run(me: Any) -> None:
         logging.basicConfig(level=logging.INFO, force=True)
         small = Small(Topology.from_env(), CONFIGS["diloco"])
@@ -150,7 +160,9 @@ def test_guard_does_not_ask_to_be_started_again(run_ranks: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("claimed", [2**31, 2**40, 2**47, 0])
-def test_a_claimed_length_is_not_believed(run_ranks: Callable[..., Any], claimed: int) -> None:
+def test_wire_claimed_length_refused(run_ranks: Callable[..., Any], claimed: int) -> None:
+    """A length that a header claims falsely is refused before memory is taken."""
+
     def lies(piece: torch.Tensor, index: int) -> torch.Tensor:
         fields = list(header.HEADER.unpack(bytes(piece[: header.HEADER.size].tolist())))
         fields[7] = claimed
@@ -176,7 +188,9 @@ def test_a_claimed_length_is_not_believed(run_ranks: Callable[..., Any], claimed
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe\xfd", b"[" * 100_000])
-def test_what_is_no_json_is_refused_by_name(run_ranks: Callable[..., Any], body: bytes) -> None:
+def test_wire_text_not_json_refused(run_ranks: Callable[..., Any], body: bytes) -> None:
+    """A text that is no JSON is refused, and the error names the sender."""
+
     def speak(line: Any) -> Any:
         if line.rank == 0:
             with pytest.raises(WireError, match=r"island 1 \(island1\) sent .* no JSON"):
@@ -195,9 +209,10 @@ def test_what_is_no_json_is_refused_by_name(run_ranks: Callable[..., Any], body:
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "consensus", "streaming_diloco"])
-def test_a_bit_that_flipped_is_an_error_with_a_name(
+def test_digest_flipped_bit_names_island(
     run_ranks: Callable[..., Any], everywhere: Any, name: str, count: int
 ) -> None:
+    """A bit that flipped on one island causes an error that names the island and the tensors."""
     everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 4)
     config = CONFIGS[name]
 
@@ -227,9 +242,8 @@ def test_a_bit_that_flipped_is_an_error_with_a_name(
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_on_unlike_machines_it_is_said_and_goes_on(
-    run_ranks: Callable[..., Any], everywhere: Any
-) -> None:
+def test_digest_unlike_machines_averaged(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+    """Between unlike machines a difference is logged, averaged away, and training goes on."""
     everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 4)
 
     def run(me: Any) -> Any:
@@ -251,7 +265,10 @@ def test_on_unlike_machines_it_is_said_and_goes_on(
         assert torch.equal(whole, outcomes[0].value[0]) and equal is True and 0 < drift < 1e-6
 
 
-def test_sums_tell_tensors_apart() -> None:
+def test_digest_sums_and_odd_ones() -> None:
+    """The sum of a digest counts all words of its tensors, and the majority tells which replica is
+    odd.
+    """
     g = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         t = torch.randn(1000, generator=g).to(dtype)
@@ -270,7 +287,8 @@ def test_sums_tell_tensors_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "full", "random", "diloco", "consensus", "local_sgd"])
-def test_islands_on_the_same_rows_are_told_once(run_ranks: Callable[..., Any], name: str) -> None:
+def test_same_rows_warned_once(run_ranks: Callable[..., Any], name: str) -> None:
+    """Islands that train on the same rows are warned once."""
     config = CONFIGS[name]
 
     def run(me: Any, same: bool) -> None:
@@ -289,9 +307,8 @@ def test_islands_on_the_same_rows_are_told_once(run_ranks: Callable[..., Any], n
 
 
 @pytest.mark.parametrize("name", ["demo", "full"])
-def test_an_island_that_is_alone_is_told_of_no_same_rows(
-    run_ranks: Callable[..., Any], name: str
-) -> None:
+def test_same_rows_no_warning_alone(run_ranks: Callable[..., Any], name: str) -> None:
+    """An island that is alone gets no warning of equal rows."""
     config = CONFIGS[name]
 
     def run(me: Any) -> None:
@@ -307,7 +324,7 @@ def test_an_island_that_is_alone_is_told_of_no_same_rows(
     assert "sent the same first payload" not in logs[0], logs
 
 
-def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
+def test_wire_every_message_has_header(run_ranks: Callable[..., Any]) -> None:
     """Every message of a run, set-up and questions included, begins with a header that says what it
     is.
     """

@@ -21,7 +21,9 @@ def joined(island, topology, holder):
     return own, model.weight.detach()
 
 
-def test_of_equal_steps_the_one_with_a_state_is_the_donor(run_ranks):
+def test_take_over_donor_has_a_state(run_ranks):
+    """Of islands at equal steps the one with a state is the donor."""
+
     def run():
         return [
             threaded.values(threaded.islands(lambda i, t, h=holder: joined(i, t, h)))

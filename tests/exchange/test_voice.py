@@ -63,7 +63,8 @@ def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return list(capfd.readouterr().err.splitlines())
 
 
-def test_a_script_without_logging_sees_what_runs_and_how_it_ended(capfd) -> None:
+def test_log_script_without_logging(capfd) -> None:
+    """A script without logging sees on stderr what runs and how it ended."""
     with silence():
         exchange = snippet()
         first, *lines = said(capfd)
@@ -84,7 +85,10 @@ def test_a_script_without_logging_sees_what_runs_and_how_it_ended(capfd) -> None
         assert len(LOG.handlers) == 1 and said(capfd) == lines
 
 
-def test_who_has_set_up_logging_hears_nothing_twice(capfd) -> None:
+def test_log_script_with_logging(capfd) -> None:
+    """The library adds no handler where the script has set up logging, and drops its own when that
+    happens later.
+    """
     with silence():
         LOG.addHandler(logging.NullHandler())
         snippet()
@@ -100,7 +104,8 @@ def test_who_has_set_up_logging_hears_nothing_twice(capfd) -> None:
         assert not said(capfd) and LOG.level == logging.NOTSET and not LOG.handlers
 
 
-def test_a_level_that_was_set_stays_and_other_ranks_only_warn(capfd) -> None:
+def test_log_level_kept_other_ranks_warn(capfd) -> None:
+    """A log level that the user set stays, and ranks other than 0 only warn."""
     with silence():
         LOG.setLevel(logging.ERROR)
         snippet()
@@ -114,7 +119,9 @@ def test_a_level_that_was_set_stays_and_other_ranks_only_warn(capfd) -> None:
         assert said(capfd) == ["[west] WARNING: of all"]
 
 
-def test_islands_say_what_they_sent_and_that_they_agree(caplog) -> None:
+def test_log_finish_bytes_and_agreement(caplog) -> None:
+    """The last lines say what the islands sent and that they agree."""
+
     def work(island: int, topology: fsdp_demo.Topology) -> tuple[str, int]:
         exchange = snippet(topology)
         return repr(exchange), exchange.metrics()["bytes_sent"]
@@ -154,12 +161,14 @@ def test_islands_say_what_they_sent_and_that_they_agree(caplog) -> None:
         (preset("demo"), 121, []),
     ],
 )
-def test_steps_that_end_inside_a_round_are_said(config, steps, said) -> None:
+def test_log_end_inside_round(config, steps, said) -> None:
+    """A line at attach says that the number of steps ends inside a round."""
     found = odd_ends(config, steps)
     assert len(found) == bool(said) and all(part in found[0] for part in said)
 
 
-def test_the_warning_comes_at_attach_where_steps_are_known(caplog) -> None:
+def test_log_end_inside_round_at_attach(caplog) -> None:
+    """The warning of an end inside a round comes at attach where the steps are known."""
     for agree, warned in (
         ({"steps": 121}, 1),
         ({"max_steps": 121}, 1),

@@ -19,7 +19,8 @@ def attached(preset: str, **changes: Any) -> Any:
     return fsdp_demo.attach(optimizer, preset, model=model, batch=(4, 8), **changes), optimizer
 
 
-def test_one_is_not_several(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_singular_and_plural(caplog: pytest.LogCaptureFixture) -> None:
+    """The log uses the singular for one of a thing."""
     caplog.set_level(logging.INFO, "fsdp_demo")
     late = {"schedule.delay": 1, "applier.mix": 0.5}
     exchange, optimizer = attached("diloco", period=2, **late)
@@ -33,7 +34,8 @@ def test_one_is_not_several(caplog: pytest.LogCaptureFixture) -> None:
     assert counted(1, "step") == "1 step" and counted(0, "copy", "copies") == "0 copies"
 
 
-def test_an_outer_rate_that_is_an_inner_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_outer_rate_like_inner(caplog: pytest.LogCaptureFixture) -> None:
+    """The log warns of an outer rate that looks like an inner one."""
     attached("diloco", lr=1e-3)
     (said,) = [r.getMessage() for r in caplog.records if "outer rate" in r.getMessage()]
     assert "channel 'delta': the outer rate (applier.lr) is 0.001" in said
@@ -45,7 +47,8 @@ def test_an_outer_rate_that_is_an_inner_one(caplog: pytest.LogCaptureFixture) ->
     assert "outer rate" not in caplog.text
 
 
-def test_what_a_sparse_channel_sends_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_values_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says how many values of sparse channels go whole."""
     caplog.set_level(logging.INFO, "fsdp_demo")
     model = torch.nn.Linear(64, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +59,8 @@ def test_what_a_sparse_channel_sends_whole_is_said(caplog: pytest.LogCaptureFixt
     assert "go whole" not in caplog.text
 
 
-def test_status_counts_the_islands_beside_the_epoch() -> None:
+def test_log_run_status_counts_islands() -> None:
+    """The status of a run counts the islands beside the epoch."""
     member = {"slot": 0, "life": 0, "delivered": 1, "heard": {}}
     found = {"run": "a", "attempt": "0", "state": "members", "epoch": 0, "members": [member]}
     head, line = run_status.text(found).splitlines()

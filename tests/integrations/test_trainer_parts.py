@@ -28,7 +28,8 @@ from .test_trainer import history, one_line  # noqa: E402
 ISLANDS = [Topology("islands", island=i, islands=3) for i in range(3)]
 
 
-def test_flags(tmp_path):
+def test_trainer_flags(tmp_path):
+    """The flags of a Trainer script give the configuration, the callback and the optimizer."""
     parser = HfArgumentParser((ExchangeArguments, TrainingArguments))
     common = ["--output_dir", str(tmp_path), "--use_cpu"]
     exchange, args = parser.parse_args_into_dataclasses(
@@ -63,7 +64,8 @@ def test_flags(tmp_path):
     ],
     ids=["datasets", "list", "torch"],
 )
-def test_rows_are_dealt_in_equal_parts(make):
+def test_split_dataset_equal_parts(make):
+    """`split_dataset_by_island` deals rows in equal parts."""
     parts = [[row["row"] for row in split_dataset_by_island(make(), t)] for t in ISLANDS]
     assert parts == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     whole = make()
@@ -71,7 +73,9 @@ def test_rows_are_dealt_in_equal_parts(make):
     assert split_dataset_by_island(whole, Topology("mesh", islands=2)) is whole
 
 
-def test_streams_are_dealt(tmp_path):
+def test_split_dataset_streams(tmp_path):
+    """`split_dataset_by_island` deals the rows of a stream."""
+
     class Stream(torch.utils.data.IterableDataset):
         epoch = 0
 
@@ -101,7 +105,9 @@ def test_streams_are_dealt(tmp_path):
 
 
 @pytest.mark.parametrize("procs", [[1, 1, 1], [2, 1]], ids=["three", "uneven"])
-def test_council(run_ranks, procs):
+def test_across_islands_questions(run_ranks, procs):
+    """`across_islands` answers questions between islands alike on all ranks."""
+
     def run(rank):
         model = torch.nn.Linear(2, 2)
         exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
@@ -169,7 +175,9 @@ class Epochs(TrainerCallback):
         ("desloc", {"eval_strategy": "epoch", "save_strategy": "epoch"}),
     ],
 )
-def test_what_a_trainer_may_switch_on(run_ranks, preset, settings):
+def test_trainer_features_beside_exchange(run_ranks, preset, settings):
+    """Features of the Trainer work beside an exchange."""
+
     def run(rank):
         changes = {
             "streaming_diloco": {"period": 4, "delay": 1},
@@ -208,7 +216,9 @@ def test_what_a_trainer_may_switch_on(run_ranks, preset, settings):
         assert ("0.3 clips the mean gradient" in clips) == (preset == "full")
 
 
-def test_only_island_0_pushes(run_ranks):
+def test_trainer_only_island_0_pushes(run_ranks):
+    """Island 0 alone pushes to the hub."""
+
     def run(rank):
         records = []
         handler = logging.Handler()
@@ -245,7 +255,9 @@ class Plain(torch.nn.Module):
 
 
 @pytest.mark.parametrize("config", [None, SimpleNamespace(layers=1)], ids=["none", "own"])
-def test_a_plain_torch_module_trains_saves_and_resumes(run_ranks, config):
+def test_trainer_plain_module_saves_and_resumes(run_ranks, config):
+    """A plain torch module trains, saves and resumes."""
+
     def run(rank):
         script.fresh_state()
         torch.manual_seed(rank.island)
@@ -275,7 +287,9 @@ def test_a_plain_torch_module_trains_saves_and_resumes(run_ranks, config):
     assert torch.equal(first, second)
 
 
-def test_streams_epochs_and_logs_by_epoch(run_ranks):
+def test_trainer_streams_and_epoch_logs(run_ranks):
+    """Streams train, and logs may come by epoch."""
+
     def run(rank):
         trained = script.trainer(
             rank.folder / "stream", one_line("diloco", period=2), split=False, logging_steps=1
@@ -293,7 +307,9 @@ def test_streams_epochs_and_logs_by_epoch(run_ranks):
     assert [o[1:] for o in out] == [([3], 8), ([3], 8)]  # two of their own clock, and the last
 
 
-def test_islands_with_other_rates_are_refused(run_ranks):
+def test_trainer_unlike_rates_refused(run_ranks):
+    """Islands with unlike learning rates are refused."""
+
     def run(rank):
         extra = one_line("demo") | {
             "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=1e-3 * (1 + rank.island))
@@ -306,7 +322,9 @@ def test_islands_with_other_rates_are_refused(run_ranks):
     run_ranks(run, islands=2, procs=1)
 
 
-def test_one_flag_resumes_all_islands(run_ranks):
+def test_trainer_resume_by_one_flag(run_ranks):
+    """One flag resumes all islands."""
+
     def run(rank):
         def train(where, resume=None, **settings):
             trained = script.trainer(
@@ -335,9 +353,9 @@ def test_one_flag_resumes_all_islands(run_ranks):
     assert first[0] == second[0] == [True] * 3 and torch.equal(first[1], second[1])
 
 
-def test_the_last_exchange_is_seen_after_an_evaluation(run_ranks):
-    """A forward without a backward leaves FSDP2's root unsharded, and what is written into the
-    shards then would not be seen.
+def test_trainer_last_exchange_after_evaluation(run_ranks):
+    """The last exchange reaches the model after an evaluation. A forward without a backward leaves
+    FSDP2's root unsharded, and what is written into the shards then would not be seen.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -371,7 +389,8 @@ def test_the_last_exchange_is_seen_after_an_evaluation(run_ranks):
     assert run_ranks(run, islands=2, procs=2) == [True] * 4
 
 
-def test_one_exchange_per_optimizer(run_ranks):
+def test_trainer_second_exchange_refused(run_ranks):
+    """A second exchange on one optimizer is refused."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = fsdp_demo.attach(optimizer, "diloco")
@@ -394,7 +413,7 @@ def test_one_exchange_per_optimizer(run_ranks):
 
 
 @pytest.mark.parametrize("preset", ["diloco", "stride"])
-def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, preset):
+def test_trainer_recipe_saves_and_resumes(run_ranks, monkeypatch, preset):
     """recipes/pretrain_trainer.py as it is launched, FSDP2 inside the islands; the folder it saves
     loads with `from_pretrained`.
     """

@@ -87,7 +87,8 @@ def facts(c: Channel) -> dict[str, Any]:
         ),
     ],
 )
-def test_facts_of_a_channel(channel: Channel, differs: dict[str, Any]) -> None:
+def test_derived_facts_of_a_channel(channel: Channel, differs: dict[str, Any]) -> None:
+    """The derived properties of a channel follow from its fields."""
     usual = {
         "target": "parameter",
         "writes_parameters": True,
@@ -100,7 +101,8 @@ def test_facts_of_a_channel(channel: Channel, differs: dict[str, Any]) -> None:
     assert facts(channel) == {**usual, "taken": 0.0, **differs}
 
 
-def test_a_state_has_a_name() -> None:
+def test_derived_state_source_needs_name() -> None:
+    """A channel of optimizer states without the name of a state is refused."""
     with pytest.raises(ValueError, match="source='state:' is not known"):
         Channel("a", "state:", applier=REPLACE)
 
@@ -119,14 +121,16 @@ def test_a_state_has_a_name() -> None:
         ("decoupled_momentum", {"rule": "released", "average_every": 2}, "mean", "mean"),
     ],
 )
-def test_what_a_method_calls_its_model(
+def test_derived_result_of_a_method(
     name: str, changes: dict[str, Any], alone: str, many: str
 ) -> None:
+    """A method names which tensors are its model: parameters, anchor or mean."""
     config = preset(name, **changes)
     assert (config.result(1), config.result(2), config.result(9)) == (alone, many, many)
 
 
-def test_a_lone_state_channel_trains_nothing() -> None:
+def test_derived_state_channel_alone() -> None:
+    """A channel of optimizer states alone makes no replicas equal."""
     config = ExchangeConfig("moments", (Channel("m", "state:exp_avg", applier=REPLACE),))
     assert (
         not config.equal_after_exchange
@@ -135,10 +139,8 @@ def test_a_lone_state_channel_trains_nothing() -> None:
     )
 
 
-def test_nobody_derives_them_anew() -> None:
-    """As a reader would find it: the expressions that these properties stand for, anywhere else in
-    the package.
-    """
+def test_derived_properties_not_repeated() -> None:
+    """No other file repeats the expressions that these properties stand for."""
     anew = re.compile(
         r"""source (?:not )?in \(|"parameter" if .*source|startswith\("state:"""
         r"""|schedule\.delay >= \S*schedule\.sync_every|residual == "put_back" else|source == "parameter" and \S*schedule\.delay"""  # noqa: E501

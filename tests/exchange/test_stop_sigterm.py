@@ -51,9 +51,7 @@ def wait_for(folder: Path, count: int, what: str) -> None:
         time.sleep(0.005)
 
 
-def test_all_islands_told_at_one_moment_stop_and_go_on(
-    run_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_stop_sigterm_all_and_resume(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """Every preemption: no exchange is near, each island stands at a step of its own, and the next
     life is the uninterrupted run.
     """
@@ -88,9 +86,11 @@ def test_all_islands_told_at_one_moment_stop_and_go_on(
     assert all(same(a[1], b[1]) for a, b in zip(again, whole, strict=True))
 
 
-def test_a_run_that_has_finished_is_marked_and_one_that_stopped_can_start_again(
+def test_stop_run_can_start_again(
     run_ranks: Callable[..., Any],
 ) -> None:
+    """A run that stopped can start again under its name; a run that finished cannot."""
+
     def run(me: Any, last: bool) -> Any:
         small = Small(Topology.from_env(), preset("demo"))
         small.train(3)

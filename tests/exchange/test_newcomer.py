@@ -202,8 +202,10 @@ def compare(config: Any, now: dict[str, Any], then: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_newcomer_stands_where_the_others_stand(run_ranks, name: str) -> None:
-    """Joining after every step, and following up to the end."""
+def test_newcomer_state_equals_others(run_ranks, name: str) -> None:
+    """A newcomer has the state of the others, after joining at any step. Joining after every step,
+    and following up to the end.
+    """
     config = CASES[name]
 
     def run() -> None:
@@ -226,8 +228,8 @@ def test_a_newcomer_stands_where_the_others_stand(run_ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["demo-adamw", "streaming_diloco", "local_sgd-late"])
-def test_sharded(run_ranks, name: str) -> None:
-    """FSDP2 over two ranks; each follows its own line."""
+def test_newcomer_fsdp2_shards(run_ranks, name: str) -> None:
+    """A newcomer may be sharded. FSDP2 over two ranks; each follows its own line."""
     config = CASES[name]
 
     def run(me: Any) -> None:
@@ -278,9 +280,9 @@ def test_sharded(run_ranks, name: str) -> None:
 
 @pytest.mark.parametrize("procs", [[2, 1], [2, 2]], ids=["one active copy", "two active copies"])
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "full-late"])
-def test_copies(run_ranks, name: str, procs: list[int]) -> None:
-    """Two ranks hold the whole model. They share two active copies; or one, and the second has no
-    line and gets all through its island.
+def test_newcomer_copies_of_a_shard(run_ranks, name: str, procs: list[int]) -> None:
+    """A newcomer may hold copies of a shard. Two ranks hold the whole model. They share two active
+    copies; or one, and the second has no line and gets all through its island.
     """
     config, active_copies = CASES[name], min(procs)
 
@@ -327,9 +329,9 @@ def test_copies(run_ranks, name: str, procs: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["demo-adamw", "diloco-queue", "streaming_diloco", "desloc"])
-def test_it_trains_on_before_its_messages_count(run_ranks, name: str) -> None:
-    """Caught up, it takes steps of its own; what it sends counts later, and it hears what the
-    others agree on.
+def test_newcomer_trains_before_its_messages_count(run_ranks, name: str) -> None:
+    """A newcomer that has caught up takes steps of its own. Its messages count later, but it
+    already applies what the others agree on.
     """
     config = CASES[name]
 
@@ -432,7 +434,8 @@ SPOILT = {
 }
 
 
-def test_what_does_not_fit_is_refused_by_name(run_ranks) -> None:
+def test_newcomer_snapshot_refused_by_name(run_ranks) -> None:
+    """A snapshot that does not fit the newcomer is refused, and the error names what differs."""
     config = preset("demo", inner_optimizer="adamw", **{"schedule.delay": 2})
 
     def run() -> None:
@@ -482,7 +485,8 @@ def test_what_does_not_fit_is_refused_by_name(run_ranks) -> None:
     run_ranks(run, islands=1, procs=1)
 
 
-def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
+def test_newcomer_ticks_and_messages_refused(run_ranks) -> None:
+    """Ticks and messages that do not fit the newcomer are refused."""
     config = preset("demo", inner_optimizer="adamw")
 
     def run() -> None:
@@ -532,7 +536,8 @@ def test_ticks_and_messages_that_do_not_fit(run_ranks) -> None:
     run_ranks(run, islands=1, procs=1)
 
 
-def test_a_stop_of_the_others_while_it_joins(run_ranks) -> None:
+def test_newcomer_stop_of_others(run_ranks) -> None:
+    """A stop of the others reaches a newcomer that is still joining."""
     config = preset("demo", inner_optimizer="adamw")
 
     def run() -> None:
@@ -549,9 +554,9 @@ def test_a_stop_of_the_others_while_it_joins(run_ranks) -> None:
     run_ranks(run, islands=1, procs=1)
 
 
-def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
-    """A state and a step of an older life; the islands are asked at the step of the others from
-    then on.
+def test_newcomer_ignores_own_state(run_ranks) -> None:
+    """A newcomer drops a state and a step of an older life. Its later questions carry the step of
+    the others.
     """
     config = preset("diloco", period=3)
 
@@ -574,8 +579,8 @@ def test_what_is_brought_is_thrown_away_and_nobody_is_asked(run_ranks) -> None:
     run_ranks(run, islands=1, procs=1)
 
 
-def test_what_a_newcomer_has_already_is_not_sent(run_ranks) -> None:
-    """Frozen parameters and buffers: of the first digest that it names."""
+def test_newcomer_known_tensors_not_sent(run_ranks) -> None:
+    """Frozen parameters and buffers whose digest the newcomer names are not sent to it."""
     config = preset("local_sgd", period=3)
 
     def lora(config: Any, seed: int) -> Any:
@@ -614,7 +619,8 @@ def test_what_a_newcomer_has_already_is_not_sent(run_ranks) -> None:
     run_ranks(run, islands=1, procs=1)
 
 
-def test_what_is_an_islands_own_stays_a_newcomers_own(run_ranks) -> None:
+def test_newcomer_keeps_own_tensors(run_ranks) -> None:
+    """The tensors that `own_tensors` names stay the newcomer's own."""
     config = preset("diloco", period=3, own_tensors=["shift", "layers.0.*.running_*"])
 
     def run() -> None:
@@ -629,8 +635,10 @@ def test_what_is_an_islands_own_stays_a_newcomers_own(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["diloco", "demo-adamw"])
-def test_moments_that_it_brings_stay_where_islands_share_none(run_ranks, name: str) -> None:
-    """As `RunState` has loaded them from its own checkpoint, before `attach`."""
+def test_newcomer_keeps_own_moments(run_ranks, name: str) -> None:
+    """A newcomer keeps the moments of its optimizer where islands share none. As `RunState` has
+    loaded them from its own checkpoint, before `attach`.
+    """
     config = CASES[name]
 
     def loaded(config: Any, seed: int) -> Any:
@@ -656,8 +664,10 @@ def test_moments_that_it_brings_stay_where_islands_share_none(run_ranks, name: s
     run_ranks(run, islands=1, procs=1)
 
 
-def test_how_long_a_snapshot_takes_is_said_early(monkeypatch, caplog) -> None:
-    """After some seconds, and then seldom: with what the link has carried so far."""
+def test_newcomer_snapshot_time_logged(monkeypatch, caplog) -> None:
+    """The log estimates early how long a snapshot takes, from what the link has carried so far;
+    later lines are rare.
+    """
     now = iter([100.0, 102.0, 105.0, 110.0, 120.0])
     monkeypatch.setattr(replay.time, "monotonic", lambda: next(now))
 
@@ -677,7 +687,8 @@ def test_how_long_a_snapshot_takes_is_said_early(monkeypatch, caplog) -> None:
     ]
 
 
-def test_optimizers_that_make_their_state_at_their_first_step(run_ranks) -> None:
+def test_newcomer_lazy_optimizer_state(run_ranks) -> None:
+    """A newcomer whose optimizer makes its state at the first step gets the state of the others."""
     config = preset("full")
 
     def lazy(config: Any, seed: int) -> Any:
@@ -717,9 +728,9 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_what_the_first_contributions_weigh(run_ranks, name: str) -> None:
-    """Tokens count since it joined, as its delta does; else a part of a round counts for
-    nothing.
+def test_newcomer_first_weights(run_ranks, name: str) -> None:
+    """The first contribution of a newcomer weighs the tokens since it joined. Without tokens a part
+    of a round weighs nothing.
     """
     config, expected = WEIGHTS[name]
 
@@ -743,7 +754,8 @@ def test_what_the_first_contributions_weigh(run_ranks, name: str) -> None:
     run_ranks(run, islands=1, procs=1)
 
 
-def test_a_part_of_a_round_has_no_share_unless_nobody_has_more() -> None:
+def test_newcomer_part_of_round_weight() -> None:
+    """A part of a round has no share in the mean unless no island has more."""
     (channel,) = preset("diloco").channels
     part, whole = Header(0, 0, weight=-1.0), Header(0, 0)
     assert replica_weights(channel, [whole, part, whole]) == [1.0, 0.0, 1.0]

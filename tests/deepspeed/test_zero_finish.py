@@ -11,7 +11,9 @@ from ..support import zero
 
 
 @pytest.mark.parametrize("stage, steps", [("zero1", 6), ("zero3-parts", 5), ("zero2", 8)])
-def test_a_part_of_a_round_ends_in_the_mean(run_ranks, stage, steps):
+def test_zero_finish_inside_round(run_ranks, stage, steps):
+    """`finish` inside a round ends in the plain mean of the replicas."""
+
     def run(me):
         made = zero.engine(zero.settings(stage))
         exchange = deepspeed_ext.attach(made, "diloco", period=4, momentum_warmup=0)

@@ -112,8 +112,10 @@ def comes_back(run_ranks: Any, case: str, between: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_goes_on_with_moments_of_its_own(run_ranks, case: str) -> None:
-    """Of gradient presets the moments are those of all."""
+def test_returning_island_keeps_own_moments(run_ranks, case: str) -> None:
+    """An island that comes back goes on with moments of its own. Of gradient presets the moments
+    are those of all.
+    """
     own, said = comes_back(run_ranks, case)
     assert own == (case == "diloco")
     assert len(said) == 2 and "go on from checkpoint-4" in said[0], said
@@ -146,6 +148,7 @@ SPOILT = [(forged, "it is of run 'else'"), (torn, "checksum does not fit")]
 
 
 @pytest.mark.parametrize("spoil, why", SPOILT)
-def test_what_is_not_its_own_or_not_whole_is_not_used(run_ranks, spoil: Any, why: str) -> None:
+def test_returning_island_refuses_spoilt_checkpoint(run_ranks, spoil: Any, why: str) -> None:
+    """An island that comes back does not use a checkpoint that is not its own or not whole."""
     own, said = comes_back(run_ranks, "diloco", spoil)
     assert not own and "begin anew, checkpoint-4 cannot be used (" in said[0] and why in said[0]

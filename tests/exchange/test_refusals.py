@@ -70,7 +70,8 @@ def alone() -> Net:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_loaded_after_attach(kind: str) -> None:
+def test_attach_weights_loaded_later_refused(kind: str) -> None:
+    """Weights that were loaded after attach are refused at the first step."""
     net, other = alone(), alone()
     optimizer = sgd(net.parameters())
     exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
@@ -102,7 +103,8 @@ def test_weights_loaded_after_attach(kind: str) -> None:
         ("full", ""),
     ],
 )
-def test_what_a_step_without_a_state_loses(kind: str, lost: str, said: Any) -> None:
+def test_attach_step_without_state_logged(kind: str, lost: str, said: Any) -> None:
+    """The log says what a start at a later step without a state loses."""
     net = alone()
     optimizer = sgd(net.parameters())
     exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
@@ -119,7 +121,9 @@ def test_what_a_step_without_a_state_loses(kind: str, lost: str, said: Any) -> N
     assert lost in said() and ("load_exchange(FOLDER)" in said()) == bool(lost)
 
 
-def test_which_islands_lose_their_steps_without_a_state(islands: Any) -> None:
+def test_attach_step_without_state_names_islands(islands: Any) -> None:
+    """The log names the islands that lose their steps for want of a state."""
+
     def run(topology: Any) -> str:
         lines: list[str] = []
         handler = logging.Handler(logging.WARNING)
@@ -139,7 +143,8 @@ def test_which_islands_lose_their_steps_without_a_state(islands: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["all of it", "a frozen part"])
-def test_tensors_without_values(what: str) -> None:
+def test_attach_meta_tensors_refused(what: str) -> None:
+    """Tensors without values are refused."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     if what == "a frozen part":
         model[1].requires_grad_(False)
@@ -149,7 +154,8 @@ def test_tensors_without_values(what: str) -> None:
         fsdp_demo.attach(optimizer, KINDS["diloco"], model=model, topology=two)
 
 
-def test_guard_in_a_thread_says_that_it_hears_no_signal(said: Any) -> None:
+def test_guard_in_thread_logs_no_signals(said: Any) -> None:
+    """`guard` in a thread logs that it gets no signals."""
     net, ended = alone(), []
     optimizer = sgd(net.parameters())
     exchange = fsdp_demo.attach(optimizer, KINDS["diloco"], model=net)
@@ -167,8 +173,10 @@ def test_guard_in_a_thread_says_that_it_hears_no_signal(said: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_leaves_parameters_as_they_are(dtype: torch.dtype) -> None:
-    """The same values loaded again, outer parameters shown, flush, a first step that is skipped."""
+def test_attach_unchanged_weights_accepted(dtype: torch.dtype) -> None:
+    """Calls that leave the parameters as they are cause no error: the same values loaded again,
+    outer parameters shown, flush, a first step that is skipped.
+    """
     for config in KINDS.values():
         net = alone().to(dtype)
         optimizer = sgd(net.parameters())
@@ -188,9 +196,9 @@ def test_what_leaves_parameters_as_they_are(dtype: torch.dtype) -> None:
         exchange.detach()
 
 
-def test_a_resumed_run_begins_with_what_is_under_way(islands: Any) -> None:
-    """Its parameters are loaded before attach, its state by attach; flush moves them before the
-    first step.
+def test_attach_resume_with_message_in_flight(islands: Any) -> None:
+    """A resumed run begins with the messages that are in flight. Its parameters are loaded before
+    attach, its state by attach; flush moves them before the first step.
     """
 
     def run(topology: Any) -> None:
@@ -218,7 +226,9 @@ def test_a_resumed_run_begins_with_what_is_under_way(islands: Any) -> None:
     islands(run)
 
 
-def test_steps_taken_aside_before_the_first(islands: Any) -> None:
+def test_attach_paused_steps_before_first_accepted(islands: Any) -> None:
+    """Steps inside `paused` before the first step of the exchange are accepted."""
+
     def run(topology: Any) -> None:
         net = Net(topology)
         optimizer = sgd(net.parameters())
@@ -236,7 +246,8 @@ def test_steps_taken_aside_before_the_first(islands: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_inside_outer_parameters(kind: str) -> None:
+def test_outer_parameters_step_refused(kind: str) -> None:
+    """A step inside `outer_parameters` is refused."""
     net = alone()
     optimizer = sgd(net.parameters())
     exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
@@ -265,8 +276,10 @@ def test_a_step_inside_outer_parameters(kind: str) -> None:
 SHOWN = r"inside outer_parameters\(\).*Leave the context"
 
 
-def test_ends_and_saves_inside_outer_parameters(tmp_path: Any) -> None:
-    """What they write to the parameters would be undone; what they save would be shown ones."""
+def test_outer_parameters_finish_and_save_refused(tmp_path: Any) -> None:
+    """`finish` and saves inside `outer_parameters` are refused. What they write to the parameters
+    would be undone; what they save would be shown ones.
+    """
     net, topology = alone(), fsdp_demo.Topology.from_env({})
     optimizer = sgd(net.parameters())
     exchange = fsdp_demo.attach(optimizer, preset("diloco", period=3, **AS_IS), model=net)
@@ -301,8 +314,10 @@ def test_ends_and_saves_inside_outer_parameters(tmp_path: Any) -> None:
         exchange.finish()
 
 
-def test_a_loss_in_an_evaluation_saves_the_own_parameters(run_ranks: Any, tmp_path: Any) -> None:
-    """`guard` saves when the context has ended, also where that stands inside it."""
+def test_outer_parameters_loss_saves_own(run_ranks: Any, tmp_path: Any) -> None:
+    """A loss inside `outer_parameters` saves the own parameters. `guard` saves when the context has
+    ended, also where that stands inside it.
+    """
 
     def run(me: Any) -> None:
         topology = fsdp_demo.Topology.from_env({})
@@ -331,7 +346,8 @@ def test_a_loss_in_an_evaluation_saves_the_own_parameters(run_ranks: Any, tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requires_grad_switched_after_attach(kind: str) -> None:
+def test_requires_grad_switched_refused(kind: str) -> None:
+    """A `requires_grad` that was switched after attach is refused."""
     net = alone()
     net.b.bias.requires_grad_(False)
     optimizer = sgd(net.parameters())
@@ -356,8 +372,10 @@ def test_requires_grad_switched_after_attach(kind: str) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 37, 99])
-def test_of_many_parameters_each_is_looked_at_within_some_steps(which: int) -> None:
-    """A step at which nothing is due does not look at all of them."""
+def test_requires_grad_checked_in_turns(which: int) -> None:
+    """Each of many parameters is checked within some steps. A step at which nothing is due does not
+    look at all of them.
+    """
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(100)]
     optimizer = sgd(params)
     exchange = fsdp_demo.attach(optimizer, preset("diloco", period=1000, clip=None, **AS_IS))
@@ -382,8 +400,10 @@ def test_of_many_parameters_each_is_looked_at_within_some_steps(which: int) -> N
     assert exchange.step == steps + 70 and len(asked) < 40
 
 
-def test_one_of_two_optimizers_is_switched_off_while_the_other_steps() -> None:
-    """As GANs do it: what another optimizer steps is looked at when that one does."""
+def test_requires_grad_two_optimizers() -> None:
+    """One of two optimizers may be switched off while the other steps. As GANs do it: what another
+    optimizer steps is looked at when that one does.
+    """
     net = alone()
     optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
     exchange = fsdp_demo.attach(
@@ -397,7 +417,8 @@ def test_one_of_two_optimizers_is_switched_off_while_the_other_steps() -> None:
     assert exchange.step == 1
 
 
-def test_parameters_that_no_optimizer_steps(said: Any) -> None:
+def test_attach_unstepped_parameters_logged(said: Any) -> None:
+    """The log names trainable parameters that no attached optimizer steps."""
     net = alone()
     exchange = fsdp_demo.attach(sgd(net.a.parameters()), "full", model=net)
     assert (
@@ -411,7 +432,8 @@ def test_parameters_that_no_optimizer_steps(said: Any) -> None:
     assert said() == caught
 
 
-def test_an_optimizer_of_another_model_and_one_of_nothing() -> None:
+def test_attach_foreign_optimizer_refused() -> None:
+    """An optimizer of another model and one without trainable parameters are refused."""
     net, other = alone(), alone()
     with pytest.raises(ValueError, match="holds no parameter of this model"):
         fsdp_demo.attach(sgd(other.named_parameters()), "full", model=net)
@@ -424,7 +446,8 @@ def test_an_optimizer_of_another_model_and_one_of_nothing() -> None:
 # ---- numbers that cannot be exchanged ----------------------------------------------------------
 
 
-def test_dtypes_that_cannot_be_exchanged(said: Any) -> None:
+def test_attach_dtypes_refused(said: Any) -> None:
+    """Parameters in complex64 or float64 are refused by name; bf16 is logged."""
     for dtype in (torch.complex64, torch.float64):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype))
         with pytest.raises(
@@ -442,7 +465,8 @@ def test_dtypes_that_cannot_be_exchanged(said: Any) -> None:
     assert "4 parameters not in fp32 (" in said()
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients_refused() -> None:
+    """Sparse gradients are refused where an exchange or a clip reads them."""
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     for config in (preset("full"), preset("full", clip=None), preset("diloco", **AS_IS)):
         optimizer = sgd(model.parameters())
@@ -463,7 +487,8 @@ def test_sparse_gradients() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["full", "diloco"])
-def test_a_loss_scaler(fused: bool, kind: str) -> None:
+def test_grad_scaler_refused(fused: bool, kind: str) -> None:
+    """A step of an active GradScaler is refused."""
     net = alone()
     optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
     exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
@@ -485,7 +510,8 @@ def test_a_loss_scaler(fused: bool, kind: str) -> None:
     assert exchange.step == 1
 
 
-def test_the_loss_scaler_of_accelerate() -> None:
+def test_grad_scaler_of_accelerate_refused() -> None:
+    """An active GradScaler of Accelerate is refused at attach."""
     optimizer_of = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
     pytest.importorskip("accelerate").Accelerator(cpu=True)
     net = alone()
@@ -503,9 +529,9 @@ def test_the_loss_scaler_of_accelerate() -> None:
 # ---- FSDP2 -------------------------------------------------------------------------------------
 
 
-def test_under_fsdp2(run_ranks: Any) -> None:
-    """An evaluation before attach leaves the root unsharded; FSDP2 starts lazily; weights changed
-    on one rank are refused by all.
+def test_attach_checks_under_fsdp2(run_ranks: Any) -> None:
+    """The checks at attach hold under FSDP2. An evaluation before attach leaves the root unsharded;
+    FSDP2 starts lazily; weights changed on one rank are refused by all.
     """
 
     def run(me: Any) -> None:
@@ -557,8 +583,10 @@ def test_under_fsdp2(run_ranks: Any) -> None:
     run_ranks(run)
 
 
-def test_an_exchange_among_the_states_of_torchs_checkpoint(tmp_path: Path) -> None:
-    """torch would keep one rank's state for all, and say so only at the resume."""
+def test_dcp_state_of_exchange_refused(tmp_path: Path) -> None:
+    """An exchange among the states of `torch.distributed.checkpoint` is refused. torch would keep
+    one rank's state for all, and say so only at the resume.
+    """
     from torch.distributed import checkpoint
 
     model = torch.nn.Linear(2, 2)

@@ -76,7 +76,9 @@ def agree(found: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2), ("switch", 1)]
 )
-def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int) -> None:
+def test_elastic_third_island_joins(run_ranks, case: str, procs: int) -> None:
+    """A run begins with two of three islands, and the third joins it."""
+
     def env(me: Any) -> dict[str, str]:
         return {
             "ISLAND_MIN": "2",
@@ -91,8 +93,10 @@ def test_two_of_three_begin_and_the_third_joins(run_ranks, case: str, procs: int
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
-    """It comes while the others train; or before they do, and waits."""
+def test_elastic_island_beyond_count_joins(run_ranks, early: bool) -> None:
+    """An island beyond ISLAND_COUNT joins, while the others train or before they do (then it
+    waits).
+    """
 
     def env(me: Any) -> dict[str, str]:
         if early and me.island == 2:
@@ -105,7 +109,8 @@ def test_an_island_beyond_the_count_joins(run_ranks, early: bool) -> None:
     assert all(f[5] == ((0, 1), 3, 2) for f in found)
 
 
-def test_a_run_of_one_grows(run_ranks) -> None:
+def test_elastic_run_of_one_grows(run_ranks) -> None:
+    """A run of one island grows when another one joins."""
     env = {"ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
     found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, 2))
     agree(found)
@@ -170,10 +175,10 @@ def handed_over(me: Any, case: str, moment: str) -> Any:
         ("full", 2, "tick"),
     ],
 )
-def test_a_newcomer_whose_donor_dies_takes_another(
-    run_ranks, case: str, procs: int, moment: str
-) -> None:
-    """In the same process, and without what came of the first one."""
+def test_elastic_newcomer_changes_donor(run_ranks, case: str, procs: int, moment: str) -> None:
+    """A newcomer whose donor dies takes another one, in the same process and without the first
+    snapshot.
+    """
     env = {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
     more: dict[str, Any] = {"timeout": 120, "env": env, "check": False, "grace": 60.0}
     outcomes = run_ranks(handed_over, 3, procs, args=(case, moment), **more)

@@ -54,7 +54,8 @@ def layers(channel: Channel) -> set[int | None]:
         ("sequential", [{0, 1, 2}, {3, 4, 5}, {6, 7}, {None}]),
     ],
 )
-def test_fragments_hold_layers_and_the_last_one_the_rest(order, wanted) -> None:
+def test_fragments_layers_and_rest(order, wanted) -> None:
+    """Fragments hold the layers in turn, and the last fragment holds the remaining parameters."""
     parts = expand(preset("streaming_diloco", layers=3, order=order, period=30), LLAMA)
     assert [layers(c) for c in parts] == wanted
     assert sorted(n for c in parts for n in c.include) == sorted(LLAMA)
@@ -65,7 +66,8 @@ def test_fragments_hold_layers_and_the_last_one_the_rest(order, wanted) -> None:
     assert sorted(due) == [f"delta.{p}" for p in range(4)]
 
 
-def test_fragments_of_any_names() -> None:
+def test_fragments_any_parameter_names() -> None:
+    """Fragments are cut by the layer numbers in parameter names of any form."""
     names = [
         "transformer.h.0.w",
         "transformer.h.2.w",
@@ -89,8 +91,10 @@ def test_fragments_of_any_names() -> None:
         expand(preset("streaming_diloco"), ["embed.weight", "head.weight"])
 
 
-def test_two_channels_on_one_parameter_are_refused_by_name() -> None:
-    """The patterns alone do not tell that they meet: the names do."""
+def test_channels_overlap_refused() -> None:
+    """Two channels on one parameter are refused, and the error names the parameter. The patterns
+    alone do not tell that they meet: the names do.
+    """
     delta = Channel(
         "delta", "delta", SyncSchedule(10), applier=Applier("outer_step"), include=("*.q_proj.*",)
     )
@@ -114,7 +118,10 @@ def test_two_channels_on_one_parameter_are_refused_by_name() -> None:
 # -- an order, and the drift ---------------------------------------------------------------------
 
 
-def test_the_released_rule_with_a_full_average_now_and_then(run_ranks) -> None:
+def test_released_feedback_with_parameter_average(run_ranks) -> None:
+    """The released feedback rule runs beside a channel that averages all parameters now
+    and then.
+    """
     config = preset(
         "decoupled_momentum",
         transform=True,
@@ -148,9 +155,10 @@ def test_the_released_rule_with_a_full_average_now_and_then(run_ranks) -> None:
             )
 
 
-def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) -> None:
-    """Nothing ships this together: sparse deltas with error feedback, embeddings dense and rarely,
-    moments on clocks of their own.
+def test_desloc_beside_sparse_delta(run_ranks) -> None:
+    """DES-LOC's clocks run beside a sparse delta and a channel for embeddings. Nothing ships this
+    together: sparse deltas with error feedback, embeddings dense and rarely, moments on clocks of
+    their own.
     """
     sparse = Channel(
         "delta",
@@ -208,7 +216,8 @@ def test_des_loc_clocks_beside_a_sparse_delta_and_embeddings_apart(run_ranks) ->
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_one_norm_over_the_islands(run_ranks, procs) -> None:
+def test_clip_common_norm_over_islands(run_ranks, procs) -> None:
+    """The clipping of a composed configuration uses one norm over all shards and islands."""
     limit = 0.5
 
     def run(me):
@@ -244,9 +253,9 @@ def test_one_norm_over_the_islands(run_ranks, procs) -> None:
 # -- overlap -------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
-    """The line is held back until both replicas have taken the steps of the delay: without overlap
-    this would never end.
+def test_delay_overlaps_training(run_ranks) -> None:
+    """Training goes on while an exchange is in flight. The line is held back until both replicas
+    have taken the steps of the delay: without overlap this would never end.
     """
 
     def play(island: int, topology: fsdp_demo.Topology) -> Any:
@@ -289,8 +298,10 @@ def test_training_goes_on_while_an_exchange_is_in_flight(run_ranks) -> None:
         assert timeline[0] == (3, 6, ("delta",), True) and timeline[1][:2] == (7, 7)
 
 
-def test_host_memory_is_where_anchors_and_momentum_may_live(run_ranks) -> None:
-    """On the CPU both are the same memory; the rules around it must not care."""
+def test_offload_outer_state_to_host(run_ranks) -> None:
+    """`offload_outer_state` puts anchors and outer momenta into host memory. On the CPU both are
+    the same memory; the rules around it must not care.
+    """
 
     def run(me, where):
         config = preset(
@@ -304,7 +315,10 @@ def test_host_memory_is_where_anchors_and_momentum_may_live(run_ranks) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned host memory needs an NVIDIA GPU")
-def test_anchors_in_pinned_memory_beside_a_gpu(monkeypatch) -> None:
+def test_offload_pinned_memory_gpu(monkeypatch) -> None:
+    """Beside a GPU the offloaded anchors lie in pinned host memory, and the result stays
+    the same.
+    """
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     results = []
     for where in (False, True):
@@ -335,7 +349,8 @@ def test_anchors_in_pinned_memory_beside_a_gpu(monkeypatch) -> None:
 # -- the line in the log -------------------------------------------------------------------------
 
 
-def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
+def test_attach_log_lists_channels(monkeypatch, caplog) -> None:
+    """The log at attach says which channels run, when and in which form."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = nn.Linear(64, 64)
     with caplog.at_level(logging.INFO, logger="fsdp_demo"):
@@ -366,7 +381,9 @@ def test_the_log_says_what_runs(monkeypatch, caplog) -> None:
 
 @pytest.mark.parametrize("weight", ["equal", "tokens"])
 @pytest.mark.parametrize("told", [[(4, 8), (2, 8)], [(4, 8), (4, 8)], [(4, 8), None]])
-def test_the_log_says_where_islands_train_other_numbers_of_rows(caplog, told, weight) -> None:
+def test_attach_log_unlike_batches(caplog, told, weight) -> None:
+    """The log says where islands train on unlike numbers of rows, and how they are weighted."""
+
     def run(island: int, topology: fsdp_demo.Topology) -> None:
         optimizer = torch.optim.AdamW(nn.Linear(8, 8).parameters())
         config = preset("diloco", **{"reducer.weight": weight})
@@ -427,7 +444,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
 
 
-def test_bf16_parameters_that_are_mixed_follow_fp32(alone) -> None:
+def test_mix_bf16_follows_fp32(alone) -> None:
+    """bf16 parameters that are mixed follow those in fp32."""
     runs = [
         walk("diloco", 6, dtype=d, period=1, **PLAIN, **{"applier.mix": 0.5})[0]
         for d in (torch.float32, torch.bfloat16)
@@ -435,7 +453,8 @@ def test_bf16_parameters_that_are_mixed_follow_fp32(alone) -> None:
     assert runs[0] == runs[1]  # all values are exact in bf16
 
 
-def test_finish_keeps_the_order_of_channels(alone) -> None:
+def test_finish_channel_order(alone) -> None:
+    """`finish` applies the channels in the order of the configuration."""
     delta = Channel("delta", "delta", SyncSchedule(4), applier=Applier("outer_step", lr=0.5))
     config = ExchangeConfig(
         "two",
@@ -450,7 +469,8 @@ def test_finish_keeps_the_order_of_channels(alone) -> None:
     assert walk(config, 4)[1] == 0.75 and walk(config, 3)[1] == 1 - 0.375
 
 
-def test_finish_sends_what_a_queue_has_not(alone) -> None:
+def test_finish_drains_delayed_queue(alone) -> None:
+    """`finish` sends what the queue of a delayed channel has not sent yet."""
     for steps in (7, 8, 9, 11):
         assert (
             walk("diloco", steps, period=4, **PLAIN, **{"schedule.delay": 4})[1]
@@ -458,7 +478,8 @@ def test_finish_sends_what_a_queue_has_not(alone) -> None:
         )
 
 
-def test_a_first_exchange_at_the_end_has_no_momentum(alone) -> None:
+def test_finish_first_exchange_no_momentum(alone) -> None:
+    """A first exchange that `finish` makes takes no outer momentum."""
     assert (
         walk("diloco", 1, g=0.5, period=100, lr=1.0, inner_optimizers="as_is", clip=None)[1] == 0.5
     )
@@ -467,9 +488,9 @@ def test_a_first_exchange_at_the_end_has_no_momentum(alone) -> None:
     ] == [0, 0, 0.3, 0.6, 0.9]
 
 
-def test_a_flush_of_gradients_leaves_others_alone(alone) -> None:
-    """Channel b is two steps late: at the end its gradients are applied once, those of a, which
-    have been, not again.
+def test_flush_gradients_only(alone) -> None:
+    """A flush of one channel's gradients leaves those of others alone. Channel b is two steps late:
+    at the end its gradients are applied once, those of a, which have been, not again.
     """
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -486,7 +507,9 @@ def test_a_flush_of_gradients_leaves_others_alone(alone) -> None:
     assert float(model["a"][0].detach()) == float(model["b"][0].detach()) == -3
 
 
-def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
+def test_token_weights_per_fragment(alone) -> None:
+    """The weight of a fragment is the tokens since its own last exchange."""
+
     class Deep(Line):
         def __init__(self) -> None:
             super().__init__()
@@ -522,8 +545,10 @@ def test_tokens_weigh_every_fragment_by_its_own_round(alone) -> None:
 
 
 @pytest.mark.parametrize("source", ["delta", "parameter"])
-def test_mean_gradients_beside_local_ones_stay_equal_when_clipped(run_ranks, source: str) -> None:
-    """The norm of a mean and of gradients that stay on the island is another one on each."""
+def test_clip_mean_beside_local_gradients(run_ranks, source: str) -> None:
+    """Exchanged gradients beside local ones stay equal on all islands when they are clipped. The
+    norm of a mean and of gradients that stay on the island is another one on each.
+    """
     embed = Channel("embed", "gradient", include=("embed",))
     applier = Applier("outer_step") if source == "delta" else Applier("replace")
     body = Channel("body", source, SyncSchedule(4), applier=applier, exclude=("embed",))
@@ -549,7 +574,9 @@ def test_mean_gradients_beside_local_ones_stay_equal_when_clipped(run_ranks, sou
     assert float(a[0][0]) == pytest.approx(-0.1 * sum(own) / 2, rel=1e-5)
 
 
-def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
+def test_clip_common_norm_skipped_step(run_ranks) -> None:
+    """An island that skips a step still takes part in the common norm."""
+
     def run(me):
         model = nn.Linear(6, 6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -574,7 +601,8 @@ def test_a_skipped_step_joins_the_common_norm(run_ranks) -> None:
     assert run_ranks(run, 2, 1) == [True, True]
 
 
-def test_names_and_forms(alone) -> None:
+def test_config_composed_forms(alone) -> None:
+    """Composed configurations take and refuse the documented forms."""
     assert (
         preset("demo", inner_optimizers="as_is").channels[0].applier.sign is True
         and preset("random", inner_optimizers="as_is").lr == 4e-4
@@ -621,6 +649,7 @@ def test_names_and_forms(alone) -> None:
         ((Channel("a.b", "gradient"),), "no dot"),
     ],
 )
-def test_orders_that_cannot_work_are_refused(channels, part) -> None:
+def test_channel_order_refused(channels, part) -> None:
+    """Orders of channels that cannot work are refused."""
     with pytest.raises(ValueError, match=part):
         ExchangeConfig("order", channels)

@@ -132,15 +132,18 @@ def gone_on(
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_parameters_in_another_order_keep_their_values(run_ranks: Any, procs: int) -> None:
-    """Values, moments and, after the next exchange, anchors: `a` and `b` have the same shapes."""
+def test_run_state_parameters_in_other_order(run_ranks: Any, procs: int) -> None:
+    """Parameters in another order keep their values, moments and anchors. Values, moments and,
+    after the next exchange, anchors: `a` and `b` have the same shapes.
+    """
     found = run_ranks(gone_on, islands=2, procs=procs, args=("abn", "ban"), check=False)
     for rank in found:
         assert rank.value == (["criterion"], ["criterion"], STOP), rank.error or rank.log
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_what_only_the_optimizer_holds_comes_back(run_ranks: Any, procs: int) -> None:
+def test_run_state_optimizer_only_parameters(run_ranks: Any, procs: int) -> None:
+    """Parameters that only the optimizer holds come back."""
     for found in run_ranks(gone_on, islands=2, procs=procs, args=("abnc", "abnc")):
         assert found == ([], [], STOP)
 
@@ -160,7 +163,8 @@ def taken(me: Any, where: Path) -> dict[str, torch.Tensor]:
     return job.loaded
 
 
-def test_fewer_islands_go_on_from_their_own(run_ranks: Any, tmp_path: Path) -> None:
+def test_run_state_fewer_islands(run_ranks: Any, tmp_path: Path) -> None:
+    """Fewer islands go on from their own checkpoint."""
     one, two = run_ranks(left, islands=2, procs=1, args=(tmp_path / "run",))
     (found,) = run_ranks(taken, islands=1, procs=1, args=(tmp_path / "run",))
     for name in ("a.weight", "norm.running_var", "teacher.weight", "criterion"):
@@ -168,7 +172,8 @@ def test_fewer_islands_go_on_from_their_own(run_ranks: Any, tmp_path: Path) -> N
     assert apart(one, found) == []
 
 
-def test_names_outside_the_model_are_told_from_those_in_it() -> None:
+def test_run_state_names_outside_model() -> None:
+    """The names of parameters outside the model differ from those in it."""
     model, criterion = nn.Linear(2, 2), nn.Linear(2, 2)
     groups = [{"params": list(m.named_parameters())} for m in (model, criterion)]
     live = run_state.tensors_of(model, [torch.optim.SGD(groups)])
@@ -181,8 +186,8 @@ def test_names_outside_the_model_are_told_from_those_in_it() -> None:
     assert live["optimizer.bias'.parameter"].data_ptr() == criterion.bias.data_ptr()
 
 
-def test_a_mask_is_no_reason_to_lose_the_rest(tmp_path: Path) -> None:
-    """It is -inf for good."""
+def test_run_state_mask_of_infinities(tmp_path: Path) -> None:
+    """A mask of -inf does not prevent a save of the model."""
 
     def made(value: float, resume: bool) -> tuple[nn.Module, RunState, Any]:
         model = nn.BatchNorm1d(4)

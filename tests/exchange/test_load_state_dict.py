@@ -52,11 +52,13 @@ def rolled_back(topology: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_all_islands_together(islands: Any, name: str) -> None:
+def test_load_state_dict_all_islands(islands: Any, name: str) -> None:
+    """All islands go back together to an earlier step, and the run repeats bit for bit."""
     islands(lambda topology: rolled_back(topology, name))
 
 
-def test_where_islands_come_and_go(run_ranks: Any) -> None:
+def test_load_state_dict_elastic(run_ranks: Any) -> None:
+    """A run whose islands come and go can be taken back as well."""
     pytest.importorskip("zmq")
     for name in ("demo, in flight", "diloco, in flight"):
         run_ranks(
@@ -66,8 +68,10 @@ def test_where_islands_come_and_go(run_ranks: Any) -> None:
         )
 
 
-def test_one_island_alone_is_told(islands: Any) -> None:
-    """The others are at another step: the next exchange says so, and at which."""
+def test_load_state_dict_one_island_error(islands: Any) -> None:
+    """An island that goes back alone gets an error at the next exchange, which says at which step
+    the others are.
+    """
 
     def run(topology: Any) -> str:
         small = Small(topology, RESUMED["full"])
@@ -85,7 +89,11 @@ def test_one_island_alone_is_told(islands: Any) -> None:
         assert f"step {SAVED + 1}" in text and f"step {SAVED + 4}" in text, text
 
 
-def test_what_a_loss_has_cut_off_is_left_to_attach(islands: Any) -> None:
+def test_load_state_dict_cut_off_message_refused(islands: Any) -> None:
+    """A state with a message that a loss cut off is refused, and the error names
+    `attach(state=...)`.
+    """
+
     def run(topology: Any) -> None:
         small = Small(topology, RESUMED["diloco, in flight"])
         small.train(SAVED)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import fsdp_demo
 from fsdp_demo.checkpoint.choice import (
-    NOWHERE,
     HeldCheckpoint,
     alike,
     choose,
@@ -24,6 +23,7 @@ from fsdp_demo.checkpoint.choice import (
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
+from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore
 
 
@@ -40,14 +40,17 @@ def chosen(held, how="common"):
     return None if found is None else [h and h.step for h in found]
 
 
-def test_the_newest_that_all_hold():
+def test_choose_newest_common():
+    """The choice is the newest checkpoint that all islands hold."""
     assert chosen([[], []]) is None and chosen([[], []], "auto") is None
     assert chosen([at(10, 20, 30), at(10, 20)]) == [20, 20]
     assert chosen([at(10)]) == [10]
 
 
-def test_states_between_the_same_exchanges_are_joined_each_at_its_own_step():
-    """SIGTERM between two exchanges: 17 and 19, and the checkpoints of equal steps before them."""
+def test_choose_between_same_exchanges():
+    """States between the same exchanges are joined, each at its own step. SIGTERM between two
+    exchanges: 17 and 19, and the checkpoints of equal steps before them.
+    """
     a = [*at(10, applied="9"), *at(17, applied="9")]
     b = [*at(10, applied="9"), *at(19, applied="9")]
     assert chosen([a, b]) == [17, 19] and chosen([a, b], "auto") == [17, 19]
@@ -56,7 +59,8 @@ def test_states_between_the_same_exchanges_are_joined_each_at_its_own_step():
     assert chosen([a, late]) == [17, 10]
 
 
-def test_equal_steps_after_unlike_exchanges_are_not_common():
+def test_choose_unlike_exchanges_not_common():
+    """States of one step after unlike exchanges are not common."""
     held = [at(20, applied="19"), at(20, applied="9")]
     with pytest.raises(NeedsDecision, match="at equal steps they have applied unlike exchanges"):
         chosen(held)
@@ -64,13 +68,15 @@ def test_equal_steps_after_unlike_exchanges_are_not_common():
     assert chosen([[*at(10, applied="9"), *held[0]], [*at(10, applied="9"), *held[1]]]) == [10, 20]
 
 
-def test_states_of_earlier_releases_count_at_equal_steps_only():
+def test_choose_states_without_applied():
+    """States that do not say what they have applied are common at equal steps only."""
     assert chosen([at(10, 20), at(10, 20, applied="19")]) == [20, 20]
     with pytest.raises(NeedsDecision):
         chosen([at(10), at(12)])
 
 
-def test_auto_takes_over_only_where_an_island_holds_none():
+def test_choose_auto_take_over():
+    """`auto` takes over only where an island holds no checkpoint."""
     for held in ([at(10), []], [[], at(10)], [at(1), []]):
         with pytest.raises(NeedsDecision, match="--resume auto"):
             chosen(held)
@@ -92,8 +98,10 @@ def elastic(island, *steps, took_part=(0, 1, 2), applied=""):
     return [HeldCheckpoint(s, applied, island, "", json.dumps(list(took_part))) for s in steps]
 
 
-def test_an_island_that_was_away_does_not_hold_the_others_back():
-    """Islands 0 and 1 saved 200 and 300 without island 2, whose last step is 100."""
+def test_choose_island_that_was_away():
+    """An island that was away does not hold the others back. Islands 0 and 1 saved 200 and 300
+    without island 2, whose last step is 100.
+    """
     first, last = (elastic(0, 100), elastic(1, 100)), ((0, 1), (0, 1))
     two = [
         [*old, *elastic(i, 200, 300, took_part=those)]
@@ -112,8 +120,10 @@ def test_an_island_that_was_away_does_not_hold_the_others_back():
     assert chosen([*alone, late], "newest") == [307, 307, 305]
 
 
-def test_a_newcomer_that_saved_last_does_not_drag_the_others_back():
-    """Island 0 was away from step 100 on, came back, and saved 440 before it took part."""
+def test_choose_newcomer_that_saved_last():
+    """A newcomer that saved last does not take the others back. Island 0 was away from step 100 on,
+    came back, and saved 440 before it took part.
+    """
     old = [elastic(0, 100), *(elastic(i, 100, 400, 420, took_part=(1, 2)) for i in (1, 2))]
     held = [[*old[0], *elastic(0, 440, took_part=(1, 2))], *old[1:]]
     assert chosen(held, "newest") == [None, 420, 420] == chosen(old, "newest")
@@ -122,8 +132,10 @@ def test_a_newcomer_that_saved_last_does_not_drag_the_others_back():
     assert chosen([held[0], [], held[2]], "newest") == [None, None, 420]
 
 
-def test_islands_that_took_part_go_on_together_whoever_saved_last():
-    """Island 0 was killed before it could save step 30, of which it was part."""
+def test_choose_whoever_saved_last():
+    """Islands that took part in a step go on together, whoever saved last. Island 0 was killed
+    before it could save step 30, of which it was part.
+    """
     held = [elastic(0, 10, 20), elastic(1, 10, 20, 30), elastic(2, 10, 20, 30)]
     assert chosen(held, "newest") == [20, 20, 20]
     # a state that does not say who took part: all are asked
@@ -131,7 +143,8 @@ def test_islands_that_took_part_go_on_together_whoever_saved_last():
     assert chosen([at(10), at(12)], "newest") == [None, 12]
 
 
-def test_swapped_folders_are_refused_copies_are_not():
+def test_choose_swapped_folders_refused():
+    """Swapped folders are refused; copies of one folder are not."""
     with pytest.raises(
         NeedsDecision, match=r"swapped: island0 \(ISLAND_RANK=0\) finds what island 1 saved"
     ):
@@ -147,9 +160,9 @@ STATES = st.builds(HeldCheckpoint, st.integers(0, 6), st.sampled_from(["", "1", 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(STATES, max_size=5), min_size=1))
-def test_what_is_chosen_is_held_and_fits(held):
-    """Of any lists: each island gets a state of its own; all are of one step, or have applied the
-    same.
+def test_choose_result_is_held_and_fits(held):
+    """The choice from any lists gives each island a state of its own; all are of one step, or have
+    applied the same.
     """
     for states in [together(held), *alike(held)]:
         if states is None:
@@ -165,38 +178,44 @@ def test_what_is_chosen_is_held_and_fits(held):
         assert min(h.step for h in common) >= max(s[0].step for s in same)
 
 
-def test_what_heads_say(tmp_path):
+def test_head_applied_and_owner(tmp_path):
+    """The heads of a checkpoint say what was applied and who saved it."""
+
     def part(rank, **head):
         write_part(tmp_path, f"rank{rank}", {"islands": 2, "island": 1, **head}, {})
 
-    assert look(tmp_path, 2) == NOWHERE
+    assert look(tmp_path, 10, 2) == HeldCheckpoint(10)
     part(0, applied={"b": 4, "a": -1})
     part(1, applied={"a": -1, "b": 4})
-    assert look(tmp_path, 2) == (json.dumps({"a": -1, "b": 4}), 1, "", "")
+    assert look(tmp_path, 10, 2) == HeldCheckpoint(10, json.dumps({"a": -1, "b": 4}), 1)
     # another number of islands: equal steps only, and nobody owns it
-    assert look(tmp_path, 3) == NOWHERE
+    assert look(tmp_path, 10, 3) == HeldCheckpoint(10)
     part(1, applied={"a": -1, "b": 9})
     with pytest.raises(ValueError, match="unlike exchanges"):
-        look(tmp_path, 2)
+        look(tmp_path, 10, 2)
     part(0)
     part(1)
-    assert look(tmp_path, 2) == ("", 1, "", "")  # they do not say it
+    assert look(tmp_path, 10, 2) == HeldCheckpoint(10, owner=1)  # they do not say it
     part(0, participants=[0, 1])
     part(1, participants=[])  # a copy that is not active
-    assert look(tmp_path, 2)[3] == look(tmp_path, 3)[3] == "[0, 1]"
+    assert [look(tmp_path, 10, n).participants for n in (2, 3)] == ["[0, 1]"] * 2
 
 
 # -- one rule for plain loops, the Trainer and DeepSpeed -----------------------------------------
+
+
+ALONE = Ranks(None, 0, 1)
 
 
 class Told(CheckpointRegistry):
     """A board on which the other islands have left their notes already."""
 
     def __init__(self, *others):
-        super().__init__(fsdp_demo.Topology("mesh", islands=1 + len(others), name="island0"))
+        topology = fsdp_demo.Topology("mesh", islands=1 + len(others), name="island0")
+        super().__init__(topology, ALONE)
         self.others = list(others)
 
-    def meet(self, note):
+    def _meet(self, note):
         return [note, *self.others]
 
     def exchange(self, held):
@@ -207,7 +226,8 @@ def note(*steps, **more):
     return {"name": "island1", "held": [HeldCheckpoint(s).note() for s in steps], **more}
 
 
-def test_a_board_chooses_for_all_islands():
+def test_registry_chooses_for_all_islands():
+    """The registry chooses for all islands and refuses notes that do not agree."""
     assert Told(note(10, 20)).choose(at(10, 20, 30), "common") == [HeldCheckpoint(20)] * 2
     assert Told(note(resume="auto")).choose(at(10), "auto", resume="auto") == [
         HeldCheckpoint(10),
@@ -223,7 +243,8 @@ def test_a_board_chooses_for_all_islands():
             Told(wrong).choose(at(10), "common")
 
 
-def test_a_board_knows_what_all_hold_by_now():
+def test_registry_common_checkpoint():
+    """The registry knows the newest checkpoint that all islands hold by now."""
     assert (
         Told([[10, "9"], [20, "19"]]).common([*at(10, applied="9"), *at(20, applied="9"), *at(30)])
         == 10
@@ -242,7 +263,8 @@ def test_a_board_knows_what_all_hold_by_now():
     st.integers(1, 6),
     st.none() | st.integers(0, 30),
 )
-def test_rotation_deletes_nothing_that_is_needed(steps, common, keep, best):
+def test_rotation_deletes_nothing_needed(steps, common, keep, best):
+    """Rotation deletes no checkpoint that is newest, common or best."""
     steps = sorted(steps)
     gone = superfluous(steps, common, keep, best)
     assert gone == [s for s in steps if s not in steps[-keep:] and s < common and s != best]
@@ -255,13 +277,13 @@ class Begun(fsdp_demo.Topology):
     starters = (0, 2, 3)
 
 
-def test_islands_that_have_not_begun_are_not_asked():
-    """What they hold is not waited for, folders are those of slots, and rotation goes on without
-    them until they say something.
+def test_registry_islands_not_begun():
+    """Islands that have not begun are not asked: what they hold is not waited for, folders are
+    those of slots, and rotation goes on without them until they say something.
     """
     store = WorldStore(dist.HashStore(), "the test", 5.0)
     boards = {
-        i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0))
+        i: CheckpointRegistry(Begun("islands", i, 4, f"island{i}", timeout=5.0), ALONE)
         for i in (0, 1, 2, 3)
     }
     for registry in boards.values():

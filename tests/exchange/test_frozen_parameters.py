@@ -78,9 +78,8 @@ def both(run_ranks: Any) -> Any:
 
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("preset", ["full", "diloco"])
-def test_frozen_parameters_that_move_are_named_once(
-    both: Any, preset: str, everything: bool
-) -> None:
+def test_frozen_parameters_moved_named_once(both: Any, preset: str, everything: bool) -> None:
+    """A warning names frozen parameters that move, once per island."""
     one, two, lines = both(preset, True, everything, 4)
     said = [line for line in lines if MOVED in line]
     assert len(said) == 2 and "(teacher.weight, teacher.bias)" in said[0], lines
@@ -90,19 +89,23 @@ def test_frozen_parameters_that_move_are_named_once(
     assert torch.equal(one["mean"], two["mean"]) and torch.equal(one["queue"], two["queue"])
 
 
-def test_the_end_notices_what_moved_later(both: Any) -> None:
-    """In a run of one step."""
+def test_frozen_parameters_moved_before_finish(both: Any) -> None:
+    """`finish` notices frozen parameters that moved after the first comparison. In a run of one
+    step.
+    """
     *_, lines = both("full", True, False, 1)
     assert sum(MOVED in line for line in lines) == 2
 
 
-def test_frozen_parameters_that_stay_are_equal_and_not_spoken_of(both: Any) -> None:
+def test_frozen_parameters_unmoved_silent(both: Any) -> None:
+    """Frozen parameters that do not move are equal on all islands and cause no warning."""
     one, two, lines = both("diloco", False, True, 4)
     assert not any(MOVED in line for line in lines)
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_what_is_an_islands_own_is_left_alone(both: Any) -> None:
+def test_own_tensors_left_alone(both: Any) -> None:
+    """Tensors that `own_tensors` names are neither averaged nor compared."""
     for everything in (False, True):
         one, two, lines = both("diloco", True, everything, 4, own_tensors=["queue", "teacher.*"])
         assert not any(MOVED in line or "unlike training" in line for line in lines)
@@ -113,7 +116,8 @@ def test_what_is_an_islands_own_is_left_alone(both: Any) -> None:
         assert torch.equal(one["queue"], rows[0][0]) and torch.equal(two["queue"], rows[1][0])
 
 
-def test_patterns_that_fit_nothing_are_refused() -> None:
+def test_own_tensors_unused_pattern_refused() -> None:
+    """A pattern of `own_tensors` that fits no buffer and no frozen parameter is refused."""
     net = Net(0)
     optimizer = torch.optim.AdamW(net.student.parameters())
     for pattern in ("quue", "student.weight"):

@@ -52,12 +52,14 @@ def by_formula(c):
     )
 
 
-def test_every_file_is_listed():
+def test_models_every_file_listed():
+    """Every file of `recipes/models` has a case here."""
     assert {path.stem for path in MODELS.glob("*.json")} == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_to_the_unit(name):
+def test_models_number_of_parameters(name):
+    """Each model has the number of parameters that it is known for, to the unit."""
     path = MODELS / f"{name}.json"
     model = build(path)
     assert (
@@ -85,7 +87,7 @@ def test_parameters_to_the_unit(name):
         ),
     ],
 )
-def test_what_does_not_show_in_the_count(name, expected):
+def test_models_other_settings(name, expected):
     """Rotary base, length and epsilon of the published config.json reach the model's own
     configuration.
     """

@@ -49,7 +49,8 @@ def now(made: Any, exchange: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage, name", CASES)
-def test_it_goes_on_as_an_engine_that_walked_there(run_ranks, stage: str, name: str) -> None:
+def test_zero_newcomer_equals_other_engines(run_ranks, stage: str, name: str) -> None:
+    """A newcomer goes on as an engine that has taken all steps."""
     config = preset(name, **CASES[stage, name])
 
     def run(me: Any) -> None:

@@ -32,7 +32,8 @@ PRESETS = ("diloco", "demo", "sign_loco", "muloco", "desloc", "streaming_diloco"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_new_tensor_says_where_it_lies_and_of_which_dtype(package: str) -> None:
+def test_default_dtype_every_call_explicit(package: str) -> None:
+    """Every call of the library that makes a tensor names its device and dtype."""
     missing = []
     for file in sorted((Path(fsdp_demo.__file__).parent / package).rglob("*.py")):
         for call in ast.walk(ast.parse(file.read_text())):
@@ -46,9 +47,10 @@ def test_every_new_tensor_says_where_it_lies_and_of_which_dtype(package: str) ->
     assert missing == []
 
 
-def test_the_bits_are_the_same(run_ranks: Callable[..., Any]) -> None:
-    """With bf16 as default fp32 work was done in bf16. A default device other than the model's
-    ended the process in a kernel."""
+def test_default_dtype_and_device_same_bits(run_ranks: Callable[..., Any]) -> None:
+    """Another default dtype or device changes no bit of a training. With bf16 as default fp32 work
+    was done in bf16. A default device other than the model's ended the process in a kernel.
+    """
 
     def run(me: Any) -> list[str]:
         def trained(name: str, set_default: Callable[[], None]) -> list[torch.Tensor]:

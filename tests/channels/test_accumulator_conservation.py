@@ -105,7 +105,11 @@ def conserved(results: list[Any], at: Channel) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_comes_in_is_applied_or_kept_in_every_format(run_ranks, count, source) -> None:
+def test_accumulator_conserves_sum_in_every_code(run_ranks, count, source) -> None:
+    """The sum of what was applied and what an accumulator keeps is what came in, in every number
+    format.
+    """
+
     def run() -> None:
         for code, (select, turned) in itertools.product(FORMATS, CODECS):
             at = channel(code, select, turned, source)

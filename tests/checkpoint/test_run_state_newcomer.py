@@ -12,11 +12,12 @@ import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import CheckpointManager, RunState
 
-from ..exchange.test_joining import made, recorded, step
+from ..exchange.test_newcomer import made, recorded, step
 from ..support import joining
 
 
-def test_an_old_checkpoint_of_its_own_is_left_alone(run_ranks) -> None:
+def test_newcomer_ignores_own_old_checkpoint(run_ranks) -> None:
+    """A newcomer does not resume from an old checkpoint of its own."""
     config = preset("demo", inner_optimizer="adamw")
 
     def life(

@@ -36,7 +36,9 @@ def attached(topology: Topology | None = None) -> tuple[fsdp_demo.Exchange, Any]
     return exchange, step
 
 
-def test_ranks_that_have_not_met(run_ranks: Any) -> None:
+def test_attach_before_init_process_group_refused(run_ranks: Any) -> None:
+    """An attach on ranks that made no process group is refused."""
+
     def run() -> str:
         with pytest.raises(ValueError, match="started 3 ranks on island .* not initialised") as e:
             attached()
@@ -46,7 +48,8 @@ def test_ranks_that_have_not_met(run_ranks: Any) -> None:
         assert "init_process_group" in text and text.endswith(see("rank-taken"))
 
 
-def test_who_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_lone_rank_allowed_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`refuse_lone_rank` refuses only ranks of one island that made no process group."""
     island = Topology("islands", 1, 2, endpoint="127.0.0.1:1")
     several = {"WORLD_SIZE": "2", "RANK": "0"}
     with pytest.raises(ValueError, match="WORLD_SIZE=2"):
@@ -65,7 +68,9 @@ def test_who_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("islands", [1, 2])
-def test_a_topology_that_was_made_before_the_ranks_met(run_ranks: Any, islands: int) -> None:
+def test_topology_before_process_group_refused(run_ranks: Any, islands: int) -> None:
+    """A topology that was made before `init_process_group` is refused."""
+
     def run(me: Any) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.distributed.is_initialized", lambda: False)
@@ -78,7 +83,9 @@ def test_a_topology_that_was_made_before_the_ranks_met(run_ranks: Any, islands: 
         assert text.endswith(see("rank-taken"))
 
 
-def test_a_script_that_ends_without_finish_says_so(run_ranks: Any) -> None:
+def test_finish_forgotten_is_logged(run_ranks: Any) -> None:
+    """A script that ends without `finish` leaves a line in the log."""
+
     def run() -> None:
         logging.basicConfig(level=logging.WARNING, force=True)
         exchange, step = attached()
@@ -91,7 +98,9 @@ def test_a_script_that_ends_without_finish_says_so(run_ranks: Any) -> None:
     assert all(o.log.count(TEXT) == 1 for o in outs), outs[0].log
 
 
-def test_other_ends_say_nothing(run_ranks: Any) -> None:
+def test_finish_forgotten_silent_otherwise(run_ranks: Any) -> None:
+    """Every other way to end leaves no line about a forgotten `finish`."""
+
     def ends(exchange: fsdp_demo.Exchange, way: str) -> None:
         if way == "finish":
             exchange.finish()
@@ -131,7 +140,8 @@ def test_other_ends_say_nothing(run_ranks: Any) -> None:
     assert found.pop("") == 2 and not any(found.values()), found
 
 
-def test_alone_nothing_is_missed(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_finish_forgotten_silent_alone(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """One replica alone misses no `finish`."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     exchange, step = attached()
     step()

@@ -41,6 +41,7 @@ def held(folder: str, islands: list[int], of: int) -> Any:
         ),
     ],
 )
-def test_tokens_say_whose_they_are(seen: list[Any], says: str) -> None:
+def test_card_tokens_of_islands(seen: list[Any], says: str) -> None:
+    """The number of tokens in a model card says whose they are."""
     assert list(_counted(SimpleNamespace(seen=seen, step=8))) == [("tokens", says)]
     assert of_islands([2, 0]) == "the sum over islands 0 and 2"

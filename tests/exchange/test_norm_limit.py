@@ -116,9 +116,10 @@ def trained(
 
 @pytest.mark.parametrize("count", [3, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_others_train_as_without_that_contribution(
+def test_norm_limit_leaves_out_contribution(
     run_ranks: Callable[..., Any], name: str, count: int
 ) -> None:
+    """The islands train as without a contribution whose norm is far from the others'."""
     if count == 2 and name not in ("demo", "diloco", "streaming_diloco"):
         pytest.skip("three islands are enough")
 
@@ -149,10 +150,10 @@ def test_others_train_as_without_that_contribution(
 
 @pytest.mark.parametrize("step", [1, BAD])
 @pytest.mark.parametrize("name", ["demo", "decoupled_momentum", "sparse_loco"])
-def test_nan_in_what_was_accumulated_stays_there(
-    run_ranks: Callable[..., Any], name: str, step: int
-) -> None:
-    """No gradient and no parameter shows it: the norm of what is sent does."""
+def test_norm_limit_nan_in_accumulator(run_ranks: Callable[..., Any], name: str, step: int) -> None:
+    """A NaN in an accumulator stays on its island. No gradient and no parameter shows it: the norm
+    of what is sent does.
+    """
 
     def island(i: int, topology: Topology) -> Any:
         made = Island(topology, CONFIGS[name])
@@ -175,7 +176,9 @@ def test_nan_in_what_was_accumulated_stays_there(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nothing_is_left_out_in_health(run_ranks: Callable[..., Any], name: str) -> None:
+def test_norm_limit_healthy_run_unchanged(run_ranks: Callable[..., Any], name: str) -> None:
+    """In a healthy run the norm limit leaves nothing out and changes no bit."""
+
     def run() -> bool:
         plain = trained(CONFIGS[name], 2, -1)
         without = trained(CONFIGS[name].changed({"norm_limit": None}), 2, -1)
@@ -186,8 +189,10 @@ def test_nothing_is_left_out_in_health(run_ranks: Callable[..., Any], name: str)
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_all_may_change_together(run_ranks: Callable[..., Any]) -> None:
-    """Gradients of all islands that grow a million times at once are what the run is now."""
+def test_norm_limit_common_change_accepted(run_ranks: Callable[..., Any]) -> None:
+    """Norms of all islands may change together. Gradients of all islands that grow a million times
+    at once are what the run is now.
+    """
 
     def island(i: int, topology: Topology) -> int:
         made = Island(topology, CONFIGS["full"])
@@ -200,7 +205,9 @@ def test_all_may_change_together(run_ranks: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_it_stops_where_it_does_not_come_back(run_ranks: Callable[..., Any], name: str) -> None:
+def test_norm_limit_repeated_stops_island(run_ranks: Callable[..., Any], name: str) -> None:
+    """An island whose norm stays far from the others' stops with NotFinite."""
+
     def island(i: int, topology: Topology) -> Any:
         made, steps = Island(topology, CONFIGS[name]), 0
         try:
@@ -222,7 +229,7 @@ def test_it_stops_where_it_does_not_come_back(run_ranks: Callable[..., Any], nam
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco", "local_sgd"])
-def test_one_shard_speaks_for_its_island(run_ranks: Callable[..., Any], name: str) -> None:
+def test_norm_limit_whole_island_left_out(run_ranks: Callable[..., Any], name: str) -> None:
     """2 x 2 FSDP2 ranks; the norm is that of the whole island: one shard that is far leaves out
     both lines.
     """
@@ -248,8 +255,10 @@ def test_one_shard_speaks_for_its_island(run_ranks: Callable[..., Any], name: st
     assert all(out == (outs[0][0], 1, True, True) for out in outs)
 
 
-def test_what_is_remembered_is_saved_and_taken_over(run_ranks: Callable[..., Any]) -> None:
-    """One island resumes, the other starts anew beside it: both leave out the same."""
+def test_norm_limit_memory_saved(run_ranks: Callable[..., Any]) -> None:
+    """The remembered norms are saved and taken over. One island resumes, the other starts anew
+    beside it: both leave out the same.
+    """
 
     def before(i: int, topology: Topology) -> Any:
         made = Island(topology, CONFIGS["diloco queue"])
@@ -329,7 +338,8 @@ def known(limit: float | None = 100.0, count: int = LEAST) -> Norms:
         ((1.0, float("inf")), [1]),
     ],
 )
-def test_the_rule(norms: tuple[float, ...], expected: list[int]) -> None:
+def test_norm_limit_rule(norms: tuple[float, ...], expected: list[int]) -> None:
+    """The rule names the replicas whose norm is far from the usual one."""
     assert far(known().judged(["a"], headers(*norms))) == expected
     assert far(known(None).judged(["a"], headers(*norms))) == []
     beyond = [j for j in expected if norms[j] == float("inf")]  # from the first message on
@@ -337,7 +347,8 @@ def test_the_rule(norms: tuple[float, ...], expected: list[int]) -> None:
     assert far(known().judged(["b"], headers(*norms))) == beyond, "of other channels"
 
 
-def test_what_is_left_out_is_not_remembered() -> None:
+def test_norm_limit_left_out_not_remembered() -> None:
+    """A norm that was left out is not remembered, and the memory has a bound."""
     norms = known()
     norms.note(["a"], 9, norms.judged(["a"], headers(3.0, 1e6)))
     norms.note(["a"], 10, headers(1e3, flags=NOT_FINITE))
@@ -351,7 +362,8 @@ def test_what_is_left_out_is_not_remembered() -> None:
     )
 
 
-def test_the_byte() -> None:
+def test_norm_code_of_one_byte() -> None:
+    """The header holds a norm in one byte, to about a tenth."""
     for k in range(-32, 32):
         for f in (1.0, 1.1, 1.3, 1.7):
             norm = f * 2.0**k
@@ -386,13 +398,15 @@ OTHER = [
 
 
 @pytest.mark.parametrize("tree", OTHER)
-def test_norms_of_another_form(tree: Any) -> None:
+def test_norm_limit_state_form_refused(tree: Any) -> None:
+    """Remembered norms of another form are refused."""
     with pytest.raises(ValueError):
         msgspec.convert(tree, Kept)
     assert msgspec.convert({"a": [[1, [2, 3]]]}, Kept) == {"a": [(1, [2, 3])]}
 
 
-def test_the_setting() -> None:
+def test_norm_limit_setting() -> None:
+    """`norm_limit` is 100 by default, is part of the digest and must exceed 1."""
     config = preset("diloco")
     assert config.norm_limit == 100.0 and ExchangeConfig.from_yaml(config.to_yaml()) == config
     assert (
@@ -410,7 +424,8 @@ def test_the_setting() -> None:
             preset("diloco", norm_limit=wrong)
 
 
-def test_all_islands_say_who_was_left_out(run_ranks: Callable[..., Any]) -> None:
+def test_norm_limit_log_names_island(run_ranks: Callable[..., Any]) -> None:
+    """The log of every island names the island that was left out."""
     lines: list[str] = []
 
     class Kept(logging.Handler):

@@ -82,9 +82,10 @@ def trained(rank, preset, watch, changes=None, **plan):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_goes_on_as_an_island_that_walked_there(run_ranks, accumulate):
-    """`full` has equal replicas: parameters are compared, too. Joining inside epochs (4 or 8 steps
-    long), at their ends, and late.
+def test_trainer_newcomer_equals_other_islands(run_ranks, accumulate):
+    """A newcomer goes on as an island that has taken all steps. `full` has equal replicas:
+    parameters are compared, too. Joining inside epochs (4 or 8 steps long), at their ends, and
+    late.
     """
 
     def run(rank):
@@ -128,9 +129,9 @@ def test_it_goes_on_as_an_island_that_walked_there(run_ranks, accumulate):
         )
 
 
-def test_questions_of_the_start_are_not_asked_again(run_ranks):
-    """Evaluations that show a mean: whether all evaluate together is heard from the donor, and at
-    its own step it does not ask.
+def test_trainer_newcomer_asks_no_start_questions(run_ranks):
+    """A newcomer does not ask the questions of the start. Whether all islands evaluate a mean
+    together comes from the donor.
     """
 
     def run(rank):
