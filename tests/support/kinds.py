@@ -31,6 +31,7 @@ STARTS = {
     "kernel",  # of topk: a compiler
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
     "planner_plot",  # the same
+    "draw_storm",  # the same
     "report_png",  # the same
 }
 Code = types.CodeType
