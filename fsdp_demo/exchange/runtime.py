@@ -34,11 +34,12 @@ from ..channels.bind import Bound
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..config.schema import ExchangeConfig
 from ..elastic import agreement
+from ..elastic.join_server import DonorFeed
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
 from ..peers.header import LEAVING
-from ..peers.join_messages import JoinFeed, Tick
+from ..peers.join_messages import Tick
 from ..peers.votes import VotePace
 from ..rendezvous.island import SiblingWatch, collective
 from ..rendezvous.topology import Topology
@@ -134,8 +135,7 @@ class StepRuntime:
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
         self.goes_on: Callable[[], bool] | None = None
-        # of the step under way, where an island follows
-        self._rates: list[list[dict[str, Any]]] | None = None
+        self._rates: list[list[dict[str, Any]]] | None = None  # of this step, for a joining island
 
     def work_with(self, config: ExchangeConfig, bound: Bound) -> None:
         """Take this method from now on: at the start, and where it is chosen later."""
@@ -161,7 +161,7 @@ class StepRuntime:
         return self.connections.peers
 
     @property
-    def donor_feed(self) -> JoinFeed | None:
+    def donor_feed(self) -> DonorFeed | None:
         """Gives the state and the steps of this rank to an island that joins, where one may."""
         return None if self.peers is None else self.peers.donor_feed
 
