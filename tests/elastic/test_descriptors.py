@@ -12,6 +12,7 @@ pytest.importorskip("zmq")
 from fsdp_demo.elastic import connect, descriptors  # noqa: E402
 from fsdp_demo.elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers  # noqa: E402
 from fsdp_demo.errors import PeerLost  # noqa: E402
+from fsdp_demo.net.tcp import raise_to  # noqa: E402
 from fsdp_demo.peers.poller import Poller  # noqa: E402
 from fsdp_demo.peers.zeromq import Meeting  # noqa: E402
 
@@ -60,7 +61,7 @@ def test_more_connections_than_libzmq_allows_by_itself(run_ranks) -> None:
     """It allows 1,023 sockets, and takes three for each."""
 
     def run(me: Any) -> None:
-        if descriptors.raise_to(2048) < 2048:
+        if raise_to(2048) < 2048:
             return  # this machine does not let us try
         poller = Poller()
         try:
