@@ -112,7 +112,7 @@ class StepRuntime:
         self.queue = queue
         self.work_with(config, bound)
         self.hooks = host.hooks(
-            self.island, self.before, self.after, self.skip, gradients=lambda: self.needs_gradients
+            self.before, self.after, self.skip, gradients=lambda: self.needs_gradients
         )
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
