@@ -1,8 +1,8 @@
-"""One channel at work on one rank: what it sends, and what comes back. No communication but the
-completion inside the island.
+"""One channel at work on one rank: its payloads, and the means that come back. The only
+communication is the completion inside the island.
 
-`state.py` holds what a channel covers and keeps, `apply.py` how a mean acts; this file reads the
-source, keeps the accumulator and makes what leaves.
+`state.py` has the tensors and the state of a channel, `apply.py` the ways in which a mean acts.
+This file reads the source, keeps the accumulator and makes the payload.
 
 With a delay several payloads may be under way. A delta is counted from anchor - P, where P is the
 sum of this replica's deltas that are still in flight, and an arriving mean sets the parameters to
@@ -30,12 +30,16 @@ from .state import LocalChannel, Placement, less
 
 @dataclass
 class ChannelPayload:
-    """What one channel sends at one step, on the shards' device: its section of the body, or fp32
-    vectors.
+    """The payload of one channel at one step, on the shards' device.
 
-    `own` is the replica's own source where it is needed later (a delta that stays in flight or is
-    applied locally; delayed parameters); `present` says which tensors had a gradient; `partial`
-    that it was sent inside a round, by `finish()`: its mean is applied plainly.
+    Attributes:
+        step: in which it is sent.
+        body: the channel's section of the body (uint8); None where there are vectors.
+        vectors: fp32, to be reduced.
+        own: the replica's own source where it is needed later (a delta that stays in flight or is
+            applied locally; delayed parameters).
+        present: which tensors had a gradient; of gradient channels.
+        partial: it is sent inside a round, by `finish()`: its mean is applied plainly.
     """
 
     step: int
@@ -55,7 +59,7 @@ class ChannelPayload:
 
 @dataclass(frozen=True)
 class Received:
-    """What all replicas sent for one channel, cut out of a message and not decoded.
+    """The payloads of all replicas for one channel, cut out of a message and not decoded.
 
     Attributes:
         bodies: its section from every replica, uint8 [num_bytes], in rank order; empty where it is
@@ -74,16 +78,15 @@ class Received:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What comes back to one channel of what it has sent at one step.
+    """The answer to the payload of one channel at one step.
 
     Attributes:
-        sent: this replica's own part in it.
-        received: everybody's; None on a copy that is not active, which has no peers.
-        present: for a gradient channel, which of its tensors get one: those that any replica has
-            one for.
-        flying: what the channel still has under way, oldest first.
-        last: nothing local is mixed in: nothing comes after it, or what this replica sent was not
-            finite.
+        sent: this replica's own payload.
+        received: those of all replicas; None on a copy that is not active, which has no peers.
+        present: the tensors of a gradient channel for which any replica has a gradient.
+        flying: the payloads that the channel still has under way, oldest first.
+        last: nothing local is mixed in, since nothing comes after this answer, or this replica's
+            payload was not finite.
     """
 
     sent: ChannelPayload
@@ -103,12 +106,13 @@ class ChannelRunner(LocalChannel):
     Attributes:
         moved: after parameters were replaced by their mean: squared norms of the change and of the
             mean, of this copy.
-        left_out: 1 where what is to be sent is not finite on some rank of this island, and counts
-            as zeros; a number, or a scalar on the device.
-        measures: whether `encode` notes the norm of what it is given. square: the squared norm of
-            the last, of this copy, until somebody takes it.
-        watches_energy: whether `encode` notes how much of what it is given leaves. energy: squared
-            norms (fp32 [2], on the device) of the last of these and of what stayed; None before.
+        left_out: 1 where the source is not finite on some rank of this island, and counts as zeros;
+            a number, or a scalar on the device.
+        measures: whether `encode` notes the norm of what it encodes. square: the last squared norm,
+            of this copy, until it is taken.
+        watches_energy: whether `encode` notes the share of what it encodes that leaves. energy:
+            squared norms (fp32 [2], on the device) of the last workspace that was encoded and of
+            what stayed; None before the first.
     """
 
     def __init__(self, channel: Channel, placement: Placement, seed: int = 0):
@@ -126,7 +130,7 @@ class ChannelRunner(LocalChannel):
 
     @property
     def section(self) -> ChannelCodec | None:
-        """What it puts into messages that are sent now; None on a copy that is not active."""
+        """The form of the payloads that are sent now; None on a copy that is not active."""
         return self._sections[self._sends]
 
     def of(self, step: int) -> ChannelRunner:
@@ -275,20 +279,20 @@ class ChannelRunner(LocalChannel):
             self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha, only)
 
     def _sent_here(self, out: ChannelPayload) -> bool:
-        """Whether there is a code to take out of the accumulator: not where nothing leaves it."""
+        """Whether a payload holds a code that is to leave the accumulator."""
         return self.channel.taken > 0 and (out.body is not None or bool(out.vectors))
 
     def release(self, out: ChannelPayload) -> None:
-        """Let go of what was sent, a copy of the model where that is all, when the mean has come:
-        nobody undoes it. What is still to be taken out of the accumulator stays.
+        """Free the code of a payload whose mean has come, as large as the model where everything is
+        sent. A code that is still to be taken out of the accumulator stays.
         """
         section = self.of(out.step).section
         if section is None or section.taken_at_once(out.present) is None:
             out.body, out.vectors = None, []
 
     def _take_late(self, out: ChannelPayload, present: Sequence[bool] | None) -> None:
-        """Take out of the accumulator what tensors without a gradient here were sent as, where it
-        acts since another replica had one (`present`). The rest of it is to be sent from now on.
+        """Take the code of tensors that had no gradient here out of the accumulator, where it acts
+        since another replica had one (`present`). Their rounding is to be sent from now on.
         """
         then = self.of(out.step)
         here = None if then.section is None else then.section.taken_at_once(out.present)
@@ -318,8 +322,8 @@ class ChannelRunner(LocalChannel):
             then._into_accumulator(tensors, (), 1.0 / settings.beta, -settings.gain / settings.beta)
 
     def drop(self, out: ChannelPayload) -> None:
-        """Forget what is accumulated here, and this replica's own part in what it has sent: the
-        others have left it out.
+        """Zero the accumulator and this replica's own part in a payload that the others have left
+        out.
         """
         if self.accumulator is not None:
             self.accumulator.zero_()

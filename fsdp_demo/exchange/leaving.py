@@ -51,7 +51,7 @@ def patience(runtime: StepRuntime) -> float:
 
 
 def allow(runtime: StepRuntime) -> None:
-    """Say how long what another island sends early can be: nobody makes room for more."""
+    """Set the longest early part that another island may send: nobody makes room for more."""
     if runtime.peers is not None:
         names = [c.channel.name for c in runtime.after_step]
         layouts = [runtime.queue.layout(names, step) for step in runtime.config.begins]
@@ -75,8 +75,8 @@ def goes_on(runtime: StepRuntime) -> bool:
 
 
 def _all_stop(runtime: StepRuntime) -> bool:
-    """Whether all islands are told to end: waits for that a moment, and for at most half of its
-    patience. A collective of the island.
+    """Whether all islands are told to end. Waits for that a moment, at most half of `patience`. A
+    collective of the island.
     """
     peers, island = runtime.peers, runtime.island
     end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), patience(runtime) / 2)
@@ -90,8 +90,8 @@ def _all_stop(runtime: StepRuntime) -> bool:
 
 
 def stop_with_all(runtime: StepRuntime) -> None:
-    """All islands are told to end, and this rank sends nothing more: wait, as long as `patience`,
-    until all have what all have sent. A collective of the island.
+    """Wait, at most as long as `patience`, until all islands have all messages that any has sent:
+    all are told to end, and this rank sends nothing more. A collective of the island.
     """
     peers, worker, seconds = runtime.peers, runtime.connections.worker, patience(runtime)
     ends_at: int | None = -1
