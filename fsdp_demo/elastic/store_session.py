@@ -23,8 +23,15 @@ from typing import Any
 from ..errors import PeerLost, StoreSilent
 from ..membership import protocol_events
 from ..membership.protocol_events import Event
-from ..membership.protocol_types import Member, Record, Report
-from ..membership.record_json import read_record, read_report, record_text, report_text
+from ..membership.protocol_types import (
+    Member,
+    Record,
+    Report,
+    read_record,
+    read_report,
+    record_text,
+    report_text,
+)
 from ..store.client import Store
 
 log = logging.getLogger("fsdp_demo")
