@@ -116,11 +116,8 @@ def agree_on_tensors(peers: PeerGroup, shards: Sequence[LocalParam]) -> None:
     )
     j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
     at = next((n for n in range(len(places)) if tensors[j][n] != tensors[peers.rank][n]), 0)
-    raise ValueError(
-        agreement.unequal(
-            peers, j, _apart(mine, everyone[j], places[at], tensors[peers.rank][at], tensors[j][at])
-        )
-    )
+    what = _apart(mine, everyone[j], places[at], tensors[peers.rank][at], tensors[j][at])
+    raise ValueError(agreement.unlike_runs(peers.label(j), peers.names[peers.rank], what))
 
 
 def tensors_apart(shards: Sequence[LocalParam], theirs: Sequence[Described]) -> str:
