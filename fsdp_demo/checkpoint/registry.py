@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
+from ..peers.votes import Ranks
 from ..rendezvous.topology import Topology
 from ..store.client import Store
 from .choice import HeldCheckpoint, alike, choose
@@ -30,36 +31,36 @@ _made = 0  # how many this process has made: each has keys of its own
 
 
 class CheckpointRegistry:
-    """The notes of one rank per island: what to go on from (`choose`), and what all hold by now
-    (`common`).
+    """The notes of the islands: what to go on from (`choose`), and what all hold by now (`common`).
 
-    Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world."""
+    Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world.
 
-    def __init__(self, topology: Topology):
+    Args:
+        ranks: of this replica. They call `choose`, `meet` and `tell` together; the first one speaks
+            to the store.
+    """
+
+    def __init__(self, topology: Topology, ranks: Ranks):
         global _made
         _made += 1
-        self.topology, self._number, self._meetings = topology, _made, 0
+        self.topology, self._ranks, self._number, self._meetings = topology, ranks, _made, 0
         self._store: Store | None = None  # below the keys of the attempt
 
     def choose(
         self, mine: Sequence[HeldCheckpoint], how: str, place: str = "", **same: Any
     ) -> list[HeldCheckpoint | None] | None:
         """Tell the islands what this one holds, and hear from which state each goes on
-        (`choice.choose`). All that begin come together.
-
-        Returns:
-            In the order of `Topology.starters`.
+        (`choice.choose`), in the order of `Topology.starters`. All that begin come together.
 
         Args:
-            place: the folder of this island (`fence.place`), which must be no other's.
+            place: the folder of this island (`folders.place`), which must be no other's.
             same: what must be told alike on all islands, by name.
 
         Raises:
             NeedsDecision: a person must choose, islands differ in `same`, or two have one folder.
             ValueError, PeerLost: see `meet`.
         """
-        about = {"name": self.topology.name, "place": place}
-        notes = self.meet({"held": [h.note() for h in mine], **about, **same})
+        notes = self.meet({"held": [h.note() for h in mine], "place": place, **same})
         _refuse_one_folder(notes)
         for key in same:
             if len({str(n.get(key)) for n in notes}) > 1:
@@ -95,15 +96,29 @@ class CheckpointRegistry:
         return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Leave a note and wait for those of all islands that begin; in order of the islands.
+        """Leave a note and wait for those of all islands that begin, in order of the islands. Each
+        has the island's name.
 
         Raises:
             ValueError: the run id was used before.
             PeerLost: no store, one that does not answer, or islands that did not come in time.
         """
-        t = self.topology
-        if t.islands == 1:
+        note = {"name": self.topology.name, **note}
+        if self.topology.islands == 1:
             return [note]
+        return list(self._ranks.from_first(lambda: self._meet(note)))
+
+    def tell(self, note: dict[str, Any] | None) -> dict[str, Any]:
+        """Where some islands take over: the note of the first one that does not and so gives one
+        (small JSON: `taking_over.small`), with its name. See `meet`.
+        """
+        for said in self.meet({"note": note}):
+            if isinstance(said.get("note"), dict):
+                return {**said["note"], "name": str(said.get("name"))}
+        return {"name": "the other islands"}
+
+    def _meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        t = self.topology
         attempt, self._meetings = self._attempt(t.timeout), self._meetings + 1
         store = attempt.under(f"checkpoints{self._number}/meeting{self._meetings}")
         me = secrets.token_hex(8)

@@ -19,8 +19,8 @@ from transformers import PretrainedConfig, Trainer
 
 from ...checkpoint.exchange_state import SavedExchange, load_exchange, save_exchange
 from ...checkpoint.files import read_head, refuse_exchange
-from ...checkpoint.manager import CheckpointManager, cpu_group
-from ...checkpoint.sharded_state import load_tensors, save_tensors, tensors_of
+from ...checkpoint.manager import CheckpointManager
+from ...checkpoint.sharded_state import cpu_group, load_tensors, save_tensors, tensors_of
 from ...exchange.exchange import Exchange
 from ...rendezvous.topology import Topology
 
