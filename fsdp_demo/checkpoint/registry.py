@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from typing import Any
 
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
 from ..rendezvous.topology import Topology
-from ..store.client import Store
+from ..store.client import Store, in_thread
 from .choice import HeldCheckpoint, alike, choose
 
 PATIENCE = 3.0
@@ -199,7 +198,7 @@ class CheckpointRegistry:
 
     def _connect(self, deadline: float) -> Store:
         where = self.topology.endpoint or "the world of this mesh"
-        self._opening = self._opening or _in_thread(self._open)
+        self._opening = self._opening or in_thread(self._open)
         try:
             store = self._opening.result(0 if self._silent else deadline)
         except Late:  # the thread goes on: what it opens is there for a later question
@@ -234,17 +233,3 @@ def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
                 f"island a folder of its own, such as Path(folder) / topology.name"
                 f"{see('later-life')}"
             )
-
-
-def _in_thread(work: Any) -> Future[Any]:
-    """Not an executor's thread: it must not hold an interpreter that wants to end."""
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # handed to who waits
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
-    return done

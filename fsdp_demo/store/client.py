@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -118,8 +119,6 @@ class WorldStore(Store):
         self._store = store
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """See `Store`."""
-
         def values(store: Any) -> list[str]:
             return [
                 _text(store.get(key)) if store.check([key]) else ""
@@ -130,11 +129,9 @@ class WorldStore(Store):
         return found
 
     def set(self, key: str, value: str) -> None:
-        """See `Store`."""
         self._ask(lambda store: store.set(self.prefix + key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """See `Store`."""
         return _text(
             self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))
         )
@@ -142,17 +139,8 @@ class WorldStore(Store):
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         if self._store is None:
             raise StoreSilent(f"the store at {self.where} has not answered before")
-        answer, store = Future[Any](), self._store
-
-        def run() -> None:
-            try:
-                answer.set_result(question(store))
-            except BaseException as error:  # handed to the thread that waits
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="store", daemon=True).start()
         try:
-            return answer.result(self.deadline)
+            return in_thread(partial(question, self._store)).result(self.deadline)
         except Late:
             self._store = None  # the thread still stands in it
             raise StoreSilent(
@@ -165,11 +153,27 @@ class WorldStore(Store):
             ) from None
 
 
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """The result of `work`, which runs in a thread of its own. It is no executor's thread, which
+    would hold an interpreter that wants to end.
+    """
+    done = Future[Any]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # handed to the thread that waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return done
+
+
 def connect(endpoint: str, limit: float, deadline: float, token: str = "") -> StoreClient:
     """A connection of its own to the store at `endpoint`, which has answered.
 
     Args:
-        endpoint: host:port or host:port.
+        endpoint: host:port.
         limit: seconds until it must have answered.
         deadline: seconds that one question may take afterwards.
         token: ISLAND_TOKEN.
@@ -227,18 +231,16 @@ class StoreClient(Store):
         return self._line.ask(verb, list(keys), list(values), self.deadline, self.absent)
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """See `Store`: one question, and more where the values do not fit in one answer."""
+        """One question, and more where the values do not fit in one answer."""
         wanted, found = [self._key(key) for key in keys], list[str]()
         while len(found) < len(wanted):
             found += self._ask("get", wanted[len(found) : len(found) + AT_ONCE])
         return found
 
     def set(self, key: str, value: str) -> None:
-        """See `Store`."""
         self._ask("set", [self._key(key)], self._value(key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """See `Store`."""
         values = self._value(key, expected), self._value(key, desired)
         return self._ask("compare_set", [self._key(key)], *values)[0]
 
