@@ -179,7 +179,7 @@ class _Followed(Methods):
         self.exchange = exchange
         self._managers: dict[Path, CheckpointManager] = {}
         # made by all replicas together, unlike the managers
-        self._registry = CheckpointRegistry(exchange.topology)
+        self._registry = CheckpointRegistry(exchange.topology, self.ranks)
 
     def _manager(self, folder: Path) -> CheckpointManager:
         """Of one directory of the user's. No old tag is removed: their names are the user's."""
@@ -346,9 +346,11 @@ class _Followed(Methods):
         was loaded here, None for nothing.
         """
         if client is None:
-            return manager.tell(None)
+            return manager.registry.tell(None)
         told, left = of_users(client)
-        return manager.tell({"client": told, "left": left, "method": method_of(self.exchange)})
+        return manager.registry.tell(
+            {"client": told, "left": left, "method": method_of(self.exchange)}
+        )
 
     def _go_on(self, told: dict[str, Any]) -> None:
         """With what was settled when the run began: the method under `auto`, the steps at which
@@ -387,7 +389,7 @@ class _Followed(Methods):
         held = manager.held(tag or "")
         plain = self.ranks.from_first(lambda: _plain(root, manager.root, tag))
         seen = sorted({h.step for h in held})
-        notes = manager.meet({"tag": tag, "seen": seen, "plain": plain})
+        notes = manager.registry.meet({"tag": tag, "seen": seen, "plain": plain})
         if len({n["tag"] for n in notes}) > 1:
             both = ", ".join(f"{n['name']}: {n['tag']!r}" for n in notes)
             raise NeedsDecision(

@@ -19,11 +19,10 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch.utils.data import DistributedSampler, Subset
 
 from fsdp_demo import ExchangeConfig, Topology
-from fsdp_demo.config.channel import covers
+from fsdp_demo.config.channel import EMBEDDINGS, covers, matches
 from fsdp_demo.errors import counted
 from fsdp_demo.hosts.base import plain_name
 
-from . import muon
 from .all_ranks import replica
 from .node_mesh import compare_environment, installed, topology_of
 
@@ -45,7 +44,7 @@ def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
         _communication(engine),
         _place(engine, topology),
     )
-    of_config = (muon.refusals(engine, config), _channels(engine, config))
+    of_config = (_of_muon(engine, config), _channels(engine, config))
     for text in chain(_others(engine), *checks, _inner(engine), *of_config):
         raise ValueError(f"deepspeed_ext.attach found {text}")
 
@@ -212,7 +211,7 @@ def _inner(engine: Any) -> Iterator[str]:
     if name in ("Muon", "MuonAdamW"):
         yield (
             f"{name} as the client optimizer, which needs matrices where ZeRO has flat partitions: "
-            f"take DeepSpeed's own, {muon.LINE} in its configuration"
+            f"take DeepSpeed's own, {MUON_LINE} in its configuration"
         )
 
 
@@ -244,6 +243,68 @@ def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
             "steps a whole partition: let it cover every trained parameter, freeze these, or take "
             "FSDP2"
         )
+
+
+# ---- DeepSpeed's own Muon (`MuonWithAuxAdam`) --------------------------------------------------
+#
+# ZeRO orthogonalises while it fills the gradients of its partitions, ahead of the step of the inner
+# optimizer. A master's gradient holds an update there, which is neither averaged nor clipped as a
+# gradient is. `BF16_Optimizer` alone clips before it; all others clip the update. A missing
+# gradient is taken for zeros, so that no step can be held back.
+#
+# Source of the facts: deepspeed 0.19.8, `runtime/zero/stage_1_and_2.py` (`get_flat_partition`,
+# `step`), `runtime/zero/stage3.py` (`step`), `runtime/bf16_optimizer.py` (`step`),
+# `runtime/zero/muon/muon_optimizer.py`, `runtime/engine.py` (`_muon_param_groups`).
+
+MUON = "MuonWithAuxAdam"
+MUON_LINE = '"optimizer": {"type": "Muon", "params": {"muon_lr": ..., "adam_lr": ...}}'
+"""What asks for it in DeepSpeed's configuration. One `lr` would be that of both halves."""
+
+
+def is_muon(optimizer: Any) -> bool:
+    """Whether it is DeepSpeed's Muon. Told by the name: its module compiles kernels when it is
+    imported.
+    """
+    return any(c.__name__ == MUON for c in type(optimizer).__mro__)
+
+
+def _of_muon(engine: Any, config: ExchangeConfig) -> Iterator[str]:
+    """What DeepSpeed's Muon does not go with: what was found, and what to do."""
+    zero = engine.optimizer
+    if not is_muon(getattr(zero, "optimizer", None)):
+        return
+    norm = engine.gradient_clipping()
+    if norm > 0 and type(zero).__name__ != "BF16_Optimizer":
+        yield (
+            f"{MUON} with gradient_clipping={norm:g} (1.0 where the configuration is silent): "
+            f"{type(zero).__name__} clips the update of Muon, not the gradient, and training "
+            'hardly moves. Set "gradient_clipping": 0.0 (under the Trainer max_grad_norm=0, too). '
+            "To clip gradients take bf16 at ZeRO stage 1 with "
+            '"data_types": {"grad_accum_dtype": "fp32"}'
+        )
+    early = [c.name for c in config.channels if c.before_step]
+    if early:
+        yield (
+            f"{MUON} under {config.preset!r}, with {_named(early)} of gradients: ZeRO has "
+            "made Muon's update of them by then. Take a preset that exchanges after the step "
+            "(muloco), AdamW inside, or train without DeepSpeed"
+        )
+    elif config.clip_scope == "islands":
+        yield (
+            f"{MUON} with clip_scope='islands', which would clip Muon's update, not the gradient: "
+            "take clip_scope='replica', AdamW inside, or train without DeepSpeed"
+        )
+    kept = [c.name for c in config.channels if c.state_name]
+    if kept:
+        yield (
+            f"{MUON} under {config.preset!r}, with {_named(kept)} of optimizer states: "
+            "DeepSpeed makes those of Muon at its first step and keeps some elsewhere. Take a "
+            "preset that exchanges none (muloco, diloco), or AdamW inside"
+        )
+
+
+def _named(channels: list[str]) -> str:
+    return f"channel {channels[0]!r}" if len(channels) == 1 else f"channels {', '.join(channels)}"
 
 
 # ---- what works, and is seldom meant -----------------------------------------------------------
@@ -296,7 +357,15 @@ def _data(engine: Any, topology: Topology) -> Iterator[str]:
 
 
 def _muon(engine: Any) -> Iterator[str]:
-    names = muon.unusual(engine)
+    """Embeddings and heads, in this package's sense, that DeepSpeed's Muon steps."""
+    if not is_muon(engine.optimizer.optimizer):
+        return
+    stepped = [
+        plain_name(n)
+        for n, p in engine.module.named_parameters()
+        if p.requires_grad and getattr(p, "use_muon", False)
+    ]
+    names = [name for name in stepped if matches(name, EMBEDDINGS)]
     if names:
         yield (
             f"DeepSpeed's Muon at {', '.join(names[:3])}{' ...' * (len(names) > 3)}, which "

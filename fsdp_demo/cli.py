@@ -1,4 +1,4 @@
-"""The command `fsdp-demo`. Each of its commands is a module of `fsdp_demo.commands`."""
+"""The command `fsdp-demo`: its table of commands, and the exit status of each error."""
 
 from __future__ import annotations
 
@@ -7,49 +7,36 @@ import os
 import signal
 import sys
 
-from .commands import doctor, export, inspect, plan, presets, rehearse, report, status, store
+from .commands import after_run, before_run, doctor, during_run, plan
 from .errors import PeerLost
 from .launch.command_line import USAGE_ERROR, CommandParser
 from .version import __version__
 
-DAY = {
-    "before a run": (presets, plan, doctor, rehearse),
-    "during a run": (store, status),
-    "after a run": (report, inspect, export),
-}
-"""The commands in the order of a user's day."""
+COMMANDS = (
+    *(before_run.add_presets, plan.add, doctor.add, before_run.add_rehearse),
+    *(during_run.add_store, during_run.add_status),
+    *(after_run.add_report, after_run.add_inspect, after_run.add_export),
+)
+"""The functions that add a command's parser, in the order of a user's day."""
 
-LAUNCH = "python -m fsdp_demo.launch"
-LAUNCH_HELP = "run one island's launcher (torchrun, accelerate, deepspeed) and keep its exit status"
+EPILOG = (
+    "fsdp-demo COMMAND --help shows flags and an example. Beside these python -m fsdp_demo.launch "
+    "runs one island's launcher (torchrun, accelerate, deepspeed) and keeps its exit status."
+)
 
 
 def parser() -> CommandParser:
     """The command table."""
     top = CommandParser(
-        prog="fsdp-demo", description="One model on several islands that a slow network joins."
+        prog="fsdp-demo",
+        description="One model on several islands that a slow network joins.",
+        epilog=EPILOG,
     )
     top.add_argument("--version", action="version", version=f"fsdp-demo {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=CommandParser)
-    for modules in DAY.values():
-        for module in modules:
-            module.add(commands)
+    for add in COMMANDS:
+        add(commands)
     return top
-
-
-def overview(top: CommandParser) -> str:
-    """What there is, in the order of a user's day: what `fsdp-demo` alone prints."""
-    (action,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    helps = {a.dest: a.help or "" for a in action._choices_actions}
-    width = max(map(len, helps))
-    lines = [f"fsdp-demo {__version__}: {top.description}"]
-    for title, modules in DAY.items():
-        lines += ["", f"{title}:"]
-        for module in modules:
-            name = module.__name__.rpartition(".")[2]
-            lines.append(f"  fsdp-demo {name:{width}}  {helps[name]}")
-        if title == "during a run":
-            lines += [f"  {LAUNCH}", f"  {'':{width + 10}}  {LAUNCH_HELP}"]
-    return "\n".join([*lines, "", "fsdp-demo COMMAND --help shows flags and an example."])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     args = top.parse_args(argv[:cut], argparse.Namespace(script=script))
     try:
         if "run_command" not in args:
-            print(overview(top))
+            top.print_help()
             return 0
         if script and not getattr(args, "takes_script", False):
             top.error(f"{argv[0]} takes no script behind --, found {script[0]!r}")

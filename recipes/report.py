@@ -17,7 +17,10 @@ from typing import Any
 import torch
 
 from fsdp_demo import ring_all_reduce_bytes
-from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, table, tracked
+from fsdp_demo.errors import counted, size
+from fsdp_demo.runlog.progress import ProgressLine
+from fsdp_demo.runlog.record import RunRecord, ledger_rows, tracked
+from fsdp_demo.runlog.words import table
 from fsdp_demo.tools.planner import PEAK
 from fsdp_demo.tools.report import leave
 
@@ -413,11 +416,6 @@ class Report:
             if summary["drift"] is None
             else [*rows, ["drift before the end", f"{summary['drift']:.2e}"]]
         )
-
-
-def counted(number: int, word: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _shape(summary: dict[str, Any]) -> str:

@@ -31,7 +31,6 @@ from fsdp_demo.exchange.sending import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore
-from fsdp_demo.tools.doctor.reading import LinkReading
 from fsdp_demo.tools.planner import Situation
 
 STEPS = 24
@@ -74,8 +73,8 @@ def sharded(model: nn.Module, procs: int) -> nn.Module:
 
 
 def a_link(rate: float, everywhere: Any) -> None:
-    def reading(peers: Any, island: Any) -> LinkReading | None:
-        return None if peers is None else LinkReading(rate, 0.02)
+    def reading(peers: Any, island: Any) -> Link | None:
+        return None if peers is None else Link(rate, 0.02)
 
     everywhere.setattr("fsdp_demo.automatic.first_steps", "quick_probe", reading)
 
@@ -83,9 +82,12 @@ def a_link(rate: float, everywhere: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "rate", "procs"), [("adamw", 1e5, 1), ("adamw", 1e5, 2), ("sgd", 1e10, 1)]
 )
-def test_it_is_the_run_that_begins_at_the_choice(
+def test_auto_is_the_run_that_begins_at_the_choice(
     kind: str, rate: float, procs: int, run_ranks: Any, everywhere: Any
 ) -> None:
+    """A run under `auto` is the run that begins at the choice with the chosen method, bit for
+    bit.
+    """
     a_link(rate, everywhere)
 
     def run(me: Any) -> tuple[str, bool]:
@@ -123,10 +125,10 @@ def test_it_is_the_run_that_begins_at_the_choice(
 SPARSE = ("sparse_loco", "decoupled_momentum", "streaming_diloco")
 
 
-def test_what_is_known_of_the_other_islands_outlives_the_choice(
-    run_ranks: Any, everywhere: Any
-) -> None:
-    """On unlike machines sums that differ are logged; they end no run, under whatever method."""
+def test_auto_choice_keeps_what_is_known_of_islands(run_ranks: Any, everywhere: Any) -> None:
+    """On unlike machines sums that differ are logged; they end no run, under whatever method `auto`
+    chooses.
+    """
     a_link(1e10, everywhere)
     everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 1)
 
@@ -156,7 +158,8 @@ def test_what_is_known_of_the_other_islands_outlives_the_choice(
     assert all("no longer equal" in o.log for o in outcomes)
 
 
-def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> None:
+def test_auto_resume_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> None:
+    """A run that resumes takes what was chosen."""
     a_link(1e5, everywhere)
 
     def run(me: Any) -> list[Any]:
@@ -191,10 +194,10 @@ def test_who_resumes_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
     assert run_ranks(run, 2, 1) == [[True, True, True, True]] * 2
 
 
-def test_who_has_lost_its_state_hears_what_the_others_resume_with(
-    run_ranks: Any, everywhere: Any
-) -> None:
-    """All have ended, and one has lost its disk: it takes over from the other, also its method."""
+def test_auto_resume_without_own_state(run_ranks: Any, everywhere: Any) -> None:
+    """All islands have ended, and one has lost its disk: it takes over from the other, also its
+    method.
+    """
     a_link(1e5, everywhere)
 
     def run(me: Any) -> tuple[bool, Any, Any, list[torch.Tensor]]:
@@ -225,9 +228,8 @@ def test_who_has_lost_its_state_hears_what_the_others_resume_with(
     assert all(map(torch.equal, mine, others))
 
 
-def test_islands_with_unlike_devices_choose_for_the_slowest(
-    run_ranks: Any, everywhere: Any
-) -> None:
+def test_auto_chooses_for_the_slowest_device(run_ranks: Any, everywhere: Any) -> None:
+    """Islands with unlike devices choose for the slowest."""
     a_link(1e7, everywhere)
 
     def run(me: Any) -> str:
@@ -251,12 +253,14 @@ def test_islands_with_unlike_devices_choose_for_the_slowest(
     assert run_ranks(run, 2, 1) == ["cpu", "cpu"]
 
 
-def test_a_state_of_an_earlier_release_is_refused() -> None:
+def test_auto_refuses_a_state_of_an_earlier_release() -> None:
+    """A state of an earlier release is refused under `auto`."""
     with pytest.raises(ValueError, match="name the method it was saved under"):
         earlier_choice.known_choice(fsdp_demo.Topology.from_env({}), {"step": 3}, ALONE)
 
 
-def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
+def test_auto_newcomer_finds_the_choice_in_the_store() -> None:
+    """An island that joins finds the choice in the store."""
     why = AutoChoice("slow", "20Mbit,40ms", 0.3, 900)
     note = {"config": preset("sparse_loco").to_dict(), "auto_choice": why.to_dict()}
     store, silent = WorldStore(HashStore(), "a store", 5.0), [False]
@@ -291,9 +295,9 @@ def test_an_island_that_joins_finds_the_choice_in_the_store() -> None:
     assert found() == (None, None)
 
 
-def test_rank_0_looks_for_the_choice_and_tells_the_others(run_ranks: Any) -> None:
-    """It is written while they look: rank 1 would find it, rank 0 does not, or the other way
-    round.
+def test_auto_rank_0_tells_the_choice(run_ranks: Any) -> None:
+    """Rank 0 looks for the choice and tells the others. It is written while they look: rank 1 would
+    find it, rank 0 does not, or the other way round.
     """
 
     def run(me: Any) -> str:
@@ -312,9 +316,10 @@ def test_rank_0_looks_for_the_choice_and_tells_the_others(run_ranks: Any) -> Non
     assert run_ranks(run, 2, 2) == ["diloco"] * 4
 
 
-def test_a_silent_store_gets_the_choice_when_it_answers_again(
+def test_auto_choice_reaches_a_silent_store_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A silent store gets the choice when it answers again."""
     put, again = dict[str, str](), list[Any]()
 
     class Pulse:
@@ -334,7 +339,8 @@ def test_a_silent_store_gets_the_choice_when_it_answers_again(
     assert json.loads(put["auto"]) == told and not again
 
 
-def test_one_island_alone_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_one_island_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One island alone trains at once, under `full`."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = model_of()
     optimizer = optimizer_of("adamw", model)
@@ -347,7 +353,7 @@ def test_one_island_alone_trains_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("rate", [1e5, 1e6, 1e7, 1e8, 1e9, 1e10])
-def test_the_users_optimizer_is_kept(rate: float) -> None:
+def test_auto_keeps_the_users_optimizer(rate: float) -> None:
     """AdamW with a first moment does not get a method that keeps a momentum of gradients; SGD does
     not get one of deltas.
     """
@@ -363,7 +369,8 @@ def test_the_users_optimizer_is_kept(rate: float) -> None:
         exchange.detach()
 
 
-def test_a_measurement_is_rounded_so_that_the_next_one_ends_alike() -> None:
+def test_auto_rounds_its_measurements() -> None:
+    """A measurement is rounded so that the next one ends alike."""
     for value in (1.0, 1.5e3, 7e8, 0.02):
         assert coarse(value) == pytest.approx(value)
         assert coarse(1.1 * value) == coarse(0.92 * value)
@@ -372,7 +379,8 @@ def test_a_measurement_is_rounded_so_that_the_next_one_ends_alike() -> None:
     assert str(Link(coarse(6.1e4), coarse(0.304))) == "70kbit,300ms"
 
 
-def test_the_method_keeps_what_was_not_given() -> None:
+def test_auto_chosen_method_keeps_its_own_settings() -> None:
+    """The chosen method keeps its own value of each setting that was not given to `auto`."""
     diloco = preset("diloco")
     assert diloco.clip == 1.0
     for given in ({}, {"target": 0.9}, {"clip": None}, {"clip": 0.5}, {"seed": 3, "clip": 2.0}):
@@ -383,7 +391,8 @@ def test_the_method_keeps_what_was_not_given() -> None:
         assert ExchangeConfig.from_dict(config.to_dict()) == config
 
 
-def test_wrong_settings() -> None:
+def test_auto_refuses_wrong_settings() -> None:
+    """`auto` refuses settings of a method, and values out of range."""
     assert preset("auto", target=0.9).target == 0.9  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="target=1.5 is out of range"):
         preset("auto", target=1.5)
@@ -400,9 +409,10 @@ def test_wrong_settings() -> None:
 
 
 @pytest.mark.parametrize(("steps", "said"), [(MEASURED, 1), (MEASURED + 1, 0), (None, 0)])
-def test_a_run_that_ends_before_the_choice_is_told(
+def test_auto_warns_of_a_run_that_ends_before_the_choice(
     steps: int | None, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A run that ends before the choice is warned of."""
     measuring = SimpleNamespace(chosen_meanwhile=lambda: False)
     monkeypatch.setattr(first_steps, "_FirstSteps", lambda *_: measuring)
     exchange = SimpleNamespace(
@@ -415,10 +425,12 @@ def test_a_run_that_ends_before_the_choice_is_told(
     assert sum("8 steps, and the method is chosen after 8" in m for m in caplog.messages) == said
 
 
-def test_who_joins_while_the_others_choose_takes_their_choice(
+def test_auto_newcomer_during_the_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It finds the choice at the end of a step at the latest, and asks nobody then."""
+    """An island that joins while the others choose takes their choice: it finds the choice at the
+    end of a step at the latest, and asks nobody then.
+    """
     known: list[Any] = [None, None, (preset("diloco"), AutoChoice("because", "1Gbit", 0.5))]
     monkeypatch.setattr(first_steps, "known_choice", lambda topology, state, island: known.pop(0))
     watched, chosen = [], []
@@ -445,16 +457,18 @@ def test_who_joins_while_the_others_choose_takes_their_choice(
     assert exchange._runtime.at_end is not measuring
 
 
-def test_an_undecided_configuration_is_saved_and_read() -> None:
+def test_auto_undecided_configuration_reads_back() -> None:
+    """A configuration of `auto` reads back before the choice."""
     config = preset("auto", target=0.8)
     assert ExchangeConfig.from_dict(config.to_dict()) == config
     assert isinstance(ExchangeConfig.from_dict(config.to_dict()), AutoConfig)
 
 
 @pytest.mark.parametrize(("slower", "said"), [(1.0, 0), (1.9, 0), (5.0, 1)])
-def test_a_link_that_gets_slower_is_said_once(
+def test_auto_slower_link_is_said_once(
     slower: float, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A link that gets slower than the choice assumed is said once."""
     model = model_of()
     exchange = fsdp_demo.attach(optimizer_of("adamw", model), "full", model=model)
     situation = Situation([("layers.0.w", (2048, 2048))], 4, Link(1e7, 0.02), 0.5, device="cpu")
@@ -474,9 +488,9 @@ def test_a_link_that_gets_slower_is_said_once(
     exchange.detach()
 
 
-def test_ranks_of_an_island_whose_clocks_differ_send_equally_many_messages(run_ranks: Any) -> None:
-    """A message is complete when all ranks of the island hold it. One more for one of them would
-    never be.
+def test_auto_ranks_with_unlike_clocks_send_equally_many(run_ranks: Any) -> None:
+    """Ranks of an island whose clocks differ send equally many messages. A message is complete when
+    all ranks of the island hold it. One more for one of them would never be.
     """
 
     def run(me: Any) -> tuple[str, int]:
@@ -497,8 +511,10 @@ def test_ranks_of_an_island_whose_clocks_differ_send_equally_many_messages(run_r
     assert all(first_steps.SIZES[0] < sent < 4 * first_steps.SIZES[2] for _, sent in found)
 
 
-def test_a_step_ends_when_the_device_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host runs ahead of a GPU: spans between launches would say that steps take no time."""
+def test_auto_step_ends_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is measured until the device has made it. The host runs ahead of a GPU: spans between
+    launches would say that steps take no time.
+    """
     order: list[Any] = []
     monkeypatch.setattr(first_steps, "synchronize", order.append)
     clock = SimpleNamespace(monotonic=lambda: order.append("clock") or 0.0)

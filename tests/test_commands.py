@@ -16,17 +16,19 @@ from fsdp_demo.launch.command_line import CommandParser
 COMMANDS = cli.parser().commands()
 
 
-def test_alone_it_lists_every_command_in_the_order_of_a_day(
+def test_cli_alone_lists_every_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """`fsdp-demo` alone lists every command, in the order of their use."""
     assert cli.main([]) == 0
     told = capsys.readouterr().out
-    places = [told.index(f"fsdp-demo {name} ") for name in COMMANDS]
-    assert places == sorted(places) and cli.LAUNCH in told
+    places = [told.index(f"\n    {name} ") for name in COMMANDS]
+    assert places == sorted(places) and "python -m fsdp_demo.launch" in " ".join(told.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_help_ends_with_an_example_that_is_right(name: str) -> None:
+def test_cli_help_ends_with_an_example_that_parses(name: str) -> None:
+    """Each help ends with an example that the parser takes."""
     _, told, example = COMMANDS[name].format_help().partition("example:\n")
     words = shlex.split(example)
     ours = words[words.index("fsdp-demo") + 1 :]
@@ -52,9 +54,10 @@ def test_every_help_ends_with_an_example_that_is_right(name: str) -> None:
         ("status -- train.py", "status takes no script behind --, found 'train.py'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_cli_wrong_words_are_one_line(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A wrong flag or value is refused in one line."""
     with pytest.raises(SystemExit) as ended:
         cli.main(words.split())
     told = capsys.readouterr()
@@ -62,19 +65,22 @@ def test_what_is_wrong_is_said_in_one_line(
     assert said in told.err and told.err.count("\n") == 1
 
 
-def test_a_value_with_a_space_may_begin_like_a_flag() -> None:
+def test_cli_value_may_begin_like_a_flag() -> None:
+    """A value with a space may begin like a flag."""
     words = ["rehearse", "--islands", "2", "--procs", "1", "--resume-args", "--resume auto"]
     assert cli.parser().parse_args(words).resume_args == "--resume auto"
 
 
-def test_a_flag_is_no_abbreviation() -> None:
+def test_cli_flag_is_no_abbreviation() -> None:
+    """An abbreviated flag is refused."""
     parser = CommandParser(prog="a")
     parser.add_argument("--islands")
     with pytest.raises(SystemExit):
         parser.parse_args(["--isl", "2"])
 
 
-def test_the_output_is_plain_and_no_heavy_package_is_imported() -> None:
+def test_cli_output_is_plain_and_imports_no_torch() -> None:
+    """The output has no colours, and the command imports no torch."""
     script = (
         "import sys; from fsdp_demo import cli; cli.main([]); assert 'torch' not in sys.modules"
     )
@@ -84,9 +90,10 @@ def test_the_output_is_plain_and_no_heavy_package_is_imported() -> None:
     assert run.returncode == 0 and b"\x1b" not in run.stdout, run.stderr
 
 
-def test_the_launcher_names_the_nearest_flag_and_leaves_those_of_others_alone(
+def test_cli_launch_names_the_nearest_flag(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """`launch` names the nearest flag and leaves those of other launchers alone."""
     with pytest.raises(SystemExit):
         run._parse(["--restart", "3", "torchrun", "train.py"])
     told = capsys.readouterr().err

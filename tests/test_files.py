@@ -21,7 +21,7 @@ import fsdp_demo.store.server as launched
 from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
-from fsdp_demo.commands import step_clock, store
+from fsdp_demo.commands import during_run
 from fsdp_demo.config.parsing import read_yaml
 from fsdp_demo.files import in_one_piece
 from fsdp_demo.net import tcp
@@ -40,16 +40,9 @@ def port_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # what it changes of its process would stay
     monkeypatch.setattr(launched, "bound_memory", lambda: None)
     monkeypatch.setattr(tcp, "raise_to", lambda _: None)
-    monkeypatch.setattr(store, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(during_run, "end_with_parent", lambda _: None)
     words = argparse.Namespace(file=None, port_file=str(path), quiet=True)
-    store.serve(words, "", None, os.getpid(), first=True)  # type: ignore[arg-type]
-
-
-def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_clock.os, "getpid", lambda: int(path.stem))
-    ticks = step_clock.Clock(path.parent, 1)
-    for _ in range(step_clock.SETTLE + 3):
-        ticks(path)
+    during_run.serve(words, "", None, os.getpid(), first=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -58,12 +51,12 @@ def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("note", lambda path, monkeypatch: in_one_piece(path, lambda part: part.write_text("1"))),
         ("run.json", lambda path, monkeypatch: files.write_json(path, {"step": 1})),
         ("port", port_file),
-        ("123.json", clock),
     ],
 )
-def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(
+def test_files_temporary_link_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[..., None]
 ) -> None:
+    """A link in the place of a temporary file is not followed."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "folder"
     elsewhere.write_text("kept")
     folder.mkdir()
@@ -166,7 +159,8 @@ CASES: dict[str, tuple[Callable[[Files], None], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inspect_says_in_one_sentence_what_is_odd(tmp_path: Path, whole: Files, case: str) -> None:
+def test_files_inspect_says_what_is_odd(tmp_path: Path, whole: Files, case: str) -> None:
+    """`inspect` says in one sentence what is odd in made-up files."""
     change, text = CASES[case]
     found = dict(whole)
     change(found)
@@ -183,7 +177,8 @@ def test_inspect_says_in_one_sentence_what_is_odd(tmp_path: Path, whole: Files, 
 
 
 @pytest.mark.parametrize("case", ["nested", "no file", "no header", "odd header", "other tensors"])
-def test_a_resume_from_an_odd_part_is_refused(tmp_path: Path, whole: Files, case: str) -> None:
+def test_files_resume_from_an_odd_part_is_refused(tmp_path: Path, whole: Files, case: str) -> None:
+    """A resume from an odd part is refused."""
     found = dict(whole)
     CASES[case][0](found)
     (tmp_path / "exchange").mkdir()
@@ -193,7 +188,8 @@ def test_a_resume_from_an_odd_part_is_refused(tmp_path: Path, whole: Files, case
         load_exchange(tmp_path / "exchange").state(0)
 
 
-def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+def test_files_too_deep_state_is_not_written(tmp_path: Path) -> None:
+    """A state that could not be read again is not written."""
     tree: Any = torch.ones(2)
     for _ in range(98):
         tree = [tree]
@@ -211,9 +207,8 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     [reading.load, asking.step_from, files.read_json],
     ids=["doctor", "summary", "report"],
 )
-def test_other_files_that_are_nested_too_deeply_are_refused(
-    tmp_path: Path, read_file: Callable[..., Any]
-) -> None:
+def test_files_nested_too_deeply_are_refused(tmp_path: Path, read_file: Callable[..., Any]) -> None:
+    """Files that are nested too deeply are refused."""
     (tmp_path / "deep.json").write_text("[" * 50_000 + "]" * 50_000)
     with pytest.raises(ValueError, match="more than 100 levels"):
         read_file(tmp_path / "deep.json")
@@ -239,10 +234,12 @@ def bomb(value: str) -> str:
         ("a: " + "x" * 60_000, "has 60,003 characters, allowed are 50,000"),
     ],
 )
-def test_yaml_that_stands_for_too_much_is_refused(text: str, says: str) -> None:
+def test_files_yaml_that_expands_too_far_is_refused(text: str, says: str) -> None:
+    """Yaml whose aliases stand for too much is refused."""
     with pytest.raises(ValueError, match=says):
         read_yaml(text, "a.yaml")
 
 
-def test_aliases_that_stand_for_little_are_read() -> None:
+def test_files_yaml_with_small_aliases_is_read() -> None:
+    """Yaml whose aliases stand for little is read."""
     assert read_yaml("a: &a [1]\nb: *a", "a.yaml") == {"a": [1], "b": [1]}

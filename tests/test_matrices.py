@@ -9,7 +9,8 @@ from .support.matrices import KEPT
 
 
 @pytest.mark.parametrize("file", KEPT)
-def test_rows_name_tests(file: str) -> None:
+def test_matrices_rows_name_tests(file: str) -> None:
+    """A row of the table of matrices names a test that is there."""
     source = (Path(__file__).parent / file).read_text()
     for name, kept in KEPT[file].items():
         assert re.search(rf"^def {name}\(", source, re.M), name
@@ -20,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 RULE = re.compile(r"^\| ([a-z-]+(?:, [a-z-]+)*) \| .* \| (.*) \|$", re.M)
 
 
-def test_rules_of_the_membership_name_tests() -> None:
-    """The table of rules in docs/membership.md: each row names tests that are there."""
+def test_membership_rules_name_tests() -> None:
+    """A row of the table of rules in docs/membership.md names tests that are there."""
     page = (ROOT / "docs/membership.md").read_text(encoding="utf-8").partition("## Histories")[2]
     page = page.partition("\n## ")[0]
     letters = dict(re.findall(r"`([A-Z])` is `(tests/[\w/]+\.py)`", page))

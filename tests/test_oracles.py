@@ -12,7 +12,8 @@ from .oracles import blocks, dct, dense, presets, quantise, topk, wire
 from .oracles.replicas import warmed
 
 
-def test_dct_is_the_double_sum_and_orthonormal():
+def test_oracle_dct_is_the_double_sum():
+    """The DCT is the double sum of its definition, and orthonormal."""
     block = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     coefficients = dct.dct2(block)
     for u, v in ((0, 0), (0, 3), (4, 0), (2, 6)):
@@ -24,7 +25,8 @@ def test_dct_is_the_double_sum_and_orthonormal():
         )
 
 
-def test_dct_of_a_constant_is_one_coefficient():
+def test_oracle_dct_of_a_constant():
+    """The DCT of a constant is one coefficient."""
     coefficients = dct.dct2(torch.full((3, 64), 2.0, dtype=torch.float64))
     assert abs(float(coefficients[0, 0]) - 2 * math.sqrt(3 * 64)) < 1e-12
     coefficients[0, 0] = 0
@@ -49,7 +51,8 @@ def test_dct_of_a_constant_is_one_coefficient():
         ((64, 32, 3), [(64, 64), (32, 64)], 0),  # 64 x 96 pads to 1.33: flat
     ],
 )
-def test_blocks(shape, sizes, dense):
+def test_oracle_blocks(shape, sizes, dense):
+    """A tensor is cut into blocks of the right shapes, each element once."""
     cuts, rest = blocks.cut(shape)
     assert [tuple(b.shape) for b in cuts] == sizes
     assert len(rest) == dense
@@ -57,14 +60,16 @@ def test_blocks(shape, sizes, dense):
     assert sorted(every.tolist()) == list(range(math.prod(shape)))
 
 
-def test_blocks_without_a_transform_are_flat():
+def test_oracle_blocks_without_a_transform_are_flat():
+    """Blocks without a transform are flat runs of 4096 elements."""
     assert [tuple(b.shape) for b in blocks.cut((128, 250), flat=True)[0]] == [(64, 64)] * 7 + [
         (52, 64)
     ]
     assert blocks.cut((128, 250), flat=True)[0][1].reshape(-1).tolist() == list(range(4096, 8192))
 
 
-def test_shards_are_torch_chunks():
+def test_oracle_shards_are_torch_chunks():
+    """Shards are the chunks of torch.chunk."""
     for rows, shards in ((5, 2), (3, 2), (1, 2), (7, 4), (8, 4), (5, 4)):
         t = torch.arange(rows * 3.0).reshape(rows, 3)
         parts = blocks.shard_rows(t, shards)
@@ -73,13 +78,15 @@ def test_shards_are_torch_chunks():
         assert all(torch.equal(a, b) for a, b in zip(parts, chunks, strict=False))
 
 
-def test_topk_ties_go_to_the_lower_position():
+def test_oracle_topk_ties_go_to_the_lower_position():
+    """Ties of top-k go to the lower position."""
     assert topk.topk(torch.tensor([[1.0, -2.0, 2.0], [0.0, 2.0, -3.0]]), 3) == [1, 2, 5]
     assert topk.kept(32, 64, 64) == 32 and topk.kept(32, 1, 64) == 1 and topk.kept(32, 3, 64) == 2
     assert topk.margin(torch.tensor([4.0, 3.0, 1.0]), 2) == 0.5
 
 
-def test_bf16_is_torchs():
+def test_oracle_bf16_is_torchs():
+    """bf16 rounds as torch does."""
     values = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(
         -20, 20
     ).repeat(50)
@@ -93,7 +100,8 @@ def test_bf16_is_torchs():
         assert torch.equal(quantise.bf16_all(v), v.bfloat16().float())
 
 
-def test_int8_by_hand():
+def test_oracle_int8_by_hand():
+    """int8 has the scales and codes computed by hand."""
     scale, codes = quantise.int8(torch.tensor([127.0, -0.5, 1.5, 2.5, -127.0]))
     assert scale == 1.0 and codes == [127, 0, 2, 2, -127]  # halves to even
     assert quantise.int8(torch.zeros(3)) == (0.0, [0, 0, 0])
@@ -101,15 +109,18 @@ def test_int8_by_hand():
     assert scale == float(torch.tensor(1 / 127).bfloat16()) and codes == [127, -127]
 
 
-def test_pack12():
+def test_oracle_pack12():
+    """Numbers of 12 bits have the documented bytes and read back."""
     assert wire.pack12([0xABC, 0x123]) == bytes([0xBC, 0x3A, 0x12])
     numbers = [0, 4095, 1, 2048, 77]
     assert wire.unpack12(wire.pack12(numbers), 5) == numbers
     assert len(wire.pack12(numbers)) == 8  # 60 bits
 
 
-def test_positions_by_hand():
-    """Of 64: 5, 8 and 63 with 2 low bits would take 6 + 6 + 6 bits, as numbers 18, too."""
+def test_oracle_positions_by_hand():
+    """Positions have the bytes worked out by hand. Of 64: 5, 8 and 63 with 2 low bits would take 6
+    + 6 + 6 bits, as numbers 18, too.
+    """
     assert wire.low_and_flags(64, 3) == (6, 0)
     assert wire.positions([[5, 8, 63]], 64) == bytes([0x85, 0x0F, 0b110000])
     # four of 4096: h = 0, 0, 0, 15: bits 0, 1, 2, 18; symbols 3 3 0 0, then low bytes
@@ -147,7 +158,8 @@ def close(a: presets.Tensors, b: presets.Tensors) -> bool:
     return all(torch.allclose(a[n].detach(), b[n].detach(), atol=1e-10) for n in a)
 
 
-def test_full_is_sgd_on_the_mean():
+def test_oracle_full_is_sgd_on_the_mean():
+    """`full` is SGD on the mean gradient."""
     method = run(presets.Full(start(), 2, sgd))
     for n, p in start().items():
         expected = p.double() - 0.1 * sum(
@@ -161,8 +173,10 @@ def everything(**kw) -> presets.Coding:
 
 
 @pytest.mark.parametrize("transform", [True, False])
-def test_demo_with_everything_kept(transform):
-    """subtract: nothing stays, so plain SGD on the mean; keep: dense momentum SGD."""
+def test_oracle_demo_with_everything_kept(transform):
+    """`demo` that keeps all coefficients is dense. subtract: nothing stays, so plain SGD on the
+    mean; keep: dense momentum SGD.
+    """
     full = run(presets.Full(start(), 2, sgd))
     same = run(
         presets.Demo(start(), 2, sgd, shards=2, sign=False, coding=everything(transform=transform))
@@ -187,7 +201,8 @@ def test_demo_with_everything_kept(transform):
     assert close(dense.theta[0], kept.theta[0])
 
 
-def test_diloco_is_torch_sgd_on_the_pseudo_gradient():
+def test_oracle_diloco_is_torch_sgd_on_the_pseudo_gradient():
+    """`diloco` is torch's SGD on the pseudo-gradient."""
     method = run(presets.DiLoCo(start(), 2, sgd, period=2))
     anchor = {n: p.double() for n, p in start().items()}
     outer = torch.optim.SGD(list(anchor.values()), lr=0.7, momentum=0.9, nesterov=True)
@@ -198,14 +213,15 @@ def test_diloco_is_torch_sgd_on_the_pseudo_gradient():
     assert close(method.theta[0], anchor) and close(method.theta[1], anchor)
 
 
-def test_consensus_with_everything_kept_is_averaging():
+def test_oracle_decoupled_momentum_with_everything_kept():
+    """`decoupled_momentum` that keeps all coefficients is averaging."""
     method = run(presets.DecoupledMomentum(start(), 2, sgd, period=2, coding=everything()))
     assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
 
 
-def test_released_conserves_the_sum_with_divisor_r_only():
-    """Sum of the accumulators after an exchange: beta * sum before + sum of T(D), if the divisor is
-    R; more with senders.
+def test_oracle_released_rule_conserves_the_sum():
+    """The sum of the accumulators after an exchange is beta * sum before + sum of T(D), if the
+    divisor is R; it is more with senders.
     """
     for senders in (False, True):
         coding = presets.Coding(k=16, code="fp32", senders=senders)
@@ -225,7 +241,8 @@ def test_released_conserves_the_sum_with_divisor_r_only():
         assert conserved != senders
 
 
-def test_mean_over_senders_and_weights():
+def test_oracle_mean_over_senders_and_weights():
+    """The mean counts weights, and senders only where asked."""
     values = [torch.tensor([2.0, 0.0, 0.0]), torch.tensor([4.0, 4.0, 0.0])]
     assert presets.mean(values, [1.0, 1.0], True).tolist() == [3.0, 4.0, 0.0]
     assert presets.mean(values, [1.0, 1.0]).tolist() == [3.0, 2.0, 0.0]
@@ -248,7 +265,7 @@ def mean_theta(method) -> presets.Tensors:
     return {n: sum(theta[n].detach() for theta in method.theta) / method.R for n in method.theta[0]}
 
 
-def test_averaging_what_is_linear_is_averaging_the_gradient():
+def test_oracle_averaging_of_sgd_is_that_of_gradients():
     """SGD with momentum is linear: where parameters and momenta are averaged replicas hold what the
     mean gradient gives.
     """
@@ -264,7 +281,7 @@ def full_state(full: presets.Full) -> presets.Tensors:
     return {n: full.inner[0].state[p]["momentum_buffer"] for n, p in full.theta[0].items()}
 
 
-def test_local_adam_is_desloc_with_multiples_of_one_and_differs_from_rarer_states():
+def test_oracle_desloc_with_multiples_of_one_is_local_adam():
     """Averaging everything at every step with one gradient for all is AdamW itself; rarer states
     leave the replicas' moments apart.
     """
@@ -290,7 +307,8 @@ def test_local_adam_is_desloc_with_multiples_of_one_and_differs_from_rarer_state
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("mix", [0.0, 0.5])
-def test_delayed_averaging_moves_no_mean_and_corrects_once(delay, mix):
+def test_oracle_delayed_averaging_moves_no_mean(delay, mix):
+    """Delayed averaging moves no mean and corrects a difference once."""
     method = presets.Averaging(start(), 3, sgd, period=2, delay=delay, mix=mix)
     run(method, 7)
     full = run(presets.Full(start(), 3, sgd), 7)
@@ -308,14 +326,16 @@ def test_delayed_averaging_moves_no_mean_and_corrects_once(delay, mix):
 # -- outer steps, fragments, delays --------------------------------------------------------------
 
 
-def test_diloco_with_rate_one_is_local_sgd():
+def test_oracle_diloco_with_rate_one_is_local_sgd():
+    """`diloco` with an outer rate of one is local SGD."""
     a = run(presets.DiLoCo(start(), 2, adamw, period=3, lr=1.0, momentum=0.0), 7)
     b = run(presets.Averaging(start(), 2, adamw, period=3), 7)
     assert all(close(x, y) for x, y in zip(a.theta, b.theta, strict=True))
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_streaming_with_one_fragment_at_once_is_diloco(warmup):
+def test_oracle_streaming_with_one_fragment_is_diloco(warmup):
+    """`streaming_diloco` with one fragment is `diloco`."""
     a = run(presets.DiLoCo(start(), 2, adamw, period=2, lr=0.4, warmup=warmup), 8)
     b = run(presets.Streaming(start(), 2, adamw, period=2, lr=0.4, warmup=warmup), 8)
     assert all(close(x, y) for x, y in zip(a.theta, b.theta, strict=True))
@@ -324,13 +344,15 @@ def test_streaming_with_one_fragment_at_once_is_diloco(warmup):
     assert [f.offset for f in c.fragments] == [0, 0, 1]
 
 
-def test_momentum_warms_up():
+def test_oracle_momentum_warms_up():
+    """The outer momentum rises over the warm-up."""
     assert [warmed(0.9, 3, n) for n in (1, 2, 4, 9)] == [0.0, 0.9 * 1 / 3, 0.9, 0.9] and warmed(
         0.9, 0, 1
     ) == 0.9
 
 
-def test_fragments_by_hand():
+def test_oracle_fragments_by_hand():
+    """Fragments are those assigned by hand."""
     names = ["embed.weight", "h.0.w", "h.0.b", "h.1.w", "h.2.w", "h.3.w", "h.4.w", "norm.2x.weight"]
     last = ["embed.weight", "norm.2x.weight"]
     assert presets.fragments(names, 2, "strided") == [
@@ -347,7 +369,8 @@ def test_fragments_by_hand():
     ]
 
 
-def test_everything_kept_of_the_local_parameters_is_training_alone():
+def test_oracle_streaming_with_mix_one_is_training_alone():
+    """A replica that keeps all of its local parameters trains alone."""
     method = run(presets.Streaming(start(), 2, sgd, period=2, delay=1, mix=1.0), 6)
     for r in range(2):
         alone = presets.Full(start(), 1, sgd)
@@ -357,11 +380,11 @@ def test_everything_kept_of_the_local_parameters_is_training_alone():
 
 
 @pytest.mark.parametrize("delay", [0, 2, 4, 6])
-def test_nothing_is_lost_or_sent_twice_beyond_the_period(delay):
-    """lr 1, no momentum, SGD: once what is in flight has landed the anchor is where the mean
-    gradient leads.
-
-    A mean that lands where the next delta leaves rewinds no step that was not sent."""
+def test_oracle_delay_beyond_the_period_loses_nothing(delay):
+    """Nothing is lost or sent twice with a delay beyond the period: with lr 1, no momentum and SGD
+    the anchor is where the mean gradient leads, once what is in flight has landed. A mean that
+    lands where the next delta leaves rewinds no step that was not sent.
+    """
     full = run(presets.Full(start(), 3, sgd), 8)
     for make in (presets.Streaming, presets.DecoupledMomentum):
         kw = {"momentum": 0.0} if make is presets.Streaming else {"coding": everything()}
@@ -372,11 +395,10 @@ def test_nothing_is_lost_or_sent_twice_beyond_the_period(delay):
 
 
 @pytest.mark.parametrize(("lr", "momentum", "same"), [(1.0, 0.0, True), (0.7, 0.9, False)])
-def test_an_own_share_of_one_in_r_is_an_eager_update_where_the_outer_step_is_plain(
-    lr, momentum, same
-):
-    """2502.12996: the fresh own delta and the others' last ones, through each replica's own outer
-    step. From the second round on; in the first nothing has landed yet.
+def test_oracle_own_share_is_an_eager_update(lr, momentum, same):
+    """An own share of one in R is an eager update (2502.12996) where the outer step is plain: the
+    fresh own delta and the others' last ones, through each replica's own outer step. From the
+    second round on; in the first nothing has landed yet.
     """
     kw = {"period": 2, "delay": 2, "lr": lr, "momentum": momentum, "own": 0.5}
     method = run(presets.Streaming(start(), 2, sgd, **kw), 8)
@@ -394,7 +416,8 @@ def test_an_own_share_of_one_in_r_is_an_eager_update_where_the_outer_step_is_pla
     assert torch.allclose(found, anchor, atol=1e-10) is same
 
 
-def test_finish_leaves_the_replicas_at_the_anchor():
+def test_oracle_finish_leaves_the_replicas_at_the_anchor():
+    """finish() leaves the replicas at the anchor."""
     method = run(
         presets.Streaming(start(), 2, sgd, period=3, lr=1.0, momentum=0.0, delay=3, mix=0.25), 7
     )
@@ -402,7 +425,8 @@ def test_finish_leaves_the_replicas_at_the_anchor():
     assert close(method.theta[0], method.theta[1]) and not any(f.flying for f in method.fragments)
 
 
-def test_delayed_gradients_arrive_late_and_in_order():
+def test_oracle_delayed_gradients_arrive_in_order():
+    """Delayed gradients arrive late and in order."""
     for make in (presets.Full, presets.Demo):
         kw = {"coding": presets.Coding(code="fp32")} if make is presets.Demo else {}
         early, late = (
@@ -414,7 +438,8 @@ def test_delayed_gradients_arrive_late_and_in_order():
         assert close(run(make(start(), 2, sgd, **kw), 5).theta[1], late.theta[1])
 
 
-def test_a_gradient_channel_with_a_period_gathers():
+def test_oracle_gradient_channel_with_a_period_gathers():
+    """A gradient channel with a period gathers the gradients of its steps."""
     method = run(
         presets.Demo(start(), 2, sgd, sign=False, beta=1.0, period=3, coding=everything()), 7
     )
@@ -427,7 +452,8 @@ def test_a_gradient_channel_with_a_period_gathers():
 @pytest.mark.parametrize(
     "code", ["fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit", "1bit"]
 )
-def test_whole_vectors_are_coded_as_one_value_at_a_time(code):
+def test_oracle_dense_codes_are_those_of_single_values(code):
+    """Whole vectors are coded as one value at a time."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(4096 + 77, generator=generator) * 10.0 ** torch.randint(
         -3, 1, (4173,), generator=generator
@@ -440,14 +466,16 @@ def test_whole_vectors_are_coded_as_one_value_at_a_time(code):
     )
 
 
-def test_who_gathers():
+def test_oracle_dense_gathers_for_few_replicas():
+    """Low codes are gathered as long as there are few replicas."""
     assert [r for r in range(1, 8) if dense.gathers("2bit", r)] == [1, 2, 3, 4, 5]
     assert [r for r in range(1, 8) if dense.gathers("int4", r)] == [1, 2, 3]
     assert [r for r in range(1, 12) if dense.gathers("1bit", r)] == list(range(1, 10))
     assert not dense.gathers("int8", 2) and not dense.gathers("fp32", 2)
 
 
-def test_a_mean_of_whole_tensors_is_the_mean_of_what_arrives():
+def test_oracle_dense_mean_is_of_what_arrives():
+    """A mean of whole tensors is the mean of what arrives."""
     tensors = [{n: t.double() for n, t in gradients(0, r).items()} for r in range(4)]
     for code, back in (("fp32", "fp32"), ("bf16", "bf16"), ("2bit", "fp32"), ("int4", "int8")):
         got = dense.mean_of(tensors, ["small", "bias"], 2, code, [1.0] * 4)
@@ -463,7 +491,8 @@ def updates(t: int, r: int) -> presets.Tensors:
     return {n: -0.1 * g.double() for n, g in gradients(t, r).items()}
 
 
-def test_muloco_is_diloco_on_given_updates_and_feeds_errors_back():
+def test_oracle_muloco_is_diloco_with_error_feedback():
+    """`muloco` is `diloco` on given updates, and feeds errors back."""
     method = presets.MuLoCo(start(), 2, sgd, period=2, lr=0.8)
     coarse = presets.MuLoCo(start(), 2, sgd, period=2, lr=1.0, momentum=0.0, beta=1.0, code="2bit")
     for t in range(6):
@@ -485,7 +514,9 @@ def test_muloco_is_diloco_on_given_updates_and_feeds_errors_back():
 # -- sparse --------------------------------------------------------------------------------------
 
 
-def test_all_positions_are_all_coefficients():
+def test_oracle_random_with_all_positions_is_full():
+    """All positions sent are all coefficients: `full`."""
+
     def every(exchange, name, shard):
         return torch.ones(SHAPES[name], dtype=torch.bool)
 
@@ -495,7 +526,9 @@ def test_all_positions_are_all_coefficients():
         assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
 
 
-def test_half_the_positions_of_a_block_come_a_step_late():
+def test_oracle_random_with_half_the_positions():
+    """Half the positions of a block come a step late."""
+
     def half(exchange, name, shard):
         mask = torch.zeros(SHAPES[name], dtype=torch.bool)
         mask.view(-1)[exchange % 2 :: 2] = True
@@ -513,14 +546,16 @@ def test_half_the_positions_of_a_block_come_a_step_late():
     )
 
 
-def test_sparse_loco_with_everything_kept_is_averaging():
+def test_oracle_sparse_loco_with_everything_kept():
+    """`sparse_loco` that keeps all coefficients is averaging."""
     method = run(
         presets.SparseLoCo(start(), 2, sgd, period=2, k=4096, code="fp32", clip_blocks=False)
     )
     assert close(method.theta[0], run(presets.Full(start(), 2, sgd)).theta[0])
 
 
-def test_block_norms_are_clipped_to_their_median():
+def test_oracle_block_norms_are_clipped_to_their_median():
+    """Norms of blocks are clipped to their median."""
     shard = presets.Shard(
         "weight", torch.Size((64, 64)), presets.Coding(clip=True, transform=False)
     )
@@ -541,9 +576,10 @@ def test_block_norms_are_clipped_to_their_median():
     )
 
 
-def test_demo_v2_with_everything_kept_is_a_geometric_mean_of_gradients():
-    """alpha 0.5, gain 0.1: a = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the
-    update of step t is 0.1 sum (0.45)^i g.
+def test_oracle_demo_v2_with_everything_kept():
+    """`demo` with alpha 0.5 and gain 0.1 that keeps everything is a geometric mean of gradients: a
+    = 0.9 a / 2 + 0.1 g after what was sent has half left it, so the update of step t is 0.1 sum
+    (0.45)^i g.
     """
     method = run(
         presets.Demo(
@@ -557,7 +593,8 @@ def test_demo_v2_with_everything_kept_is_a_geometric_mean_of_gradients():
         assert torch.allclose(method.theta[0][n].detach(), p.double() - 0.1 * moved)
 
 
-def test_a_full_average_now_and_then_moves_no_mean():
+def test_oracle_full_average_moves_no_mean():
+    """A full average now and then moves no mean."""
     coding = presets.Coding(k=16, code="fp32", senders=False)
     methods = [
         presets.DecoupledMomentum(
@@ -575,7 +612,8 @@ def test_a_full_average_now_and_then_moves_no_mean():
 # -- learning rate, clipping ---------------------------------------------------------------------
 
 
-def test_the_schedule_is_a_factor_of_the_rate():
+def test_oracle_schedule_is_a_factor_of_the_rate():
+    """The schedule is a factor of the rate."""
     method = run(presets.Full(start(), 1, sgd, schedule=lambda t: float(t == 1)))
     for n, p in start().items():
         assert torch.allclose(
@@ -583,7 +621,8 @@ def test_the_schedule_is_a_factor_of_the_rate():
         )
 
 
-def test_clipping_by_ones_own_norm_or_by_all():
+def test_oracle_clip_by_own_norm_or_by_all():
+    """Gradients are clipped by a replica's own norm, or by that of all."""
     own = presets.Replicas(start(), 2, sgd, clip=5.0)
     common = presets.Replicas(start(), 2, sgd, clip=5.0, clip_over="islands")
     grads = [{"bias": torch.full((1,), 6.0)}, {"bias": torch.full((1,), 8.0)}]

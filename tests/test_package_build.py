@@ -113,13 +113,15 @@ def of_packages(names: Sequence[str]) -> set[str]:
     }
 
 
-def test_the_index_would_take_them(built: tuple[Path, Path]) -> None:
+def test_package_build_passes_twine(built: tuple[Path, Path]) -> None:
+    """twine accepts sdist and wheel."""
     pytest.importorskip("twine")
     done = run(sys.executable, "-m", "twine", "check", "--strict", *built, cwd=built[0].parent)
     assert done.stdout.count("PASSED") == 2, done.stdout
 
 
-def test_the_wheel_holds_the_packages_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_package_build_wheel_holds_the_packages_only(built: tuple[Path, Path]) -> None:
+    """The wheel holds the packages and nothing else."""
     with zipfile.ZipFile(built[1]) as wheel:
         names = wheel.namelist()
         entries = wheel.read(f"fsdp_demo-{__version__}.dist-info/entry_points.txt").decode()
@@ -153,7 +155,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: tuple[Path, Path])
     )
 
 
-def test_the_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> None:
+def test_package_build_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> None:
+    """The sdist holds the whole tree."""
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = [
@@ -181,9 +184,11 @@ def test_the_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> None:
     ]
 
 
-def test_it_works_in_a_clean_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """torch and the other dependencies are those of this environment, by a path; the package is the
-    wheel's.
+def test_package_build_works_in_a_clean_environment(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The wheel works in a clean environment: torch and the other dependencies are those of this
+    environment, by a path; the package is the wheel's.
     """
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     binaries = tmp_path / "env" / "bin"

@@ -130,16 +130,18 @@ def circles(root: Path) -> list[list[str]]:
 
 
 @packed
-def test_no_import_goes_upwards() -> None:
+def test_packages_no_import_goes_upwards() -> None:
+    """No module imports from a package above its own."""
     assert upwards(ROOT) == []
 
 
-def test_no_circles() -> None:
+def test_packages_no_circles() -> None:
+    """No module imports itself by a detour."""
     assert circles(ROOT) == []
 
 
 @packed
-def test_every_module_has_its_place() -> None:
+def test_packages_every_module_has_its_place() -> None:
     """A new module at the top of `fsdp_demo` is a decision: it belongs into a package, or into
     ORDER.
     """
@@ -152,7 +154,8 @@ def test_every_module_has_its_place() -> None:
 
 
 @packed
-def test_packages_say_what_they_are_for() -> None:
+def test_packages_have_docstrings() -> None:
+    """Each package says what it is for."""
     for name, file in modules(ROOT).items():
         if file.name == "__init__.py":
             assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), name
@@ -169,7 +172,8 @@ def test_packages_say_what_they_are_for() -> None:
         "from .. import Exchange",
     ],
 )
-def test_what_goes_upwards_is_found(tmp_path: Path, text: str) -> None:
+def test_packages_upward_import_is_found(tmp_path: Path, text: str) -> None:
+    """An import upwards is found, whatever its form."""
     written(tmp_path, {"config/rules.py": text, "hosts/muon.py": ""})
     (found,) = {
         sentence.partition(" imports ")[0].partition(":")[0] for sentence in upwards(tmp_path)
@@ -177,7 +181,8 @@ def test_what_goes_upwards_is_found(tmp_path: Path, text: str) -> None:
     assert found == "fsdp_demo.config.rules" and circles(tmp_path) == []
 
 
-def test_neighbours_are_no_way_down(tmp_path: Path) -> None:
+def test_packages_import_by_a_neighbour_is_found(tmp_path: Path) -> None:
+    """An import of a neighbour of the same height is found."""
     written(
         tmp_path,
         {
@@ -191,7 +196,8 @@ def test_neighbours_are_no_way_down(tmp_path: Path) -> None:
     ]
 
 
-def test_a_circle_is_found(tmp_path: Path) -> None:
+def test_packages_circle_is_found(tmp_path: Path) -> None:
+    """A circle is found, also by an import inside a function."""
     files = {
         "link": "from . import meter",
         "meter": "def f():\n    from .peers import Line",

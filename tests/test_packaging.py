@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_one_version() -> None:
+def test_packaging_one_version() -> None:
+    """The version is said in one place, and has its section in the changelog."""
     assert fsdp_demo.__version__ == __version__
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
@@ -26,7 +27,8 @@ def test_one_version() -> None:
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_installed_version_and_command() -> None:
+def test_packaging_installed_version_and_command() -> None:
+    """The installed package has this version and the command `fsdp-demo`."""
     assert importlib.metadata.version("fsdp_demo") == __version__
     (command,) = (
         entry
@@ -36,7 +38,8 @@ def test_installed_version_and_command() -> None:
     assert command.value == "fsdp_demo.cli:main"
 
 
-def test_every_package_is_listed_and_typed() -> None:
+def test_packaging_every_package_is_listed_and_typed() -> None:
+    """Each package is listed and typed."""
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
     files = [
         file for top in ("fsdp_demo", "deepspeed_ext") for file in (ROOT / top).rglob("__init__.py")
@@ -51,12 +54,14 @@ def test_every_package_is_listed_and_typed() -> None:
         assert data == {ROOT / top / "py.typed", *extra}
 
 
-def test_no_upper_bound_on_torch() -> None:
+def test_packaging_no_upper_bound_on_torch() -> None:
+    """torch has no upper bound."""
     (torch,) = (line for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
     assert torch == "torch>=2.9"
 
 
-def test_exact_versions_are_in_one_file() -> None:
+def test_packaging_exact_versions_are_in_one_file() -> None:
+    """Exact versions are in the constraints only."""
     requirements = PROJECT["project"]["dependencies"] + sum(
         PROJECT["project"]["optional-dependencies"].values(), []
     )
@@ -80,7 +85,8 @@ def imported(program: str, unwanted: set[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_core_imports_torch_only() -> None:
+def test_packaging_core_imports_torch_only() -> None:
+    """The core imports no package beside torch that is heavy or optional."""
     # tqdm is not looked for: torch itself imports it where it is installed.
     heavy = {"accelerate", "transformers", "datasets", "deepspeed", "matplotlib", "pandas"}
     assert not imported(
@@ -90,9 +96,9 @@ def test_the_core_imports_torch_only() -> None:
     )
 
 
-def test_commands_that_need_no_torch_start_without_it() -> None:
-    """A durable store is started again while a run waits for it; launchers are started once for
-    each island.
+def test_packaging_commands_start_without_torch() -> None:
+    """Commands that need no torch start without it. A durable store is started again while a run
+    waits for it; launchers are started once for each island.
     """
     modules = (
         "cli",
@@ -100,7 +106,7 @@ def test_commands_that_need_no_torch_start_without_it() -> None:
         "launch.rehearse",
         "launch.restarts",
         "launch.run",
-        "config.presets",
+        "config.methods",
         "status",
     )
     assert not imported(
@@ -109,7 +115,8 @@ def test_commands_that_need_no_torch_start_without_it() -> None:
     )
 
 
-def test_public_names_have_homes() -> None:
+def test_packaging_public_names_have_homes() -> None:
+    """Each public name has a module that it is loaded from."""
     late = [name for names in fsdp_demo._HOMES.values() for name in names]
     assert (
         sorted([*late, "__version__"])

@@ -49,7 +49,8 @@ def one_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_all_is_sorted_and_complete() -> None:
+def test_public_all_is_sorted_and_complete() -> None:
+    """`__all__` is sorted and complete."""
     assert sorted(fsdp_demo.__all__) == fsdp_demo.__all__ and len(set(fsdp_demo.__all__)) == len(
         fsdp_demo.__all__
     )
@@ -63,7 +64,8 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_has_a_docstring(name: str) -> None:
+def test_public_name_has_a_docstring(name: str) -> None:
+    """A public name has a docstring."""
     thing = getattr(fsdp_demo, name)
     # A dataclass without one gets its signature.
     assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has no docstring"
@@ -71,12 +73,14 @@ def test_a_public_name_has_a_docstring(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if inspect.isclass(getattr(fsdp_demo, n))])
 def test_public_methods_have_docstrings(name: str) -> None:
+    """Public methods have docstrings."""
     for method, function in methods(getattr(fsdp_demo, name)):
         assert (function.__doc__ or "").strip(), f"{name}.{method} has no docstring"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_has_an_example_that_runs(name: str) -> None:
+def test_public_name_has_an_example_that_runs(name: str) -> None:
+    """A public name has an example that runs."""
     thing = getattr(fsdp_demo, name)
     namespace = dict(vars(sys.modules[thing.__module__]))
     tests = [t for t in doctest.DocTestFinder().find(thing, name, globs=namespace) if t.examples]
@@ -88,7 +92,8 @@ def test_a_public_name_has_an_example_that_runs(name: str) -> None:
         assert not runner.failures, "".join(output)
 
 
-def test_exchange_and_topology_show_what_the_documents_promise() -> None:
+def test_public_exchange_and_topology_have_the_promised_names() -> None:
+    """Exchange and Topology have the names that the documents promise."""
     promised = [
         "flush",
         "finish",
@@ -109,7 +114,7 @@ def test_exchange_and_topology_show_what_the_documents_promise() -> None:
     ] * 5
 
 
-def test_the_core_imports_torch_only() -> None:
+def test_public_import_brings_torch_and_yaml_only() -> None:
     """No other package comes with `import fsdp_demo` than torch brings along, and yaml. (From
     elsewhere: the installed package.)
     """
@@ -124,8 +129,10 @@ def test_the_core_imports_torch_only() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_core_does_not_wait_for_what_only_checkpoints_need() -> None:
-    """`torch.distributed.checkpoint` takes a second to import."""
+def test_public_import_without_distributed_checkpoint() -> None:
+    """The package is imported without `torch.distributed.checkpoint`, which takes a second to
+    import.
+    """
     program = (
         "import sys, fsdp_demo.checkpoint\nassert 'torch.distributed.checkpoint' not in sys.modules"
     )
@@ -133,9 +140,9 @@ def test_the_core_does_not_wait_for_what_only_checkpoints_need() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_who_does_not_shard_does_not_wait_for_fsdp2() -> None:
-    """`torch.distributed.tensor` takes a second to import: it brings sympy and torch.fx's tracer.
-    Whoever holds a DTensor has it already.
+def test_public_import_without_fsdp2() -> None:
+    """The package is imported without `torch.distributed.tensor`, which takes a second to import:
+    it brings sympy and torch.fx's tracer. Whoever holds a DTensor has it already.
     """
     program = (
         "import sys, torch, torch.distributed\n"
@@ -163,8 +170,10 @@ def docstrings() -> Iterator[tuple[Path, str]]:
                     yield path, ast.get_docstring(node) or ""
 
 
-def test_every_example_is_code() -> None:
-    """Of private names, too: a formatter has once run two lines of one together."""
+def test_public_examples_are_code() -> None:
+    """Each example is code, of private names, too: a formatter has once run two lines of one
+    together.
+    """
     examples = [
         (path, example.source)
         for path, text in docstrings()
@@ -179,7 +188,7 @@ def test_every_example_is_code() -> None:
 COMMANDS = ("python ", "fsdp-demo ", "torchrun ", "bash ", "accelerate ", "deepspeed ")
 
 
-def test_commands_in_docstrings_are_whole() -> None:
+def test_public_docstring_commands_are_whole() -> None:
     """A line of a command is followed by another command or by nothing, or ends in a backslash."""
     seen = 0
     for path, text in docstrings():

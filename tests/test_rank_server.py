@@ -21,7 +21,8 @@ from .support import guard, kinds, ranks, threads
 LIMIT = 1  # patched below
 
 
-def test_a_fork_with_a_second_thread_is_an_error_that_names_it():
+def test_rank_server_fork_names_a_second_thread():
+    """A fork with a second thread is an error that names it."""
     ready = threading.Event()
     thread = threading.Thread(target=ready.wait, name="second", daemon=True)
     thread.start()
@@ -39,7 +40,9 @@ def test_a_fork_with_a_second_thread_is_an_error_that_names_it():
         thread.join()
 
 
-def test_the_server_has_one_thread_though_it_has_datasets(run_ranks):
+def test_rank_server_has_one_thread_with_datasets(run_ranks):
+    """The server has one thread though it has imported datasets."""
+
     def loaded(me):
         import datasets  # noqa: F401
 
@@ -51,9 +54,8 @@ def test_the_server_has_one_thread_though_it_has_datasets(run_ranks):
     assert first[0][0] != os.getpid() and first[0][1]
 
 
-def test_patches_environment_and_folder_reach_the_ranks(
-    run_ranks, everywhere, monkeypatch, tmp_path
-):
+def test_rank_server_passes_patches_and_environment(run_ranks, everywhere, monkeypatch, tmp_path):
+    """Patches, environment and folder reach the ranks."""
     everywhere.setattr(sys.modules[__name__], "LIMIT", 2)
     everywhere.setattr("fsdp_demo.rendezvous.attempts", "BEAT", 0.25)
     monkeypatch.setenv("SOME_WORD", "here")
@@ -67,7 +69,9 @@ def test_patches_environment_and_folder_reach_the_ranks(
     assert run_ranks(seen, 1, 2) == [(2, 0.25, "here", str(tmp_path))] * 2 and LIMIT == 2
 
 
-def test_nested_functions_and_classes_travel(run_ranks):
+def test_rank_server_passes_nested_functions(run_ranks):
+    """Nested functions and classes travel to the ranks."""
+
     class Local:
         def __init__(self, n):
             self.n = n
@@ -81,7 +85,9 @@ def test_nested_functions_and_classes_travel(run_ranks):
         run_ranks(lambda: next(rows), 1, 1)
 
 
-def test_a_run_id_keeps_its_store_for_the_next_call(run_ranks):
+def test_rank_server_run_id_keeps_its_store(run_ranks):
+    """A run id keeps its store for the next call."""
+
     def count():
         store = StoreClient(os.environ["ISLAND_ENDPOINT"])
         store.set("calls", store.get("calls") + "x")
@@ -91,7 +97,8 @@ def test_a_run_id_keeps_its_store_for_the_next_call(run_ranks):
     assert [run_ranks(count, 1, 1, env=e)[0] for e in (env, None, env, None)] == [1, 1, 2, 1]
 
 
-def test_a_server_that_died_is_named_and_replaced(run_ranks, rank_server):
+def test_rank_server_death_is_named_and_replaced(run_ranks, rank_server):
+    """A server that died is named and replaced."""
     with pytest.raises(RuntimeError, match="the rank server died"):
         run_ranks(lambda: os.kill(os.getppid(), signal.SIGKILL), 1, 1)
     assert run_ranks(lambda me: me.rank, 2, 1) == [0, 1]
@@ -118,7 +125,8 @@ server.run(Call([Rank(0, 0, 1, 1, 0, folder)], job, {"ISLAND_COUNT": "1"}, "stor
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
-def test_ranks_die_with_the_test_process(tmp_path):
+def test_rank_server_ranks_die_with_the_test_process(tmp_path):
+    """Ranks die with the test process."""
     process = subprocess.Popen([sys.executable, "-c", SESSION, str(tmp_path)], cwd=kinds.ROOT)
     while not (tmp_path / "rank").exists() or not (tmp_path / "rank").read_text():
         assert process.poll() is None, (tmp_path / "log").read_text()
@@ -151,12 +159,14 @@ class Helper:
         return subprocess.run(["true"])
 
 
-def test_who_starts_a_process_is_found_through_helpers():
+def test_markers_launch_is_found_through_helpers():
+    """A test that starts a process is found through its helpers."""
     assert kinds._launches(_starts_by_a_helper)
-    assert not kinds._launches(test_nested_functions_and_classes_travel)
+    assert not kinds._launches(test_rank_server_passes_nested_functions)
 
 
-def test_a_process_of_a_test_without_marker_is_an_error():
+def test_markers_process_without_marker_is_an_error():
+    """A process of a test without a marker is an error."""
     guard.alone("some test")
     try:
         with pytest.raises(
@@ -167,6 +177,7 @@ def test_a_process_of_a_test_without_marker_is_an_error():
         guard.alone(None)
 
 
-def test_modules_travel_by_name():
+def test_rank_server_passes_modules_by_name():
+    """Modules travel by name."""
     job = ranks.unpack(ranks.pack(ranks.Job(_starts_by_a_helper, (kinds,), None, [], None)))
     assert job.args == (kinds,) and job.fn is _starts_by_a_helper

@@ -23,7 +23,8 @@ from .support import threaded
 PACKAGE = Path(fsdp_demo.__file__).parent
 
 
-def test_every_name_has_something_behind_it_and_the_other_way_round() -> None:
+def test_registry_names_and_functions_agree() -> None:
+    """Each name of the configuration has code, and all code has a name."""
     exact = {name for name, form in names.FORMATS.items() if form.exact}
     assert set(formats.EXACT) == exact, (
         "a format without scales is a dtype in compression/formats.py"
@@ -49,7 +50,8 @@ def test_every_name_has_something_behind_it_and_the_other_way_round() -> None:
     }
 
 
-def test_the_facts_of_the_formats() -> None:
+def test_registry_facts_of_the_formats() -> None:
+    """The facts of a number format are those of its coder."""
     for name, form in names.FORMATS.items():
         assert form.bits in (1, 2, 4, 8) or form.exact
         if form.exact:
@@ -67,7 +69,8 @@ def test_the_facts_of_the_formats() -> None:
         assert formats.CODERS[name].decode(scales.float(), codes).shape == (2, 3, 32)
 
 
-def test_matrices_are_orthonormal() -> None:
+def test_registry_transform_matrices_are_orthonormal() -> None:
+    """Matrices of the transforms are orthonormal."""
     for make in transform.MATRICES.values():
         for n in range(1, 65):
             assert torch.allclose(
@@ -83,9 +86,9 @@ TABLES = (
 )
 
 
-def test_nobody_else_names_them() -> None:
-    """As literals in code; documentation may. The mean of low codes comes back in int8
-    (`dense.mean_code`), by decree.
+def test_registry_names_stand_nowhere_else() -> None:
+    """No other module names them as literals in code; documentation may. The mean of low codes
+    comes back in int8 (`dense.mean_code`), by decree.
     """
     known, found = (
         {*names.FORMATS, *names.TRANSFORMS, *names.SELECTIONS}
@@ -210,9 +213,9 @@ def trained(codec: Codec, applier: str, beta: float) -> tuple[list[Tensor], list
 
 
 @pytest.mark.parametrize("select", ["topk", "first", "head", "random"])
-def test_one_of_each_trains(run_ranks: Any, select: str) -> None:
-    """Nothing is lost with beta 1: what was sent and what is left is what came in; and both islands
-    apply the same bits.
+def test_registry_own_entries_train(run_ranks: Any, select: str) -> None:
+    """An own format, transform, selection and applier train. Nothing is lost with beta 1: what was
+    sent and what is left is what came in; and both islands apply the same bits.
     """
 
     def run() -> None:
@@ -234,7 +237,8 @@ def test_one_of_each_trains(run_ranks: Any, select: str) -> None:
     run_ranks(run, 1, 1)
 
 
-def test_what_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_refuses_entries_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry is refused where it does not fit."""
     enter(monkeypatch)
     with pytest.raises(
         ValueError,

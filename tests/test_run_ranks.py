@@ -13,7 +13,9 @@ import torch.distributed as dist
 from fsdp_demo.store.client import StoreClient
 
 
-def test_values_and_environment(run_ranks):
+def test_run_ranks_values_and_environment(run_ranks):
+    """Each rank has its environment, and its value is returned."""
+
     def who(me):
         store = StoreClient(os.environ["ISLAND_ENDPOINT"])
         store.set(f"{me.island}/{me.proc}", "here")
@@ -33,7 +35,9 @@ def test_values_and_environment(run_ranks):
     assert time.monotonic() - began < 20
 
 
-def test_islands_of_different_size(run_ranks):
+def test_run_ranks_islands_of_different_size(run_ranks):
+    """Islands may have different sizes."""
+
     def group(me):
         return dist.is_initialized() and dist.get_world_size()
 
@@ -44,7 +48,9 @@ def test_islands_of_different_size(run_ranks):
     ) == [None]
 
 
-def test_fork_after_a_backward_in_the_parent(run_ranks):
+def test_run_ranks_after_a_backward_in_the_parent(run_ranks):
+    """Ranks start after a backward in the parent."""
+
     def backward():
         x = torch.randn(300, 300, requires_grad=True)
         (x @ x).sum().backward()
@@ -54,7 +60,8 @@ def test_fork_after_a_backward_in_the_parent(run_ranks):
     assert len(run_ranks(backward, procs=1)) == 2
 
 
-def test_a_failing_rank_is_shown_and_the_others_end(run_ranks, monkeypatch):
+def test_run_ranks_failing_rank_is_shown(run_ranks, monkeypatch):
+    """A failing rank is shown, and the others end."""
     monkeypatch.setattr(sys.modules["tests.conftest"], "GRACE", 0.5)
 
     def fail(me):
@@ -68,7 +75,9 @@ def test_a_failing_rank_is_shown_and_the_others_end(run_ranks, monkeypatch):
     assert time.monotonic() - began < 20
 
 
-def test_hanging_ranks_are_killed_and_show_where(run_ranks):
+def test_run_ranks_hanging_ranks_are_killed(run_ranks):
+    """Hanging ranks are killed and show where they hang."""
+
     def here_it_hangs(me):
         if me.rank == 1:
             time.sleep(60)
@@ -77,7 +86,9 @@ def test_hanging_ranks_are_killed_and_show_where(run_ranks):
         run_ranks(here_it_hangs, procs=1, timeout=1.5)
 
 
-def test_exit_codes(run_ranks):
+def test_run_ranks_exit_codes(run_ranks):
+    """Exit codes of the ranks are returned."""
+
     def leave(me):
         if me.rank == 0:
             os._exit(75)

@@ -14,12 +14,14 @@ import fsdp_demo
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 from fsdp_demo.integrations.trainer.setup import talk
 
-from .exchange.test_voice import LOG, said, silence
+from .exchange.test_log import LOG, said, silence
 from .support import trainer_script as script
 
 
-def test_a_trainer_script_is_told_in_its_own_words(run_ranks):
-    """`base_optimizer` is not in the hands of who writes --optim."""
+def test_trainer_errors_use_its_words(run_ranks):
+    """Errors in a Trainer script name the Trainer's own options: `base_optimizer` is not in the
+    hands of who writes --optim.
+    """
 
     def run(rank):
         def refused(callback, **settings):
@@ -73,7 +75,8 @@ def test_a_trainer_script_is_told_in_its_own_words(run_ranks):
     assert exchange_optimizer("demo")[1]["lr"] == 4e-4
 
 
-def test_under_the_trainer_information_is_heard_unless_it_was_told_to_be_quiet(capfd) -> None:
+def test_trainer_log_level(capfd) -> None:
+    """Information is logged under the Trainer unless it was told to be quiet."""
     usual = hf_logging.get_verbosity()
     for rank, level, heard in (
         (0, logging.WARNING, True),
@@ -100,7 +103,8 @@ def test_under_the_trainer_information_is_heard_unless_it_was_told_to_be_quiet(c
     ("named", "cure"),
     [(True, "the model has none to cut between"), (False, "pass model= to attach")],
 )
-def test_fragments_without_layers(monkeypatch, named, cure) -> None:
+def test_fragments_without_layers_error_names_the_cure(monkeypatch, named, cure) -> None:
+    """The error of fragments without layers names the cure for what was given to attach."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = nn.Linear(4, 4)
     options = {"model": model} if named else {}
@@ -111,7 +115,8 @@ def test_fragments_without_layers(monkeypatch, named, cure) -> None:
     ).detach()
 
 
-def test_a_gan_is_told_to_make_two_exchanges(monkeypatch) -> None:
+def test_attach_error_asks_a_gan_for_two_exchanges(monkeypatch) -> None:
+    """A GAN whose optimizers step apart is told to make two exchanges."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizers = [torch.optim.AdamW(m.parameters()) for m in models]

@@ -39,15 +39,18 @@ def file(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_both_are_there() -> None:
+def test_workflows_are_both_there() -> None:
+    """Both workflows are there."""
     assert [file.name for file in FILES] == ["release.yml", "tests.yml"]
 
 
-def test_it_says_that_it_was_never_run(file: Path) -> None:
+def test_workflow_says_that_it_was_never_run(file: Path) -> None:
+    """A workflow says that it was never run."""
     assert file.read_text(encoding="utf-8").startswith("# Never run: ")
 
 
-def test_its_schema(file: Path) -> None:
+def test_workflow_schema(file: Path) -> None:
+    """A workflow follows the schema of GitHub."""
     flow = read(file)
     assert set(flow) <= TOP and {"name", "on", "jobs"} <= set(flow) and set(flow["on"]) <= EVENTS
     assert flow["permissions"] == {"contents": "read"}
@@ -62,7 +65,8 @@ def test_its_schema(file: Path) -> None:
             assert isinstance(step.get("run", ""), str)
 
 
-def test_it_takes_the_python_that_is_tested(file: Path) -> None:
+def test_workflow_takes_the_python_that_is_tested(file: Path) -> None:
+    """A workflow takes the Python of the constraints."""
     versions = re.findall(r'python-version: "([\d.]+)"', file.read_text(encoding="utf-8"))
     assert versions and all(
         f"with Python {version}" in (ROOT / "recipes" / "constraints-cpu.txt").read_text()
@@ -70,7 +74,8 @@ def test_it_takes_the_python_that_is_tested(file: Path) -> None:
     )
 
 
-def test_commands_name_files_that_exist(file: Path) -> None:
+def test_workflow_commands_name_files_that_exist(file: Path) -> None:
+    """Commands of a workflow name files that exist."""
     runs = [
         step["run"] for job in read(file)["jobs"].values() for step in job["steps"] if "run" in step
     ]
@@ -83,7 +88,8 @@ def test_commands_name_files_that_exist(file: Path) -> None:
     assert file.name != "tests.yml" or runs == ["bash tests/run.sh"]
 
 
-def test_a_release_is_built_and_checked_before_it_is_published() -> None:
+def test_workflow_release_is_checked_before_publishing() -> None:
+    """A release is built and checked before it is published."""
     jobs = read(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
     runs = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
     assert runs.index("python -m build") < next(

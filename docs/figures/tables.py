@@ -1,4 +1,5 @@
-"""Tables of README.md and docs/ from the json files in this folder.
+"""Tables of README.md and docs/ from the json files in this folder, and of all keys of a
+configuration from the package.
 
     python docs/figures/tables.py             # print them
     python docs/figures/tables.py --write     # put them between their marks in README.md, docs/**/*.md and recipes/README.md
@@ -18,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import tables_configuration as configuration  # noqa: E402
 import tables_costs as costs  # noqa: E402
 import tables_links as links  # noqa: E402
 import tables_study as the_study  # noqa: E402
@@ -175,6 +177,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "uplinks": links.uplinks,
     "slow-methods": links.slow_methods,
     "slow-delay": links.slow_delay,
+    **{name: partial(configuration.keys, name) for name in configuration.CLASSES},
+    "preset-keywords": configuration.preset_keywords,
 }
 
 

@@ -18,6 +18,7 @@ from ..compression.staging import synchronize
 from ..config.auto import AutoChoice, AutoConfig, undecided
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
+from ..elastic.agreement import round_trip
 from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..exchange.assembly import check
@@ -27,7 +28,6 @@ from ..hosts.base import TrainingHost
 from ..hosts.optimizers import keeps_momentum
 from ..net.link import TCP_SHARE, Link
 from ..peers.votes import Ranks
-from ..tools.doctor.reading import LinkReading
 from ..tools.planner import Choice, Situation, choose, plan_rows
 from ..tools.planner.rows import plan_row
 from ..tools.planner.situation import DEVICES
@@ -44,7 +44,7 @@ ALONE = Ranks(None, 0, 1)
 
 def quick_probe(
     peers: PeerGroup | None, seconds: float = 2.0, island: Ranks = ALONE
-) -> LinkReading | None:
+) -> Link | None:
     """Measure the link of a peer group with messages of the exchange itself: same connections, same
     framing, checksums and encryption.
 
@@ -70,7 +70,7 @@ def quick_probe(
         PeerLost: an island is gone or silent.
     """
     line = peers if peers is not None and peers.size > 1 else None
-    start, rtt = time.monotonic(), 0.0 if line is None else line.round_trip()
+    start, rtt = time.monotonic(), 0.0 if line is None else round_trip(line)
     rates, took = list[float](), 0.0
 
     def fits(more: float) -> bool:
@@ -99,7 +99,7 @@ def quick_probe(
         send(size)  # once more: the connections are beyond slow start now
     if line is None or not max(rates):
         return None
-    return _rehearsed(line, LinkReading(max(rates), rtt))
+    return _rehearsed(line, max(rates), rtt)
 
 
 def _slowest(peers: PeerGroup, size: int) -> float:
@@ -116,15 +116,12 @@ def _agreed(peers: PeerGroup, value: float) -> float:
     return max(float(theirs.clone().view(torch.float64)) for theirs in peers.all_gather(mine))
 
 
-def _rehearsed(peers: PeerGroup, seen: LinkReading) -> LinkReading:
-    """What a rehearsed link leaves of it."""
+def _rehearsed(peers: PeerGroup, rate: float, rtt: float) -> Link:
+    """What a rehearsed link leaves of what was measured."""
     if peers.link is None:
-        return seen
-    rate = peers.link.bits_per_second
-    return LinkReading(
-        min(seen.bits_per_second, rate * TCP_SHARE) if rate else seen.bits_per_second,
-        seen.rtt + peers.link.rtt,
-    )
+        return Link(rate, rtt)
+    limit = peers.link.bits_per_second
+    return Link(min(rate, limit * TCP_SHARE) if limit else rate, rtt + peers.link.rtt)
 
 
 # ---- what the planner is asked, from what was measured, and what it chooses ----------------------
@@ -315,7 +312,7 @@ class _FirstSteps:
         peers = exchange._peers
         # an island that joins others finds them training
         reading = None if exchange.newcomer else quick_probe(peers, island=exchange._island)
-        seen = exchange._island.sum(0.0 if reading is None else reading.bits_per_second)[0]
+        seen = exchange._island.sum((reading and reading.bits_per_second) or 0.0)[0]
         rtt = exchange._island.max(0.0 if reading is None else reading.rtt)[0]
         shaped = peers.link.bits_per_second if peers is not None and peers.link else None
         rate = min(seen, shaped or math.inf)  # a rehearsed link is one for all ranks

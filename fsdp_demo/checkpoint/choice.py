@@ -16,8 +16,8 @@ the others back: they take over from them (`present`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +49,22 @@ class HeldCheckpoint:
 
     def note(self) -> list[Any]:
         """As JSON; `HeldCheckpoint(*note)` is the inverse."""
-        return [getattr(self, field.name) for field in fields(self)]
+        return list(astuple(self))
 
     def fits(self, applied: str, history: str = "") -> bool:
         """Whether it may lie between the same exchanges as another state of the same step, with one
         history.
         """
-        return _may_be(self.applied, applied) and _may_be(self.history, history)
+        pairs = (self.applied, applied), (self.history, history)
+        return all(not one or not two or one == two for one, two in pairs)
 
 
-def _may_be(one: str, two: str) -> bool:
-    return not one or not two or one == two
-
-
-Place = tuple[str, int, str, str]
-"""(applied, owner, history, participants) of `HeldCheckpoint`."""
-
-NOWHERE: Place = ("", -1, "", "")
-"""Where a state says nothing."""
-
-
-def look(exchange: Path, islands: int) -> Place:
-    """What the heads in a folder `exchange` say, for `HeldCheckpoint`; `NOWHERE` where there is no
+def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
+    """What the exchange's parts in a folder can be resumed as; the step alone where there is no
     part.
+
+    Args:
+        islands: of this run.
 
     Raises:
         ValueError: a part is torn, or ranks stand between unlike exchanges.
@@ -80,12 +73,13 @@ def look(exchange: Path, islands: int) -> Place:
         heads = [read_head(path)[0] for path in sorted(exchange.glob("rank*.json"))]
     except OSError as error:
         raise ValueError(f"{exchange} cannot be read: {error}") from None
-    return place_of(heads, islands, exchange)
+    return held_by(heads, step, islands, exchange)
 
 
-def place_of(heads: Sequence[dict[str, Any]], islands: int, where: Path) -> Place:
-    """What the heads of an island's parts say, for `HeldCheckpoint`; `NOWHERE` where there are
-    none.
+def held_by(
+    heads: Sequence[dict[str, Any]], step: int, islands: int, where: Path
+) -> HeldCheckpoint:
+    """As `look`, from the heads of an island's parts.
 
     Args:
         islands: of this run: a state of another number of islands says less. where: for the error.
@@ -93,38 +87,26 @@ def place_of(heads: Sequence[dict[str, Any]], islands: int, where: Path) -> Plac
     Raises:
         ValueError: ranks stand between unlike exchanges.
     """
-    places = {
-        (_applied(h), int(h.get("island", -1))) if h.get("islands") == islands else ("", -1)
-        for h in heads
-    }
-    if len({applied for applied, _ in places}) > 1:
+    kin = [h for h in heads if h.get("islands") == islands]
+    applied = {_as_text(h.get("applied"), dict) for h in kin} or {""}
+    if len(applied) > 1 or 0 < len(kin) < len(heads):
         raise ValueError(
-            f"{where}: ranks stand between unlike exchanges: "
-            f"{', '.join(sorted(a for a, _ in places))}"
+            f"{where}: ranks stand between unlike exchanges: {', '.join(sorted(applied))}"
         )
     # copies that are not active know none
-    histories = {str(h.get("history", "")) for h in heads if h.get("islands") == islands} - {""}
+    histories = {str(h.get("history", "")) for h in kin} - {""} or {""}
     if len(histories) > 1:
         raise ValueError(f"{where}: ranks have unlike histories: {', '.join(sorted(histories))}")
-    if not places:
-        return NOWHERE
-    applied, owner = next(iter(places))[0], min(owner for _, owner in places)
-    return applied, owner, next(iter(histories), ""), _participants(heads)
+    owner = min((int(h.get("island", -1)) for h in kin), default=-1)
+    # islands keep their numbers where their count changes: these count in any case
+    took_part = {_as_text(h.get("participants"), list) for h in heads} - {"", "[]"}
+    participants = took_part.pop() if len(took_part) == 1 else ""
+    return HeldCheckpoint(step, applied.pop(), owner, histories.pop(), participants)
 
 
-def _applied(head: dict[str, Any]) -> str:
-    """Between which exchanges a part was saved; empty where the head does not say it."""
-    applied = head.get("applied")
-    return json.dumps(applied, sort_keys=True) if isinstance(applied, dict) else ""
-
-
-def _participants(heads: Iterable[dict[str, Any]]) -> str:
-    """Islands keep their numbers where their count changes: so these count in any case."""
-    found = {
-        json.dumps(h["participants"]) for h in heads if isinstance(h.get("participants"), list)
-    }
-    found -= {"[]"}
-    return found.pop() if len(found) == 1 else ""
+def _as_text(value: Any, kind: type) -> str:
+    """JSON that is equal for equal values; empty where a head does not have this kind there."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, kind) else ""
 
 
 def present(held: Sequence[Sequence[HeldCheckpoint]], slots: Sequence[int]) -> list[bool]:
@@ -138,7 +120,7 @@ def present(held: Sequence[Sequence[HeldCheckpoint]], slots: Sequence[int]) -> l
         slots: the numbers of the islands.
 
     Example:
-        >>> from fsdp_demo.checkpoint.choice import Held, present
+        >>> from fsdp_demo.checkpoint.choice import HeldCheckpoint as Held, present
         >>> present([[Held(30, participants="[0, 1]")], [Held(20)], [Held(10)]], range(3))
         [True, True, False]
     """

@@ -8,20 +8,28 @@ put aside. Only manifests move, never data.
 What is put aside comes back at the next start, and is deleted when the life that put it there has a
 checkpoint that all islands hold: until then nobody knows whether that life will get anywhere. What
 a person has given up on purpose stays aside.
+
+One life at a time writes into a folder: `.life.json` in it is a lock that the newest life replaces.
+A process that was stopped, suspended or cut off may wake when its successor has begun. It looks at
+the lock before it gives anything its name, finds another token there, and writes nothing more.
 """  # noqa: E501
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
-from ..errors import UNREADABLE
+from ..errors import UNREADABLE, Superseded, see
 from ..files import in_one_piece, read_json
+from ..peers.votes import Ranks
 from ..version import __version__
 from .files import crc32, sync_folder
 
@@ -32,6 +40,7 @@ MANIFEST = "manifest.json"
 ASIDE = "manifest.aside.json"
 GIVEN_UP = "manifest.given-up.json"  # nobody takes it back
 UNFINISHED = "manifest.unfinished"
+LOCK = ".life.json"
 MANIFESTS = (MANIFEST, ASIDE, GIVEN_UP, UNFINISHED)
 NEWER = "its manifest has version"
 LONGEST_NAME = 255  # bytes of a part of a path, by file systems
@@ -240,3 +249,94 @@ def forget_asides(root: Path) -> None:
         log.info(
             "%s: %s, put aside before, deleted: all islands hold a newer checkpoint", root, names
         )
+
+
+# ---- one writer at a time ----------------------------------------------------------------------
+
+
+class Fence:
+    """The lock of one replica.
+
+    Args:
+        root: folder of this replica.
+        run: run id, for people who look into the file.
+        name: of the replica; another one of the same run has mistaken this folder for its own.
+
+    Attributes:
+        token: of this life; empty before `begin`, which the ranks of a replica call with one token.
+    """
+
+    def __init__(self, root: Path, run: str, name: str = ""):
+        self.root, self.run, self.name, self.token = root, run, name, ""
+
+    def take(self, ranks: Ranks) -> None:
+        """From now on this life owns the folder. All ranks of the replica come together; the first
+        one writes the lock.
+        """
+        token = ranks.from_first(lambda: secrets.token_hex(6))
+        ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.root))
+
+    def begin(self, token: str, writes: bool = True) -> None:
+        """From now on this life owns the folder. `writes`: this rank writes the lock, for all of
+        its replica.
+        """
+        self.token = token
+        if not writes:
+            return
+        whose = {"run": self.run, "name": self.name, "token": token}
+        text = json.dumps({**whose, "host": socket.gethostname(), "pid": os.getpid()})
+        self.root.mkdir(parents=True, exist_ok=True)
+        in_one_piece(self.root / LOCK, lambda part: part.write_text(text, encoding="utf-8"))
+
+    def check(self) -> None:
+        """Call it before anything in the folder gets its name. A lock that is gone or cannot be
+        read hinders nobody.
+
+        Raises:
+            Superseded: the lock is another life's, or another replica's of this run.
+        """
+        if not self.token:
+            return
+        try:
+            lock = read_json(self.root / LOCK)
+            token, run, name = lock["token"], lock["run"], lock.get("name", "")
+        except (OSError, *UNREADABLE):
+            return
+        if token != self.token:
+            raise self._superseded(run, name)
+
+    def _superseded(self, run: str, name: str) -> Superseded:
+        """Another process owns the folder: a later start, or another replica of this one."""
+        root = self.root
+        if run == self.run and name and self.name and name != self.name:
+            return Superseded(
+                f"{root} is also the folder of {name!r}: {self.name!r} saves nothing there; give "
+                f"each island a folder of its own{see('later-life')}"
+            )
+        log.error(
+            "%s belongs to a later life of this run (%s): nothing is written here by run %s any "
+            "more",
+            root,
+            run,
+            self.run,
+        )
+        return Superseded(
+            f"{root} belongs to a later life (run {run!r}) than this process (run {self.run!r}), "
+            f"which was taken for dead: nothing is saved; end it{see('later-life')}"
+        )
+
+
+def place(root: Path) -> str:
+    """A folder as the processes of one machine know it, be it there or not, under whatever path:
+    equal texts are the same folder. Those of different machines differ.
+    """
+    whole = Path(os.path.realpath(root))
+    there = next(p for p in (whole, *whole.parents) if p.exists())
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        machine = socket.gethostname()
+    of = there.stat()
+    # containers may share a machine and have other disks under one path
+    text = f"{machine} {of.st_dev} {of.st_ino} {whole.relative_to(there)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

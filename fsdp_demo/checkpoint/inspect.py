@@ -4,7 +4,6 @@ heads; tensors are checked, not loaded.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,12 +14,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..config.load import preset
-from ..config.presets import presets
+from ..config.methods import presets
 from ..config.schema import ExchangeConfig
 from ..errors import UNREADABLE, NeedsDecision, counted, size
-from .choice import HeldCheckpoint, choose, place_of
+from .choice import HeldCheckpoint, choose, held_by
 from .exchange_state import SavedExchange, load_exchange
-from .files import OTHER, crc32, read_head
+from .files import OTHER, crc32
 from .folders import MANIFEST, is_put_off, sums
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
@@ -178,11 +177,10 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     }
     for island, rank in saved.paths:
         _add_part(out, saved, island, rank, problems)
-    # a mesh's replicas, see integrations/trainer/state.py
-    beside = [path for folder in saved.folders for path in folder.glob("local*.json")]
     wanted = {
-        path.with_suffix(".safetensors"): read_head(path)[0]["file"]
-        for path in (*saved.paths.values(), *beside)
+        path.with_suffix(".safetensors"): head["file"]
+        for (island, rank), path in saved.paths.items()
+        for head in [saved.head(rank, island)]
     }
     problems += _damage(wanted | _manifest(found.folder, problems))
     out["complete"] = not problems
@@ -203,11 +201,11 @@ def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, 
     for island in sorted({int(head["island"]) for head in saved.heads}):
         heads = [head for head in saved.heads if head["island"] == island]
         try:
-            known = place_of(heads, int(heads[0]["islands"]), folder)
+            known = held_by(heads, saved.step, int(heads[0]["islands"]), folder)
         except ValueError as error:
             problems.append(str(error))
             continue
-        found[str(island)] = HeldCheckpoint(saved.step, *known).note()
+        found[str(island)] = known.note()
     return found
 
 
@@ -265,22 +263,13 @@ def _keys(tree: Any) -> Iterator[str]:
 
 
 def _tensor_sizes(path: Path, problems: list[str]) -> dict[str, int]:
-    """Bytes of each tensor in a safetensors file, by its header: 8 bytes with the length of a JSON
-    text, then that text.
-    """
+    """Bytes of each tensor in a safetensors file."""
     try:
-        with safe_open(path, "pt"):  # refuses a header that does not fit the file
-            pass
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        with safe_open(path, "pt") as file:
+            return {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         problems.append(f"{path} is no safetensors file ({error!s:.120})")
         return {}
-    return {
-        key: value["data_offsets"][1] - value["data_offsets"][0]
-        for key, value in header.items()
-        if key != "__metadata__"
-    }
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -405,7 +394,7 @@ def _resumed(
     for info in found:
         for island, note in info["held"].items() if info["complete"] else ():
             known = HeldCheckpoint(*note)
-            if info["islands"] != count:  # it says less, see `choice.place_of`
+            if info["islands"] != count:  # it says less, see `choice.held_by`
                 known = HeldCheckpoint(known.step, participants=known.participants)
             held.get(int(island), []).append(known)
     try:

@@ -1,39 +1,30 @@
-"""A run's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by all
-islands. One saver for plain loops, the Trainer and DeepSpeed, which give `write` and a folder's
+"""A run's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by
+all islands. One saver for plain loops, the Trainer and DeepSpeed, which give `write` and a folder's
 name.
 
-Layout, below a folder of the replica's own (`folders.py`):
-
-    checkpoint-<step>/          what `write` put there, and manifest.json: version, step, every file with its size and checksum
-    .life.json                  whose folder this is (`writer_lock.py`)
-
-Nothing here sends more than names of steps and small notes between islands: they lie in the store,
-under keys of this run.
-"""  # noqa: E501
+A replica has a folder of its own, with a lock and a folder `checkpoint-<step>` for each checkpoint
+in it (`folders.py`). Islands tell each other names of steps and small
+notes, which lie in the store under keys of this run (`registry.py`).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from ..errors import NeedsDecision, NotFinite, Superseded, see
 from ..peers.votes import Ranks
 from ..rendezvous.topology import Topology
 from . import folders
 from .choice import HeldCheckpoint, look, superfluous
-from .folders import MANIFEST, NEWER, misfits
+from .folders import MANIFEST, NEWER, Fence, misfits, place
 from .registry import CheckpointRegistry
-from .writer_lock import Fence, place
+from .sharded_state import cpu_group
 
 log = logging.getLogger("fsdp_demo")
-
-Write = Callable[[Path], Callable[[], Any] | None]
 
 LAST_FAILURE = 3
 """Saves that may fail one after the other; this one raises."""
@@ -60,6 +51,7 @@ class CheckpointManager:
         ranks: the words between the ranks of this replica, over that group.
         votes: between all ranks whose collectives `write` uses: those of this replica, if no host
             says otherwise.
+        registry: where the islands ask each other.
         one_disk: all ranks of the replica write to one disk.
         rotates: what is not needed any more goes after a save.
         common: the newest step that all islands are known to hold.
@@ -80,32 +72,18 @@ class CheckpointManager:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
         shared = topology.kind == "mesh" and not own
         root = Path(root) / f"replica{topology.island}" if shared else Path(root)
-        # also for one rank that torch has joined, be it to itself: an NCCL group saves no copies,
-        # and with none torch would save with all replicas of a mesh
-        if group is None and dist.is_available() and dist.is_initialized():
-            if topology.group is not None:
-                members: list[int] | None = dist.get_process_group_ranks(topology.group)
-            else:
-                members = [dist.get_rank()] if topology.world == 1 else None
-            group = dist.new_group(
-                members,
-                timedelta(seconds=topology.timeout + 60),
-                "gloo",
-                use_local_synchronization=members is not None,
-            )
+        group = cpu_group(topology) if group is None else group
         self.root, self.topology, self.group, self.keep = root, topology, group, keep
         self.ranks = self.votes = Ranks(group, topology.rank, topology.world)
         self.one_disk, self.rotates, self.common = True, True, -1
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0
         self._fence = Fence(root, topology.run, topology.name)
-        self._registry = registry or CheckpointRegistry(topology)
+        self.registry = registry or CheckpointRegistry(topology, self.ranks)
         self._made: set[int] = set()
         self._loaded: int | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[bool] | None = None
-
-    # ---- what is there -------------------------------------------------------------------------
 
     def path(self, step: int) -> Path:
         """The folder of a checkpoint, where no host gives it another name."""
@@ -114,10 +92,6 @@ class CheckpointManager:
     def whole(self) -> dict[int, Path]:
         """The checkpoints whose manifest fits the sizes of the files, by step, ascending."""
         return {step: path for step, path in folders.found(self.root) if not misfits(path)}
-
-    def complete(self) -> list[int]:
-        """The steps of `whole`."""
-        return list(self.whole())
 
     def has(self, step: int) -> bool:
         """Whether this replica has a complete checkpoint of `step` (all ranks come together)."""
@@ -144,21 +118,20 @@ class CheckpointManager:
                 try:
                     if why:
                         raise ValueError(f"{folder} is not complete: {why}")
-                    out[step] = self._opened(step, folder).note()
+                    out[step] = self._look(step, folder).note()
                 except ValueError as error:
                     log.warning("%s; it is left out", error)
             return list(out.values())
 
         return [HeldCheckpoint(*note) for note in self.ranks.from_first(notes)]
 
-    def _opened(self, step: int, folder: Path) -> HeldCheckpoint:
-        """Raises ValueError where a head of the exchange's parts cannot be read."""
-        return HeldCheckpoint(step, *look(folder / "exchange", self.topology.islands))
+    def _look(self, step: int, folder: Path) -> HeldCheckpoint:
+        return look(folder / "exchange", step, self.topology.islands)
 
     def _known(self, step: int, folder: Path) -> HeldCheckpoint:
-        """As `_opened`; the step alone where the heads cannot be read."""
+        """The step alone where the heads cannot be read."""
         try:
-            return self._opened(step, folder)
+            return self._look(step, folder)
         except ValueError:
             return HeldCheckpoint(step)
 
@@ -192,10 +165,14 @@ class CheckpointManager:
     # ---- saving --------------------------------------------------------------------------------
 
     def save(
-        self, step: int, write: Write, wait: bool = True, last: bool = False, name: str = ""
+        self,
+        step: int,
+        write: Callable[[Path], Callable[[], Any] | None],
+        wait: bool = True,
+        last: bool = False,
+        name: str = "",
     ) -> bool:
-        """Make the checkpoint of `step`. All ranks of the replica call it together; islands need
-        not.
+        """Make the checkpoint of `step`. All ranks of the replica call it together.
 
         A save that fails on any rank, since a file cannot be written (OSError) or values are not
         finite, is a warning and counted in `failed_saves`; the half is removed and training goes
@@ -234,7 +211,11 @@ class CheckpointManager:
             return True
         folder = self.root / name if name else self.path(step)
         rest: Callable[[], Any] | None = None
-        error = self._start(folder)
+        error: Exception | None = None
+        try:
+            self.votes.together(lambda: self._make(folder), str(folder))
+        except OSError as e:  # of rank 0, on all ranks
+            error = e
         try:
             rest = write(folder) if error is None else None
         except Exception as e:  # the other ranks wait for this one's vote
@@ -245,23 +226,12 @@ class CheckpointManager:
         self._pending = self._worker.submit(self._complete, step, folder, rest, error)
         return error is None
 
-    def _start(self, folder: Path) -> Exception | None:
-        """Make an empty folder; where rank 0 cannot, all ranks get the error. All else is raised on
-        all.
-        """
-
-        def make() -> None:
-            if not self._fence.token:  # nothing has been agreed on before
-                self._fence.take(self.ranks)
-            self._fence.check()
-            if self.topology.rank == 0:
-                folders.clear(folder)
-
-        try:
-            self.votes.together(make, str(folder))
-        except OSError as error:
-            return error
-        return None
+    def _make(self, folder: Path) -> None:
+        if not self._fence.token:  # nothing has been agreed on before
+            self._fence.take(self.ranks)
+        self._fence.check()
+        if self.topology.rank == 0:
+            folders.clear(folder)
 
     def wait(self) -> None:
         """Wait for a save that is under way; raises what it ran into."""
@@ -277,7 +247,7 @@ class CheckpointManager:
             if self._worker is not None:
                 self._worker.shutdown()
             self._worker = None
-            self._registry.close()
+            self.registry.close()
 
     def finish(self) -> None:
         """The run came to its end: `close`, and delete what this life has put aside."""
@@ -293,7 +263,7 @@ class CheckpointManager:
         error: Exception | None,
         last: bool = False,
     ) -> bool:
-        """Finish writing, vote, seal, rotate: the same on all ranks, in order."""
+        """Finish writing, vote, seal, rotate."""
         rank, world, what = self.topology.rank, self.topology.world, f"checkpoint of step {step}"
         try:
             if error is None and rest is not None:
@@ -314,7 +284,6 @@ class CheckpointManager:
         return True
 
     def _failed(self, step: int, folder: Path, why: Exception, last: bool) -> None:
-        """Of any rank: all come here."""
         # a later life removes what this one was writing
         self.votes.together(self._fence.check, str(folder))
         if self.topology.rank == 0:
@@ -351,8 +320,7 @@ class CheckpointManager:
         end a training."""
         try:
             there = self.whole()
-            mine = [self._known(step, folder) for step, folder in there.items()]
-            common = self._registry.common(mine)
+            common = self.registry.common([self._known(*one) for one in there.items()])
             self.common = self.common if common is None else common
             self._fence.check()
             for step in superfluous(list(there), self.common, self.keep, self.best):
@@ -388,9 +356,8 @@ class CheckpointManager:
                 holds. Give it on all islands.
 
         Returns:
-            None where no island holds any, and on an island that joins a run under way. This island
-            may lack the step that is returned, and then takes over: see `has`. Islands may go on
-            from unlike steps.
+            None where no island holds any, and on an island that joins a run under way. An island
+            that lacks the step takes over (`has`). Islands may go on from unlike steps.
 
         Raises:
             NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new
@@ -445,13 +412,7 @@ class CheckpointManager:
         Raises:
             NeedsDecision, PeerLost: see `resolve_resume_step`.
         """
-
-        def choice() -> Any:
-            chosen = self._registry.choose(held, how, place(self.root), **same)
-            return None if chosen is None else [h and h.note() for h in chosen]
-
-        notes = self.ranks.from_first(choice)
-        return None if notes is None else [note and HeldCheckpoint(*note) for note in notes]
+        return self.registry.choose(held, how, place(self.root), **same)
 
     def mine(self, chosen: list[HeldCheckpoint | None]) -> HeldCheckpoint | None:
         """Of what was agreed on what this island goes on from; None: it takes over."""
@@ -486,23 +447,3 @@ class CheckpointManager:
         self._fence.take(self.ranks)
         if step is not None:
             self.ranks.from_first(lambda: folders.put_aside(self.root, step, given_up))
-
-    def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """What all islands say, this one `note`, with their names. All ranks of all islands come
-        together.
-
-        Raises:
-            ValueError, PeerLost: see `CheckpointRegistry.meet`.
-        """
-        about = {"name": self.topology.name, **note}
-        found: list[dict[str, Any]] = self.ranks.from_first(lambda: self._registry.meet(about))
-        return found
-
-    def tell(self, note: dict[str, Any] | None) -> dict[str, Any]:
-        """Where some islands take over: the note of the first one that does not and so gives one
-        (small JSON: `taking_over.small`), with its name. See `meet`.
-        """
-        for said in self.meet({"note": note}):
-            if isinstance(said.get("note"), dict):
-                return {**said["note"], "name": str(said.get("name"))}
-        return {"name": "the other islands"}

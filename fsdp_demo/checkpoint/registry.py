@@ -1,8 +1,7 @@
 """Small notes that the islands leave each other in the store: who holds which checkpoints. No data
 of the training.
 
-Every question to the store has a deadline. While training goes on it is short, and a store that has
-been silent once is asked again only when a connection stands: opening it is left to a thread.
+Every question to the store has a deadline. While training waits for the answer it is short.
 """
 
 from __future__ import annotations
@@ -11,61 +10,57 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NeedsDecision, PeerLost, StoreSilent, see
+from ..peers.votes import Ranks
 from ..rendezvous.topology import Topology
-from ..store.client import Store, in_thread
+from ..store.client import Store
 from .choice import HeldCheckpoint, alike, choose
 
 PATIENCE = 3.0
 """Seconds that a question may take while training waits for it."""
 
 ABSENT = 0.3
-"""Seconds of them while nobody listens there: the store is being started again, and the next save
-asks it.
+"""Seconds of them while nobody listens at the store's address: it is being started again, and the
+next save asks it.
 """
 
 _made = 0  # how many this process has made: each has keys of its own
 
 
 class CheckpointRegistry:
-    """The notes of one rank per island: what to go on from (`choose`), and what all hold by now
-    (`common`).
+    """The notes of the islands: what to go on from (`choose`), and what all hold by now (`common`).
 
-    Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world."""
+    Islands meet at ISLAND_ENDPOINT, the replicas of a mesh in the store of their world.
 
-    def __init__(self, topology: Topology):
+    Args:
+        ranks: of this replica. They call `choose`, `meet` and `tell` together; the first one speaks
+            to the store.
+    """
+
+    def __init__(self, topology: Topology, ranks: Ranks):
         global _made
         _made += 1
-        self.topology, self._number, self._meetings = topology, _made, 0
-        self._asker: Store | None = None
-        self._opening: Future[Store] | None = None
-        self._silent = False
+        self.topology, self._ranks, self._number, self._meetings = topology, ranks, _made, 0
+        self._store: Store | None = None  # below the keys of the attempt
 
     def choose(
         self, mine: Sequence[HeldCheckpoint], how: str, place: str = "", **same: Any
     ) -> list[HeldCheckpoint | None] | None:
         """Tell the islands what this one holds, and hear from which state each goes on
-        (`choice.choose`). All that begin come together.
-
-        Returns:
-            In the order of `Topology.starters`.
+        (`choice.choose`), in the order of `Topology.starters`. All that begin come together.
 
         Args:
-            place: the folder of this island (`fence.place`), which must be no other's.
+            place: the folder of this island (`folders.place`), which must be no other's.
             same: what must be told alike on all islands, by name.
 
         Raises:
             NeedsDecision: a person must choose, islands differ in `same`, or two have one folder.
             ValueError, PeerLost: see `meet`.
         """
-        about = {"name": self.topology.name, "place": place}
-        notes = self.meet({"held": [h.note() for h in mine], **about, **same})
+        notes = self.meet({"held": [h.note() for h in mine], "place": place, **same})
         _refuse_one_folder(notes)
         for key in same:
             if len({str(n.get(key)) for n in notes}) > 1:
@@ -101,22 +96,31 @@ class CheckpointRegistry:
         return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Leave a note and wait for those of all islands that begin; in order of the islands.
+        """Leave a note and wait for those of all islands that begin, in order of the islands. Each
+        has the island's name.
 
         Raises:
             ValueError: the run id was used before.
             PeerLost: no store, one that does not answer, or islands that did not come in time.
         """
-        t = self.topology
-        if t.islands == 1:
+        note = {"name": self.topology.name, **note}
+        if self.topology.islands == 1:
             return [note]
-        with self._asking(t.timeout, opening=t.question) as attempt:
-            return self._meet(attempt, note)
+        return list(self._ranks.from_first(lambda: self._meet(note)))
 
-    def _meet(self, attempt: Store, note: dict[str, Any]) -> list[dict[str, Any]]:
-        t, store = self.topology, self._below(attempt)
-        self._meetings += 1
-        store = store.under(f"meeting{self._meetings}")
+    def tell(self, note: dict[str, Any] | None) -> dict[str, Any]:
+        """Where some islands take over: the note of the first one that does not and so gives one
+        (small JSON: `taking_over.small`), with its name. See `meet`.
+        """
+        for said in self.meet({"note": note}):
+            if isinstance(said.get("note"), dict):
+                return {**said["note"], "name": str(said.get("name"))}
+        return {"name": "the other islands"}
+
+    def _meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        t = self.topology
+        attempt, self._meetings = self._attempt(t.timeout), self._meetings + 1
+        store = attempt.under(f"checkpoints{self._number}/meeting{self._meetings}")
         me = secrets.token_hex(8)
         if store.compare_set(f"start/{t.island}", "", me) != me:
             raise ValueError(
@@ -155,20 +159,22 @@ class CheckpointRegistry:
         nothing.
 
         Raises:
-            StoreSilent: no answer within `PATIENCE` seconds, or at once where the store has been
-                silent before.
+            StoreSilent: no answer within `PATIENCE` seconds.
         """
         t = self.topology
         if t.islands == 1:
             return [held]
-        with self._asking(PATIENCE, absent=ABSENT) as attempt:
-            store = self._below(attempt)
+        try:
+            store = self._attempt(PATIENCE, ABSENT).under(f"checkpoints{self._number}")
             store.set(f"held/{t.island}", json.dumps(held))
             said = {
                 i: store.note(key, f"island {i}")
                 for i in range(t.islands)
                 if store.get(key := f"held/{i}")
             }
+        except StoreSilent:
+            self._store = None  # when it answers again it may be another one
+            raise
         return [
             held if i == t.island else said.get(i)
             for i in range(t.islands)
@@ -177,46 +183,17 @@ class CheckpointRegistry:
 
     def close(self) -> None:
         """Drop the connection."""
-        self._asker = self._opening = None
+        self._store = None
 
-    @contextmanager
-    def _asking(
-        self, deadline: float, opening: float = 0.0, absent: float = math.inf
-    ) -> Iterator[Store]:
-        """The store, below the keys of the attempt, whose questions may take `deadline` seconds;
-        given up when it is silent. A connection may take `opening` seconds more: at the start its
-        own error says what to do.
+    def _attempt(self, seconds: float, absent: float = math.inf) -> Store:
+        """The store below the keys of the attempt. A question may take `seconds`, or `absent` where
+        nobody listens.
         """
-        if self._asker is None:
-            self._asker = self._connect(deadline + opening)
-        self._asker.deadline, self._asker.absent = deadline, absent
-        try:
-            yield self._asker
-        except StoreSilent:
-            self._asker, self._silent = None, True
-            raise
-
-    def _connect(self, deadline: float) -> Store:
-        where = self.topology.endpoint or "the world of this mesh"
-        self._opening = self._opening or in_thread(self._open)
-        try:
-            store = self._opening.result(0 if self._silent else deadline)
-        except Late:  # the thread goes on: what it opens is there for a later question
-            self._silent = True
-            raise StoreSilent(
-                f"the store at {where} does not answer within {deadline:g} s"
-            ) from None
-        except BaseException:
-            self._opening = None
-            raise
-        self._opening, self._silent = None, False
+        if self._store is None:
+            self._store = self.topology.open_store(seconds).under(self.topology.prefix())
+        store = self._store.within(seconds)
+        store.absent = absent
         return store
-
-    def _open(self) -> Store:
-        return self.topology.open_store().under(self.topology.prefix())
-
-    def _below(self, attempt: Store) -> Store:
-        return attempt.under(f"checkpoints{self._number}")
 
 
 def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:

@@ -155,23 +155,16 @@ class RunState:
 
     def _load_moments(self) -> None:
         """Of the newest checkpoint of an island that joins a run under way."""
-        checkpoint_folder = self.checkpoints
-        step = checkpoint_folder.ranks.from_first(
-            lambda: max(checkpoint_folder.complete(), default=-1)
-        )
-        folder, rank = checkpoint_folder.path(step), checkpoint_folder.topology.rank
-        head = (
-            None
-            if step < 0
-            else moments_in(folder, checkpoint_folder.topology, checkpoint_folder.ranks)
-        )
-        if head is not None:
-            kinds = head["optimizers"]
-            load_tensors(
-                folder / "model", self.model, self.optimizers, checkpoint_folder.group, kinds, True
-            )
-            loop = read_part(folder / "loop" / f"rank{rank}.json")[1]
-            self._count_on(loop.get(COUNTERS, {}))
+        saves = self.checkpoints
+        step = saves.ranks.from_first(lambda: max(saves.whole(), default=-1))
+        folder = saves.path(step)
+        head = None if step < 0 else moments_in(folder, saves.topology, saves.ranks)
+        if head is None:
+            return
+        model, kinds = folder / "model", head["optimizers"]
+        load_tensors(model, self.model, self.optimizers, saves.group, kinds, True)
+        loop = read_part(folder / "loop" / f"rank{saves.topology.rank}.json")[1]
+        self._count_on(loop.get(COUNTERS, {}))
 
     def restore_random(self) -> None:
         """Put the random states back as they were when the checkpoint was made, where they are this

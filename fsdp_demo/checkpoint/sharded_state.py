@@ -12,15 +12,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import as_disk_error
 from ..hosts.base import is_dtensor, is_replicate, local_part, pieces, plain_name, plain_parts
 from ..hosts.optimizers import holders, materialise, misfit, room, take_empty_step
 from ..hosts.torch_params import named_parameters, unwrap_model
+from ..rendezvous.topology import Topology
 from .files import OPTIMIZER, OTHER
 
 log = logging.getLogger("fsdp_demo")
@@ -32,6 +35,23 @@ NUMBER = "number"
 """As a part of a state: it is a number, not a tensor."""
 
 _SHARD = re.compile(r"@\d+of\d+$")
+
+
+def cpu_group(topology: Topology) -> Any:
+    """A process group of a replica's ranks over CPU tensors; None without torch's distributed. All
+    ranks of the replica make it together.
+
+    Also for one rank that torch has joined, be it to itself: an NCCL group saves no copies, and
+    with none torch would save with all replicas of a mesh.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if topology.group is not None:
+        members: list[int] | None = dist.get_process_group_ranks(topology.group)
+    else:
+        members = [dist.get_rank()] if topology.world == 1 else None
+    patience = timedelta(seconds=topology.timeout + 60)
+    return dist.new_group(members, patience, "gloo", use_local_synchronization=members is not None)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""The commands of `fsdp-demo`: one module each, with `add`, which makes its parser."""
+"""The commands of `fsdp-demo`: their flags, and the calls behind them."""

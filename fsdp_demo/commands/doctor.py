@@ -10,20 +10,19 @@ from pathlib import Path
 
 from ..launch.command_line import Commands
 
-EXAMPLE = (
-    "ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_COUNT=2 ISLAND_RANK=0 fsdp-demo doctor --json "
-    "doctor.json"
-)
-
 
 def add(commands: Commands) -> None:
+    """Add the parser of `fsdp-demo doctor`."""
     sub = commands.add_parser(
         "doctor",
         help="measure links, disks and steps of all islands, say what is wrong and its cure",
         description="Start it on every island with the variables ISLAND_* of the run. All print "
         "the same findings.",
     )
-    sub.example(EXAMPLE)
+    sub.example(
+        "ISLAND_ENDPOINT=10.0.0.1:29400 ISLAND_COUNT=2 ISLAND_RANK=0 fsdp-demo doctor --json "
+        "doctor.json"
+    )
     sub.add_argument(
         "--seconds",
         type=float,

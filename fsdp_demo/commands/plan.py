@@ -10,31 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..launch.command_line import Commands
+
 if TYPE_CHECKING:
     from ..config.schema import ExchangeConfig
-    from ..tools.planner.asking import Step
     from ..tools.planner.situation import Situation
 
-_EXAMPLE = """example:
-  fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms --step-time 0.8s
-"""  # noqa: E501
 _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 _INNER = ("adamw", "adam", "muon", "muonadamw", "sgd")
-_USAGE = (
-    "fsdp-demo plan [--model NAME | --params N] --link RATE [--islands R] [--step-time TIME] "
-    "[options] [-- torchrun ... SCRIPT ARGS]"
-)
 
 
-def add(commands: Any) -> None:
-    """The subparser."""
+def add(commands: Commands) -> None:
+    """Add the parser of `fsdp-demo plan`."""
     sub = commands.add_parser(
         "plan",
         help="say what each method costs on a link, and which to start with",
         description="What each method costs on a link, from shapes: bytes, seconds, memory, loss.",
-        epilog=_EXAMPLE,
-        usage=_USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="fsdp-demo plan [--model NAME | --params N] --link RATE [--islands R] "
+        "[--step-time TIME] [options]",
+    )
+    sub.example(
+        "fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms "
+        "--step-time 0.8s"
     )
     model = sub.add_argument_group("model and machines")
     model.add_argument(
@@ -74,11 +71,7 @@ def add(commands: Any) -> None:
     step.add_argument("--tokens", metavar="N", help="of the run, all islands, as in 20B")
     step.add_argument("--tokens-per-step", metavar="N", help="of one island")
     step.add_argument(
-        "--measure-steps",
-        type=int,
-        default=20,
-        metavar="N",
-        help="of the script after -- (default: 20)",
+        "--compression-time", metavar="TIME", help="of an exchange's work per value, as in 0.5ns"
     )
     what = sub.add_argument_group("methods")
     what.add_argument(
@@ -107,26 +100,20 @@ def add(commands: Any) -> None:
         metavar="SHARE",
         help="solve for the rate of the link that keeps it, as in 0.9",
     )
-    paper = sub.add_argument_group("checking against papers")
-    paper.add_argument(
-        "--bytes-per-param", type=float, metavar="B", help="of what is exchanged; as simulated"
-    )
-    paper.add_argument("--compression-time", metavar="TIME", help="per value, as in 0.5ns")
-    paper.add_argument(
-        "--no-compression-time",
-        action="store_true",
-        help="compression and copies take none; with --params as simulated",
-    )
-    paper.add_argument(
+    what.add_argument(
         "--as-simulated",
-        action="store_true",
-        help="a line without headers and windows, layers leave while backward runs",
+        nargs="?",
+        type=float,
+        const=0.0,
+        metavar="BYTES",
+        help="as papers simulate: a line without headers and windows, no work of compression, "
+        "layers leave while backward runs; BYTES of a value (default: by the code)",
     )
     out = sub.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print a list of rows")
     out.add_argument("--yaml", metavar="FILE", help="write the recommended configuration there")
     out.add_argument("--plot", metavar="FILE", help="draw utilisation over the rate of the link")
-    sub.set_defaults(run_command=run, takes_script=True)
+    sub.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,37 +126,30 @@ def run(args: argparse.Namespace) -> int:
     wanted = asking.targets(args.target_utilisation)
     if not (args.link or wanted or args.plot):
         raise ValueError("plan needs --link RATE, as in 1Gbit, or --target-utilisation SHARE")
-    lines = asking.links(args.link, args.rtt)
-    first, step, model = _situation(args)
-    shared = args.islands_per_uplink
-    cases = [
-        replace(first, islands=n, link=link, islands_per_uplink=shared)
-        for n in counts
-        for link in lines
-    ]
-    if args.yaml and not args.link:
-        raise ValueError("--yaml writes a recommendation, which needs --link RATE")
     if args.yaml and wanted and args.json:
         raise ValueError("--json with --target-utilisation has rates alone: leave out --yaml")
-    cases = [replace(case, target=wanted[-1] if wanted else case.target) for case in cases]
+    lines = asking.links(args.link, args.rtt)
+    cases = [(n, link) for n in counts for link in lines]
+    if args.yaml and len(cases) > 1:
+        raise ValueError(f"--yaml {args.yaml}: of {len(cases)} cases; give one link and one number")
+    first = asking.situation(args)
+    first = replace(first, target=wanted[-1] if wanted else first.target)
+    shared = args.islands_per_uplink
+    situations = [replace(first, islands=n, link=x, islands_per_uplink=shared) for n, x in cases]
     found: list[ExchangeConfig] = []
     if args.link and not (wanted and args.json):  # of a target, json has the rates alone
-        found = _plans(args, cases, chosen, step, model)
+        found = _plans(args, situations, chosen)
     if wanted:
         if args.link and not args.json:
             print()
-        _solve(args, _without_rate(cases), wanted, chosen, step, model)
+        # the rate is what is solved for: one situation for each number of islands
+        _solve(args, list({s.islands: s for s in situations}.values()), wanted, chosen)
     if args.plot:
         from ..tools.planner.show import draw
 
         first_count = found[: len(lines)]  # the picture shows the first number of islands
-        draw(args.plot, cases[0], chosen, lines if args.link else [], first_count)
+        draw(args.plot, situations[0], chosen, lines if args.link else [], first_count)
     return 0
-
-
-def _without_rate(cases: list[Situation]) -> list[Situation]:
-    """One case for each number of islands."""
-    return list({case.islands: case for case in cases}.values())
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -186,46 +166,45 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {name}: there is no folder {Path(name).parent}")
     if args.plot and Path(args.plot).suffix not in _PICTURES:
         raise ValueError(f"--plot {args.plot}: allowed endings are {', '.join(_PICTURES)}")
+    if args.yaml and not args.link:
+        raise ValueError("--yaml writes a recommendation, which needs --link RATE")
 
 
 def _plans(
     args: argparse.Namespace,
-    cases: list[Situation],
+    situations: list[Situation],
     chosen: list[ExchangeConfig | str] | None,
-    step: Step,
-    model: str,
 ) -> list[ExchangeConfig]:
-    """Print the plan of each case; what is recommended for each."""
+    """Print the plan of each situation; returns what is recommended for each."""
     from ..tools.planner import choose, plan_rows, show
     from ..tools.planner.rows import HSDP
 
-    if args.yaml and len(cases) > 1:
-        raise ValueError(f"--yaml {args.yaml}: of {len(cases)} cases; give one link and one number")
-    out, printed, best, best_rows, shown = [], [], None, [], []
-    for case in cases:
-        rows = plan_rows(case, chosen, args.keep_inner)
-        ours = [r for r in rows if r.name != HSDP]
-        choice = choose(rows, case, args.keep_inner) if ours else None
-        best = best or choice
+    out, printed, shown, best = [], [], [], []
+    for situation in situations:
+        rows = plan_rows(situation, chosen, args.keep_inner)
+        parts = [show.title([situation]), "", show.plan_table(rows, _width()), ""]
+        recommended = None
+        if any(row.name != HSDP for row in rows):
+            choice = choose(rows, situation, args.keep_inner)
+            recommended = choice.row
+            best.append((situation, choice))
+            parts.append(f"Recommended: {choice.reason}.")
         for row in rows:
-            take = {"recommended": choice is not None and row is choice.row}
-            out.append({**row.as_json(), **_facts(case, step, model), **take})
-        if choice is not None:
-            best_rows.append((case, choice.row))
-        table = show.plan_table(rows, _width())
-        parts = [show.title([case], model, step.source), "", table, ""]
-        parts += [show.recommendation(choice)] if choice is not None else []
+            facts = {**_facts(situation), "recommended": row is recommended}
+            out.append({**row.as_json(), **facts})
         printed.append("\n".join(parts))
         shown += rows
     if args.yaml:
-        if best is None:
+        if not best:
             raise ValueError("--yaml: hsdp is no exchange of this package, so there is no yaml")
-        written = f"# fsdp-demo plan: {best.reason}\n{best.config.to_yaml()}"
+        _, choice = best[0]
+        written = f"# fsdp-demo plan: {choice.reason}\n{choice.config.to_yaml()}"
         Path(args.yaml).write_text(written, encoding="utf-8")
-    if len(best_rows) > 1:
-        printed.append(f"The best of each case:\n{show.summary(best_rows)}")
+    if len(best) > 1:
+        summary = show.summary([(situation, choice.row) for situation, choice in best])
+        printed.append(f"The best of each case:\n{summary}")
     print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, show.notes(shown)]))
-    return [row.config for _, row in best_rows if row.config is not None]
+    return [choice.config for _, choice in best]
 
 
 def _width() -> int | None:
@@ -235,130 +214,42 @@ def _width() -> int | None:
 
 def _solve(
     args: argparse.Namespace,
-    cases: list[Situation],
+    situations: list[Situation],
     wanted: list[float],
     chosen: list[ExchangeConfig | str] | None,
-    step: Step,
-    model: str,
 ) -> None:
+    """Print the rate of the link with which each setting keeps each of the wanted shares."""
     from ..net.link import Link
     from ..tools.planner import gbit_s, plan_rows, show
 
     out = []
-    for case in cases:
-        for row in plan_rows(case, chosen, args.keep_inner):
+    for situation in situations:
+        for row in plan_rows(situation, chosen, args.keep_inner):
             if row.chosen:
                 continue
             for target in wanted:
-                rate = gbit_s(case, row.config, target)
-                there = replace(case, link=Link(rate and 1e9 * rate, case.link.rtt))
+                rate = gbit_s(situation, row.config, target)
+                there = replace(situation, link=Link(rate and 1e9 * rate, situation.link.rtt))
                 (at,) = plan_rows(there, [row.config or row.name])
                 facts = {"target_utilisation": target, "gbit_s": rate}
-                out.append({**at.as_json(), **_facts(there, step, model), **facts})
+                out.append({**at.as_json(), **_facts(there), **facts})
     if args.json:
         print(json.dumps(out, indent=2))
         return
     if not args.link:  # else it stands above the plan
-        print(show.title(cases, model, step.source), end="\n\n")
-    print(show.targets_table(out, cases[0].link.rtt))
+        print(show.title(situations), end="\n\n")
+    print(show.targets_table(out, situations[0].link.rtt))
 
 
-def _facts(case: Situation, step: Step, model: str) -> dict[str, Any]:
-    """What all rows of a case have in common."""
+def _facts(situation: Situation) -> dict[str, Any]:
+    """What all rows of a situation have in common."""
     return {
-        "model": model,
-        "parameters": case.parameters,
-        "islands": case.islands,
-        "shards": case.shards,
-        "link": str(case.link),
-        "islands_per_uplink": case.islands_per_uplink,
-        "step_seconds": case.step_seconds,
-        "step_source": step.source,
+        "model": situation.model,
+        "parameters": situation.parameters,
+        "islands": situation.islands,
+        "shards": situation.shards,
+        "link": str(situation.link),
+        "islands_per_uplink": situation.islands_per_uplink,
+        "step_seconds": situation.step_seconds,
+        "step_source": situation.step_source,
     }
-
-
-def _situation(args: argparse.Namespace) -> tuple[Situation, Step, str]:
-    """All but islands and link; the step and where it is from; the model's name."""
-    from ..tools.planner import Situation, asking, equal_layers, load
-    from ..tools.planner.situation import check_shards, device
-
-    if args.model is not None and args.params is not None:
-        raise ValueError("two models: give --model NAME or --params N, not both")
-    if args.model is None and args.params is None:
-        raise ValueError("plan needs a model: give --model NAME or --params N")
-    device(args.device)
-    if args.shards is not None and args.shards < 1:
-        raise ValueError(f"--shards {args.shards}: an island has 1 shard or more")
-    if args.model is not None and args.layers is not None:
-        raise ValueError(f"--layers {args.layers}: of --params alone; --model has its own")
-    layers = 24 if args.layers is None else args.layers
-    if args.model is not None:
-        tensors, model = load(args.model), args.model
-        check_shards(tensors, args.shards or 1)
-    else:
-        tensors = equal_layers(round(asking.number(args.params, "--params")), layers)
-        model = f"{layers} equal layers"
-    step, shards = _step(args, tensors)
-    if args.bytes_per_param is not None and not 0 < args.bytes_per_param <= 8:
-        raise ValueError(
-            f"--bytes-per-param {args.bytes_per_param:g}: a value takes more than 0 and at most 8"
-        )
-    simulated = args.as_simulated or args.bytes_per_param is not None
-    simulated |= args.no_compression_time and args.params is not None
-    tokens = asking.number(args.tokens, "--tokens") if args.tokens else None
-    if tokens and not step.tokens:
-        raise ValueError(
-            "--tokens is the length of the run: give --tokens-per-step, too, the tokens of one "
-            "island's step"
-        )
-    situation = Situation(
-        tensors,
-        islands=2,
-        step_seconds=step.seconds,
-        shards=shards,
-        device=args.device,
-        compression=(
-            asking.seconds(args.compression_time, "--compression-time")
-            if args.compression_time
-            else None
-        ),
-        memory_bytes=asking.memory(args.memory) if args.memory else None,
-        tokens=tokens,
-        tokens_per_step=step.tokens,
-        system=asking.system(simulated, args.bytes_per_param, not args.no_compression_time),
-    )
-    return situation, step, model
-
-
-def _step(args: argparse.Namespace, tensors: Any) -> tuple[Step, int]:
-    """The step's time, and the shards of an island."""
-    from ..tools.planner import asking
-    from ..tools.planner.asking import Step
-
-    given = [
-        name
-        for name, value in (
-            ("--step-time", args.step_time),
-            ("--step-from", args.step_from),
-            ("-- SCRIPT", args.script),
-        )
-        if value
-    ]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say how long a step takes: give one")
-    tokens = (
-        asking.number(args.tokens_per_step, "--tokens-per-step") if args.tokens_per_step else None
-    )
-    shards = args.shards or 1
-    if args.step_time:
-        return Step(asking.seconds(args.step_time, "--step-time"), tokens, "given"), shards
-    if args.step_from:
-        step, summary = asking.step_from(args.step_from)
-        return replace(step, tokens=tokens or step.tokens), args.shards or summary.get("procs", 1)
-    if args.script:
-        from ..tools.planner.measure import measured_step
-
-        return Step(*measured_step(args.script, args.measure_steps, tokens)), shards
-    if (measured := asking.measured_step(args.link)) is not None:
-        return replace(measured, tokens=tokens), shards
-    return asking.guess(tensors, shards, args.device, tokens), shards

@@ -1,4 +1,4 @@
-"""One thing that is exchanged: a source, and the parts (`parts.py`) that say when and how. Plain
+"""A channel: one thing that is exchanged, with the parts (`parts.py`) that say when and how. Plain
 data; nothing here touches tensors.
 
 A wrong value is refused when it is read, with the field, the value found and what is allowed.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from .parsing import one_of
-from .parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule, about
+from .parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule
 
 CHANGING = ("accumulator", "codec", "feedback", "reducer", "applier")
 """The parts of a channel that a `Phase` has."""
@@ -28,6 +28,16 @@ class Phase:
     A message is decoded and applied by the parts that held when it was sent. What is accumulated
     stays; the outer momentum begins at zero with the first message of the phase.
 
+    Attributes:
+        begin: a step (1, 2, ...), or a share of the run (between 0 and 1). A share becomes a step
+            when the run starts for the first time, if its steps are known
+            (`must_match={"steps": N}`); a phase without a step does not begin.
+        accumulator: as of the channel; one that is there stays.
+        codec: as of the channel; `transform` and `select` stay what they are.
+        feedback: as of the channel.
+        reducer: as of the channel; `weight` stays.
+        applier: as of the channel; rates, momentum and `sign` may change.
+
     Example:
         >>> from fsdp_demo import preset
         >>> channel = preset("sign_loco", switch=0.25).fixed(steps=1000).channels[0]
@@ -35,28 +45,12 @@ class Phase:
         (0.7, 1.5)
     """
 
-    begin: float = field(
-        metadata=about(
-            "a step (1, 2, ...), or a share of the run (between 0 and 1). A share becomes a step "
-            "when the run starts for the first time, if its steps are known "
-            '(`must_match={"steps": N}`); a phase without a step does not begin'
-        )
-    )
-    accumulator: Accumulator | None = field(
-        default=None, metadata=about("as of the channel; one that is there stays")
-    )
-    codec: Codec = field(
-        default_factory=Codec,
-        metadata=about("as of the channel; `transform` and `select` stay what they are"),
-    )
-    feedback: str = field(default="none", metadata=about("as of the channel"))
-    reducer: Reducer = field(
-        default_factory=Reducer, metadata=about("as of the channel; `weight` stays")
-    )
-    applier: Applier = field(
-        default_factory=Applier,
-        metadata=about("as of the channel; rates, momentum and `sign` may change"),
-    )
+    begin: float
+    accumulator: Accumulator | None = None
+    codec: Codec = field(default_factory=Codec)
+    feedback: str = "none"
+    reducer: Reducer = field(default_factory=Reducer)
+    applier: Applier = field(default_factory=Applier)
 
     def __post_init__(self) -> None:
         if not (0 < self.begin < 1 or (self.begin >= 1 and self.begin == int(self.begin))):
@@ -72,13 +66,27 @@ class Channel:
     """One thing that is exchanged, on its own schedule, with its own codec and its own way of being
     applied.
 
-    `include`, `exclude`, `uncompressed` and `no_transform` are shell patterns over parameter names:
-    what the channel covers, what is never exchanged, what a sparse channel sends whole, and what it
-    sends without the transform (embeddings, heads). `feedback` says what becomes of the rest in the
-    accumulator: "subtract" takes what was sent out of it (error feedback), "put_back" also adds the
-    mean, "none" leaves it. `after` names a channel that is applied first on the steps where both
-    act. Here each field is checked for itself; what has no meaning together is refused when the
-    channel enters an `ExchangeConfig`.
+    Patterns are shell patterns over parameter names. Here each field is checked for itself; what
+    has no meaning together is refused when the channel enters an `ExchangeConfig`.
+
+    Attributes:
+        name: name of the channel; begins dotted paths such as `NAME.codec.topk`.
+        source: what is sent: the gradient, the delta (anchor minus parameters), the parameters, or
+            a state of the optimizer.
+        schedule: when it acts.
+        accumulator: what it keeps between exchanges; null: nothing.
+        codec: how the source becomes bytes.
+        feedback: what leaves the accumulator: `none`: nothing; `subtract`: what was sent (error
+            feedback); `put_back`: what was sent, and the mean is added.
+        reducer: how the messages of all islands become one mean.
+        applier: how the mean acts.
+        include: shell patterns over parameter names: what the channel covers.
+        exclude: patterns: what is never exchanged.
+        uncompressed: patterns: what a sparse channel sends whole, beside what always goes whole.
+        no_transform: patterns: what it sends without the transform (embeddings, heads).
+        fragments: cuts the channel into fragments of layers; null: one piece.
+        after: name of a channel that is applied first on the steps where both act.
+        later: parts that change in the course of the run, in their order.
 
     Example: plain averaging of the parameters every 10 steps, as `local_sgd` does.
         >>> from fsdp_demo import Applier, Channel, SyncSchedule, ExchangeConfig
@@ -87,58 +95,21 @@ class Channel:
         True
     """  # noqa: E501
 
-    name: str = field(
-        metadata=about("name of the channel; begins dotted paths such as `NAME.codec.topk`")
-    )
-    source: str = field(
-        metadata=about(
-            "what is sent: the gradient, the delta (anchor minus parameters), the parameters, "
-            "or a state of the optimizer"
-        )
-    )
-    schedule: SyncSchedule = field(default_factory=SyncSchedule, metadata=about("when it acts"))
-    accumulator: Accumulator | None = field(
-        default=None, metadata=about("what it keeps between exchanges; null: nothing")
-    )
-    codec: Codec = field(default_factory=Codec, metadata=about("how the source becomes bytes"))
-    feedback: str = field(
-        default="none",
-        metadata=about(
-            "what leaves the accumulator: `none`: nothing; `subtract`: what was sent; "
-            "`put_back`: what was sent, and the mean is added"
-        ),
-    )
-    reducer: Reducer = field(
-        default_factory=Reducer, metadata=about("how the messages of all islands become one mean")
-    )
-    applier: Applier = field(default_factory=Applier, metadata=about("how the mean acts"))
-    include: tuple[str, ...] = field(
-        default=("*",),
-        metadata=about("shell patterns over parameter names: what the channel covers"),
-    )
-    exclude: tuple[str, ...] = field(
-        default=(), metadata=about("patterns: what is never exchanged")
-    )
-    uncompressed: tuple[str, ...] = field(
-        default=(),
-        metadata=about(
-            "patterns: what a sparse channel sends whole, beside [what always goes "
-            "whole](#what-goes-whole)"
-        ),
-    )
-    no_transform: tuple[str, ...] = field(
-        default=(), metadata=about("patterns: what it sends without the transform")
-    )
-    fragments: Fragments | None = field(
-        default=None, metadata=about("cuts the channel into fragments of layers; null: one piece")
-    )
-    after: str = field(
-        default="",
-        metadata=about("name of a channel that is applied first on the steps where both act"),
-    )
-    later: tuple[Phase, ...] = field(
-        default=(), metadata=about("parts that change in the course of the run, in their order")
-    )
+    name: str
+    source: str
+    schedule: SyncSchedule = field(default_factory=SyncSchedule)
+    accumulator: Accumulator | None = None
+    codec: Codec = field(default_factory=Codec)
+    feedback: str = "none"
+    reducer: Reducer = field(default_factory=Reducer)
+    applier: Applier = field(default_factory=Applier)
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    uncompressed: tuple[str, ...] = ()
+    no_transform: tuple[str, ...] = ()
+    fragments: Fragments | None = None
+    after: str = ""
+    later: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.state_name:
@@ -148,8 +119,8 @@ class Channel:
     # ---- what changes in the run ---------------------------------------------------------------
 
     def stages(self) -> list[tuple[int, Channel]]:
-        """The first step of each of its phases, and the channel as it is from there on; a phase
-        that begins at a share of the run, not a step, is left out.
+        """(first step, channel as it is from there on) of the channel and of each of its phases; a
+        phase that begins at a share of the run, not at a step, is left out.
         """
         found = [(0, replace(self, later=()) if self.later else self)]
         for p in self.later:
@@ -159,55 +130,57 @@ class Channel:
         return found
 
     def at(self, step: int) -> Channel:
-        """The channel as it is for what is sent at `step`."""
+        """The channel as it is for a message that is sent at `step`."""
         return [c for begin, c in self.stages() if begin <= step][-1]
 
     # ---- what follows from the fields: derived here and nowhere else, never set ----------------
 
     @property
     def before_step(self) -> bool:
-        """Gradient channels act before the base optimizer's step, all others after it."""
+        """Whether the channel acts before the base optimizer's step, as those of gradients do, or
+        after it.
+        """
         return self.source == "gradient"
 
     @property
     def state_name(self) -> str:
-        """The state of the optimizer that it averages ("exp_avg"); empty for gradients, deltas and
-        parameters.
+        """Name of the optimizer's state that the channel averages ("exp_avg"); empty for gradients,
+        deltas and parameters.
         """
         return self.source.removeprefix("state:") if self.source.startswith("state:") else ""
 
     @property
     def target(self) -> str:
-        """The tensors that it reads and writes, as a host's `tensors` calls them: a delta is read
-        from the parameters.
+        """The tensors that the channel reads and writes, as a host's `tensors` calls them: a delta
+        is read from the parameters.
         """
         return "parameter" if self.source == "delta" else self.source
 
     @property
     def writes_parameters(self) -> bool:
-        """Whether what comes back sets parameters. Gradients act through the base optimizer
+        """Whether the channel sets parameters itself. Gradients act through the base optimizer
         instead.
         """
         return self.target == "parameter"
 
     @property
     def sums_steps(self) -> bool:
-        """Whether what is sent is the sum of the steps of a round: of a delta, or of gradients that
-        are accumulated.
+        """Whether a message is the sum of the steps of a round: a delta, or gradients that are
+        accumulated.
         """
         return self.source in ("delta", "gradient") and self.schedule.sync_every > 1
 
     @property
     def queues(self) -> bool:
-        """Whether a delta is sent while earlier ones are under way: those stay in the parameters
-        until they arrive.
+        """Whether a delta is sent while earlier ones are under way; these stay in the parameters
+        until their means arrive.
         """
         return self.source == "delta" and self.schedule.delay >= self.schedule.sync_every
 
     @property
     def corrects(self) -> bool:
-        """Whether a mean of parameters corrects what was sent, so that steps taken while it was
-        under way are kept.
+        """Whether the difference between a mean of parameters and the parameters that were sent is
+        added, so that steps taken while it was under way are kept.
         """
         return self.source == "parameter" and self.schedule.delay > 0
 
@@ -218,13 +191,13 @@ class Channel:
 
     @property
     def needs_own(self) -> bool:
-        """Whether a replica needs what it has sent itself when the mean of it arrives."""
+        """Whether a replica needs its own contribution again when the mean of it arrives."""
         return self.corrects or self.queues or self.keeps_steps or self.applier.local_delta
 
     @property
     def taken(self) -> float:
-        """The share of what is sent that leaves the accumulator; 0 where nothing leaves it, or
-        there is none.
+        """The share of the values sent that leaves the accumulator; 0 without an accumulator, or
+        where nothing leaves it.
         """
         if self.accumulator is None or self.feedback == "none":
             return 0.0
@@ -232,8 +205,8 @@ class Channel:
 
     @property
     def equal_after_exchange(self) -> bool:
-        """Whether the parameters it covers are equal on all replicas after an exchange of this
-        channel; fragments are not, all at once.
+        """Whether the parameters that the channel covers are equal on all replicas right after one
+        of its exchanges; those of fragments never are, all at once.
         """
         return (
             self.equal_at_end
@@ -243,7 +216,9 @@ class Channel:
 
     @property
     def equal_at_end(self) -> bool:
-        """Whether a last exchange leaves all replicas equal: not if each applies its own delta."""
+        """Whether a last exchange leaves the parameters that the channel covers equal on all
+        replicas; not if each applies its own delta.
+        """
         return not self.state_name and not self.applier.local_delta
 
 
@@ -278,8 +253,8 @@ def covers(channel: Channel, name: str) -> bool:
 
 
 def tensor_layout_kind(channel: Channel, name: str) -> str:
-    """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks,
-    not transformed) or "transform".
+    """The kind of a covered tensor in a `blocks.Layout`: "dense" (sent whole), "plain" (blocks, not
+    transformed) or "transform" (blocks, transformed).
     """
     if not channel.codec.sparse or matches(name, channel.uncompressed):
         return "dense"
@@ -291,5 +266,5 @@ def tensor_layout_kind(channel: Channel, name: str) -> str:
 
 
 def literal(name: str) -> str:
-    """The pattern that fits this name alone."""
+    """The shell pattern that fits this parameter name alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -6,7 +6,7 @@ A wrong value is refused when it is read, with the field, the value found and wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .names import APPLIERS, FORMATS, SELECTIONS, TRANSFORMS, Acts, Format, Selection
 from .parsing import in_range, one_of
@@ -22,13 +22,6 @@ MEANS_OVER = ("replicas", "senders")
 WEIGHTS = ("equal", "tokens")
 REDUCER_CLIPS = ("none", "median_norm")
 ORDERS = ("strided", "sequential")
-
-
-def about(text: str) -> dict[str, str]:
-    """What a key does, as metadata of its field: `reference.py` puts it into the page of all keys,
-    markdown.
-    """
-    return {"about": text}
 
 
 @dataclass(frozen=True)
@@ -67,17 +60,21 @@ class SyncSchedule:
 
     @property
     def in_flight(self) -> int:
-        """The largest number of payloads that are under way at once."""
+        """The largest number of messages that are under way at once."""
         return self.delay // self.sync_every + 1
 
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a channel keeps between exchanges: a = beta * a + gain * T(source); `alpha` of what was
-    sent is subtracted.
+    """What a channel keeps between exchanges: a = beta * a + gain * T(source), where T is the
+    transform of the codec.
 
-    rate: of a gradient, the gain is multiplied by the learning rate that its parameter has at that
-    step.
+    Attributes:
+        beta: decay of what is kept, at every step of the source.
+        gain: factor of the source when it is added.
+        alpha: share of what was sent that leaves the accumulator.
+        rate: the gain is multiplied by the learning rate that the parameter has at that step;
+            gradients only.
 
     Example:
         >>> from fsdp_demo import Accumulator, preset
@@ -85,20 +82,10 @@ class Accumulator:
         True
     """
 
-    beta: float = field(
-        default=0.0, metadata=about("decay of what is kept, at every step of the source")
-    )
-    gain: float = field(default=1.0, metadata=about("factor of the source when it is added"))
-    alpha: float = field(
-        default=1.0, metadata=about("share of what was sent that leaves the accumulator")
-    )
-    rate: bool = field(
-        default=False,
-        metadata=about(
-            "the gain is multiplied by the learning rate that the parameter has at that step; "
-            "gradients only"
-        ),
-    )
+    beta: float = 0.0
+    gain: float = 1.0
+    alpha: float = 1.0
+    rate: bool = False
 
     def __post_init__(self) -> None:
         in_range("accumulator.beta", self.beta, 0.0, 1.0)
@@ -109,14 +96,19 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the source becomes bytes: transform, selection of `topk` coefficients of each block of
-    4096, number format of the values (`value_dtype`).
+    """How the source becomes bytes: a transform, a selection among the coefficients of each block
+    of 4096, and a number format.
 
-    select "topk" takes the largest, whose positions travel with them; "random" and "stride"
-    (FlexDeMo) take `topk` of each block at positions that all replicas compute from the step
-    (`compression/selection.py`), so only values travel and they can be summed on the way. select
-    "dense" sends everything. transform_precision "bf16" lets the transform multiply in bf16 (CUDA:
-    TF32): faster, nearly the same choice. What is sent is still exactly what is subtracted.
+    Attributes:
+        transform: orthonormal transform of each block.
+        select: `dense`: everything; `topk`: the largest of each block, whose positions travel
+            along; `random`, `stride` (FlexDeMo): positions that all islands compute from the step,
+            so that only values travel, which can be summed on the way.
+        topk: values of each block of 4096 that are sent; refused where everything is. Small tensors
+            go whole.
+        value_dtype: number format of the values.
+        transform_precision: `bf16`: the transform multiplies in bf16 (CUDA: TF32): faster, nearly
+            the same choice. What is sent is still exactly what is subtracted.
 
     Example:
         >>> from fsdp_demo import Codec
@@ -124,30 +116,11 @@ class Codec:
         True
     """
 
-    transform: str = field(default="none", metadata=about("orthonormal transform of each block"))
-    select: str = field(
-        default="dense",
-        metadata=about(
-            "`dense`: everything; `topk`: the largest of each block, whose positions travel "
-            "along; `random`, `stride`: positions that all islands compute from the step"
-        ),
-    )
-    topk: int = field(
-        default=32,
-        metadata=about(
-            "values of each block of 4096 that are sent; refused where everything is. Small "
-            "tensors [go whole](#what-goes-whole)"
-        ),
-    )
-    value_dtype: str = field(
-        default="fp32", metadata=about("[number format](wire-format.md#formats) of the values")
-    )
-    transform_precision: str = field(
-        default="fp32",
-        metadata=about(
-            "bf16: the transform multiplies in bf16 (CUDA: TF32): faster, nearly the same choice"
-        ),
-    )
+    transform: str = "none"
+    select: str = "dense"
+    topk: int = 32
+    value_dtype: str = "fp32"
+    transform_precision: str = "fp32"
 
     def __post_init__(self) -> None:
         one_of("codec.transform", self.transform, TRANSFORMS)
@@ -173,41 +146,44 @@ class Codec:
 
     @property
     def format(self) -> Format:
-        """Bits, groups and scales of the values."""
+        """The number format of the values."""
         return FORMATS[self.value_dtype]
 
     @property
     def selection(self) -> Selection:
-        """Who chooses what is sent."""
+        """The way in which the values that are sent are chosen."""
         return SELECTIONS[self.select]
 
     @property
     def sparse(self) -> bool:
-        """True if only a part of each block is sent."""
+        """Whether only a part of each block is sent."""
         return self.selection.by != "nobody"
 
     @property
     def indexed(self) -> bool:
-        """True if positions are chosen by the data, so that indices travel and payloads cannot be
-        summed on the way.
+        """Whether positions are chosen by the data, so that they travel with the values and
+        messages cannot be summed on the way.
         """
         return self.selection.by == "data"
 
     @property
     def seeded(self) -> bool:
-        """True if positions follow from the step alone."""
+        """Whether positions follow from the step alone."""
         return self.selection.by == "step"
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """How R decoded payloads become one: the mean over all replicas, or over those that sent a
-    position.
+    """How the decoded messages of all islands become one mean.
 
-    weight "tokens" weighs each island by the tokens it saw since the last exchange
-    (`Exchange.report(tokens=...)`). A message has one weight: with several channels in it, the
-    tokens since the oldest of their last exchanges. clip "median_norm" scales what a replica sent
-    for a block down to the median over the replicas of the norms of that block (SparseLoCo's code).
+    Attributes:
+        mean_over: the mean goes over all islands (`replicas`), or over those that sent a value at
+            that position (`senders`).
+        weight: `equal`, or by the `tokens` that an island saw since its last exchange
+            (`exchange.report(tokens=...)`). A message has one weight, for all its channels: since
+            the oldest of their last exchanges.
+        clip: `median_norm`: what an island sent for a block is scaled down to the median of the
+            islands' norms (SparseLoCo's code).
 
     Example:
         >>> from fsdp_demo import preset
@@ -215,27 +191,9 @@ class Reducer:
         'tokens'
     """
 
-    mean_over: str = field(
-        default="replicas",
-        metadata=about(
-            "the mean goes over all islands, or over those that sent a value at that position"
-        ),
-    )
-    weight: str = field(
-        default="equal",
-        metadata=about(
-            "`equal`, or by the tokens that an island saw since its last exchange "
-            "(`exchange.report(tokens=...)`). A message has one weight, for all its channels: "
-            "since the oldest of their last exchanges"
-        ),
-    )
-    clip: str = field(
-        default="none",
-        metadata=about(
-            "`median_norm`: what an island sent for a block is scaled down to the median of "
-            "the islands' norms"
-        ),
-    )
+    mean_over: str = "replicas"
+    weight: str = "equal"
+    clip: str = "none"
 
     def __post_init__(self) -> None:
         one_of("reducer.mean_over", self.mean_over, MEANS_OVER)
@@ -245,19 +203,25 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Applier:
-    """How the decoded mean acts.
+    """How the mean acts on the model.
 
-    * gradient: the mean becomes the gradient of the base optimizer; with `sign` its sign does.
-    * outer_step: a step of SGD (momentum, nesterov) with rate `lr` on the anchor. Whole (dense)
-      tensors of a sparse channel use `dense_lr`. `local_delta` applies the replica's own delta and
-      only `beta` times the accumulator of the exchange (the released rule of 2510.03371). `mix`
-      keeps that share of the local parameters (alpha of Streaming DiLoCo, torchft's
-      fragment_update_alpha). `keep_steps` keeps the steps taken since the last send, where a delay
-      would undo them. `own_share` is the share of an own delta in flight that the parameters keep
-      when the mean before it lands: 1/R makes the eager updates of 2502.12996 where the outer step
-      has rate 1 and no momentum (the paper's own share takes the outer step, too).
-      `momentum_warmup` lets the momentum rise linearly from 0 over that many rounds.
-    * replace: the source becomes the mean.
+    Attributes:
+        acts_as: `gradient`: the mean becomes the gradient of your optimizer; `outer_step`: a step
+            of SGD on the anchor; `replace`: parameters or state become the mean.
+        lr: rate of the outer step.
+        dense_lr: the same for tensors that a sparse channel sends whole.
+        momentum: momentum of the outer step.
+        nesterov: the momentum is Nesterov's.
+        local_delta: each island applies its own delta in full, and of the mean only `beta` times
+            the accumulator of the exchange (released rule of 2510.03371).
+        mix: share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's
+            `fragment_update_alpha`).
+        sign: the sign of the mean is the gradient.
+        momentum_warmup: rounds over which the momentum rises linearly from 0; 0: constant.
+        keep_steps: after a delay the local steps since the last send stay; false: they are undone.
+        own_share: share of an own delta in flight that the parameters keep when an earlier mean
+            lands, with a delay of one period up to two. 1/R makes the eager updates of arXiv
+            2502.12996 with `lr` 1 and no momentum; the paper's own share takes the outer step, too.
 
     Example:
         >>> from fsdp_demo import Applier
@@ -265,51 +229,17 @@ class Applier:
         'outer_step'
     """
 
-    acts_as: str = field(
-        default="gradient",
-        metadata=about(
-            "`gradient`: the mean becomes the gradient of your optimizer; `outer_step`: a "
-            "step of SGD on the anchor; `replace`: parameters or state become the mean"
-        ),
-    )
-    lr: float = field(default=1.0, metadata=about("rate of the outer step"))
-    dense_lr: float = field(
-        default=1.0, metadata=about("the same for tensors that a sparse channel sends whole")
-    )
-    momentum: float = field(default=0.0, metadata=about("momentum of the outer step"))
-    nesterov: bool = field(default=False, metadata=about("the momentum is Nesterov's"))
-    local_delta: bool = field(
-        default=False,
-        metadata=about(
-            "each island applies its own delta in full, and the mean through the momentum "
-            "(released rule of 2510.03371)"
-        ),
-    )
-    mix: float = field(
-        default=0.0,
-        metadata=about(
-            "share of the local parameters that stays (alpha of Streaming DiLoCo, torchft's "
-            "`fragment_update_alpha`)"
-        ),
-    )
-    sign: bool = field(default=False, metadata=about("the sign of the mean is the gradient"))
-    momentum_warmup: int = field(
-        default=0, metadata=about("rounds over which the momentum rises from 0; 0: constant")
-    )
-    keep_steps: bool = field(
-        default=False,
-        metadata=about(
-            "after a delay the local steps since the last send stay; false: they are undone"
-        ),
-    )
-    own_share: float = field(
-        default=1.0,
-        metadata=about(
-            "share of an own delta in flight that the parameters keep when an earlier mean "
-            "lands, with a delay of one period up to two; 1/R: eager updates (arXiv "
-            "2502.12996) with `lr` 1 and no momentum"
-        ),
-    )
+    acts_as: str = "gradient"
+    lr: float = 1.0
+    dense_lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    local_delta: bool = False
+    mix: float = 0.0
+    sign: bool = False
+    momentum_warmup: int = 0
+    keep_steps: bool = False
+    own_share: float = 1.0
 
     def __post_init__(self) -> None:
         one_of("applier.acts_as", self.acts_as, tuple(APPLIERS))
@@ -330,11 +260,11 @@ class Applier:
 
     @property
     def acts(self) -> Acts:
-        """What `acts_as` is for."""
+        """The channels that `acts_as` is for."""
         return APPLIERS[self.acts_as]
 
     def momentum_in(self, round: int) -> float:
-        """The momentum of round 1, 2, ...: the first of a warm-up has none."""
+        """The momentum in a round, counted from 1: the first of a warm-up has none."""
         return (
             self.momentum * min(1.0, max(round - 1, 0) / self.momentum_warmup)
             if self.momentum_warmup
@@ -344,12 +274,15 @@ class Applier:
 
 @dataclass(frozen=True)
 class Fragments:
-    """Cuts a channel into fragments of `layers` layers, exchanged one after the other within a
-    period (Streaming DiLoCo, 2501.18512).
+    """How a channel is cut into fragments of layers, which are exchanged one after the other within
+    a period (Streaming DiLoCo, arXiv 2501.18512).
 
-    Layers are found by the first number in the dotted parameter names. "strided": with P fragments,
-    fragment p holds layers p, p + P, p + 2 P, ...; "sequential": consecutive ones. What is in no
-    layer (embedding, head, last norm) is the last fragment.
+    What is in no layer (embedding, head, last norm) is the last fragment.
+
+    Attributes:
+        layers: layers of a fragment, found by the first number in a parameter's name.
+        order: with P fragments, `strided`: fragment p has the layers p, p + P, p + 2 P, ...;
+            `sequential`: consecutive ones.
 
     Example:
         >>> from fsdp_demo import Fragments
@@ -357,17 +290,8 @@ class Fragments:
         'strided'
     """
 
-    layers: int = field(
-        default=3,
-        metadata=about("layers of a fragment, found by the first number in a parameter's name"),
-    )
-    order: str = field(
-        default="strided",
-        metadata=about(
-            "with P fragments, `strided`: fragment p has the layers p, p + P, p + 2 P, ...; "
-            "`sequential`: consecutive ones"
-        ),
-    )
+    layers: int = 3
+    order: str = "strided"
 
     def __post_init__(self) -> None:
         in_range("fragments.layers", self.layers, 1)

@@ -4,18 +4,19 @@ start from.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import WireError, see
-from ..peers.digests import digest
-from ..peers.header import DIGESTS, NORM, SETUP
+from ..peers.header import DIGESTS, NORM, SETUP, memory
 from .peer_group import PeerGroup
 
 log = logging.getLogger("fsdp_demo")
@@ -115,6 +116,15 @@ def unlike_runs(there: str, here: str, what: str) -> str:
     return f"{there} runs something else than {here}: {what}{see('unlike-runs')}"
 
 
+def digest(tensors: Sequence[Tensor | None]) -> bytes:
+    """16 bytes of BLAKE2b over the raw memory of tensors."""
+    h = hashlib.blake2b(digest_size=16)
+    for t in tensors:
+        if t is not None and t.numel():
+            h.update(memory(t.detach().cpu().contiguous().view(-1).view(torch.uint8)))
+    return h.digest()
+
+
 def sync_from(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) -> bool:
     """Give every replica the donor's `work` (fp32 workspace), in place. It is sent where digests
     differ.
@@ -155,6 +165,27 @@ def mean_of(peers: PeerGroup, step: int, value: float) -> float:
 
 
 def all_equal(peers: PeerGroup, mark: bytes, kind: int = DIGESTS, step: int = 0) -> bool:
-    """Whether `mark` (`digests.digest` of some tensors) is the same on all replicas."""
+    """Whether `mark` (`digest` of some tensors) is the same on all replicas."""
     marks = peers.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
     return all(torch.equal(m, marks[0]) for m in marks)
+
+
+def round_trip(peers: PeerGroup) -> float:
+    """Seconds of a round trip between the two islands that are farthest apart, the same on all
+    ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is the
+    shortest of four short messages, which busy cores make longer.
+    """
+
+    def longest(seconds: float) -> float:
+        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
+        return max(float(theirs.clone().view(torch.float64)) for theirs in peers.all_gather(mine))
+
+    known = longest(peers.seen_round_trip())
+    if math.isfinite(known):
+        return known
+    seen = []
+    for _ in range(4):
+        start = time.perf_counter()
+        peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        seen.append(time.perf_counter() - start)
+    return longest(min(seen))

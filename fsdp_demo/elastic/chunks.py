@@ -18,7 +18,7 @@ from ..membership.protocol_types import Member, Piece
 from ..peers.connection import PeerConnection
 from ..peers.connection import QueuedPiece as Moving
 from ..peers.header import HEADER, Header, Sealed, check_body, claimed, claimed_length, open_head
-from ..peers.piece_header import LARGEST
+from ..peers.pieces import LARGEST
 from ..peers.poller import Poller
 from .message_state import EarlyMessage, RoundMessage
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..membership.protocol_types import Kind, Member, Piece, Settlement
 from ..peers import collectives
-from ..peers.header import EARLY, HEADER, MEANS, PARTS, PAYLOAD, Header, Sealed
+from ..peers.header import EARLY, MEANS, PARTS, PAYLOAD, Header, Sealed
 
 Task = Callable[[], None]
 Vectors = Sequence[tuple[Tensor, str]]
@@ -51,7 +51,7 @@ class EarlyMessage:
     @classmethod
     def of(cls, n: int, header: Header, body: Tensor, vectors: Vectors) -> EarlyMessage:
         """What this island sends. body: uint8; vectors: as for `RoundMessage`."""
-        coded = collectives.shares(vectors, 1)[0][HEADER.size :] if vectors else body[:0]
+        coded = collectives.share(vectors, 1, 0) if vectors else body[:0]
         early = cls(n, "mixed" if vectors else "gather", body.numel() + coded.numel())
         early.header = replace(header, number=n % 2**32, flags=header.flags | EARLY)
         early.data = Sealed.of(early.header, torch.cat([body, coded]))
@@ -182,7 +182,7 @@ class RoundMessage:
         """Each other owner's share of the vectors, coded."""
         size, header = len(owners), self.expected("share")
         return {
-            m: Sealed.of(header, collectives.loose_share(self.vectors, size, j))
+            m: Sealed.of(header, collectives.share(self.vectors, size, j))
             for j, m in enumerate(owners)
             if m != self.me
         }
@@ -200,7 +200,7 @@ class RoundMessage:
             if m == self.me:  # it is not sent: it is coded only where bytes are compared
                 if not self._compare:
                     return collectives.own_part(self.vectors, size, mine)
-                return collectives.loose_share(self.vectors, size, mine)
+                return collectives.share(self.vectors, size, mine)
             if m in owners:
                 return self.shares.pop((m, attempt)).body
             return collectives.stretch(self._came_early(m)[self._body :], self.spans, mine, size)

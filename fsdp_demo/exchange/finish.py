@@ -1,5 +1,5 @@
-"""How an exchange ends: what is in flight is applied, and one last exchange leaves all replicas
-with one model.
+"""The end of an exchange: what is in flight is applied, and one last exchange leaves all replicas
+with one model. And the model that a method calls its result, shown during the run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from torch import Tensor
 from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..errors import NotFinite
-from ..peers.digests import digest
 from ..peers.header import DIGESTS, PARAMETERS
-from .runtime import StepRuntime, drift
-
-# What a method calls its model (`ExchangeConfig.result`), made on the ranks of a run: the
-# anchors, or the mean of the parameters.
+from .runtime import StepRuntime
+from .watch import drift
 
 
 @contextmanager
@@ -101,9 +98,10 @@ def equal(runtime: StepRuntime) -> bool:
     """Whether the trained parameters of all replicas are bit-equal now. All ranks of all islands
     call it at the same step.
     """
-    both = zip(runtime.host.tensors("parameter"), runtime.host.params, strict=True)
-    # behind what this thread has queued on a device
-    mark = digest([t for t, s in both if not s.frozen]) if runtime.peers is not None else b""
+    mark = b""
+    if runtime.peers is not None:  # behind what this thread has queued on a device
+        both = zip(runtime.host.tensors("parameter"), runtime.host.params, strict=True)
+        mark = agreement.digest([t for t, s in both if not s.frozen])
     same = runtime.queue.ask(lambda peers: agreement.all_equal(peers, mark, DIGESTS, runtime.step))
     return not runtime.island.any(same is False)
 
@@ -122,7 +120,7 @@ def flush(runtime: StepRuntime) -> None:
             runtime.host.prepare_gradients([False] * len(runtime.host.params))
         runtime.land(late, due, now=runtime.step - 1)
         if gradients:
-            runtime.clip(mean=True)
+            runtime.clip_mean()
             with runtime.hooks.paused():
                 runtime.base_step()
 
@@ -148,7 +146,8 @@ def conclude(runtime: StepRuntime) -> bool | None:
         runtime.drift = set_mean(runtime)
         runtime.host.commit()
         return None
-    queue, moving = runtime.queue, [*runtime.moving, *runtime.buffers]
+    queue = runtime.queue
+    moving = [c for c in queue.channels if c.channel.writes_parameters]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less
     # what is under way.
     runtime.send(

@@ -1,5 +1,4 @@
-"""The layout of a message: where the presence bits, the sections and the vectors of its channels
-lie.
+"""What a message says: its layout, and what its header says of this island.
 
     gathered:  header | presence bits | section of each gathered channel, one after the other
     reduced:   vectors of the reduced channels, one after the other
@@ -13,9 +12,10 @@ layout, the planner and the memory model count what it says.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -25,13 +25,26 @@ from ..channels.channel import ChannelPayload, Received
 from ..channels.codec import ChannelCodec
 from ..compression import dense
 from ..config.channel import Channel
+from ..elastic.peer_group import PeerGroup
+from ..hosts.base import TrainingHost
 from ..peers.collectives import ReceivedMessage, legs
-from ..peers.header import COUNTED, EARLY, FAR, HEADER, NOT_FINITE, SKIPPED, Header
-from ..peers.meter import Meter
+from ..peers.header import (
+    COUNTED,
+    EARLY,
+    FAR,
+    HEADER,
+    LEAVING,
+    NOT_FINITE,
+    SKIPPED,
+    STOP,
+    Header,
+)
+from ..rendezvous.island import IslandGroup
+from .watch import give_up
 
 
 class MessageLayout:
-    """What lies where in a message of some channels, of one active copy.
+    """The layout of a message of some channels, of one active copy.
 
     Args:
         sections: of the channels, in the order of the configuration.
@@ -68,7 +81,7 @@ class MessageLayout:
 
     @property
     def before_step(self) -> bool:
-        """Whether it is a message of gradients: those share none with other channels."""
+        """Whether this is a message of gradients; no other channels share it then."""
         return any(s.channel.before_step for s in self.sections.values())
 
     # ---- what is sent --------------------------------------------------------------------------
@@ -76,8 +89,8 @@ class MessageLayout:
     def pack(
         self, parts: Mapping[str, ChannelPayload]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """What the channels send, by name, in its order: presence bits (uint8, on the CPU),
-        sections of the body, vectors to be reduced.
+        """The payloads of the channels, given by name, in the order of the message: presence bits
+        (uint8, on the CPU), sections of the body, vectors to be reduced.
         """
         mine = [parts[name] for name in self.sections]
         bits = pack_bits([p for part in mine for p in part.present or []])
@@ -138,10 +151,11 @@ def _spans(lengths: Sequence[int], start: int = 0) -> list[slice]:
 
 
 def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
-    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient
-    of a skipped step, for what is not finite, for a norm that is far from the others', and for a
-    newcomer's part of a round, unless all are newcomers. Of one that has left it is the weight
-    in any case: it has sent a part of a round.
+    """The share of each replica in a channel's mean: 1, or the weight in its header where islands
+    are weighed by tokens. The share is 0 for the plain gradient of a skipped step, for values that
+    are not finite, for a norm that is far from the others', and for a newcomer's part of a round,
+    unless all are newcomers. A replica that has left has sent a part of a round: its share is the
+    weight in its header in any case.
 
     Raises:
         RuntimeError: weights are tokens and no island has counted any.
@@ -186,120 +200,197 @@ def unpack_bits(data: Tensor, n: int) -> list[bool]:
     return [bool(number >> i & 1) for i in range(n)]
 
 
-# ---- whose bytes those of the meter are: of which channel, of headers, of neither ----------------
+# ---- what the header says of this island --------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Bytes to and from the other islands.
-
-    Example:
-        >>> from fsdp_demo.exchange.message import Moved
-        >>> Moved(3, 2) + Moved(1, 1)
-        Moved(sent=4, received=3)
-    """
-
-    sent: int = 0
-    received: int = 0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.sent + other.sent, self.received + other.received)
-
-    def __sub__(self, other: Moved) -> Moved:
-        return Moved(self.sent - other.sent, self.received - other.received)
-
-    def __mul__(self, count: int) -> Moved:
-        return Moved(self.sent * count, self.received * count)
-
-
-@dataclass(frozen=True)
-class LedgerPage:
-    """What a ledger says at one moment. `total` is what the meter has, to the byte.
+class Said:
+    """The words of this replica for one header. Numbers that lie on a device are read in the thread
+    that sends.
 
     Attributes:
-        channels: payload of each channel, by name (with fragments: of each fragment).
-        headers: of the messages of channels.
-        other: what is in no channel: bits that say which gradients there were, norms and questions
-            between islands, pieces that were sent again after a loss.
+        weight, flags: as in `header.Header`.
+        loss: a scalar, None where unknown.
+        bad: 1 where the contribution is not finite, else 0. run: steps in a row whose gradients
+            were not finite.
+        norm: of the contribution of the whole island; 0 where nobody looks at it.
+        total: int64 scalar, the 64-bit sum of tensors that must be equal; None where they are not
+            compared.
+        rate: the learning rate, the mean over the parameter groups; 0 where it is not said.
+        rewritten: above 0 where something else has written parameters since an exchange. It is not
+            sent; it is here since only the thread that sends can read it from a device.
     """
 
-    channels: Mapping[str, Moved]
-    headers: Moved
-    other: Moved
+    weight: float = 1.0
+    flags: int = 0
+    loss: Tensor | None = None
+    bad: float | Tensor = 0.0
+    run: float | Tensor = 0.0
+    total: Tensor | None = None
+    norm: float | Tensor = 0.0
+    rate: float | Tensor = 0.0
+    rewritten: float | Tensor = 0.0
 
-    @property
-    def total(self) -> Moved:
-        """The sum of all rows: `bytes_sent` and `bytes_received` of `Exchange.metrics()`."""
-        return sum(self.channels.values(), self.headers + self.other)
-
-    @property
-    def header_share(self) -> float:
-        """Headers as a share of the bytes sent; 0 where nothing was sent."""
-        return self.headers.sent / self.total.sent if self.total.sent else 0.0
-
-
-@dataclass
-class Ledger:
-    """Bytes of one rank, by channel. A step only counts messages (in the thread that sends); whose
-    bytes they had is calculated when somebody asks.
-
-    Attributes:
-        messages: how many there were, by the sections in them, the islands that shared them, this
-            one's place among these, and the bytes that were moved.
-    """
-
-    messages: Counter[tuple[tuple[ChannelCodec, ...], int, int, Moved]] = field(
-        default_factory=Counter
-    )
-
-    def message(self, layout: MessageLayout, size: int, rank: int, moved: Moved) -> None:
-        """A message has been exchanged, for which the meter has counted `moved`."""
-        self.messages[tuple(layout.sections.values()), size, rank, moved] += 1
-
-    def page(self, meter: Meter) -> LedgerPage:
-        """All rows; what no channel and no header accounts for is `other`.
-
-        A message of which less was moved than it holds (an island that follows another sends
-        nothing) is in no channel.
+    def numbers(self, device: torch.device) -> list[Tensor]:
+        """(loss, bad, run, norm, rate, rewritten) as fp32 [6] on `device`, and the total if there
+        is one.
         """
-        found: dict[str, Moved] = {}
-        headers = Moved()
-        for (sections, size, rank, moved), count in list(self.messages.items()):
-            layout = MessageLayout(sections)
-            parts, heads = content(layout, size, rank), head_bytes(layout, size)
-            left = moved - sum(parts.values(), heads)
-            if left.sent < 0 or left.received < 0:
-                continue
-            headers += heads * count
-            for name, part in parts.items():
-                found[name] = found.get(name, Moved()) + part * count
-        whole = Moved(meter.bytes_sent, meter.bytes_received)
-        return LedgerPage(found, headers, whole - sum(found.values(), headers))
+        loss = self.loss if self.loss is not None else float("nan")
+        parts = [
+            v if isinstance(v, Tensor) else torch.full((), v, device=device, dtype=torch.float32)
+            for v in (loss, self.bad, self.run, self.norm, self.rate, self.rewritten)
+        ]
+        return [
+            torch.stack([p.float() for p in parts]),
+            *([] if self.total is None else [self.total.view(1)]),
+        ]
 
 
-def content(layout: MessageLayout, size: int, rank: int) -> dict[str, Moved]:
-    """Payload bytes of each channel in one message among `size` islands, for the island at `rank`.
+class LocalStatus:
+    """The tokens, losses and wishes of one rank, from `Exchange.report` and `Exchange.request_stop`
+    to the next message.
 
-    What is gathered goes whole to each other island. What is reduced goes in two legs: to each
-    other island the part that it owns, and the mean of one's own part to all of them.
+    Args:
+        alone: an island that is told to end leaves the others, who train on.
+
+    Attributes:
+        tokens: that this rank has counted since the start of the job.
+        skipping: this replica does not take the step under way.
+        bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar
+            on the device that nobody has read. run: such steps in a row.
     """
-    others = [j for j in range(size) if j != rank]
-    found = {}
-    for name, section in layout.sections.items():
-        if section.gathered:
-            whole = section.num_bytes * len(others)
-            found[name] = Moved(whole, whole)
-            continue
-        there, back = MessageLayout([section]).legs(size)
-        there, back = ([n - HEADER.size for n in leg] for leg in (there, back))
-        found[name] = Moved(
-            sum(there[j] for j in others) + back[rank] * len(others),
-            there[rank] * len(others) + sum(back[j] for j in others),
+
+    def __init__(self, alone: bool = False) -> None:
+        self._alone = alone
+        self.tokens = 0
+        self.skipping = False
+        self.bad: float | Tensor = 0.0
+        self.run: float | Tensor = 0.0
+        # tokens of this island up to the last exchange of each channel
+        self._weighed: dict[str, float] = {}
+        self._losses: list[Tensor] = []  # noted since the last message
+        self._wanted = self._sent = self._together = False
+        self._wanted_at = math.inf
+
+    def add(self, tokens: int, loss: float | Tensor | None) -> None:
+        """Count tokens; keep a loss for the next header, unread."""
+        self.tokens += tokens
+        if loss is not None:
+            self._losses.append(
+                (
+                    loss.detach()
+                    if isinstance(loss, Tensor)
+                    else torch.tensor(loss, dtype=torch.float32, device="cpu")
+                ).reshape(())
+            )
+
+    def request_stop(self, together: bool) -> None:
+        """Wish to stop: together with the other islands however long that takes, or as soon as
+        nothing is under way.
+        """
+        self._together = together and (self._together or not self._wanted)
+        self._wanted, self._wanted_at = True, min(self._wanted_at, time.monotonic())
+
+    def stopping_for(self) -> float:
+        """Seconds since a stop was first asked for; 0 where none was."""
+        return max(time.monotonic() - self._wanted_at, 0.0)
+
+    def begin(self) -> None:
+        """A step begins: a stop requested during it is sent with the next message."""
+        self._sent = self._wanted
+
+    def gradients(self, bad: float | Tensor, peers: PeerGroup | None = None) -> None:
+        """Note whether the gradients of this step are not finite on any rank of the island.
+
+        Args:
+            bad: 1 or 0.
+
+        Raises:
+            NotFinite: on every rank of the island, after LIMIT such steps in a row (on a device the
+                thread that sends finds out).
+        """
+        self.bad, self.run = bad, (self.run + 1.0) * bad
+        if not isinstance(self.run, Tensor):
+            give_up(self.run, peers)
+
+    def leaves(self, islands: int) -> bool:
+        """Whether this island stops, though the others may not, if nothing is under way after this
+        tick.
+        """
+        return self._sent and (not self._together or islands == 1)
+
+    @property
+    def goes(self) -> bool:
+        """Whether this island leaves the others, who train on, even if something is under way."""
+        return self._alone and self._sent and not self._together
+
+    @property
+    def told(self) -> bool:
+        """Whether this rank was asked to stop soon, not with the others however long that takes."""
+        return self._wanted and not self._together
+
+    def header(
+        self, names: Collection[str], by_tokens: bool, island: IslandGroup, device: torch.device
+    ) -> Said:
+        """The words for the header of a message of the channels `names`. Losses are used up; their
+        mean leaves out NaN.
+
+        Args:
+            by_tokens: the weight is the island's tokens since the last exchange of these channels.
+                A collective inside the island then.
+        """
+        stop = 0 if self.goes else STOP * self._sent | LEAVING * (self._sent and self.told)
+        weight, flags = 1.0, stop | SKIPPED * self.skipping
+        if by_tokens:
+            weight, tokens = self.weight(names, island)
+            self._weighed.update(dict.fromkeys(names, tokens))
+            flags |= COUNTED * (tokens > 0)
+        # to the host a copy that nobody waits for would be read too early
+        there = device.type != "cpu"
+        loss = (
+            torch.stack([v.float().to(device, non_blocking=there) for v in self._losses]).nanmean()
+            if self._losses
+            else None
         )
-    return found
+        self._losses.clear()
+        return Said(weight, flags, loss, self.bad, self.run)
+
+    def weight(self, names: Collection[str], island: IslandGroup) -> tuple[float, float]:
+        """Tokens of the island since the last exchange of the channels `names`, and in all. A
+        collective inside the island.
+        """
+        tokens = island.sum(self.tokens)[0]
+        return tokens - min(self._weighed.get(name, 0.0) for name in names), tokens
+
+    def clear(self) -> None:
+        """Forget tokens, losses and what was not finite, not the wish to stop."""
+        self.tokens, self._weighed = 0, {}
+        self.bad = self.run = 0.0
+        self._losses.clear()
+
+    def state(self) -> tuple[tuple[int, dict[str, float]], list[float]]:
+        """((tokens, tokens up to the last exchange of each channel), losses since the last
+        message), for `load`.
+        """
+        return (self.tokens, dict(self._weighed)), [float(v) for v in self._losses]
+
+    def load(
+        self, tokens: int, weighed: dict[str, float], losses: Iterable[float], device: torch.device
+    ) -> None:
+        """Restore `state()`."""
+        self.tokens, self._weighed = tokens, dict(weighed)
+        self._losses = [torch.tensor(v, device=device, dtype=torch.float32) for v in losses]
 
 
-def head_bytes(layout: MessageLayout, size: int) -> Moved:
-    """Bytes of the headers of one message: of its body, and of both legs of a reduce."""
-    count = HEADER.size * (size - 1) * (3 if layout.vectors else 1)
-    return Moved(count, count)
+def mean_rate(host: TrainingHost) -> float | Tensor:
+    """The mean learning rate of the parameter groups. A tensor where one lies on a device: nobody
+    waits for it here.
+    """
+    found = [g["lr"] for o in host.optimizers for g in o.param_groups if "lr" in g]
+    read = [
+        r.detach().float().reshape(())
+        if isinstance(r, Tensor) and r.device.type != "cpu"
+        else float(r)
+        for r in found
+    ]
+    return sum(read) / max(len(read), 1)

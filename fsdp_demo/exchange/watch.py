@@ -1,11 +1,13 @@
-"""What one rank sees in the messages of all islands: replicas that are no longer equal, that are
-not finite or far from the others, that all say the same."""
+"""What one rank watches: in the messages of all islands, replicas that are no longer equal, that
+are not finite or far from the others, or that all say the same; between its own steps, parameters
+that something else than the optimizer writes.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -15,9 +17,15 @@ from torch import Tensor
 
 from ..elastic.peer_group import PeerGroup
 from ..errors import Mismatch, NotFinite, see
-from ..peers.digests import odd_ones
+from ..hosts.base import TrainingHost
 from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
-from .local_status import give_up
+from ..rendezvous.island import IslandGroup
+
+LIMIT = 10
+"""Contributions in a row that end a replica when they are left out, since they are not finite or
+far from the others'. It does not recover by itself. Where islands come and go it ends with status
+75, and joins again with the others' state; else it stops with an error, while its last checkpoint
+is still whole."""
 
 MESSAGES = 16
 """Messages of which the norms are remembered."""
@@ -123,19 +131,19 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Watch:
-    """Looks at the messages of one peer group.
+    """The checks of one rank on the messages of its peer group.
 
     Args:
-        peers: None on a copy that has none, which sees nothing.
-        speaks: this rank logs what it sees (one rank of each island does).
+        peers: None on a copy without peers, which sees no message.
+        speaks: this rank logs what it sees; one rank of each island does.
 
     Attributes:
-        left_out: contributions of replicas that were not finite, so far. far: those whose norm was
-            far from the members'.
+        left_out: contributions of replicas so far that were not finite. far: contributions whose
+            norm was far from the others'.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
-        compares: no message yet that holds anything but zeros.
-        loss: the mean over the islands of those in the last headers that had one. stop: flags STOP
-            and LEAVING of what has arrived.
+        compares: no message has come yet that holds anything but zeros.
+        loss: the mean over the islands of the losses in the last headers that had one. stop: flags
+            STOP and LEAVING of the messages that have arrived.
     """
 
     def __init__(self, peers: PeerGroup | None, speaks: bool):
@@ -205,10 +213,13 @@ class Watch:
         self, peers: PeerGroup, bodies: Sequence[Tensor], blank: bool, reduced: bool
     ) -> None:
         """Warn once if the first messages that hold anything but zeros are the same from all
-        islands: two or more. In the worker's thread.
+        islands. In the worker's thread.
 
-        `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too
-        (`PeerGroup.alike`, `PeerGroup.something`)."""
+        Args:
+            bodies: of two islands or more.
+            blank: the sections of the bodies hold nothing but zeros.
+            reduced: there were vectors, too (`PeerGroup.alike`, `PeerGroup.something`).
+        """
         if blank and not (reduced and peers.something):
             return
         self.compares = False
@@ -221,17 +232,21 @@ class Watch:
 
     def count(
         self, peers: PeerGroup | None, headers: Sequence[Header], slots: Sequence[int], step: int
-    ) -> NotFinite | None:
-        """Count and name what was left out of the message of `step`; the error, if this replica
-        does not come back by itself.
+    ) -> None:
+        """Count and name the contributions that were left out of the message of `step`.
 
-        `slots`: whose headers these are; empty where that is not known."""
+        Args:
+            slots: the islands whose headers these are; empty where that is not known.
+
+        Raises:
+            NotFinite: see `give_up`.
+        """
         bad, far = (
             [j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR)
         )
         self.left_out, self.far = self.left_out + len(bad), self.far + len(far)
         if peers is None or not slots:
-            return None
+            return
         if bad and self._speaks:
             names = ", ".join(peers.label_of(slots[j]) for j in bad)
             log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, names)
@@ -252,19 +267,12 @@ class Watch:
         self._run = (self._run + 1.0) * mine
         # no island has anything that this one could come back with
         others_too = len(bad) + len(far) == len(headers)
-        try:
-            give_up(
-                self._run,
-                None if others_too else peers,
-                "were far from the others'" if far else "were not finite (NaN or Inf)",
-            )
-        except NotFinite as error:
-            return error
-        return None
+        what = "were far from the others'" if far else "were not finite (NaN or Inf)"
+        give_up(self._run, None if others_too else peers, what)
 
     def warn_of_rewritten(self) -> None:
-        """Something else than the base optimizer has written parameters of this island (see
-        `Rewritten`): say so once."""
+        """Warn once that something else than the base optimizer has written parameters of this
+        island (`Rewritten`)."""
         if self._speaks and not self._warned:
             self._warned = True
             log.warning(
@@ -282,3 +290,131 @@ class Watch:
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
         self.loss = sum(losses) / len(losses) if losses else self.loss
+
+
+def give_up(
+    run: float, peers: PeerGroup | None = None, what: str = "were not finite (NaN or Inf)"
+) -> None:
+    """End this island where LIMIT or more of its contributions in a row were left out.
+
+    Args:
+        run: of such contributions.
+        peers: of this rank. Where islands come and go and others train, the process ends with
+            status 75 and saves nothing: it comes back with their state.
+        what: is wrong with the contributions, for the error.
+
+    Raises:
+        NotFinite: on a peer group of fixed members, or with nobody else.
+    """
+    if run < LIMIT:
+        return
+    text = f"gradients or parameters of this island {what} {run:.0f} times in a row"
+    if peers is not None and peers.elastic and peers.following is None and len(peers.alive) > 1:
+        peers.expel(text)
+    raise NotFinite(
+        f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. "
+        "The other islands have taken nothing of "
+        f"it{see('not-finite')}"
+    )
+
+
+def drift(island: IslandGroup, far: float, norm: float) -> float:
+    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
+    far, norm = island.sum(far, norm)
+    return math.sqrt(far / norm) if norm else 0.0
+
+
+# ---- sums of the bits of tensors, and what they are compared for -------------------------------
+
+EVERY = 50
+"""Steps between two comparisons, at least. A sum takes about as long as reading the tensors once; a
+step takes hundreds of times that.
+"""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it adds up on a CPU
+
+
+def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum modulo 2^64 of the bits of all tensors, taken as whole numbers of the size of their
+    elements: int64 scalar on `device`.
+    """
+    sums = [
+        piece.view(_WORDS[t.element_size()]).sum(dtype=torch.int64)
+        for t in tensors
+        for piece in t.detach().contiguous().view(-1).split(_PIECE)
+        if t.numel()
+    ]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
+
+
+def sums(tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
+    """`total` of each tensor, 0 for None; read from `device` in one go."""
+    each = [total([] if t is None else [t], device) for t in tensors]
+    return list(torch.stack(each).cpu().tolist()) if each else []
+
+
+def odd_ones(totals: Sequence[int | None]) -> list[int]:
+    """Which of the replicas' sums are not what more than half of them say; all, where no sum has so
+    many. None: not compared.
+
+    Example:
+        >>> from fsdp_demo.exchange.watch import odd_ones
+        >>> odd_ones([7, 7, 9]), odd_ones([7, 9]), odd_ones([7, None])
+        ([2], [0, 1], [])
+    """
+    known = [t for t in totals if t is not None]
+    if len(set(known)) < 2:
+        return []
+    most = max(set(known), key=known.count)
+    sure = 2 * known.count(most) > len(known)
+    return [j for j, t in enumerate(totals) if t is not None and (t != most or not sure)]
+
+
+class Rewritten:
+    """A look-out for parameters that are written between an exchange and the step after it by
+    something else than the base optimizer: a wrapper around it with its own copy, weight clipping,
+    code of the loop.
+
+    The sum of the parameters' bits at the end of a step that exchanged is compared with that ahead
+    of the next step, every `EVERY` steps. Nothing is read from a device.
+
+    Args:
+        host: of the parameters.
+    """
+
+    def __init__(self, host: TrainingHost):
+        self._host = host
+        self._exchanged, self._next = False, 0
+        self._left: Tensor | None = None
+        self._found: float | Tensor = 0.0
+
+    def exchanged(self) -> None:
+        """Forget the noted sum, since an exchange writes parameters."""
+        self._exchanged, self._left = True, None
+
+    def note(self, step: int) -> None:
+        """Note the sum at the end of step `step`, if it has exchanged parameters."""
+        if self._exchanged and step >= self._next:
+            self._left, self._next = self._sum(), step + EVERY
+        self._exchanged = False
+
+    def compare(self, aside: bool) -> None:
+        """Compare ahead of a step. aside: steps that do not count were taken meanwhile."""
+        if self._left is not None and not aside:
+            self._found = self._found + (self._sum() != self._left).float()
+        self._left = None
+
+    def forget(self) -> None:
+        """Forget the noted sum: parameters were written rightly, or the run begins anew."""
+        self._exchanged, self._left, self._next = False, None, 0
+
+    def take(self) -> float | Tensor:
+        """The number of comparisons since the last call that have found other parameters."""
+        found, self._found = self._found, 0.0
+        return found
+
+    @torch.no_grad()
+    def _sum(self) -> Tensor:
+        tensors = zip(self._host.tensors("parameter"), self._host.params, strict=True)
+        return total([t for t, p in tensors if t is not None and not p.frozen], self._host.device)

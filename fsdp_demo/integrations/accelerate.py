@@ -126,20 +126,22 @@ def accelerator(
         "dataloader_config",
         DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
     )
-    # On CPU Accelerate refuses a ParallelismConfig, since FSDP is not on yet.
-    early = {"parallelism_config": axes} if axes is not None and not cpu else {}
-    if cpu:
-        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+    if cpu and plugin is not None:
+        allow_fsdp_on_cpu()
+        # else the mesh of `fully_shard` is on the GPU where the machine has one
+        axes = axes or ExchangeParallelismConfig(dp_replicate_size=1, dp_shard_size=world)
     made = _IslandAccelerator(
-        cpu=cpu, mixed_precision=mixed_precision, fsdp_plugin=plugin, **early, **kwargs
+        cpu=cpu,
+        mixed_precision=mixed_precision,
+        fsdp_plugin=plugin,
+        parallelism_config=axes,
+        **kwargs,
     )
     if made.num_processes != world:
         raise RuntimeError(
             f"Accelerate sees {counted(made.num_processes, 'process', 'processes')}, the launcher "
             f"started {world}: {_versions()}"
         )
-    if plugin is not None and made.device.type == "cpu":
-        turn_fsdp_on_for_cpu(made, plugin, axes)
     if plugin is not None and not made.is_fsdp2:
         raise RuntimeError(
             f"Accelerate did not turn FSDP2 on ({made.distributed_type}): its internals moved. "
@@ -148,62 +150,15 @@ def accelerator(
     return made
 
 
-def turn_fsdp_on_for_cpu(
-    made: Accelerator,
-    plugin: FullyShardedDataParallelPlugin,
-    axes: ExchangeParallelismConfig | None = None,
-) -> None:
-    """Do for CPU ranks what `AcceleratorState.__init__` does for GPU ranks: distributed type FSDP,
-    and the plugin.
-
-    `AcceleratorState` turns FSDP on for MULTI_GPU, MULTI_XPU... but not for MULTI_CPU: with a
-    plugin one silently gets DDP. FSDP2 itself runs on CPU with gloo. What this sets is all that the
-    branch sets; the rest of Accelerate then follows its normal FSDP2 path. The mesh is made here,
-    since the default one of `fully_shard` is on the GPU where the machine has one. This and
-    `allow_fsdp_on_cpu` are the places that write into Accelerate's state.
-
-    Raises:
-        RuntimeError: the state is not laid out as in the versions this was written for.
-    """
-    state = made.state
-    # `parallelism_config` and `device_mesh` are set by AcceleratorState itself; a renamed one would
-    # make our writes useless.
-    missing = [
-        name
-        for name in ("distributed_type", "parallelism_config", "device_mesh")
-        if name not in vars(state)
-    ]
-    if missing or not hasattr(plugin, "set_mixed_precision"):
-        what = ", ".join(missing) or "FullyShardedDataParallelPlugin.set_mixed_precision"
-        raise RuntimeError(
-            f"FSDP2 on CPU needs {what}, which Accelerate no longer has ({_versions()}); on CPU "
-            "use shard=False"
-        )
-    if state.mixed_precision != "no":
-        plugin.set_mixed_precision(state.mixed_precision)
-    state.fsdp_plugin = plugin
-    state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    state.parallelism_config = axes or ExchangeParallelismConfig(
-        dp_replicate_size=1, dp_shard_size=made.num_processes
-    )
-    if state.parallelism_config.total_size != made.num_processes:
-        raise ValueError(
-            f"{state.parallelism_config} needs "
-            f"{counted(state.parallelism_config.total_size, 'process', 'processes')}, found "
-            f"{made.num_processes}"
-        )
-    state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
-
-
 def allow_fsdp_on_cpu() -> None:
     """Let the next `Trainer` (or `Accelerator`) of this process shard with FSDP2 over CPU ranks:
     call it after `TrainingArguments(...)`, which makes Accelerate's state anew, and right before
     `Trainer(...)`.
 
     For rehearsals and tests, in a script that makes its Accelerator by other hands than
-    `accelerator()`. It takes the gloo world for one of another kind of accelerator, so that
-    Accelerate's own FSDP branch runs.
+    `accelerator()`, which calls it by itself. `AcceleratorState` turns FSDP on for MULTI_GPU,
+    MULTI_XPU..., not for MULTI_CPU: with a plugin one silently gets DDP. FSDP2 itself runs on CPU
+    with gloo. So this calls the gloo world one of another kind of accelerator.
     """
     PartialState(cpu=True)
     if PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import PeerLost, WireError
 from ..files import from_json, to_json
 from .connection import PeerConnection, QueuedPiece
-from .piece_header import LONGEST
+from .pieces import LONGEST
 from .poller import Poller
 
 AHEAD = 256

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..compression import dense as coding
 from ..compression.formats import EXACT
-from .header import HEADER, Header, room
+from .header import Header
 
 STRETCH = 1 << 17
 """Values of a mean that are calculated at once: with room for one share they stay in the cache of
@@ -46,30 +46,17 @@ Spans = Sequence[tuple[int, str]]
 """Length and code of each vector."""
 
 
-def shares(vectors: Sequence[tuple[Tensor, str]], size: int) -> list[Tensor]:
-    """For each of `size` ranks the coded part of the vectors that it owns, with room for a
-    header.
-    """
-    return [share(vectors, size, j) for j in range(size)]
-
-
 def share(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> Tensor:
-    """The coded part of the vectors that rank `j` of `size` owns, with room for a header. Values
-    are written where they are sent from.
+    """The coded part, uint8 [n], of the vectors (fp32, code) that rank `j` of `size` owns. One
+    vector that travels as it is (fp32) is not copied: the share is a view of it.
     """
-    parts = _parts(vectors, size, j)
-    spans = [(v.numel(), code) for v, (_, code) in zip(parts, vectors, strict=True)]
-    message = room(coding.total_bytes(spans))
-    _code(parts, spans, message[HEADER.size :])
-    return message
-
-
-def loose_share(vectors: Sequence[tuple[Tensor, str]], size: int, j: int) -> Tensor:
-    """The same without room for a header: a view, where it is one vector that travels as it is."""
     parts = _parts(vectors, size, j)
     if [code for _, code in vectors] == ["fp32"]:
         return parts[0].view(torch.uint8)
-    return share(vectors, size, j)[HEADER.size :]
+    spans = [(v.numel(), code) for v, (_, code) in zip(parts, vectors, strict=True)]
+    data = torch.empty(coding.total_bytes(spans), dtype=torch.uint8, device="cpu")
+    _code(parts, spans, data)
+    return data
 
 
 def own_part(vectors: Sequence[tuple[Tensor, str]], size: int, mine: int) -> list[Tensor]:
@@ -90,26 +77,26 @@ def part_of_mean(
     spans: Spans,
     weights: Sequence[Sequence[float]],
     mine: int,
-    size: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The coded mean of the part that rank `mine` of `size` owns (0: as many as bodies), with room
-    for a header, from everybody's shares in rank order (used up): coded, or the values of each
-    vector as `stretch` and `own_part` give them. `out`: uint8, where it is written without
-    a header, in place of a new message."""
-    there, back = legs(spans, size or len(bodies))
-    message = room(coding.total_bytes(back[mine])) if out is None else out
-    data = message[HEADER.size :] if out is None else out
+    size: int,
+    out: Tensor,
+) -> None:
+    """Write the coded mean of the part that rank `mine` of `size` owns into `out`, uint8 [n].
+
+    Args:
+        bodies: everybody's shares in rank order, which are used up: coded, or the values of each
+            vector as `stretch` and `own_part` give them.
+        weights: of each vector, one for each body.
+    """
+    there, back = legs(spans, size)
     if all(code in EXACT for _, code in spans):
-        _exact_means(bodies, there[mine], weights, data)
+        _exact_means(bodies, there[mine], weights, out)
     else:
-        _code(_means(bodies, there[mine], weights), back[mine], data)
-    return message
+        _code(_means(bodies, there[mine], weights), back[mine], out)
 
 
 def stretch(coded: Tensor, spans: Spans, mine: int, size: int) -> list[Tensor]:
     """The values of the part that rank `mine` of `size` owns, fp32, from vectors that were coded
-    uncut (`shares` for one rank).
+    uncut (the `share` of one rank alone).
     """
     out = []
     for (n, code), v in zip(spans, _unpack(coded, spans), strict=True):

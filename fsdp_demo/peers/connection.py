@@ -15,10 +15,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import WireError
 from ..net.tcp import gather, stood
-from . import piece_header
+from . import pieces
 from .header import memory
-from .piece_header import PieceHeader
-from .receive_buffer import Counts, Inbox, NoRoom
+from .pieces import Counts, Inbox, NoRoom, PieceHeader
 
 TURN = 4  # pieces that one connection takes or gives before the next has its turn
 WAITING = 2  # pieces that wait in the library: what is there cannot be overtaken any more
@@ -136,7 +135,7 @@ class PeerConnection:
         """After a piece: gather while a whole piece is sure to follow, and one more behind it. All
         pieces of a message were handed over at once there."""
         waiting = len(self.inbox.rooms.get(frame.number, ()))
-        whole = frame.length == piece_header.LARGEST and frame.epoch == self.inbox.epoch
+        whole = frame.length == pieces.LARGEST and frame.epoch == self.inbox.epoch
         wanted = whole and waiting >= 2 and time.monotonic() < self._paced_until
         if wanted != self._gathers:
             self._gather(wanted)
@@ -152,7 +151,7 @@ class PeerConnection:
             piece.error = RuntimeError(self.gone)
             return
         frame = PieceHeader(
-            piece_header.PIECE, self.inbox.epoch, number, self.counts.next(number), piece.size
+            pieces.PIECE, self.inbox.epoch, number, self.counts.next(number), piece.size
         )
         if frame.piece == 0:
             self._late[number] = piece.size > SHORT
@@ -165,7 +164,7 @@ class PeerConnection:
         if self.gone:
             piece.error = RuntimeError(self.gone)
             return
-        self._push(AT_ONCE, PieceHeader(piece_header.NOTE, 0, 0, 0, piece.size), piece)
+        self._push(AT_ONCE, PieceHeader(pieces.NOTE, 0, 0, 0, piece.size), piece)
 
     def _push(self, rank: int, frame: PieceHeader, piece: QueuedPiece) -> None:
         self._order += 1
@@ -188,9 +187,6 @@ class PeerConnection:
 
     def post_recv(self, piece: QueuedPiece, number: int) -> None:
         """Wait for a piece, or take what came early."""
-        if number <= self.inbox.over:
-            piece.error = RuntimeError(f"message {number} was cancelled")
-            return
         try:
             if (data := self.inbox.wait_for(number, piece)) is not None:
                 piece.fill(data, len(data))
@@ -342,7 +338,7 @@ class PeerConnection:
                     return n > 0
                 if not self.socket.rcvmore:
                     raise WireError(f"{len(data)} bytes without a piece behind them")
-                self._head = piece_header.read(data)
+                self._head = pieces.read(data)
                 self.heard_at = time.monotonic()
                 self.record = self._head.record
                 self.landed = self._head.landed
@@ -356,12 +352,12 @@ class PeerConnection:
 
     def _read(self, frame: PieceHeader) -> bool:
         """Read the piece behind a frame; False if it has to stay where it is."""
-        if frame.kind == piece_header.HELLO:
+        if frame.kind == pieces.HELLO:
             self._greeted(self.socket.recv(copy=False))
             return True
         if not self.ready:
             raise WireError("a piece came before a greeting")
-        if frame.kind == piece_header.NOTE:
+        if frame.kind == pieces.NOTE:
             data = self.socket.recv()
             self._fits(frame, len(data))
             self.notes.append(data)
@@ -410,7 +406,7 @@ class PeerConnection:
         """Hand pieces to the library until it takes no more."""
         with suppress(zmq.Again):
             if self._hello:
-                frame = PieceHeader(piece_header.HELLO, self.inbox.epoch, 0, 0, len(self._hello))
+                frame = PieceHeader(pieces.HELLO, self.inbox.epoch, 0, 0, len(self._hello))
                 self.socket.send_multipart([frame.pack(), self._hello], zmq.NOBLOCK)
                 self._hello = b""
             for _ in range(TURN):
@@ -426,16 +422,10 @@ class PeerConnection:
                     )
                 except zmq.Again:
                     with self.poller.changed:
-                        self._put_back(entry)
+                        heapq.heappush(self._queue, entry)
                     raise
                 piece.tracker = self.socket.send(piece.view, zmq.NOBLOCK, copy=False, track=True)
                 self._lent = [lent for lent in self._lent if not lent.tracker.done] + [piece]
-
-    def _put_back(self, entry: tuple[int, int, PieceHeader, QueuedPiece]) -> None:
-        if entry[0] == AT_ONCE or entry[2].number > self.inbox.over:
-            heapq.heappush(self._queue, entry)
-        else:
-            entry[3].error = RuntimeError(f"message {entry[2].number} was cancelled")
 
     def close(self, linger: float) -> None:
         """Close the sockets; what was handed over leaves within `linger` seconds, in the

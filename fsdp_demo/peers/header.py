@@ -159,19 +159,6 @@ class Header:
         return f"is at step {self.step + 1 if self.kind in WITHIN else self.step}"
 
 
-def room(body: int) -> Tensor:
-    """A message with room for a header and `body` bytes: uint8 [56 + body], not filled."""
-    return torch.empty(HEADER.size + body, dtype=torch.uint8, device="cpu")
-
-
-def fill(message: Tensor, header: Header) -> Tensor:
-    """Write the header before the body that is in `message` (uint8 [56 + n] on the CPU,
-    contiguous), in place.
-    """
-    message[: HEADER.size] = _head(header, message[HEADER.size :])
-    return message
-
-
 def _head(header: Header, body: Tensor) -> Tensor:
     """The first bytes of a message with this body, uint8 [56]."""
     h, crc, flags = header, checksum(body), header.flags & 0xFF | header.norm << 8

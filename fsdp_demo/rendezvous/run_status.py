@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..elastic.join_server import Request, ask_join_server
-from ..elastic.newcomer import newest
+from ..elastic.store_session import newest
 from ..errors import counted
 from ..membership.protocol_types import Member
 from ..net.address import split_address
+from ..peers.join_messages import Request, ask_join_server, listener_key
 from ..store.client import Store
 
 STATUS = Request(ask="status")
@@ -78,7 +78,7 @@ def _asked(
     context = zmq.Context()
     try:
         for member in members:
-            answer, listener = None, at.get(f"door/{member.slot}.{member.incarnation}.0")
+            answer, listener = None, at.get(listener_key(member, 0))
             if listener:
                 place = split_address(listener)
                 answer = ask_join_server(context, keys, *place, STATUS, 3.0)

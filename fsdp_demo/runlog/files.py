@@ -1,13 +1,7 @@
 """The files of a run: their names, their format, and what islands have written in them, whole or
 not: a killed run leaves half a line.
 
-| file, in the folder of an island | a line or object |
-|---|---|
-| `run.json` | what runs: see `HEAD` |
-| `metrics.jsonl` | every so many steps: see `STEP` |
-| `exchanges.jsonl` | an exchange that has ended: see `EXCHANGE` |
-| `events.jsonl` | something that happened: see `EVENT` |
-| `summary.json` | written at the end |
+docs/report.md lists the files and their keys ("What a run leaves").
 """
 
 from __future__ import annotations
@@ -28,54 +22,18 @@ FORMAT = 1
 HEAD_FILE, STEPS_FILE = "run.json", "metrics.jsonl"
 EXCHANGES_FILE, EVENTS_FILE, SUMMARY_FILE = "exchanges.jsonl", "events.jsonl", "summary.json"
 
-HEAD = {
-    "format": "1",
-    "name": "of the island",
-    "island": "its number",
-    "islands": "expected at the start",
-    "procs": "ranks of the island",
-    "preset": "name",
-    "config": "the whole configuration as yaml",
-    "chosen_because": "of `auto`: what was measured, and why this method; else empty",
-    "steps": "optimizer steps of the job; null where nobody knows",
-    "parameters": "numbers of the whole model",
-    "began": "when, seconds since 1970",
-    "facts": "what else the script says of the run",
-}
-STEP = {
-    "step": "optimizer steps of the job so far",
-    "seconds": "since the start of the job, evaluations counted, pauses between starts not",
-    "loss": "mean over this island's ranks and the steps since the line before",
-    "global_loss": "mean over all islands at the last exchange, or null",
-    "tokens": "of all islands so far",
-    "tokens_per_second": "of all islands, since the start, evaluations not counted",
-    "bytes_sent": "by this island to the others so far",
-    "bytes_full": "what a bf16 ring all-reduce at every step would have sent by now",
-    "seconds_waiting": "for which training stood still so far, mean over the ranks",
-}
-EXCHANGE = {
-    "step": "in which the message left, counted from 0",
-    "applied": "in which its mean was applied",
-    "channels": "names",
-    "start": "seconds since the start of the job, or null",
-    "end": "the same",
-    "waiting": "seconds for which training stood still for it",
-    "bytes": "sent by the first rank of the island",
-    "received": "by that rank",
-    "islands": "numbers of those that took part; empty where that is not known",
-}
-EVENT = {
-    "kind": "begin, resume, evaluation, checkpoint, lost, joined, skipped round, chosen, finish",
-    "step": "optimizer steps so far",
-    "seconds": "since the start of the job",
-    "islands": "numbers, of lost and joined",
-    "loss": "of an evaluation, with tokens and bytes_sent at that time",
-    "reason": "of a skipped round, and of a method that `auto` has chosen",
-}
+NUMBERS = frozenset(
+    (
+        *("step", "seconds", "loss", "global_loss", "tokens", "tokens_per_second"),
+        *("bytes_sent", "bytes_full", "seconds_waiting"),
+        *("applied", "start", "end", "waiting", "bytes", "received"),
+    )
+)
+"""The keys of a line whose values are numbers."""
 
 
 def write_json(path: Path, value: Any) -> None:
-    """In one piece: who reads sees the whole file or none."""
+    """Write a value as indented JSON; a reader sees the whole file or none."""
     text = json.dumps(value, indent=2) + "\n"
     files.in_one_piece(path, lambda part: part.write_text(text, encoding="utf-8"))
 
@@ -241,25 +199,21 @@ def _island(folder: Path) -> IslandFiles:
     return IslandFiles(
         str(head.get("name", folder.name)),
         head,
-        _sound(lines, STEP, ("step", "seconds")),
-        [e for e in _sound(exchanges, EXCHANGE, ("step",)) if e.get("channels")],
-        [e for e in _sound(events, EVENT, ("step", "seconds")) if e.get("kind")],
+        _sound(lines, ("step", "seconds")),
+        _sound(exchanges, ("step", "channels")),
+        _sound(events, ("step", "seconds", "kind")),
         read_json(folder / SUMMARY_FILE),
         a + b + c,
         sum(isinstance(x := line.get("loss"), float) and not math.isfinite(x) for line in lines),
     )
 
 
-_TEXTS = ("channels", "islands", "kind", "reason")
-
-
-def _sound(lines: Lines, keys: Iterable[str], needed: Iterable[str]) -> Lines:
-    """The lines without values of `keys` that are no finite number: a loss can be NaN, a file can
-    be damaged. A line that lacks one of `needed` is left out.
+def _sound(lines: Lines, needed: Iterable[str]) -> Lines:
+    """The lines without `NUMBERS` that are no finite number: a loss can be NaN, a file can be
+    damaged. A line that lacks one of `needed` is left out.
     """
-    numbers = set(keys).difference(_TEXTS)
-    sound = [{k: v for k, v in one.items() if k not in numbers or _finite(v)} for one in lines]
-    return [one for one in sound if all(key in one for key in needed)]
+    sound = [{k: v for k, v in one.items() if k not in NUMBERS or _finite(v)} for one in lines]
+    return [one for one in sound if all(one.get(key) not in (None, "", []) for key in needed)]
 
 
 def _finite(value: Any) -> bool:

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from .words import size, times
+from ..errors import size
+from .words import times
 
 PLAIN_EVERY = 5.0
 """Seconds between two lines, where the output is no terminal."""
@@ -98,7 +99,6 @@ class ProgressLine:
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._lock, self._shown, self._next, self._said = threading.RLock(), False, 0.0, False
         self._over, self._held = threading.Event(), 0.0
-        self._filter = _Above(self)
         self._handlers = [
             h
             for logger in (logging.getLogger(), logging.getLogger("fsdp_demo"))
@@ -106,18 +106,18 @@ class ProgressLine:
             if self._terminal
         ]
         for handler in self._handlers:
-            handler.addFilter(self._filter)
+            handler.addFilter(self._above)
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
         self._thread.start()
 
     def step(self, step: int) -> None:
         """An optimizer step has ended; costs a look at the clock."""
         self._times.append((step, time.monotonic()))
-        self.known = _replaced(self.known, step=step)
+        self.known = replace(self.known, step=step)
 
     def update(self, **fields: Any) -> None:
         """What is known now, by the names of `Progress`; a plain line where one is due."""
-        self.known = _replaced(self.known, **fields)
+        self.known = replace(self.known, **fields)
         if not self._terminal and (time.monotonic() >= self._next or self._last):
             self._next = time.monotonic() + PLAIN_EVERY
             self.write(self.text())
@@ -158,7 +158,7 @@ class ProgressLine:
         self._thread.join(5.0)
         self.clear()
         for handler in self._handlers:
-            handler.removeFilter(self._filter)
+            handler.removeFilter(self._above)
 
     def _watch(self) -> None:
         while not self._over.wait(REFRESH):
@@ -179,18 +179,7 @@ class ProgressLine:
             self._stream.flush()
             self._shown = True
 
-
-class _Above(logging.Filter):
-    """Takes the line off the terminal before a record of the log is written."""
-
-    def __init__(self, line: ProgressLine):
-        super().__init__()
-        self._line = line
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        self._line.clear()
+    def _above(self, record: logging.LogRecord) -> bool:
+        """A filter of the log's handlers: a record is written where the line was."""
+        self.clear()
         return True
-
-
-def _replaced(known: Progress, **fields: Any) -> Progress:
-    return Progress(**{**vars(known), **fields})

@@ -157,7 +157,7 @@ class RunRecord:
             )
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that happened now: see `files.EVENT`."""
+        """Write something that happened at this step to `events.jsonl`."""
         self._event(kind, self._exchange.step, **fields)
 
     def _event(self, kind: str, step: int, **fields: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import size as size
-
 
 def short(count: float) -> str:
     """A count with a decimal prefix.
@@ -49,18 +47,17 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
-    """Aligned columns; the first row is the head, the first column is left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def table(rows: Sequence[Sequence[str]], left: int = 1, markdown: bool = False) -> str:
+    """Columns of equal width; the first row is the head, the first `left` columns are
+    left-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [
-        [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        for row in rows
+        [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(pairs)]
+        for pairs in (zip(row, widths, strict=True) for row in rows)
     ]
     if not markdown:
-        return "\n".join("  ".join(row) for row in padded)
+        return "\n".join("  ".join(row).rstrip() for row in padded)
     lines = ["| " + " | ".join(row) + " |" for row in padded]
     lines.insert(1, "|" + "|".join(["---", *["---:"] * (len(widths) - 1)]) + "|")
     return "\n".join(lines)

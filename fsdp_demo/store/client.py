@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -139,8 +138,18 @@ class WorldStore(Store):
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         if self._store is None:
             raise StoreSilent(f"the store at {self.where} has not answered before")
+        answer, store = Future[Any](), self._store
+
+        def run() -> None:
+            try:
+                answer.set_result(question(store))
+            except BaseException as error:  # handed to the thread that waits
+                answer.set_exception(error)
+
+        # no executor's thread, which would hold an interpreter that wants to end
+        threading.Thread(target=run, name="store", daemon=True).start()
         try:
-            return in_thread(partial(question, self._store)).result(self.deadline)
+            return answer.result(self.deadline)
         except Late:
             self._store = None  # the thread still stands in it
             raise StoreSilent(
@@ -151,22 +160,6 @@ class WorldStore(Store):
             raise StoreSilent(
                 f"the store at {self.where} does not answer: {first_line(error)}"
             ) from None
-
-
-def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """The result of `work`, which runs in a thread of its own. It is no executor's thread, which
-    would hold an interpreter that wants to end.
-    """
-    done = Future[Any]()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # handed to the thread that waits
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
-    return done
 
 
 def connect(endpoint: str, limit: float, deadline: float, token: str = "") -> StoreClient:

@@ -15,18 +15,20 @@ pytest.importorskip("zmq")
 import fsdp_demo
 from fsdp_demo.checkpoint import registry
 from fsdp_demo.errors import PeerLost, StoreSilent
+from fsdp_demo.peers.votes import Ranks
 
 from ..support.durable import Durable
 
 
-def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path: Path) -> None:
-    """Before, it waited as long as for one that is slow."""
+def test_save_without_store_does_not_wait(run_ranks, tmp_path: Path) -> None:
+    """A save does not wait for a store that is not there."""
 
     def fn(me: Any) -> Any:
         registry.PATIENCE = 60.0
         store = Durable(tmp_path / "keys")
         board = registry.CheckpointRegistry(
-            fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r")
+            fsdp_demo.Topology("islands", 0, 2, endpoint=store.endpoint, timeout=30.0, run="r"),
+            Ranks(None, 0, 1),
         )
         before = board.exchange([1])
         store.kill()
@@ -44,8 +46,10 @@ def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path:
     assert "is not there (nobody listens" in text
 
 
-def test_who_asks_for_checkpoints_does_not_wait_once_the_attempt_has_ended(run_ranks) -> None:
-    """Another island's process was lost and started again: it opened the next attempt."""
+def test_resume_after_attempt_ended_does_not_wait(run_ranks) -> None:
+    """A question for common checkpoints does not wait once the attempt has ended. Another island's
+    process was lost and started again: it opened the next attempt.
+    """
 
     def fn(me: Any) -> None:
         topology = fsdp_demo.Topology(
@@ -53,6 +57,6 @@ def test_who_asks_for_checkpoints_does_not_wait_once_the_attempt_has_ended(run_r
         )
         topology.open_store().under(topology.prefix()).set("ended", "1")
         with pytest.raises(PeerLost, match=r"islands \[1\] to say .* when the attempt ended"):
-            registry.CheckpointRegistry(topology).meet({})
+            registry.CheckpointRegistry(topology, Ranks(None, 0, 1)).meet({})
 
     run_ranks(fn, 1, 1)

@@ -14,11 +14,12 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 from fsdp_demo.checkpoint import save_exchange
-from fsdp_demo.checkpoint.choice import NOWHERE, HeldCheckpoint, alike, choose, look, together
+from fsdp_demo.checkpoint.choice import HeldCheckpoint, alike, choose, look, together
 from fsdp_demo.checkpoint.files import write_part
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.exchange.saved_state import BEGUN, ExchangeState, History
+from fsdp_demo.peers.votes import Ranks
 
 from ..support.forked import forked
 
@@ -35,7 +36,8 @@ def steps(*each: list[HeldCheckpoint], how: str = "common") -> list[int | None]:
     return [h and h.step for h in found]
 
 
-def test_equal_steps_with_unlike_histories_are_not_common() -> None:
+def test_history_unlike_not_common() -> None:
+    """Checkpoints of one step with unlike histories are not common."""
     a, b = (
         [held(10, ALL), held(20, ALL, applied="19")],
         [held(10, ALL), held(20, TWO, applied="19")],
@@ -48,13 +50,17 @@ def test_equal_steps_with_unlike_histories_are_not_common() -> None:
     assert steps(a[1:], b[1:], how="take_over") in ([20, None], [None, 20])
 
 
-def test_unlike_steps_between_the_same_exchanges_need_one_history_too() -> None:
+def test_history_between_same_exchanges() -> None:
+    """Checkpoints of unlike steps between the same exchanges need one history, too."""
     a, b = [held(12, ALL)], [held(15, TWO)]
     assert together([a, b]) is None
     assert steps(a, [held(15, ALL)]) == [12, 15]
 
 
-def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_over_it() -> None:
+def test_history_unsaid_fits_any() -> None:
+    """A checkpoint without a history fits any other, but it does not join two whose histories
+    differ.
+    """
     assert steps([held(10, "")], [held(10, ALL)]) == [10, 10]
     assert steps([held(12, "")], [held(15, ALL)]) == [12, 15]
     assert steps([held(10, "")], [held(10, "")]) == [10, 10]
@@ -62,16 +68,20 @@ def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_
     assert together([[held(12, "")], [held(13, ALL)], [held(14, TWO)]]) is None
 
 
-def test_rotation_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is deleted for a checkpoint that the others hold in name only."""
-    registry = CheckpointRegistry(fsdp_demo.Topology.from_env({}))
+def test_history_in_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotation knows histories: nothing is deleted for a checkpoint that the others hold in name
+    only.
+    """
+    registry = CheckpointRegistry(fsdp_demo.Topology.from_env({}), Ranks(None, 0, 1))
     for theirs, common in ((ALL, 20), (TWO, 10)):
         said = [[10, "9", ALL], [20, "19", theirs]]
         monkeypatch.setattr(registry, "exchange", lambda mine, said=said: [mine, said])
         assert registry.common([held(10, ALL), held(20, ALL, applied="19")]) == common
 
 
-def test_the_heads_say_it(tmp_path: Path) -> None:
+def test_history_in_heads(tmp_path: Path) -> None:
+    """The heads of a checkpoint hold the history."""
+
     def write(rank: int, **more: Any) -> None:
         write_part(
             tmp_path,
@@ -81,16 +91,18 @@ def test_the_heads_say_it(tmp_path: Path) -> None:
         )
 
     write(0)
-    assert look(tmp_path, 3) == ('{"a": 9}', 1, "", "")
+    assert look(tmp_path, 9, 3) == HeldCheckpoint(9, '{"a": 9}', 1)
     write(0, history=ALL)
     write(1, history="")  # a copy that is not active
-    assert look(tmp_path, 3) == ('{"a": 9}', 1, ALL, "") and look(tmp_path, 2) == NOWHERE
+    assert look(tmp_path, 9, 3) == HeldCheckpoint(9, '{"a": 9}', 1, ALL)
+    assert look(tmp_path, 9, 2) == HeldCheckpoint(9)
     write(1, history=TWO)
     with pytest.raises(ValueError, match="ranks have unlike histories"):
-        look(tmp_path, 3)
+        look(tmp_path, 9, 3)
 
 
-def test_a_history_changes_where_others_take_part_than_before() -> None:
+def test_history_changes_with_members() -> None:
+    """A history changes at an exchange in which other islands take part than before."""
     one, two = History(3), History(3)
     for h in (one, two):
         h.hear(0, (0, 1, 2))
@@ -129,7 +141,8 @@ def trained(me: Any) -> Any:
         optimizer.zero_grad()
         if t in (3, 7) and me.island != 1:
             save_exchange(me.folder / f"{me.island}-{t}", exchange)
-            heads.append(look(me.folder / f"{me.island}-{t}", 3)[2:])
+            held = look(me.folder / f"{me.island}-{t}", t, 3)
+            heads.append((held.history, held.participants))
     tree = exchange.state_dict()
     state = ExchangeState.from_tree(tree)
     unsaid = ExchangeState.from_tree({k: v for k, v in tree.items() if k != "history"})
@@ -138,7 +151,8 @@ def trained(me: Any) -> Any:
     return heads, state.history["digest"], unsaid.history, exchange._queue.history.digest
 
 
-def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
+def test_history_of_survivors_holds_loss(run_ranks) -> None:
+    """The history of all survivors holds the loss of an island."""
     pytest.importorskip("zmq")
     one, died, two = run_ranks(trained, 3, 1, env={"ISLAND_DEAD": "8"})
     assert died == 9 and one == two
@@ -164,5 +178,6 @@ def resumed(me: Any) -> Any:
     return found
 
 
-def test_all_go_on_with_one_history(run_ranks) -> None:
+def test_history_common_after_resume(run_ranks) -> None:
+    """All islands resume with one history, also one whose state has none."""
     assert run_ranks(resumed, 2, 1) == [TWO, TWO]

@@ -39,14 +39,16 @@ def there(name: str) -> bool:
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_is_listed(module: str) -> None:
+def test_api_page_lists_every_public_name(module: str) -> None:
+    """docs/api.md lists each public name, but for those left out with a reason."""
     if not there(module):
         pytest.skip(f"{module} needs a library that is not installed")
     names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
     assert names - set(LISTED) - set(LEFT_OUT) == set()
 
 
-def test_what_is_left_out_is_public_and_has_a_reason() -> None:
+def test_api_page_left_out_names_are_public() -> None:
+    """A name that is left out is public and has a reason."""
     assert all(reason for reason in LEFT_OUT.values()) and not set(LEFT_OUT) & set(LISTED)
     for name in LEFT_OUT:
         module, _, attribute = name.rpartition(".")
@@ -54,14 +56,16 @@ def test_what_is_left_out_is_public_and_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_what_is_listed_is_there_and_has_a_docstring(name: str) -> None:
+def test_api_page_names_are_there(name: str) -> None:
+    """A name that is listed is there and has a docstring."""
     if not there(name):
         pytest.skip(f"{name} needs a library that is not installed")
     module, _, attribute = name.rpartition(".")
     assert getattr(importlib.import_module(module), attribute).__doc__
 
 
-def test_no_name_is_listed_twice() -> None:
+def test_api_page_lists_no_name_twice() -> None:
+    """No name is listed twice."""
     assert len(LISTED) == len(set(LISTED)) and {
         f"fsdp_demo.{name}" for name in ("attach", "Exchange")
     } <= set(LISTED)

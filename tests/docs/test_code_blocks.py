@@ -79,7 +79,8 @@ Take `fsdp-demo presets demo --yaml`, not `fsdp-demo`.
 """
 
 
-def test_blocks_are_found_with_their_marks() -> None:
+def test_code_blocks_are_found_with_their_marks() -> None:
+    """Blocks of a page are found with their languages, lines and marks."""
     bash, python, text = pages.blocks(PAGE)
     assert (bash.language, bash.line, bash.not_run, bash.first) == ("bash", 4, "needs a GPU", None)
     assert (python.language, python.line, python.code, python.first) == (
@@ -95,7 +96,8 @@ def test_blocks_are_found_with_their_marks() -> None:
     )
 
 
-def test_commands_are_found_in_blocks_and_in_sentences() -> None:
+def test_code_blocks_commands_are_found() -> None:
+    """Commands are found in blocks and in sentences."""
     first = "A=1 fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3".split()
     assert list(pages.commands(PAGE)) == [
         first,
@@ -104,7 +106,8 @@ def test_commands_are_found_in_blocks_and_in_sentences() -> None:
     ]
 
 
-def test_what_is_wrong_in_a_command_is_found() -> None:
+def test_code_blocks_wrong_command_is_found() -> None:
+    """A command with an unknown name, flag or file is found."""
     assert not problems(
         (
             "fsdp-demo rehearse --islands 2 --procs 1 -- recipes/pretrain.py --steps 3 --no-shard "
@@ -138,7 +141,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("page", ALL)
-def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+def test_code_blocks_run_or_say_why_not(page: Path) -> None:
+    """Each block is run, parsed or marked with a reason."""
     wrong = []
     for block in pages.blocks(read(page)):
         at = f"{pages.name(page)}:{block.line} ({block.language or 'no language'})"
@@ -155,7 +159,8 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ALL)
-def test_yaml_and_json_are_well_formed(page: Path) -> None:
+def test_code_blocks_yaml_and_json_are_well_formed(page: Path) -> None:
+    """Blocks of yaml and json are well-formed."""
     for block in pages.blocks(read(page)):
         if block.language in PARSED and block.not_run is None:
             assert PARSED[block.language](block.code) is not None, (
@@ -196,9 +201,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
 @pytest.mark.parametrize(
     "page", [pytest.param(p, id=pages.name(p)) for p in pages.pages() if python_of(p)]
 )
-def test_python_runs(page: Path, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
-    """All blocks of a page in one namespace, in a process without islands and without a network, in
-    an empty folder.
+def test_code_blocks_python_runs(page: Path, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
+    """The python of a page runs: all blocks in one namespace, in a process without islands and
+    without a network, in an empty folder.
     """
     parts = []
     for block in python_of(page):
@@ -225,7 +230,8 @@ def test_python_runs(page: Path, tmp_path: Path, runner: subprocess.Popen[str]) 
 
 
 @pytest.mark.parametrize("page", ALL)
-def test_commands_name_what_exists(page: Path) -> None:
+def test_code_blocks_commands_name_what_exists(page: Path) -> None:
+    """Commands on a page name programs, flags and files that exist."""
     wrong = [
         f"{' '.join(command)}\n    {problem}"
         for command in pages.commands(read(page))

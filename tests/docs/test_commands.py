@@ -35,14 +35,16 @@ def in_table(section: str) -> set[str]:
     return set(re.findall(r"^\| `(--[\w-]+)", section, re.M))
 
 
-def test_every_command_has_a_section() -> None:
+def test_commands_page_has_a_section_for_each() -> None:
+    """Each command has a section and a row in the table."""
     assert list(SECTIONS) == [*commands(), "launch"]
     for name in commands():
         assert f"| [`fsdp-demo {name}`](#{name}) |" in TEXT
 
 
 @pytest.mark.parametrize("name", commands())
-def test_every_flag_of_a_command_is_on_the_page(name: str) -> None:
+def test_commands_page_has_every_flag(name: str) -> None:
+    """Each flag of a command is in the table of its section."""
     parser = commands()[name]
     flags = {flag for a in parser._actions for flag in a.option_strings if flag.startswith("--")}
     assert in_table(SECTIONS[name]) == flags - {"--help"}
@@ -54,7 +56,8 @@ def test_every_flag_of_a_command_is_on_the_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", commands())
-def test_defaults_are_those_of_the_parser(name: str) -> None:
+def test_commands_page_has_the_defaults(name: str) -> None:
+    """Defaults on the page are those of the parser."""
     for a in commands()[name]._actions:
         if isinstance(a.default, str) and a.default and a.default != argparse.SUPPRESS:
             assert f"| `{a.default}` |" in SECTIONS[name], a.dest
@@ -63,5 +66,6 @@ def test_defaults_are_those_of_the_parser(name: str) -> None:
             assert row is not None and row[0].endswith(f"| {a.default:g} |"), a.dest
 
 
-def test_every_flag_of_the_launcher_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_page_has_every_flag_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each flag of `launch` is in the table of its section."""
     assert in_table(SECTIONS["launch"]) == launch_flags(capsys)

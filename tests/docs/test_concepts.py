@@ -21,7 +21,8 @@ def functions(package: str) -> set[str]:
     }
 
 
-def test_every_line_of_demos_step_has_its_function() -> None:
+def test_concepts_page_names_functions_that_are_there() -> None:
+    """Each line of DeMo's step has its function in this library."""
     text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     section = text.partition("## DeMo in this library")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .*? \| `(\w+)`: `(\w+)` \|", section, re.MULTILINE)

@@ -45,6 +45,8 @@ PLACE = {
     for page, names in {
         "README.md": "methods",
         "docs/methods.md": "all-methods",
+        "docs/configuration.md": "keys keys-channels keys-schedule keys-accumulator keys-codec"
+        " keys-reducer keys-applier keys-fragments keys-later preset-keywords",
         "docs/measured/results-plan.md": "uplinks slow-predict",
         "docs/measured/results-doctor.md": "doctor",
         "docs/measured/results.md": "quickstart-settings slow-methods slow-delay",
@@ -81,7 +83,8 @@ def marked() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("page", "name", "text"), [pytest.param(*m, id=f"{m[0]} {m[1]}") for m in marked()]
 )
-def test_a_table_is_what_its_json_says(page: str, name: str, text: str) -> None:
+def test_figures_table_is_what_its_json_says(page: str, name: str, text: str) -> None:
+    """A marked table is what docs/figures/tables.py makes of its json."""
     assert name in tables.TABLES, (
         f"{page}: <!-- table: {name} --> is not known: allowed are {', '.join(tables.TABLES)}"
     )
@@ -90,13 +93,15 @@ def test_a_table_is_what_its_json_says(page: str, name: str, text: str) -> None:
     )
 
 
-def test_every_table_stands_on_its_page() -> None:
+def test_figures_every_table_is_on_its_page() -> None:
+    """Each table is on the page that it belongs to, and no other is marked."""
     assert PLACE.keys() == tables.TABLES.keys()
     assert {name: page for page, name, _ in marked()} == PLACE
 
 
 @pytest.mark.parametrize("name", sorted({table for table, *_ in tables_study.STUDY.values()}))
-def test_every_group_of_the_study_stands_in_one_table(name: str) -> None:
+def test_figures_every_group_of_the_study_is_in_one_table(name: str) -> None:
+    """Each group of the study is in one table."""
     for group in {row["group"] for row in figure_cells.load(f"study-{name}.json")["rows"]}:
         there = [
             label
@@ -106,12 +111,14 @@ def test_every_group_of_the_study_stands_in_one_table(name: str) -> None:
         assert len(there) == 1, f"group {group!r} of study-{name}.json stands in {there}"
 
 
-def test_the_planner_has_the_gaps_of_the_study() -> None:
+def test_figures_planner_has_the_gaps_of_the_study() -> None:
+    """The planner's gaps are those of the study."""
     there = json.loads(tables_study.GAPS.read_text(encoding="utf-8"))
     assert there == tables_study.planner_gaps(), "run python docs/figures/tables.py --write"
 
 
-def test_marks_come_in_pairs() -> None:
+def test_figures_marks_come_in_pairs() -> None:
+    """Each mark of a table has an end."""
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")
         assert len(re.findall(r"^<!-- table: ", text, re.MULTILINE)) == len(
@@ -122,7 +129,8 @@ def test_marks_come_in_pairs() -> None:
 @pytest.mark.parametrize(
     "file", sorted(p.name for p in FIGURES.glob("*.json") if p.name != "about.json")
 )
-def test_a_file_has_a_date_a_machine_and_a_command(file: str) -> None:
+def test_figures_file_has_date_machine_and_command(file: str) -> None:
+    """Each file of figures has a date, a machine and a command."""
     about = json.loads((FIGURES / "about.json").read_text(encoding="utf-8"))
     assert file in about, f"docs/figures/about.json does not name {file}"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", about[file]["date"]) and about[file]["machine"]
@@ -149,9 +157,10 @@ def shapes() -> Callable[[str], Any]:
         for run in figure_cells.load("quickstart.json")
     ],
 )
-def test_the_quickstart_sends_what_the_planner_counts(
+def test_figures_quickstart_sends_what_the_planner_counts(
     run: dict[str, Any], shapes: Callable[[str], Any]
 ) -> None:
+    """The bytes of the measured quickstart are those that the planner counts."""
     small, steps, islands = shapes("small"), run["steps"], run["islands"]
     config = load_config(run["preset"], run["changes"])
     plans = plan_model(config, small, islands, run["procs"])
@@ -167,7 +176,8 @@ def test_the_quickstart_sends_what_the_planner_counts(
     assert run["ratio"] == pytest.approx(full / sent, rel=1e-6)
 
 
-def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
+def test_figures_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
+    """The table of bytes per preset is what the planner counts."""
     facts = figure_cells.load("bytes.json")["presets"]
     assert (facts["model"], facts["islands"], facts["shards"]) == ("llama-3.2-1b", 3, 1)
     link = Link.parse(facts["link"])
@@ -183,7 +193,8 @@ def test_the_bytes_are_what_the_planner_counts(shapes: Callable[[str], Any]) -> 
         ] == pytest.approx(entry.seconds)
 
 
-def test_sign_muloco_has_what_the_study_chose() -> None:
+def test_figures_sign_muloco_has_what_the_study_chose() -> None:
+    """The preset `sign_muloco` has the settings that the study chose."""
     row = tables_study.tuned()["sign_muloco"]
     assert row["name"] == "sign_muloco tuned"
     rate, *chosen = figure_cells.load("study-main.json")["tuned"][row["name"]].split()
@@ -195,7 +206,8 @@ def test_sign_muloco_has_what_the_study_chose() -> None:
     assert f"lr={ours.lr}" == rate and ours.lr == cell.lr
 
 
-def test_what_is_published_is_counted_again(shapes: Callable[[str], Any]) -> None:
+def test_figures_published_bytes_are_counted_again(shapes: Callable[[str], Any]) -> None:
+    """Published bytes beside ours are counted again."""
     made = counting.published(shapes("olmo-300m"), shapes("olmo-1b"))
     assert [asdict(claim) for claim in made] == [
         {key: row[key] for key in asdict(made[0])}
@@ -203,12 +215,14 @@ def test_what_is_published_is_counted_again(shapes: Callable[[str], Any]) -> Non
     ]
 
 
-def test_the_memory_is_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
+def test_figures_memory_is_what_the_planner_counts(shapes: Callable[[str], Any]) -> None:
+    """The table of memory is what the planner counts."""
     rows = figure_cells.load("memory.json")
     assert [asdict(e) for e in remembering.entries(shapes("llama-3.2-1b"), 4, 8)] == rows
 
 
-def test_every_preset_has_its_words() -> None:
+def test_figures_every_preset_has_its_words() -> None:
+    """Each preset has a text in the table of methods."""
     from fsdp_demo import presets
 
     assert set(tables.METHODS) == set(presets())
@@ -217,8 +231,10 @@ def test_every_preset_has_its_words() -> None:
 # ---- compression -------------------------------------------------------------------------------
 
 
-def test_the_rows_of_compression_add_up() -> None:
-    """Stages make the whole, ratios are of the figures beside them, and the processor is named."""
+def test_figures_compression_rows_add_up() -> None:
+    """The figures of compression are consistent: stages make the whole, ratios are of the figures
+    beside them, and the processor is named.
+    """
     found = figure_cells.load("codec.json")
     assert found["cpu"] and found["form"].startswith("part=")
     for name in tables_costs.HOT:
@@ -231,7 +247,8 @@ def test_the_rows_of_compression_add_up() -> None:
             assert r["ratio"] == pytest.approx(r["published_ns"] / r["ours_ns"])
 
 
-def test_the_table_of_scale_says_how_far_costs_lie_apart() -> None:
+def test_figures_scale_table_has_the_spread() -> None:
+    """The table of scale has the spread of its costs."""
     found = figure_cells.load("scale.json")
     costs = [r["all"] for r in found["rows"] if r["kind"] == "size"]
     assert found["cpu"] and found["spread"]["size"] == pytest.approx(max(costs) / min(costs) - 1)
@@ -243,7 +260,8 @@ def test_the_table_of_scale_says_how_far_costs_lie_apart() -> None:
 
 @pytest.mark.skipif(not STORMS, reason="no storm has been kept yet")
 @pytest.mark.parametrize("name", STORMS)
-def test_a_storm_is_whole_and_of_its_preset(name: str) -> None:
+def test_figures_storm_is_whole_and_of_its_preset(name: str) -> None:
+    """The figures of a storm are of all its events and of its preset."""
     found, about = (
         figure_cells.load(f"storm-{name}.json"),
         figure_cells.load("about.json")[f"storm-{name}.json"],
@@ -265,9 +283,10 @@ def test_a_storm_is_whole_and_of_its_preset(name: str) -> None:
     )
 
 
-def test_storms_are_taken_as_they_are_written(
+def test_figures_storms_are_taken_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The tables of storms take the files as the benchmark writes them."""
     kind = {
         "events": 2,
         "survived": 2,

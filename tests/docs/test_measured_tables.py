@@ -42,7 +42,8 @@ def sections(text: str, inherit: bool = False) -> list[tuple[str, str]]:
         if TABLE.search(below) and head not in ("What is tested where", "Pages")
     ],
 )
-def test_a_measured_table_has_date_machine_and_command(page: str, head: str, below: str) -> None:
+def test_measured_table_has_date_machine_and_command(page: str, head: str, below: str) -> None:
+    """A measured table has a date, a machine and a command, or says that they were not recorded."""
     lacks = [
         what
         for what, form in (

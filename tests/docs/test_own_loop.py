@@ -12,7 +12,8 @@ from ..support import pages
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
-def test_the_place_in_the_data_fits_the_step_of_a_stop(run_ranks: Any, tmp_path: Path) -> None:
+def test_own_loop_saves_the_place_of_the_steps_it_took(run_ranks: Any, tmp_path: Path) -> None:
+    """The place in the data that the loop of docs/checkpoints.md saves fits the step of a stop."""
     texts = [b.code for b in pages.blocks(PAGE.read_text(encoding="utf-8"))]
     (loop,) = (text for text in texts if "last=True" in text)
     told = "optimizer.zero_grad(); exchange.step == 2 and exchange.request_stop()"

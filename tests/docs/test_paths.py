@@ -17,7 +17,8 @@ FILES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_files_are_there(page: str) -> None:
+def test_paths_of_named_files_are_there(page: str) -> None:
+    """Files that a page names are in the tree."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/]+\.py)", text) if "NAME" not in name}
     assert (

@@ -33,7 +33,8 @@ def make() -> ModuleType:
 @pytest.mark.skipif(
     bool(ABSENT), reason=f"{', '.join(ABSENT)} not installed: pip install -e '.[docs]'"
 )
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """mkdocs builds the site without a warning."""
     command = [
         sys.executable,
         "-m",
@@ -58,7 +59,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["islands.svg", "step.svg", "step-delay.svg"])
-def test_a_picture_is_what_its_script_makes(name: str) -> None:
+def test_site_picture_is_what_its_script_makes(name: str) -> None:
+    """A picture is what docs/pictures/make.py makes, and nothing in it lies outside."""
     pictures = make().PICTURES
     assert name in pictures
     text = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
@@ -71,7 +73,8 @@ def test_a_picture_is_what_its_script_makes(name: str) -> None:
             assert left <= x and x + w <= width and top <= y and y + h <= height, element.attrib
 
 
-def test_every_picture_has_a_script() -> None:
+def test_site_every_picture_has_a_script() -> None:
+    """Each picture has a script."""
     drawn = {p.name for p in (ROOT / "docs" / "pictures").glob("*.svg")}
     study = {p.stem for p in (ROOT / "docs" / "figures").glob("study-*.json")}
     of_study = {f"{name}-{what}.svg" for name in study for what in ("bytes", "intervals", "tokens")}

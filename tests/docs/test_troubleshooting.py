@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_demo.errors import ANCHORS, PAGE, see
+from fsdp_demo.errors import PAGE, see
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^### .*?\{#([\w-]+)\}\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+ANCHORS = list(SECTIONS)
 SOURCES = {
     f: f.read_text(encoding="utf-8")
     for top in ("fsdp_demo", "deepspeed_ext")
@@ -20,12 +21,13 @@ SOURCES = {
 CALL = re.compile(r"""\bsee\(\s*["']([\w-]+)["']\s*\)""")
 
 
-def test_the_page_and_the_code_have_the_same_anchors() -> None:
-    assert re.findall(r"\{#([\w-]+)\}", TEXT) == list(ANCHORS)
-    assert list(SECTIONS) == list(ANCHORS) and len(ANCHORS) >= 25
+def test_troubleshooting_anchors_have_sections() -> None:
+    """Each anchor of the page has a section, in the order of the page."""
+    assert re.findall(r"\{#([\w-]+)\}", TEXT) == ANCHORS and len(ANCHORS) >= 25
 
 
-def test_every_anchor_is_referred_to_and_no_other() -> None:
+def test_troubleshooting_anchors_are_all_used() -> None:
+    """Each anchor is used by a message, and no other."""
     used = {
         anchor
         for file, text in SOURCES.items()
@@ -39,9 +41,9 @@ def test_every_anchor_is_referred_to_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-def test_a_section_quotes_the_message_and_names_cause_and_cure(anchor: str) -> None:
-    """What a user copies from the terminal is found on the page: the quoted words are those of the
-    sources.
+def test_troubleshooting_section_quotes_message_cause_and_cure(anchor: str) -> None:
+    """A section quotes its message and names cause and cure: what a user copies from the terminal
+    is found on the page, as the quoted words are those of the sources.
     """
     section = SECTIONS[anchor]
     quoted = re.findall(r"^\* \*\*Message.*?:\*\* (.*)", section, re.M)
@@ -53,7 +55,8 @@ def test_a_section_quotes_the_message_and_names_cause_and_cure(anchor: str) -> N
             assert len(wanted) < 6 or wanted in code, wanted
 
 
-def test_readers_are_sent_to_sections_that_are_there() -> None:
+def test_troubleshooting_links_lead_to_sections() -> None:
+    """Pages and messages refer to sections that are there."""
     files = [
         *(ROOT / "docs").rglob("*.md"),
         ROOT / "README.md",
@@ -70,7 +73,8 @@ def test_readers_are_sent_to_sections_that_are_there() -> None:
 
 
 @pytest.mark.parametrize("words", ["no store answers", "is no key of the configuration"])
-def test_a_message_ends_with_its_section(words: str) -> None:
+def test_troubleshooting_message_ends_with_its_section(words: str) -> None:
+    """A message ends with the address of its section."""
     from fsdp_demo import load_config
     from fsdp_demo.store.client import connect
 

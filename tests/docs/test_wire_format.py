@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp_demo.config.names import FORMATS
-from fsdp_demo.peers import header, piece_header
+from fsdp_demo.peers import header, pieces
 from fsdp_demo.store.messages import Answer, Question
 
 from ..support.sealed import seal
@@ -34,12 +34,13 @@ def tables(first: str) -> list[list[list[str]]]:
 LAYOUTS = dict(zip(("header", "frame"), tables("offset"), strict=True))
 STRUCTS = {
     "header": header.HEADER,
-    "frame": piece_header.FRAME,
+    "frame": pieces.FRAME,
 }
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_offsets_and_types_are_those_of_the_struct(name: str) -> None:
+def test_wire_format_page_has_offsets_and_types(name: str) -> None:
+    """Offsets and types on the page are those of the struct."""
     rows, wanted = LAYOUTS[name], STRUCTS[name]
     form = "<" + "".join(TYPES.get(row[2], row[2]) for row in rows)
     sizes = [struct.calcsize("<" + TYPES.get(row[2], row[2])) for row in rows]
@@ -54,7 +55,8 @@ def test_offsets_and_types_are_those_of_the_struct(name: str) -> None:
     assert struct.calcsize(form) == wanted.size
 
 
-def test_parts_of_one_number_lie_as_they_are_said_to() -> None:
+def test_wire_format_page_parts_of_one_number() -> None:
+    """Parts of one number lie in the bytes that the page says."""
     body = torch.zeros(259, dtype=torch.uint8)
     message = seal(header.Header(7, 3, flags=header.STOP, norm=200, rate=513), body)
     assert message[24:32].tolist() == [3, 1, 0, 0, 0, 0, 1, 2]
@@ -65,11 +67,12 @@ def test_parts_of_one_number_lie_as_they_are_said_to() -> None:
     )
 
 
-def test_versions_kinds_flags_and_statuses() -> None:
+def test_wire_format_page_has_versions_kinds_and_flags() -> None:
+    """The page has the versions, kinds, flags and statuses of the code."""
     versions = {row[1].strip("`"): int(row[2]) for row in tables("what")[0]}
     assert (
         versions[header.MAGIC.decode()] == header.VERSION
-        and versions[piece_header.MAGIC.decode()] == piece_header.VERSION
+        and versions[pieces.MAGIC.decode()] == pieces.VERSION
     )
     (messages,) = ({row[1].strip("`"): int(row[0]) for row in t} for t in tables("kind"))
     assert len(messages) == len(header.KINDS) and all(
@@ -78,7 +81,8 @@ def test_versions_kinds_flags_and_statuses() -> None:
     assert all(getattr(header, row[1].strip("`")) == int(row[0]) for row in tables("flag")[0])
 
 
-def test_questions_and_answers_of_the_store() -> None:
+def test_wire_format_page_has_the_messages_of_the_store() -> None:
+    """The page has the fields and verbs of the store's questions and answers."""
     versions = {row[1].strip("`"): row[2] for row in tables("what")[0]}
     for form, rows in zip((Question, Answer), tables("element"), strict=True):
         said = msgspec.structs.fields(form)
@@ -89,7 +93,8 @@ def test_questions_and_answers_of_the_store() -> None:
         assert [word for word in re.findall("`(.+?)`", rows[1][2]) if word in words] == list(words)
 
 
-def test_number_formats() -> None:
+def test_wire_format_page_has_the_number_formats() -> None:
+    """The page has bits and groups of the number formats."""
     rows = {
         row[0].strip("`"): (int(row[1]), int(row[2] or 0)) for row in tables("`value_dtype`")[0]
     }

@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from fsdp_demo.elastic import connect, descriptors  # noqa: E402
+from fsdp_demo.elastic import descriptors  # noqa: E402
 from fsdp_demo.elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers  # noqa: E402
+from fsdp_demo.elastic.join_server import num_connections  # noqa: E402
 from fsdp_demo.errors import PeerLost  # noqa: E402
 from fsdp_demo.net.tcp import raise_to  # noqa: E402
 from fsdp_demo.peers.poller import Poller  # noqa: E402
@@ -40,9 +41,9 @@ def start(enter: Any, slots: int) -> Exception:
 
 
 @pytest.mark.parametrize("enter", [elastic_peers, newcomer_peers])
-def test_a_start_raises_the_soft_limit_and_names_a_hard_one_that_is_too_low(
-    run_ranks, enter
-) -> None:
+def test_open_files_soft_limit_raised_hard_limit_named(run_ranks, enter) -> None:
+    """A start raises the soft limit of open files, and names a hard limit that is too low."""
+
     def run(me: Any) -> None:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
@@ -57,8 +58,10 @@ def test_a_start_raises_the_soft_limit_and_names_a_hard_one_that_is_too_low(
     run_ranks(run, 1, 1)
 
 
-def test_more_connections_than_libzmq_allows_by_itself(run_ranks) -> None:
-    """It allows 1,023 sockets, and takes three for each."""
+def test_open_files_more_sockets_than_libzmq_allows(run_ranks) -> None:
+    """A poller has more connections than libzmq allows by itself: it allows 1,023 sockets, and
+    takes three for each.
+    """
 
     def run(me: Any) -> None:
         if raise_to(2048) < 2048:
@@ -72,8 +75,10 @@ def test_more_connections_than_libzmq_allows_by_itself(run_ranks) -> None:
     run_ranks(run, 1, 1)
 
 
-def test_a_guest_of_many_has_fewer_connections() -> None:
-    """Those that began were few, and opened many to each other."""
+def test_newcomer_of_many_has_fewer_connections() -> None:
+    """A newcomer to many islands has few connections to each; those that began were few, and opened
+    many to each other.
+    """
     few, many = ({n: [None] * 8 for n in range(count)} for count in (2, 20))
-    assert connect._connections_to_guest(few) == 8  # type: ignore[arg-type]
-    assert connect._connections_to_guest(many) == 1  # type: ignore[arg-type]
+    assert num_connections(few) == 8  # type: ignore[arg-type]
+    assert num_connections(many) == 1  # type: ignore[arg-type]

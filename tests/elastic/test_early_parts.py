@@ -92,7 +92,9 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("islands", [2, 3, 4])
-def test_what_a_leaver_sends_early_counts(run_ranks, islands: int, gathered: bool) -> None:
+def test_early_part_of_a_leaver_counts(run_ranks, islands: int, gathered: bool) -> None:
+    """The part that a leaver sends early counts in the message of all others."""
+
     def run() -> None:
         of = Islands(islands)
         of.run(leaves(gathered))
@@ -103,7 +105,9 @@ def test_what_a_leaver_sends_early_counts(run_ranks, islands: int, gathered: boo
     alone(run_ranks, run)
 
 
-def test_a_long_one_goes_to_one_island_which_forwards_it(run_ranks) -> None:
+def test_early_part_long_goes_to_one_which_forwards_it(run_ranks) -> None:
+    """A long early part goes to one island, which forwards it."""
+
     def run() -> None:
         leaving.SHORT = message_io.SHORT = 100
         of = Islands(4, ranks=2)
@@ -118,13 +122,15 @@ def test_a_long_one_goes_to_one_island_which_forwards_it(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_held_on_one_line_of_two_it_does_not_count(run_ranks, gathered: bool) -> None:
+def test_early_part_held_in_one_peer_group_does_not_count(run_ranks, gathered: bool) -> None:
+    """An early part that the others hold in one of two peer groups does not count."""
+
     def run() -> None:
         of = Islands(3, ranks=2)
 
         def deaf(line: Any) -> None:
             if line._driver.machine.rank == 1:
-                line._driver._early_pieces.offer = lambda: None
+                line._driver.early_pieces.offer = lambda: None
 
         of.run(leaves(gathered, deaf, 1.0))
         assert of.results[1, 0] is True and of.results[1, 1] is False
@@ -135,7 +141,9 @@ def test_held_on_one_line_of_two_it_does_not_count(run_ranks, gathered: bool) ->
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_the_others_wait_in_that_message_already(run_ranks, gathered: bool) -> None:
+def test_early_part_while_the_others_wait(run_ranks, gathered: bool) -> None:
+    """An early part counts if the others wait in that message already."""
+
     def run() -> None:
         of = Islands(3)
 
@@ -150,9 +158,9 @@ def test_the_others_wait_in_that_message_already(run_ranks, gathered: bool) -> N
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_a_question_comes_in_between_and_nothing_counts(run_ranks, gathered: bool) -> None:
-    """It was meant for another message than the one that comes under its number: all leave it
-    out.
+def test_early_part_behind_a_question_does_not_count(run_ranks, gathered: bool) -> None:
+    """An early part that was meant for another message than the one that comes under its number is
+    left out by all.
     """
 
     def run() -> None:
@@ -176,8 +184,10 @@ def test_a_question_comes_in_between_and_nothing_counts(run_ranks, gathered: boo
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_another_one_is_lost_before_it_is_counted(run_ranks, gathered: bool) -> None:
-    """The settlement is settled again: what is held stays in it."""
+def test_early_part_stays_when_another_is_lost(run_ranks, gathered: bool) -> None:
+    """Another island is lost before the early part was counted: the settlement is settled again,
+    and what is held stays in it.
+    """
 
     def run() -> None:
         of = Islands(4)
@@ -206,7 +216,9 @@ def test_another_one_is_lost_before_it_is_counted(run_ranks, gathered: bool) -> 
     alone(run_ranks, run)
 
 
-def test_two_leave_one_after_the_other_and_both_count(run_ranks) -> None:
+def test_early_part_of_two_leavers_counts(run_ranks) -> None:
+    """Two islands leave one after the other, and the early parts of both count."""
+
     def run() -> None:
         of = Islands(4)
 
@@ -229,7 +241,9 @@ def test_two_leave_one_after_the_other_and_both_count(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_who_is_alone_waits_for_nobody(run_ranks) -> None:
+def test_early_part_alone_waits_for_nobody(run_ranks) -> None:
+    """An island that is alone sends nothing early and waits for nobody."""
+
     def run() -> None:
         of = Islands(2)
 
@@ -249,7 +263,9 @@ def test_who_is_alone_waits_for_nobody(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_more_than_was_said_is_not_made_room_for(run_ranks) -> None:
+def test_early_part_beyond_its_size_is_refused(run_ranks) -> None:
+    """An early part larger than `allow_early` said gets no room."""
+
     def run() -> None:
         of = Islands(3)
 
@@ -266,8 +282,10 @@ def test_more_than_was_said_is_not_made_room_for(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_an_island_that_has_left_says_nothing_of_the_others(run_ranks) -> None:
-    """They close their connections while it still saves."""
+def test_leave_logs_no_loss_of_the_others(run_ranks) -> None:
+    """An island that has left logs no loss of the others: they close their connections while it
+    still saves.
+    """
 
     def run() -> list[str]:
         said: list[str] = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_demo.elastic.connect import patience
 from fsdp_demo.elastic.failure_detector import FailureDetector
-from fsdp_demo.elastic.newcomer import newest
+from fsdp_demo.elastic.store_session import newest
 from fsdp_demo.membership.protocol_types import Member, Record
 from fsdp_demo.membership.record_json import record_text
 from fsdp_demo.store.client import WorldStore
@@ -48,8 +48,10 @@ def signs_of(member: Member) -> FailureDetector:
     return signs
 
 
-def test_a_newcomer_may_compile_before_its_first_step() -> None:
-    """It has the time of the start, ISLAND_TIMEOUT. After its first step it has what all have."""
+def test_failure_detector_newcomer_may_compile_first() -> None:
+    """A newcomer has the time of the start, ISLAND_TIMEOUT, before its first step; after it what
+    all have.
+    """
     signs, now = signs_of(NEW), time.monotonic()
     signs.heard(NEW, 1003)  # its base
     assert signs.patience_with(NEW) == 600.0
@@ -61,8 +63,10 @@ def test_a_newcomer_may_compile_before_its_first_step() -> None:
     assert signs.behind(now)[2] == []
 
 
-def test_a_connection_on_which_nothing_comes_behind_what_could_not_be_decrypted_is_lost() -> None:
-    """libzmq says it once and reads no more; a stranger's try is said in the same way."""
+def test_failure_detector_undecryptable_then_silent_is_lost() -> None:
+    """A connection that is silent behind bytes that could not be decrypted is lost: libzmq says it
+    once and reads no more, and a stranger's try is said in the same way.
+    """
     signs, now = signs_of(NEW), time.monotonic()
     signs.heard(NEW, 5)
     (wire,) = signs.connections[NEW]
@@ -80,8 +84,10 @@ def test_a_connection_on_which_nothing_comes_behind_what_could_not_be_decrypted_
 
 
 @pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
-def test_the_newest_record_is_found_by_few_questions(records: int) -> None:
-    """A run of weeks has hundreds, and a newcomer looks again and again."""
+def test_newest_record_takes_few_questions(records: int) -> None:
+    """The newest record is found by few questions to the store: a run of weeks has hundreds, and a
+    newcomer looks again and again.
+    """
     at = WorldStore(dist.HashStore(), "here", 5.0)
     made = [Record(n, n, (Member(0),), (0,)) for n in range(records)]
     for record in made:

@@ -42,7 +42,7 @@ class Network(WorldStore):
 
     def set(self, key: str, value: str) -> None:
         where = (self.prefix + key).split("/")
-        if where[:2] == ["line", "line"] and where[-2] == "at":
+        if where[:2] == ["line", "peer_group"] and where[-2] == "at":
             note, own = json.loads(value), int(where[-1])
             for other, port in note["ports"].items():
                 if int(other) > own:
@@ -149,7 +149,8 @@ COUNTS = {"two of four are cut": 4, "one of two is cut": 2}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_who_goes_on(run_ranks, fault: str) -> None:
+def test_lossy_link_who_goes_on(run_ranks, fault: str) -> None:
+    """After each fault of the links exactly one side goes on, and the others are expelled."""
     happens, expected = FAULTS[fault]
 
     def run() -> None:
@@ -164,9 +165,9 @@ def test_who_goes_on(run_ranks, fault: str) -> None:
     alone(run_ranks, run)
 
 
-def test_bytes_that_are_changed_on_the_way_are_never_taken(run_ranks) -> None:
-    """The last byte of a long run of them. Whoever receives them takes the sender for lost;
-    `exchanged` compares all that is taken.
+def test_lossy_link_changed_bytes_are_never_taken(run_ranks) -> None:
+    """Bytes that are changed on the way are never taken (here the last byte of a long run of them):
+    whoever receives them takes the sender for lost; `exchanged` compares all that is taken.
     """
 
     def run() -> None:
@@ -198,7 +199,9 @@ def test_bytes_that_are_changed_on_the_way_are_never_taken(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_a_slow_link_loses_nobody(run_ranks) -> None:
+def test_lossy_link_slow_loses_nobody(run_ranks) -> None:
+    """A slow link loses nobody."""
+
     def run() -> None:
         def fault(net: Network) -> None:
             for relay in net.between(1):
@@ -210,8 +213,10 @@ def test_a_slow_link_loses_nobody(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_connections_that_are_accepted_and_silent_end_the_meeting(run_ranks) -> None:
-    """Nobody has trained yet: all end, and say whom they could not reach."""
+def test_lossy_link_silent_from_the_start_ends_the_meeting(run_ranks) -> None:
+    """Connections that are accepted and silent end the meeting. Nobody has trained yet: all end,
+    and say whom they could not reach.
+    """
 
     def run() -> None:
         network = Network(lambda relay: relay.hold())
@@ -227,7 +232,9 @@ def test_connections_that_are_accepted_and_silent_end_the_meeting(run_ranks) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_change_waits_for_a_store_that_is_silent(run_ranks, ranks: int) -> None:
+def test_membership_change_waits_for_a_silent_store(run_ranks, ranks: int) -> None:
+    """A change of members waits while the store is silent."""
+
     def run() -> list[int]:
         epochs, made = list[int](), list[Islands]()
 
@@ -250,7 +257,9 @@ def test_a_change_waits_for_a_store_that_is_silent(run_ranks, ranks: int) -> Non
     assert alone(run_ranks, run) == [0] * 3 * ranks
 
 
-def test_a_report_that_cannot_be_read_is_as_one_that_does_not_come(run_ranks) -> None:
+def test_membership_change_ignores_an_unreadable_report(run_ranks) -> None:
+    """A report that cannot be read counts as one that does not come."""
+
     def run() -> None:
         plain = store_session.report_text
 

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_demo import Link, PeerLost
 from fsdp_demo.elastic import chunks, message_state, peer_group
+from fsdp_demo.elastic.agreement import round_trip
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.net.link import TCP_SHARE
 from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
@@ -59,7 +60,9 @@ def killed_at(
     return found
 
 
-def test_nothing_happens_and_all_messages_are_of_all(run_ranks) -> None:
+def test_lost_island_none_all_messages_are_of_all(run_ranks) -> None:
+    """Without a fault all messages are of all islands."""
+
     def run() -> None:
         for islands, ranks, token in ((3, 1, ""), (2, 2, "a secret of these tests")):
             all_of = Islands(islands, ranks, token=token)
@@ -71,9 +74,10 @@ def test_nothing_happens_and_all_messages_are_of_all(run_ranks) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("frames", [range(0, 16, 3), range(16)], ids=["some", "each"])
-def test_killed_at_each_piece(run_ranks, victim: int, frames: range) -> None:
-    """Pieces of the victim: 2 of a gather; of an exchange 2 bodies, 2 shares, 2 parts; 2 of a text
-    of any length; 6 of a mean.
+def test_lost_island_killed_at_each_piece(run_ranks, victim: int, frames: range) -> None:
+    """An island is killed at a piece that it sends, and the others go on with the same bits. Its
+    pieces: 2 of a gather; of an exchange 2 bodies, 2 shares, 2 parts; 2 of a text of any length;
+    6 of a mean.
     """
     found = alone(run_ranks, lambda: killed_at(frames, victim))
     # who dies before its first piece is in nothing; who dies after all pieces of a message can be
@@ -83,9 +87,9 @@ def test_killed_at_each_piece(run_ranks, victim: int, frames: range) -> None:
 
 
 @pytest.mark.parametrize("frames", [range(5, 36, 15), range(2, 36, 3)], ids=["some", "each"])
-def test_killed_within_a_long_message_dealt_to_several_connections(
-    run_ranks, frames: range
-) -> None:
+def test_lost_island_killed_within_a_long_message(run_ranks, frames: range) -> None:
+    """An island is killed within a long message that several connections carry."""
+
     def run() -> None:
         chunks.LARGEST, chunks.SMALL = 4096, 256
         peer_group.streams = lambda rtt, num_peers: 3
@@ -95,9 +99,9 @@ def test_killed_within_a_long_message_dealt_to_several_connections(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later(run_ranks, rank: int) -> None:
-    """A line decides nothing for itself: both lines of an island have the same contributors for
-    each message.
+def test_lost_island_one_rank_then_its_sibling(run_ranks, rank: int) -> None:
+    """One rank of an island is killed, and its sibling a moment later. A peer group decides nothing
+    for itself: both have the same contributors for each message.
     """
 
     def run() -> None:
@@ -125,7 +129,9 @@ def test_one_rank_of_two_is_killed_and_its_sibling_a_moment_later(run_ranks, ran
 
 @pytest.mark.parametrize("moment", ["_freeze", "_report", "_propose", "_adopted"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_second_one_is_killed_in_the_change(run_ranks, moment: str, after: bool) -> None:
+def test_lost_island_second_killed_in_the_change(run_ranks, moment: str, after: bool) -> None:
+    """A second island is killed at a moment of the change of members."""
+
     def run() -> None:
         for second in (0, 2):
             with named(f"island {second}"):
@@ -144,7 +150,9 @@ def test_a_second_one_is_killed_in_the_change(run_ranks, moment: str, after: boo
 
 
 @pytest.mark.parametrize("islands", [3, 4])
-def test_two_are_killed_at_once(run_ranks, islands: int) -> None:
+def test_lost_island_two_at_once(run_ranks, islands: int) -> None:
+    """Two islands are killed at once."""
+
     def run() -> None:
         for k in (1, 5):
             with named(f"piece {k}"):
@@ -157,14 +165,16 @@ def test_two_are_killed_at_once(run_ranks, islands: int) -> None:
     alone(run_ranks, run)
 
 
-def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
+def test_network_thread_failure_is_raised_at_a_launch(run_ranks) -> None:
+    """A launch after the network thread has failed raises an error that names the failure."""
+
     def run() -> None:
         one = Islands(1)
 
         def fn(line: Any) -> None:
             exchanged(line, 0)
             line._driver.do(lambda: 1 / 0)
-            while line._driver._thread.is_alive():
+            while line._driver._poller.thread.is_alive():
                 time.sleep(0.01)
             for _ in range(2):
                 with pytest.raises(
@@ -174,14 +184,15 @@ def test_who_launches_when_the_thread_has_failed_is_told(run_ranks) -> None:
             assert not line.wait_stable(5.0)
 
         one.run(fn)
+        one.survivors()
         assert one.expelled == [(0, 0)]  # in a run this ends the process with 75
 
     alone(run_ranks, run)
 
 
-def test_who_ends_waits_for_nobody_that_is_gone(run_ranks) -> None:
-    """The other rank of the island has ended, and so has the peer, whose last word was lost: no
-    change of members would ever come to its end.
+def test_end_waits_for_nobody_that_is_gone(run_ranks) -> None:
+    """A rank that ends waits for nobody that is gone: the other rank of its island has ended, and
+    so has the peer, whose last word was lost. No change of members would ever come to its end.
     """
 
     def run() -> None:
@@ -208,7 +219,9 @@ def test_who_ends_waits_for_nobody_that_is_gone(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_descriptors_and_threads_fall_back_after_a_loss(run_ranks) -> None:
+def test_lost_island_leaks_no_descriptor_or_thread(run_ranks) -> None:
+    """Descriptors and threads fall back after a loss."""
+
     def run() -> Any:
         here, counts = Islands(3), list[tuple[int, int]]()
 
@@ -234,8 +247,10 @@ def test_descriptors_and_threads_fall_back_after_a_loss(run_ranks) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
-def test_slow_processes_make_no_round_trip_longer(run_ranks) -> None:
-    """On busy cores a message takes as long as if the islands were far apart."""
+def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
+    """Slow processes make no round trip longer: on busy cores a message takes as long as if the
+    islands were far apart.
+    """
 
     def run() -> None:
         islands = Islands(3)
@@ -250,7 +265,7 @@ def test_slow_processes_make_no_round_trip_longer(run_ranks) -> None:
                 return out
 
             line.all_gather = slow
-            return float(line.round_trip())
+            return float(round_trip(line))
 
         found = set(islands.run(fn).values())
         (seconds,) = found  # the same on all
@@ -265,9 +280,9 @@ def agree_on_two(here: Islands) -> bool:
     )
 
 
-def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> None:
-    """The change comes while the thread that exchanges works on it: the others get it in the new
-    view.
+def test_lost_island_while_a_mean_is_calculated(run_ranks) -> None:
+    """The change comes while a part of the mean is calculated: it is made once, and the others get
+    it in the new view.
     """
 
     def run() -> None:
@@ -292,9 +307,10 @@ def test_a_part_of_the_mean_that_is_still_calculated_is_made_once(run_ranks) -> 
     alone(run_ranks, run)
 
 
-def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(
+def test_rehearsed_link_takes_half_a_round_trip_per_leg(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A rehearsed link takes half a round trip for each leg of a message."""
     slept: list[float] = []
     monkeypatch.setattr(peer_group.time, "sleep", slept.append)
     line = peer_group.PeerGroup(
@@ -310,9 +326,9 @@ def test_a_rehearsed_link_takes_half_a_round_trip_for_each_leg(
     ) == (4, 2000, 7)
 
 
-def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
-    """Between `attach` and its base a newcomer trains, and cannot go on without what its donor
-    sends.
+def test_newcomer_that_loses_its_donor_ends() -> None:
+    """A newcomer that loses its donor between `attach` and its base ends: it trains already, and
+    cannot go on without what its donor sends.
     """
     line, ended = (
         peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
@@ -332,16 +348,18 @@ def test_who_loses_its_donor_after_attach_ends_and_comes_back() -> None:
     assert ended == ["island 0 (a) is gone, before this island took part"]
 
 
-def test_messages_of_the_start_say_nothing_of_how_long_an_island_may_take(run_ranks) -> None:
-    """They are quick; a first round of 500 steps, or a step that compiles, is not."""
+def test_failure_detector_ignores_messages_of_the_start(run_ranks) -> None:
+    """Messages of the start do not count for the patience with slow islands: they are quick; a
+    first round of 500 steps, or a step that compiles, is not.
+    """
 
     def run() -> None:
         def ask(line: Any) -> list[float]:
             byte, found = torch.zeros(1, dtype=torch.uint8), []
-            signs = line._driver.signs
+            detector = line._driver.detector
             for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
                 line.all_gather(byte, kind, step=1)
-                found.append(signs._patience(signs.rounds))
+                found.append(detector._patience(detector.rounds))
             return found
 
         for found in Islands(2, timeout=90.0).run(ask).values():

@@ -26,12 +26,13 @@ from fsdp_demo.errors import WireError
 from fsdp_demo.membership import protocol_events
 from fsdp_demo.membership.machine import entered
 from fsdp_demo.membership.protocol_types import Member, first_record
-from fsdp_demo.peers.collectives import ReceivedMessage, part_of_mean, shares, whole
-from fsdp_demo.peers.header import DIGESTS, HEADER, PARAMETERS, PAYLOAD, QUESTION, Header
+from fsdp_demo.peers.collectives import ReceivedMessage, whole
+from fsdp_demo.peers.header import DIGESTS, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.peers.join_messages import LONGEST, DonorSnapshot, Expected, Tick, packed, unpacked
 from fsdp_demo.peers.zeromq import Meeting
 
 from ..support.elastic import Islands
+from ..support.sealed import part_of_mean, shares
 
 LAST = 8
 WAIT = 15.0
@@ -206,8 +207,10 @@ class Run:
 
 
 @pytest.mark.parametrize("count", [24, 1])
-def test_a_base_among_questions_between_steps(run_ranks: Callable[..., Any], count: int) -> None:
-    """All answers are those of the two that ask; nobody ends."""
+def test_newcomer_base_among_questions(run_ranks: Callable[..., Any], count: int) -> None:
+    """A newcomer whose base lies among questions between two steps is not asked: all answers are
+    those of the two that ask, and nobody ends.
+    """
 
     def fn() -> bool:
         run = Islands(2)
@@ -226,9 +229,11 @@ def test_a_base_among_questions_between_steps(run_ranks: Callable[..., Any], cou
     assert run_ranks(fn, 1, 1) == [True]
 
 
-def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., Any]) -> None:
-    """Island 2 is let in and stands. Island 3 comes in after ISLAND_DEAD; it says nothing for
-    longer than that but that it lives, and it is not dropped."""
+def test_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., Any]) -> None:
+    """A newcomer that stands does not keep others out. Island 2 is let in and stands. Island 3
+    comes in after ISLAND_DEAD; it says nothing for longer than that but that it lives, and it is
+    not dropped.
+    """
 
     def fn() -> bool:
         run, came, end = Islands(2, dead=1.5), list[PeerGroup](), threading.Event()
@@ -283,15 +288,12 @@ def test_a_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[...
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_means_travel_in_their_code(count: int) -> None:
-    """In as many bytes as among the members, and to the same bits."""
+def test_newcomer_receives_means_in_their_code(count: int) -> None:
+    """Means travel to a newcomer in as many bytes as among the members, and to the same bits."""
     spans = [(9000, "int8"), (4097, "int4"), (5000, "bf16"), (10, "fp32")]
     sent = [shares([(torch.randn(n), code) for n, code in spans], count) for _ in range(count)]
     weights = [[1.0] * count] * len(spans)
-    parts = [
-        part_of_mean([s[j][HEADER.size :] for s in sent], spans, weights, j)[HEADER.size :]
-        for j in range(count)
-    ]
+    parts = [part_of_mean([s[j] for s in sent], spans, weights, j, count) for j in range(count)]
     means = whole(list(parts), spans)
     arrived = ReceivedMessage(
         [Header(0, 3)] * count,
@@ -311,7 +313,8 @@ def test_means_travel_in_their_code(count: int) -> None:
         unpacked([*coded[:-1], coded[-1][:-1]], expected)
 
 
-def test_texts_of_lengths_of_their_own() -> None:
+def test_newcomer_receives_texts_of_any_length() -> None:
+    """Answers of unlike lengths reach a newcomer; those beyond the bound are refused."""
     bodies = [torch.zeros(n, dtype=torch.uint8) for n in (2, 5)]
     sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, bodies, [], slots=(0, 1)))
     found = unpacked(sent, Expected(QUESTION, 3, 9, longest=5)).bodies
@@ -322,13 +325,13 @@ def test_texts_of_lengths_of_their_own() -> None:
         unpacked(sent, Expected(QUESTION, 3, 9))
 
 
-def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the others said arrives all the same."""
+def test_newcomer_answer_may_be_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer that says something longer than the others still receives what they said."""
     said = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"[0]", b"[1, 2]")]
     sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, said, [], slots=(0, 1)))
     line = object.__new__(PeerGroup)
     follow = SimpleNamespace(followed=lambda wanted: unpacked(sent, wanted))
-    monkeypatch.setattr(line, "_follow", follow, raising=False)
+    monkeypatch.setattr(line, "following", follow, raising=False)
     monkeypatch.setattr(line, "_set", lambda slots: None, raising=False)
     monkeypatch.setattr(line, "meter", SimpleNamespace(count=lambda *sizes: None), raising=False)
     line.header = lambda kind, step, flags=0: Header(0, step, kind=kind)  # type: ignore[method-assign]
@@ -339,7 +342,8 @@ def test_who_follows_says_something_longer(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "note", [b"{", b"[" * 100_000, b"[]", b"7", b'["follow"]', b'["follow", 1]', b"\xff"]
 )
-def test_a_guest_that_cannot_be_read_is_dropped_and_nobody_else(note: bytes) -> None:
+def test_join_server_drops_an_unreadable_newcomer(note: bytes) -> None:
+    """A newcomer whose notes cannot be read is dropped, and nobody else."""
     now = time.monotonic()
     wires = {"notes": SimpleNamespace(notes=deque([b'["ready"]', note]), heard_at=now)}
     joining_island = SimpleNamespace(
@@ -347,24 +351,27 @@ def test_a_guest_that_cannot_be_read_is_dropped_and_nobody_else(note: bytes) -> 
     )
     join_server = JoinServer.__new__(JoinServer)
     join_server.joining_island, join_server._looked, join_server._dead = joining_island, now, 10.0
-    assert join_server.look() == [] and join_server.joining_island is None
+    assert join_server.look() is None and join_server.joining_island is None
 
 
-def test_a_question_is_not_abandoned_for_who_is_not_asked() -> None:
-    """All are told to end while 0 and 1 ask something at the base of 2, which has not begun."""
+def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
+    """A question is not abandoned for an island that is not asked: all are told to end while 0 and
+    1 ask something at the base of 2, which has not begun.
+    """
     members = [Member(i) for i in range(3)]
     planned = first_record(members[:2]).following(members=tuple(members), base=(0, 0, 5))
     rank = entered(members[0], 0, 1, planned, window=9)
     for n in range(6):
         rank, _ = rank.step(protocol_events.Launched(n, "gather", question=n == 5))
-    signs = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
-    stopping = Stopping(signs, lambda: rank, threading.Condition())
+    detector = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
+    stopping = Stopping(SimpleNamespace(machine=rank, detector=detector))
     stopping.end()
     stopping.hear(["stops", 5, True, -1], members[2])
     assert not stopping.abandoned(5) and stopping.abandoned(6)
 
 
-def test_what_a_guest_brings() -> None:
+def test_join_server_reads_the_notes_of_a_newcomer() -> None:
+    """The join server reads the notes that a newcomer brings, in their order."""
     words, now = deque([b'["follow", {"weight": "ab"}]', b'["ready"]']), time.monotonic()
     wires = {"notes": SimpleNamespace(notes=words, heard_at=now)}
     join_server = JoinServer.__new__(JoinServer)
@@ -372,4 +379,6 @@ def test_what_a_guest_brings() -> None:
         every=[], since=now, following=False, moved=False, wires=wires
     )
     join_server._looked, join_server._dead = now, 10.0
-    assert join_server.look() == [["follow", {"weight": "ab"}], ["ready"]]
+    assert join_server.look() is None  # it is not near before it has its snapshot
+    joining_island = join_server.joining_island
+    assert joining_island.asked and joining_island.brings == {"weight": "ab"}

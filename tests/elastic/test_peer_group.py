@@ -10,6 +10,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import PeerLost, preset
 from fsdp_demo.elastic import chunks as streams_of
+from fsdp_demo.elastic.agreement import round_trip
 from fsdp_demo.elastic.chunks import streams
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.rendezvous.position import ShardPosition
@@ -33,7 +34,8 @@ def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
     return threaded.islands(island, count, timeout)
 
 
-def test_how_many_connections_follows_from_the_round_trip() -> None:
+def test_streams_follow_from_the_round_trip() -> None:
+    """The number of connections to a peer grows with the round trip."""
     assert [streams(s, 1) for s in (0.0, 0.0125, 0.0205, 0.03, 0.0503, 0.1005, 1.0)] == [
         1,
         1,
@@ -45,7 +47,8 @@ def test_how_many_connections_follows_from_the_round_trip() -> None:
     ]
 
 
-def test_all_peers_together_have_a_budget_of_connections() -> None:
+def test_streams_have_a_budget_over_all_peers() -> None:
+    """All peers together have a budget of connections."""
     for islands in (2, 3, 5, 8, 16, 24, 32, 48, 128):
         count = streams(1.0, islands - 1)
         assert count == 1 or count * (islands - 1) <= streams_of.BUDGET
@@ -53,15 +56,15 @@ def test_all_peers_together_have_a_budget_of_connections() -> None:
 
 
 @pytest.mark.parametrize("late, expected", [(0.0, 1), (0.06, 4)])
-def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late, expected) -> None:
+def test_round_trip_is_the_longest_that_one_rank_has_seen(run_ranks, late, expected) -> None:
     """One rank's kernel has seen a longer way than those of the others (which here are near): all
-    open the same number.
+    open the same number of connections.
     """
 
     def counted(line: PeerGroup) -> tuple[int, int]:
         if line.rank == 1 and late:
             line.seen_round_trip = lambda: late  # type: ignore[method-assign]
-        return streams(line.round_trip(), 2), line.meter.bytes_sent
+        return streams(round_trip(line), 2), line.meter.bytes_sent
 
     def run(me: Any) -> None:
         outs = on_lines(counted, 3)
@@ -72,7 +75,9 @@ def test_all_ranks_take_the_longest_round_trip_that_one_has_seen(run_ranks, late
     run_ranks(run, 1, 1)
 
 
-def test_a_peer_that_goes_is_named(run_ranks) -> None:
+def test_peer_group_names_a_peer_that_goes(run_ranks) -> None:
+    """A peer that goes is named by the error."""
+
     def goes(line: PeerGroup) -> Any:
         line.all_gather(torch.zeros(5000, dtype=torch.uint8))
         if line.rank == 1:
@@ -87,11 +92,9 @@ def test_a_peer_that_goes_is_named(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_training_over_several_connections_is_the_same_training(
-    run_ranks, everywhere, name
-) -> None:
-    """Real islands whose lines open all connections (every round trip counts as long), against one
-    connection.
+def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
+    """Real islands train alike over all connections (every round trip counts as long) and over
+    one.
     """
     config = preset(name) if name == "demo" else preset(name, period=2, momentum_warmup=0)
     config = config.changed({"clip": None, "inner_optimizers": ["as_is"]})
@@ -108,7 +111,7 @@ def test_training_over_several_connections_is_the_same_training(
         counts = {
             k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
         }
-        connections = exchange._peers._num_connections
+        connections = exchange._peers.num_connections
         exchange.finish()
         return out, counts, connections
 

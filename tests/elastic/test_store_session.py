@@ -55,7 +55,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     made.session.close()
 
 
-def test_who_is_heard_is_waited_for(told: Told) -> None:
+def test_store_session_waits_for_an_island_that_is_heard(told: Told) -> None:
+    """The report of an island that is heard is waited for."""
     told.reports(B)
     told.session.post(report(A, *MEMBERS), MEMBERS, 0)
     assert told.next() == ([A, B], False)
@@ -65,7 +66,8 @@ def test_who_is_heard_is_waited_for(told: Told) -> None:
     assert told.next() == ([A, B, C], False)
 
 
-def test_who_is_lost_during_the_change_is_not_waited_for(told: Told) -> None:
+def test_store_session_island_lost_in_the_change(told: Told) -> None:
+    """The report of an island that is lost during the change is not waited for."""
     told.reports(B)
     told.session.post(report(A, *MEMBERS), MEMBERS, 0)
     assert told.next() == ([A, B], False)
@@ -74,16 +76,20 @@ def test_who_is_lost_during_the_change_is_not_waited_for(told: Told) -> None:
     assert told.next() == ([A, B], True)
 
 
-def test_who_was_lost_before_and_is_heard_by_nobody_is_not_waited_for_either(told: Told) -> None:
-    """One is killed, and one that was stopped before is noticed while the change is on."""
+def test_store_session_island_heard_by_nobody(told: Told) -> None:
+    """The report of an island that was lost before, and is heard by nobody, is not waited for: one
+    is killed, and one that was stopped before is noticed while the change is on.
+    """
     told.session.post(report(A, A, B), MEMBERS, 0)
     assert told.next() == ([A], False)
     told.session.lost([B])
     assert told.next() == ([A], True)
 
 
-def test_its_report_has_a_moment_all_the_same(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one may hear it."""
+def test_store_session_lost_island_has_a_moment(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of a lost island has a moment to come all the same: another one may hear it."""
     monkeypatch.setattr(store_session, "MINORITY", 3600.0)
     told.reports(B)
     told.session.post(report(A, *MEMBERS), MEMBERS, 0)
@@ -93,7 +99,8 @@ def test_its_report_has_a_moment_all_the_same(told: Told, monkeypatch: pytest.Mo
     assert told.next() == ([A, B, C], False)
 
 
-def test_who_was_lost_before_but_is_heard_by_another_is_waited_for(told: Told) -> None:
+def test_store_session_island_heard_by_another(told: Told) -> None:
+    """The report of an island that another one hears is waited for."""
     told.reports(B)
     told.session.post(report(A, A, B), MEMBERS, 0)
     assert told.next() == ([A, B], False)
@@ -101,9 +108,9 @@ def test_who_was_lost_before_but_is_heard_by_another_is_waited_for(told: Told) -
         told.next(1.0)
 
 
-def test_a_report_that_came_in_time_counts_however_far_the_store_is() -> None:
-    """One look takes longer than a peer may be silent. The report comes after its place was read,
-    and before the limit.
+def test_store_session_report_in_time_counts_for_a_slow_store() -> None:
+    """A report counts though one look at the store takes longer than a peer may be silent: it comes
+    after its place was read, and before the limit.
     """
     told = Told(dead=0.5)
     reads = told.store.get_all
@@ -125,8 +132,10 @@ def test_a_report_that_came_in_time_counts_however_far_the_store_is() -> None:
         told.session.close()
 
 
-def test_a_report_is_deleted_when_the_change_is_over(told: Told) -> None:
-    """A run of weeks makes many, and the store has an end."""
+def test_store_session_deletes_its_report_after_the_change(told: Told) -> None:
+    """A report is deleted when the change is over: a run of weeks makes many, and the store has an
+    end.
+    """
     told.reports(B, C)
     told.session.post(report(A, *MEMBERS), MEMBERS, 0)
     assert told.next() == ([A, B, C], False)
@@ -138,8 +147,10 @@ def test_a_report_is_deleted_when_the_change_is_over(told: Told) -> None:
     assert all(told.store.get_all(["report/0/1.0.0", "record/1"]))  # B deletes its own
 
 
-def test_a_store_that_refuses_ends_the_wait_at_once(told: Told) -> None:
-    """A full one, say: nobody can finish a change there."""
+def test_store_session_refusal_ends_the_wait(told: Told) -> None:
+    """A store that refuses (a full one, say) ends the wait at once: nobody can finish a change
+    there.
+    """
 
     def full(key: str, value: str) -> None:
         raise ValueError("the store refuses: it holds 100000 keys")

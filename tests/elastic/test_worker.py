@@ -43,8 +43,10 @@ def worker() -> Iterator[CommWorker]:
     assert worker.close()
 
 
-def test_the_time_of_the_device_is_no_time_of_the_link(clock: Clock, worker: CommWorker) -> None:
-    """The host runs ahead of a GPU: while that ends the step, nothing is on the wire."""
+def test_worker_device_time_is_no_link_time(clock: Clock, worker: CommWorker) -> None:
+    """The time of the device is no time of the link. The host runs ahead of a GPU: while that ends
+    the step, nothing is on the wire.
+    """
 
     def staged() -> str:
         assert clock.asked.wait(60)  # training waits already
@@ -60,8 +62,10 @@ def test_the_time_of_the_device_is_no_time_of_the_link(clock: Clock, worker: Com
     assert (meter.seconds_waiting, meter.seconds_exchanging) == (3.0, 3.0)
 
 
-def test_an_exchange_before_it_is_waited_for(clock: Clock, worker: CommWorker) -> None:
-    """What is behind another one on the wire waits for the link, before its copy is looked at."""
+def test_worker_counts_an_earlier_exchange_as_link_time(clock: Clock, worker: CommWorker) -> None:
+    """An exchange behind another one on the wire waits for the link, before its copy is looked
+    at.
+    """
 
     def earlier() -> None:
         assert clock.asked.wait(60)
@@ -76,7 +80,9 @@ def test_an_exchange_before_it_is_waited_for(clock: Clock, worker: CommWorker) -
     assert worker.peers.meter.seconds_waiting == 7.0
 
 
-def test_a_device_that_fails_is_an_error_of_the_exchange(worker: CommWorker) -> None:
+def test_worker_device_failure_is_raised(worker: CommWorker) -> None:
+    """The error of a device that fails is raised where its exchange is waited for."""
+
     def staged() -> None:
         raise RuntimeError("device lost")
 
@@ -94,7 +100,8 @@ def test_a_device_that_fails_is_an_error_of_the_exchange(worker: CommWorker) -> 
         ((float("inf"),) * 2, 10.0),  # not begun
     ],
 )
-def test_seconds_waited(staging: tuple[float, float], seconds: float) -> None:
+def test_worker_seconds_waited(staging: tuple[float, float], seconds: float) -> None:
+    """The seconds waited for the link leave out those in which the device still made the copy."""
     future = Exchanging()
     future.staging = staging
     assert future.waited(0.0, 10.0) == seconds

@@ -55,8 +55,10 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
-def test_one_backward_per_step_and_the_same_parameters(islands: Any) -> None:
-    """By keyword, by position, and not at all, from within no_grad as well; `clip` is obeyed."""
+def test_closure_one_backward_per_step_and_equal_parameters(islands: Any) -> None:
+    """A closure is called once per step, and ends with the parameters of a step without one: by
+    keyword, by position, and not at all, from within no_grad as well; `clip` is obeyed.
+    """
 
     def run(topology: Any) -> None:
         for name, config in PRESETS.items():
@@ -87,7 +89,9 @@ def test_one_backward_per_step_and_the_same_parameters(islands: Any) -> None:
     islands(run)
 
 
-def test_a_clipped_closure_moves_as_little_as_clip_says(islands: Any) -> None:
+def test_closure_is_clipped(islands: Any) -> None:
+    """Gradients of a closure are clipped: the step moves as little as `clip` says."""
+
     def run(topology: Any) -> None:
         net = Net(topology)
         optimizer = sgd(net.parameters(), 1.0)
@@ -106,7 +110,9 @@ def test_a_clipped_closure_moves_as_little_as_clip_says(islands: Any) -> None:
     islands(run)
 
 
-def test_one_optimizer_over_muon_and_adamw(islands: Any) -> None:
+def test_closure_of_muon_adamw(islands: Any) -> None:
+    """A closure serves the combined optimizer of Muon and AdamW."""
+
     def run(topology: Any) -> None:
         ends = []
         for closures in (True, False):
@@ -128,7 +134,8 @@ def test_one_optimizer_over_muon_and_adamw(islands: Any) -> None:
     islands(run)
 
 
-def test_steps_that_do_not_count_keep_their_closure() -> None:
+def test_closure_of_steps_that_do_not_count() -> None:
+    """Steps in a pause and after detach() keep their closure."""
     net = Net(fsdp_demo.Topology())
     optimizer = momentum(net.parameters())
     exchange = fsdp_demo.attach(optimizer, "full", model=net)
@@ -156,9 +163,9 @@ class Twice(torch.optim.Optimizer):
         return loss
 
 
-def test_an_optimizer_that_calls_twice() -> None:
-    """Where nothing needs gradients ahead of the step it is left alone; elsewhere the second call
-    would find stale ones.
+def test_closure_called_twice_by_the_optimizer() -> None:
+    """An optimizer that calls its closure twice is left alone where nothing needs gradients ahead
+    of the step; elsewhere the second call would find stale ones.
     """
     net = Net(fsdp_demo.Topology())
     optimizer = Twice(net.parameters(), lr=0.01)
@@ -175,7 +182,8 @@ def test_an_optimizer_that_calls_twice() -> None:
         other.step(closure)
 
 
-def test_several_optimizers_and_lbfgs() -> None:
+def test_closure_refused_for_several_optimizers_and_lbfgs() -> None:
+    """A closure of one of several optimizers, and LBFGS, are refused."""
     net = Net(fsdp_demo.Topology())
     optimizers = [sgd(net.a.parameters()), sgd(net.b.parameters())]
     exchange = fsdp_demo.attach(optimizers, "full", model=net)

@@ -7,9 +7,10 @@ import torch
 from fsdp_demo.hosts.step_hooks import OptimizerStepHooks
 
 
-def test_its_hooks_are_called_as_they_are() -> None:
-    """Traced, the exchange was compiled with the step: that took some 20 s, and its bits were the
-    compiler's."""
+def test_compiled_step_calls_hooks_untraced() -> None:
+    """Hooks of a compiled step run untraced. Traced, the exchange was compiled with the step: that
+    took some 20 s, and its bits were the compiler's.
+    """
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[tuple[str, bool]] = []

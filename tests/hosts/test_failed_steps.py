@@ -109,8 +109,8 @@ WAYS = [another_batch, once_more, emptied, skipped]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_exchanged_gradients_are_those_of_the_step(islands: Any, count: int) -> None:
-    """Islands hold the bits of a run in which nothing has failed."""
+def test_failed_step_exchanged_gradients(islands: Any, count: int) -> None:
+    """Islands hold the bits of a run in which nothing has failed when a step is taken once more."""
 
     def run(topology: Any) -> None:
         for name, config in GRADIENTS.items():
@@ -128,7 +128,9 @@ def test_exchanged_gradients_are_those_of_the_step(islands: Any, count: int) -> 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_delta_is_of_whatever_step_was_taken(islands: Any, count: int) -> None:
+def test_failed_step_delta(islands: Any, count: int) -> None:
+    """A delta is of whatever step was taken at last."""
+
     def run(topology: Any) -> None:
         for name, config in (DELTAS | TOGETHER).items():
             for way in WAYS:
@@ -152,9 +154,9 @@ def alone(
     return net, optimizers, exchange, Failing(optimizers[-1])
 
 
-def test_gradients_that_were_overwritten_are_refused() -> None:
-    """They cannot come back: islands would part. A preset that exchanges none takes the new
-    ones.
+def test_failed_step_refuses_overwritten_gradients() -> None:
+    """Gradients that were overwritten behind a failed step are refused: they cannot come back, and
+    islands would part. A preset that exchanges none takes the new ones.
     """
     for config in (*GRADIENTS.values(), *DELTAS.values()):
         net, (optimizer,), exchange, failing = alone(config.changed({"schedule.delay": 0}))
@@ -180,7 +182,10 @@ def test_gradients_that_were_overwritten_are_refused() -> None:
 
 
 @pytest.mark.parametrize("config", [GRADIENTS["full"], DELTAS["diloco"]])
-def test_who_has_stepped_is_told_which_one_failed(config: Any) -> None:
+def test_failed_step_names_the_optimizer_that_failed(config: Any) -> None:
+    """A second step of one optimizer is refused by an error that names the other one, which
+    failed.
+    """
     net, (first, second), exchange, failing = alone(config, 2)
     for end in (second.step, exchange.skip):
         step = exchange.step
@@ -200,8 +205,10 @@ def test_who_has_stepped_is_told_which_one_failed(config: Any) -> None:
     exchange.detach()
 
 
-def test_an_engine_that_begins_a_step_again_sends_nothing_twice() -> None:
-    """Hooks of other engines may call `before` once more; a preset of deltas lets them."""
+def test_failed_step_begun_again_sends_nothing_twice() -> None:
+    """A step that is begun again sends nothing twice. Hooks of other engines may call `before` once
+    more; a preset of deltas lets them.
+    """
     for config in (*GRADIENTS.values(), *DELTAS.values()):
         net, _, exchange, _ = alone(config)
         net.loss(0).backward()
@@ -217,8 +224,10 @@ def test_an_engine_that_begins_a_step_again_sends_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_failed_step_is_forgotten_where_a_run_is_rolled_back(islands: Any, count: int) -> None:
-    """To the very step in which it failed, too."""
+def test_failed_step_is_forgotten_by_a_rollback(islands: Any, count: int) -> None:
+    """A failed step is forgotten where a run is rolled back, to the very step in which it failed,
+    too.
+    """
 
     def run(topology: Any) -> None:
         for name, config in (GRADIENTS | DELTAS).items():

@@ -62,10 +62,10 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("preset", ["full", "diloco"])
 @pytest.mark.parametrize("everything", [True, False])
-def test_codes_without_their_scales_are_left_alone(
-    run_ranks: Any, preset: str, everything: bool
-) -> None:
-    """everything: the optimizer holds the frozen ones, too."""
+def test_foreign_tensor_is_left_alone(run_ranks: Any, preset: str, everything: bool) -> None:
+    """Quantized codes without their scales stay as each island has them. everything: the optimizer
+    holds the frozen ones, too.
+    """
 
     def run(island: int, topology: Any) -> list[torch.Tensor]:
         net = Net(island)
@@ -96,7 +96,8 @@ def test_codes_without_their_scales_are_left_alone(
     assert run_ranks(ranks, 1, 1) == [True]
 
 
-def test_what_is_foreign() -> None:
+def test_foreign_tensor_is_recognised() -> None:
+    """A tensor of a foreign type, or with scales as an attribute, is foreign."""
     plain = nn.Parameter(torch.rand(2))
     assert not is_foreign(plain) and not is_foreign(torch.rand(2))
     assert is_foreign(Coded(torch.ones(2), torch.ones(1)))

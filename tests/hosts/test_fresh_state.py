@@ -5,14 +5,15 @@ it, for every optimizer of torch.
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fsdp_demo
+from fsdp_demo.checkpoint.sharded_state import load_tensors, save_tensors, tensors_of
 from fsdp_demo.hosts.optimizers import materialise
-from fsdp_demo.integrations.trainer.state import fill_replica, replica_tree
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [
@@ -105,7 +106,8 @@ def bits(tensors: Any) -> list[bytes]:
     return [t.detach().numpy().tobytes() for t in tensors]
 
 
-def test_every_optimizer_of_torch_is_known_here() -> None:
+def test_fresh_state_covers_every_optimizer_of_torch() -> None:
+    """Each optimizer of torch is in the tables of this file."""
     found = {
         n
         for n, c in vars(torch.optim).items()
@@ -115,8 +117,10 @@ def test_every_optimizer_of_torch_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("name, options", cases())
-def test_one_replica_is_plain_training(name: str, options: dict[str, Any]) -> None:
-    """`full` without clipping, 20 steps, bit for bit."""
+def test_fresh_state_one_replica_is_plain_training(name: str, options: dict[str, Any]) -> None:
+    """One replica under `full` without clipping trains as without an exchange: 20 steps, bit for
+    bit.
+    """
     ends = []
     for attached in (True, False):
         model = net(name)
@@ -136,8 +140,10 @@ def test_one_replica_is_plain_training(name: str, options: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "name, options", [c for c in cases() if c.values[0] in ("SGD", "Adam", "AdamW", "Muon")]
 )
-def test_what_is_made_is_what_torch_would_make(name: str, options: dict[str, Any]) -> None:
-    """Names, shapes, dtypes and devices; no hook of anybody sees a step."""
+def test_fresh_state_is_what_torch_would_make(name: str, options: dict[str, Any]) -> None:
+    """State made at attach has the names, shapes, dtypes and devices of torch's own; no hook of
+    anybody sees a step.
+    """
     model, twin = net(name), net(name)
     optimizer, other = build(name, options, model), build(name, options, twin)
     steps: list[Any] = []
@@ -165,17 +171,22 @@ def test_what_is_made_is_what_torch_would_make(name: str, options: dict[str, Any
 @pytest.mark.parametrize(
     "name, options", [(n, o) for n, settings in OPTIMIZERS.items() for o in settings]
 )
-def test_a_replica_is_loaded_into_a_fresh_optimizer(name: str, options: dict[str, Any]) -> None:
-    """What an optimizer makes at its first step only has to be there all the same when a run goes
-    on.
+def test_fresh_state_takes_a_saved_replica(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A replica is loaded into a fresh optimizer: what an optimizer makes at its first step only
+    has to be there all the same when a run goes on.
     """
     model = net(name)
     optimizer = build(name, options, model)
+    materialise(optimizer)  # as `attach` does
     for step in range(6):
         if step == 3:
             other_model = net(name)
             other = build(name, options, other_model)
-            fill_replica([other], replica_tree([optimizer]), "a test")
+            live = tensors_of(torch.nn.ParameterDict(model), [optimizer])
+            save_tensors(tmp_path, live, None, wait=True)
+            load_tensors(tmp_path, torch.nn.ParameterDict(other_model), [other], None)
             held = [
                 {
                     v.data_ptr()

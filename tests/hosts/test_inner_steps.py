@@ -75,7 +75,8 @@ def train(net: Net, optimizer: Any, steps: int = 4) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("config", [FULL, LOCAL], ids=["full", "diloco"])
-def test_sam_is_refused_with_its_cure(config: Any) -> None:
+def test_inner_step_of_sam_is_refused(config: Any) -> None:
+    """SAM, and optimizers that step in two halves, are refused with a cure."""
     net = alone()
     with pytest.raises(ValueError, match=r"Sam steps another optimizer, SGD.*\.base_optimizer"):
         fsdp_demo.attach(Sam(net.parameters()), config, model=net)
@@ -83,7 +84,8 @@ def test_sam_is_refused_with_its_cure(config: Any) -> None:
         fsdp_demo.attach(TwoSteps(net.parameters()), config, model=net)
 
 
-def test_its_base_optimizer_trains_as_without_an_exchange() -> None:
+def test_inner_step_of_sam_by_its_base_optimizer() -> None:
+    """SAM's base optimizer, attached, trains as without an exchange."""
     net, other = alone(), alone()
     optimizer = Sam(net.parameters())
     exchange = fsdp_demo.attach(optimizer.base_optimizer, FULL, model=net)
@@ -92,8 +94,10 @@ def test_its_base_optimizer_trains_as_without_an_exchange() -> None:
     exchange.finish()
 
 
-def test_a_closure_behind_a_move_is_refused() -> None:
-    """What no name tells: the closure was called ahead of the step, at other parameters."""
+def test_inner_step_closure_behind_a_move_is_refused() -> None:
+    """A closure behind a move of parameters is refused. No name tells of it: the closure was called
+    ahead of the step, at other parameters.
+    """
     net = alone()
     optimizer = Sam(net.parameters(), "hidden")
     fsdp_demo.attach(optimizer, FULL, model=net)
@@ -108,7 +112,8 @@ class Drops(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_closure_behind_zero_grad_is_refused() -> None:
+def test_inner_step_closure_behind_zero_grad_is_refused() -> None:
+    """A closure behind zero_grad is refused."""
     net = alone()
     optimizer = Drops(net.parameters(), lr=0.01)
     fsdp_demo.attach(optimizer, FULL, model=net)
@@ -122,7 +127,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     return lambda: sum("was not called once" in r.getMessage() for r in caplog.records)
 
 
-def test_a_step_that_is_never_called_is_said_once(said: Callable[[], int]) -> None:
+def test_inner_step_never_called_is_said_once(said: Callable[[], int]) -> None:
+    """A step of the attached optimizer that is never called is said once."""
     net = alone()
     optimizer = Sam(net.parameters(), "hidden")
     exchange = fsdp_demo.attach(optimizer, LOCAL, model=net)
@@ -135,7 +141,8 @@ def test_a_step_that_is_never_called_is_said_once(said: Callable[[], int]) -> No
         exchange.finish()
 
 
-def test_gradients_that_are_never_dropped_count_by_passes(said: Callable[[], int]) -> None:
+def test_inner_step_counts_passes_of_kept_gradients(said: Callable[[], int]) -> None:
+    """Gradients that are never dropped count by backward passes."""
     p = torch.nn.Parameter(torch.ones(2))
     exchange = fsdp_demo.attach(torch.optim.SGD([p], lr=0.1), FULL)
     for t in range(1000):
@@ -145,7 +152,8 @@ def test_gradients_that_are_never_dropped_count_by_passes(said: Callable[[], int
     exchange.detach()
 
 
-def test_micro_batches_and_steps_are_not_named(said: Callable[[], int]) -> None:
+def test_inner_step_warning_not_for_micro_batches(said: Callable[[], int]) -> None:
+    """Micro-batches followed by steps cause no warning."""
     net = alone()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     exchange = fsdp_demo.attach(optimizer, FULL, model=net)
@@ -161,7 +169,8 @@ def test_micro_batches_and_steps_are_not_named(said: Callable[[], int]) -> None:
     exchange.finish()
 
 
-def test_many_micro_batches_before_the_first_step(said: Callable[[], int]) -> None:
+def test_inner_step_warning_not_before_the_first_step(said: Callable[[], int]) -> None:
+    """Many micro-batches before the first step cause no warning."""
     net = alone()
     exchange = fsdp_demo.attach(torch.optim.SGD(net.parameters(), lr=0.01), FULL, model=net)
     for t in range(100):

@@ -71,7 +71,8 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n], b[n]) for n in b)
 
 
-def test_it_is_its_two_parts_and_schedulers_reach_both() -> None:
+def test_muon_adamw_is_its_two_parts() -> None:
+    """The combined optimizer takes the steps of Muon and AdamW, and schedulers reach both."""
     a, b = Tiny(), Tiny()
     one, parts = MuonAdamW(a.named_parameters(), lr=0.02), two(b)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (one, *parts)]
@@ -96,7 +97,8 @@ def test_it_is_its_two_parts_and_schedulers_reach_both() -> None:
     )
 
 
-def test_its_state_dict_comes_back() -> None:
+def test_muon_adamw_state_dict_reads_back() -> None:
+    """The state of the combined optimizer comes back from a file."""
     a = Tiny()
     one = MuonAdamW(a.named_parameters(), lr=0.02)
     for t in range(3):
@@ -117,7 +119,8 @@ def test_its_state_dict_comes_back() -> None:
     assert equal(whole(a), whole(b))
 
 
-def test_what_it_is_given() -> None:
+def test_muon_adamw_arguments() -> None:
+    """The combined optimizer needs names, and splits parameters by shape and pattern."""
     with pytest.raises(ValueError, match="named_parameters"):
         MuonAdamW(Tiny().parameters())
     only = MuonAdamW([("layers.0.bias", nn.Parameter(torch.ones(3)))])
@@ -137,7 +140,9 @@ def test_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("islands, procs", [(2, 1), (2, 2)])
-def test_two_optimizers_and_the_combined_one_are_one_method(run_ranks, islands, procs):
+def test_muon_adamw_trains_as_two_optimizers(run_ranks, islands, procs):
+    """Two optimizers and the combined one train alike under an exchange."""
+
     def train(me: Any, combined: bool) -> dict[str, torch.Tensor]:
         import os
 
@@ -170,9 +175,9 @@ def test_two_optimizers_and_the_combined_one_are_one_method(run_ranks, islands, 
         assert equal(one, parts)
 
 
-def test_desloc_averages_the_named_states_of_each_part(run_ranks):
-    """momentum_buffer exists for matrices, the moments for the rest: each channel covers its
-    own.
+def test_muon_adamw_desloc_averages_states_of_each_part(run_ranks):
+    """Under `desloc` momentum_buffer exists for matrices, the moments for the rest: each channel
+    covers its own.
     """
 
     def run(me):
@@ -215,7 +220,8 @@ def test_desloc_averages_the_named_states_of_each_part(run_ranks):
             ), (t, name)
 
 
-def test_a_state_that_no_parameter_has_is_refused(monkeypatch) -> None:
+def test_muon_desloc_refuses_a_missing_state(monkeypatch) -> None:
+    """A channel of a state that no parameter has is refused."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = Tiny()
     with pytest.raises(
@@ -230,8 +236,10 @@ def test_a_state_that_no_parameter_has_is_refused(monkeypatch) -> None:
         )
 
 
-def test_muloco_is_refused_for_adamw_alone() -> None:
-    """AdamW is the partner of Muon there, for what is no matrix."""
+def test_muon_muloco_refused_for_adamw_alone() -> None:
+    """`muloco` is refused for AdamW alone, which is the partner of Muon there, for what is no
+    matrix.
+    """
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="defined for Muon with AdamW as its partner, found AdamW"):
@@ -241,8 +249,10 @@ def test_muloco_is_refused_for_adamw_alone() -> None:
     assert choosing._allowed(fsdp_demo.preset("diloco"), "adamw")
 
 
-def test_a_momentum_in_bf16_stays_what_it_is() -> None:
-    """torch's Muon without Nesterov momentum divides it by its norm."""
+def test_muon_momentum_in_bf16_is_not_normed() -> None:
+    """A momentum in bf16 stays what it is: torch's Muon without Nesterov momentum divides it by its
+    norm.
+    """
     p = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
     optimizer = ShardedMuon([("w", p)], lr=0.02, momentum=0.5, nesterov=False)
     p.grad = torch.full_like(p, 8.0)
@@ -302,8 +312,10 @@ def stepped(me: Any, shape: tuple[int, ...], muon: bool) -> tuple[dict[str, Any]
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (3,), (2, 2)])
-def test_on_shards_a_step_is_that_of_whole_matrices(run_ranks, shape: tuple[int, ...]) -> None:
-    """To the last bit, with two collectives per matrix."""
+def test_muon_step_on_shards_is_that_of_whole_matrices(run_ranks, shape: tuple[int, ...]) -> None:
+    """A step of Muon on shards is that of whole matrices to the last bit, with two collectives per
+    matrix.
+    """
 
     def run(me):
         whole, _ = stepped(me, (), muon=False)

@@ -113,7 +113,10 @@ def alone() -> Net:
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_refused_where_the_exchange_writes_parameters(name: str) -> None:
+def test_second_copy_refused_where_parameters_are_written(name: str) -> None:
+    """An optimizer with a second copy of the parameters is refused where the exchange writes
+    parameters.
+    """
     make, words = COPIES[name]
     for config in WRITES.values():
         net = alone()
@@ -130,7 +133,8 @@ def test_refused_where_the_exchange_writes_parameters(name: str) -> None:
     exchange.finish()
 
 
-def test_others_are_taken() -> None:
+def test_second_copy_absent_optimizers_are_taken() -> None:
+    """Optimizers without a second copy are taken."""
     for make in (
         lambda p: FusedAdam(p, master_weights=False),
         lambda p: Accelerated(sgd(p)),
@@ -141,7 +145,8 @@ def test_others_are_taken() -> None:
         fsdp_demo.attach(make(net.parameters()), WRITES["diloco"], model=net).detach()
 
 
-def test_an_optimizer_that_steps_copies_on_the_host() -> None:
+def test_second_copy_on_the_host_is_refused() -> None:
+    """An optimizer that steps copies in host memory is refused."""
     net = alone()
     for config in (FULL, WRITES["diloco"]):
         with pytest.raises(ValueError, match="CPUOffloadOptimizer steps copies .* in host memory"):
@@ -168,7 +173,8 @@ def train(
 
 
 @pytest.mark.parametrize("kind", WRITES)
-def test_a_wrapper_of_another_name_is_noticed_once(kind: str, said: Callable[[], int]) -> None:
+def test_second_copy_of_an_unknown_wrapper_is_said_once(kind: str, said: Callable[[], int]) -> None:
+    """A wrapper that writes parameters behind the exchange is said once."""
     net = alone()
     optimizer = Wrapper(sgd(net.parameters()))
     exchange = fsdp_demo.attach(optimizer, WRITES[kind], model=net)
@@ -181,7 +187,11 @@ def test_a_wrapper_of_another_name_is_noticed_once(kind: str, said: Callable[[],
     assert said() == 1
 
 
-def test_one_of_the_islands_writes(run_ranks: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_copy_on_one_island_is_said(
+    run_ranks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A write behind the exchange on one island is said there."""
+
     def run() -> list[str]:
         found: list[str] = []
         handler = logging.Handler()
@@ -212,8 +222,12 @@ ACTIONS = ("nothing", "flush", "evaluate", "steps aside", "accept", "load", "fro
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("kind", WRITES)
-def test_what_may_write_is_not_named(kind: str, action: str, said: Callable[[], int]) -> None:
-    """Behind the first exchange, after which parameters are compared."""
+def test_second_copy_warning_not_for_allowed_writes(
+    kind: str, action: str, said: Callable[[], int]
+) -> None:
+    """Allowed writes behind the first exchange, after which parameters are compared, cause no
+    warning.
+    """
     net = alone()
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     optimizer = sgd([*net.parameters(), frozen])
@@ -249,7 +263,8 @@ def test_what_may_write_is_not_named(kind: str, action: str, said: Callable[[], 
     assert said() == 0
 
 
-def test_a_host_says_what_stands_around_the_optimizers() -> None:
+def test_torch_host_lists_wrappers() -> None:
+    """A host lists the wrappers that stand around the optimizers."""
     inner = sgd(alone().parameters())
     outer = Accelerated(Lookahead(inner))
     host = TorchHost([outer])

@@ -44,9 +44,11 @@ def stepped(model: torch.nn.Module, name: str, **changes: Any) -> dict[str, torc
     ("name", "changes"),
     [("demo", {"beta": 0.5}), ("full", {"clip": 1e-3}), ("full", {"clip": None})],
 )
-def test_partial_gradients_are_added_up_and_counted_once(
+def test_tensor_parallel_partial_gradients_add_up(
     run_ranks: Callable[..., Any], name: str, changes: dict[str, Any]
 ) -> None:
+    """Partial gradients are added up and counted once."""
+
     def run(me: Any) -> float:
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
@@ -73,10 +75,12 @@ def test_partial_gradients_are_added_up_and_counted_once(
     assert max(run_ranks(run, 1, 2)) < (1e-9 if changes.get("clip") else 1e-6)
 
 
-def test_rows_that_fsdp2_cuts_behind_it_are_joined_in_their_order(
+def test_tensor_parallel_rows_under_fsdp2_keep_their_order(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Both cut dim 0, tensor parallelism first: rank 1 of four holds the third quarter."""
+    """Rows that FSDP2 cuts behind tensor parallelism are joined in their order. Both cut dim 0,
+    tensor parallelism first: rank 1 of four holds the third quarter.
+    """
 
     def attached(model: torch.nn.Module, **given: Any) -> tuple[Any, torch.optim.Optimizer]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -82,9 +82,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def test_checkpoints_never_tick(islands) -> None:
-    """torch.distributed.checkpoint makes the state of an optimizer by a step of its own; accelerate
-    and others go through it.
+def test_tick_not_by_a_checkpoint(islands) -> None:
+    """Checkpoints are no step: torch.distributed.checkpoint makes the state of an optimizer by a
+    step of its own; accelerate and others go through it.
     """
 
     def run(topology: Any) -> None:
@@ -130,8 +130,8 @@ def test_checkpoints_never_tick(islands) -> None:
     islands(run)
 
 
-def test_eager_state_is_that_of_a_fresh_optimizer(islands) -> None:
-    """Made at attach, it changes nothing: the first step is the one that an untouched optimizer
+def test_tick_not_by_eager_state(islands) -> None:
+    """State made at attach changes nothing: the first step is the one that an untouched optimizer
     takes.
     """
 
@@ -155,7 +155,7 @@ def test_eager_state_is_that_of_a_fresh_optimizer(islands) -> None:
     islands(run)
 
 
-def test_a_warm_up_from_zero_ticks(islands) -> None:
+def test_tick_by_a_step_with_rate_zero(islands) -> None:
     """A step with learning rate zero is a step, also where one island's gradients are all zero."""
 
     def run(topology: Any) -> None:
@@ -178,7 +178,9 @@ def test_a_warm_up_from_zero_ticks(islands) -> None:
     islands(run)
 
 
-def test_nothing_crosses_on_a_micro_batch(islands) -> None:
+def test_tick_not_by_a_micro_batch(islands) -> None:
+    """Nothing is sent on a micro-batch."""
+
     def run(topology: Any) -> None:
         for config, legs, period in ((FULL, 3, 1), (DEMO, 1, 1), (DILOCO, 3, 3)):
             net = Net(topology)
@@ -204,7 +206,7 @@ def test_nothing_crosses_on_a_micro_batch(islands) -> None:
     islands(run)
 
 
-def test_micro_batches_add_up_to_the_batch(islands) -> None:
+def test_tick_exchanges_the_accumulated_gradient(islands) -> None:
     """Under `full` the accumulated gradient is exchanged, not that of the last micro-batch."""
 
     def run(topology: Any) -> None:
@@ -228,7 +230,9 @@ def test_micro_batches_add_up_to_the_batch(islands) -> None:
     islands(run)
 
 
-def test_two_optimizers_in_turns_are_one_tick(islands) -> None:
+def test_tick_once_for_two_optimizers(islands) -> None:
+    """Two optimizers that step in turns are one step."""
+
     def run(topology: Any) -> None:
         for config in (FULL, DILOCO):
             split, joint, ends = Net(topology), Net(topology), []
@@ -263,7 +267,9 @@ def test_two_optimizers_in_turns_are_one_tick(islands) -> None:
     islands(run)
 
 
-def test_a_parameter_that_joins_later_is_noticed(islands) -> None:
+def test_tick_refuses_a_parameter_added_later(islands) -> None:
+    """A parameter that was added after attach is refused at the next step."""
+
     def run(topology: Any) -> None:
         net = Net(topology)
         optimizer = sgd(net.a.parameters())
@@ -279,7 +285,9 @@ def test_a_parameter_that_joins_later_is_noticed(islands) -> None:
 # ---- ends --------------------------------------------------------------------------------------
 
 
-def test_finish_twice_and_then(islands) -> None:
+def test_finish_may_be_called_twice(islands) -> None:
+    """finish() may be called twice, and training goes on after it."""
+
     def run(topology: Any) -> None:
         for config in (
             FULL,
@@ -316,7 +324,7 @@ def test_finish_twice_and_then(islands) -> None:
     islands(run)
 
 
-def test_detach_and_train_alone(islands) -> None:
+def test_detach_leaves_a_plain_optimizer(islands) -> None:
     """After detach() the optimizer goes on as if there had never been an exchange; nothing is sent,
     nobody is waited for.
     """
@@ -358,7 +366,9 @@ def fixed_gradients(net: Net, t: int) -> None:
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(key))
 
 
-def test_a_delayed_gradient_acts_exactly_tau_steps_later(islands) -> None:
+def test_delay_of_a_gradient_is_tau_steps(islands) -> None:
+    """A delayed gradient acts exactly tau steps later."""
+
     def run(topology: Any) -> None:
         for config in (FULL, DEMO):
             histories = []
@@ -396,7 +406,9 @@ def test_a_delayed_gradient_acts_exactly_tau_steps_later(islands) -> None:
     islands(run)
 
 
-def test_a_clipped_mean_is_clipped_in_flush_as_well(islands) -> None:
+def test_flush_clips_a_delayed_mean(islands) -> None:
+    """A mean that flush() brings is clipped as well."""
+
     def run(topology: Any) -> None:
         ends = []
         for tau in (0, 2):
@@ -416,9 +428,9 @@ def test_a_clipped_mean_is_clipped_in_flush_as_well(islands) -> None:
     islands(run)
 
 
-def test_a_delayed_delta_acts_exactly_tau_steps_later(islands) -> None:
-    """period 3, tau 2: sent after steps 3, 6, landed after steps 5, 8; flush brings what is
-    left.
+def test_delay_of_a_delta_is_tau_steps(islands) -> None:
+    """A delayed delta acts exactly tau steps later. period 3, tau 2: sent after steps 3, 6, landed
+    after steps 5, 8; flush brings what is left.
     """
 
     def run(topology: Any) -> None:
@@ -444,8 +456,8 @@ def test_a_delayed_delta_acts_exactly_tau_steps_later(islands) -> None:
     islands(run)
 
 
-def test_engines_are_told_from_optimizers_of_other_packages() -> None:
-    """What torch.optim.Optimizer is goes to torch, whatever package wrote it; odd objects end the
+def test_host_is_chosen_by_the_type_of_the_optimizer() -> None:
+    """A torch.optim.Optimizer goes to torch's host, whatever package wrote it; odd objects end the
     search.
     """
     from unittest.mock import MagicMock

@@ -23,9 +23,9 @@ NEEDED = {
 
 @pytest.mark.parametrize("kind", NEEDED)
 @pytest.mark.parametrize("there", [True, False])
-def test_a_backward_between_two_steps_is_refused(kind: str, there: bool) -> None:
-    """Its gradients would be neither exchanged nor clipped. Those of the second optimizer may be
-    there already, or be new.
+def test_turns_refuse_a_backward_between_two_steps(kind: str, there: bool) -> None:
+    """A backward between the steps of two optimizers is refused: its gradients would be neither
+    exchanged nor clipped. Those of the second optimizer may be there already, or be new.
     """
     net = Net(fsdp_demo.Topology())
     first, second = sgd(net.a.parameters()), sgd(net.b.parameters())
@@ -44,9 +44,10 @@ def test_a_backward_between_two_steps_is_refused(kind: str, there: bool) -> None
     exchange.detach()
 
 
-def test_what_is_no_new_gradient(kind: str = "full") -> None:
-    """The exchange and clipping write into gradients; a loop may empty those of who has stepped,
-    or of both; where gradients are left alone nobody asks.
+def test_turns_accept_writes_that_are_no_backward(kind: str = "full") -> None:
+    """Writes that are no new gradient are accepted: the exchange and clipping write into gradients;
+    a loop may empty those of who has stepped, or of both; where gradients are left alone nobody
+    asks.
     """
     for config in (*NEEDED.values(), preset("full", clip=1e-3)):
         net = Net(fsdp_demo.Topology())
@@ -72,8 +73,10 @@ def test_what_is_no_new_gradient(kind: str = "full") -> None:
     exchange.detach()
 
 
-def test_under_fsdp2(run_ranks: Any) -> None:
-    """Gradients are DTensors; FSDP2 adds to the local part of one that is there."""
+def test_turns_under_fsdp2(run_ranks: Any) -> None:
+    """A backward between two steps is refused under FSDP2, too: gradients are DTensors, and FSDP2
+    adds to the local part of one that is there.
+    """
 
     def run(me: Any) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -50,13 +50,15 @@ def wrapped(me: Any) -> Any:
     return out
 
 
-def test_attach_and_checkpoints_see_the_same_model(run_ranks: Any) -> None:
+def test_unwrap_model_is_that_of_attach_and_checkpoints(run_ranks: Any) -> None:
+    """Attach and checkpoints see the same model behind its wrappers."""
     expected = (True, ["model.weight", "model.bias"], ["weight", "bias"])
     assert run_ranks(wrapped, islands=1, procs=2) == [[expected] * 4] * 2
     assert unwrap_model(None) is None
 
 
-def test_one_module_knows_the_wrapper() -> None:
+def test_unwrap_model_is_in_one_module() -> None:
+    """One module knows DistributedDataParallel."""
     files = [f for top in ("fsdp_demo", "deepspeed_ext") for f in (ROOT / top).rglob("*.py")]
     names = {
         f.name: {getattr(n, "id", "") for n in ast.walk(ast.parse(f.read_text(encoding="utf-8")))}

@@ -13,9 +13,10 @@ from fsdp_demo import cli
 from fsdp_demo.errors import StoreSilent
 
 
-def test_a_store_that_is_silent_is_one_line(
+def test_cli_silent_store_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A silent store ends a command with one line of an error."""
     monkeypatch.setattr(
         "fsdp_demo.rendezvous.topology.Topology.open_store", refuse(StoreSilent("none"))
     )
@@ -24,9 +25,10 @@ def test_a_store_that_is_silent_is_one_line(
     assert capsys.readouterr().err == "fsdp-demo: error: none\n"
 
 
-def test_a_file_that_cannot_be_read_is_one_line(
+def test_cli_unreadable_file_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A file that cannot be read ends a command with one line of an error."""
     broken = PermissionError(13, "Permission denied", "run")
     monkeypatch.setattr("fsdp_demo.checkpoint.inspect.inspect", refuse(broken))
     assert cli.main(["inspect", "run"]) == 1
@@ -42,7 +44,8 @@ def refuse(error: Exception) -> Callable[..., Any]:
     return act
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`fsdp-demo --version` prints the version."""
     from fsdp_demo.version import __version__
 
     with pytest.raises(SystemExit) as ended:
@@ -51,7 +54,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fsdp-demo {__version__}\n"
 
 
-def test_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    """`fsdp-demo presets` lists all presets with their kinds, and prints one as yaml."""
     import fsdp_demo
 
     assert cli.main(["presets"]) == 0

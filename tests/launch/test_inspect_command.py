@@ -64,6 +64,7 @@ def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int,
 def test_inspect_says_what_is_in_a_run(
     run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`fsdp-demo inspect` names the checkpoints of a run, their owners and settings."""
     status, found = inspected(run_folder)
     assert status == 0 and [(f["step"], f["holds"]) for f in found] == [
         (step, {str(i): f"island{i}"}) for i in range(2) for step in (3, 4)
@@ -159,13 +160,16 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
     ],
 )
 def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: str) -> None:
+    """The last line of `inspect` says which islands share which step."""
     from fsdp_demo.checkpoint.inspect import shared
 
     assert shared(found).endswith(says), shared(found)
 
 
-def test_what_inspect_says_is_what_a_resume_does() -> None:
-    """The numbers of a run that was rolled back by 320 steps against what `inspect` had said."""
+def test_inspect_says_what_a_resume_does() -> None:
+    """The last line of `inspect` says what a resume does. (The numbers are those of a run that was
+    rolled back by 320 steps against what `inspect` had said.)
+    """
     from fsdp_demo.checkpoint.inspect import shared
 
     steps = [(100,), (100, 400, 420), (100, 400, 420)]
@@ -179,6 +183,7 @@ def test_what_inspect_says_is_what_a_resume_does() -> None:
 
 
 def test_inspect_tells_a_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`inspect` prints a reason of `auto` once, and then "as above"."""
     from fsdp_demo.checkpoint import inspect
 
     monkeypatch.setattr(inspect, "text", lambda info: str(info.get("chosen_because", "-")))
@@ -192,6 +197,7 @@ def test_inspect_tells_a_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inspect_says_what_is_missing_or_damaged(
     run_folder: Path, inspected, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`inspect` names each file of a checkpoint that is missing or damaged."""
     exchange = run_folder / "island0" / "checkpoint-3" / "exchange"
     tensors = exchange / "rank1.safetensors"
     good = tensors.read_bytes()
@@ -224,6 +230,7 @@ def test_inspect_says_what_is_missing_or_damaged(
 
 
 def test_inspect_checks_the_files_that_a_manifest_names(run_folder: Path, inspected) -> None:
+    """`inspect` checks the files that a manifest names."""
     folder = run_folder / "island0" / "checkpoint-3"
     (folder / "model.bin").write_bytes(b"123")
     (folder / "manifest.json").write_text(
@@ -243,6 +250,7 @@ def test_inspect_checks_the_files_that_a_manifest_names(run_folder: Path, inspec
 def test_inspect_refuses_other_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make: bool, says: str
 ) -> None:
+    """`inspect` refuses a folder without checkpoints."""
     folder = tmp_path / "run"
     if make:
         (folder / "island0").mkdir(parents=True)

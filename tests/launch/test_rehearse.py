@@ -97,9 +97,8 @@ come("done")
 """
 
 
-def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
-    run_id: str, tmp_path: Path
-) -> None:
+def test_rehearse_by_accelerate_runs_every_rank(run_id: str, tmp_path: Path) -> None:
+    """`rehearse` by accelerate runs every rank of every island, with the link of its flags."""
     script = tmp_path / "meet.py"
     script.write_text(MEET)
     words = (
@@ -128,6 +127,7 @@ def test_rehearse_by_accelerate_runs_every_rank_of_every_island(
 def test_rehearse_has_a_store_with_a_file(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The store of a rehearsal has a file and the user's token."""
     monkeypatch.setenv("ISLAND_TOKEN", "a token that is long enough")
     script = tmp_path / "meet.py"
     script.write_text(MEET_DURABLE)
@@ -142,7 +142,8 @@ def test_rehearse_has_a_store_with_a_file(
 
 @ON_LINUX
 @pytest.mark.slow
-def test_rehearse_starts_its_store_again_and_the_islands_go_on(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_restarts_its_store(run_id: str, tmp_path: Path) -> None:
+    """`rehearse` starts its store again on its file, and the islands go on."""
     script = tmp_path / "outlive.py"
     script.write_text(OUTLIVE)
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
@@ -156,14 +157,16 @@ def test_rehearse_starts_its_store_again_and_the_islands_go_on(run_id: str, tmp_
     ], output
 
 
-def test_no_island_rewrites_what_another_launcher_reads(tmp_path: Path) -> None:
+def test_rehearse_writes_one_launcher_file_per_island(tmp_path: Path) -> None:
+    """Each island has a launcher's file of its own: none rewrites what another launcher reads."""
     plan = Rehearsal(2, 1, (__file__,), "accelerate")
     words = [launched(plan, tmp_path, False) for _ in range(2)]
     files = {each[each.index("--config_file") + 1] for each in words}
     assert len(files) == 2 and all("use_cpu: true" in Path(file).read_text() for file in files)
 
 
-def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_by_torchrun_runs_every_rank(run_id: str, tmp_path: Path) -> None:
+    """`rehearse` by torchrun runs every rank of every island."""
     script = tmp_path / "say.py"
     names = ["ISLAND_RANK", "ISLAND_COUNT", "RANK", "WORLD_SIZE", "MASTER_ADDR"]
     script.write_text(
@@ -185,6 +188,7 @@ def test_rehearse_by_torchrun_runs_every_rank_of_every_island(run_id: str, tmp_p
 def test_rehearse_runs_a_module(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
+    """`rehearse -- -m module` runs a module by each launcher."""
     pytest.importorskip(launcher) if launcher != "torchrun" else None
     package = tmp_path / "pkg"
     package.mkdir()
@@ -203,7 +207,8 @@ def test_rehearse_runs_a_module(
 
 
 @ON_LINUX
-def test_an_island_that_needs_a_decision_ends_the_others(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_status_78_ends_the_others(run_id: str, tmp_path: Path) -> None:
+    """An island that ends with 78 ends the others, and the rehearsal with 78."""
     script = tmp_path / "wait.py"
     act = (
         "signal.signal(signal.SIGTERM, lambda *_: leave(75))\nif island == '1' and rank == '1': "
@@ -218,7 +223,8 @@ def test_an_island_that_needs_a_decision_ends_the_others(run_id: str, tmp_path: 
 
 
 @ON_LINUX
-def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> None:
+    """Ctrl-C ends all islands, and a second one kills them."""
     script = tmp_path / "wait.py"
     armed = (
         "signal.signal(signal.SIGTERM, lambda *_: sys.stdout.write('told to "
@@ -237,7 +243,8 @@ def test_ctrl_c_ends_all_and_a_second_one_kills(run_id: str, tmp_path: Path) -> 
 
 @ON_LINUX
 @pytest.mark.slow
-def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path) -> None:
+def test_rehearse_status_75_of_islands_that_save_and_leave(run_id: str, tmp_path: Path) -> None:
+    """Islands that save and leave make status 75."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT.format(act="leave(75)"))
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--grace", "0.5")
@@ -249,7 +256,10 @@ def test_islands_that_save_and_leave_make_status_75(run_id: str, tmp_path: Path)
 @ON_LINUX
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rehearse", "launcher"])
-def test_nothing_is_left_when_a_parent_is_killed(victim: str, run_id: str, tmp_path: Path) -> None:
+def test_rehearse_leaves_nothing_when_a_parent_is_killed(
+    victim: str, run_id: str, tmp_path: Path
+) -> None:
+    """No process is left when the rehearsal or a launcher is killed."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT.format(act=""))
     process = rehearsal(run_id, script, "--procs", "2", "--launcher", "torchrun", "--grace", "0.5")
@@ -291,9 +301,10 @@ def test_nothing_is_left_when_a_parent_is_killed(victim: str, run_id: str, tmp_p
         (["--islands", "2", "--procs", "1", "--run", "a b", "--", __file__], "--run 'a b'"),
     ],
 )
-def test_rehearse_refuses_with_a_clear_text(
+def test_rehearse_refuses_wrong_flags(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`rehearse` refuses wrong flags with a clear text."""
     assert cli.main(["rehearse", *words]) == 2
     assert text in capsys.readouterr().err
 
@@ -309,13 +320,14 @@ def test_rehearse_refuses_with_a_clear_text(
         (3, None, 2, ["0,1", "0,1"]),
     ],
 )
-def test_gpus_are_split_over_islands(
+def test_rehearse_splits_gpus_over_islands(
     count: int,
     visible: str | None,
     procs: int,
     expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The visible GPUs are split over the islands, or shared where they do not suffice."""
     monkeypatch.setattr("fsdp_demo.launch.rehearsal.may_have_gpus", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -330,7 +342,8 @@ def failed(*codes: int) -> ChildFailedError:
     )
 
 
-def test_status_of_failed_ranks(tmp_path: Path) -> None:
+def test_launch_status_of_failed_ranks(tmp_path: Path) -> None:
+    """The status of an island is that of the rank that failed first."""
     never = float("inf")
     assert run.failed_status(failed(3), str(tmp_path), never) == 3
     assert run.failed_status(failed(-9, -15), None, never) == 137
@@ -346,7 +359,8 @@ def test_status_of_failed_ranks(tmp_path: Path) -> None:
     assert run.failed_status(failed(3, 75), str(tmp_path), never) == 3
 
 
-def test_lines_arrive_whole_in_whatever_pieces_they_come() -> None:
+def test_rehearse_splitter_keeps_lines_whole() -> None:
+    """Lines of output arrive whole in whatever pieces they come."""
     data = "α one\r\n 10%\r 20%\r\rtwo\nrest".encode()
     expected = [
         ("α one", False),
@@ -368,7 +382,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_progress_bar_stays_below_the_lines_of_a_terminal() -> None:
+def test_rehearse_console_progress_bar_on_a_terminal() -> None:
+    """A progress bar stays below the lines of a terminal."""
     terminal = Terminal()
     console = Console(terminal)
     console.show("island0", " 10%", passing=True, first=True)
@@ -383,7 +398,8 @@ def test_a_progress_bar_stays_below_the_lines_of_a_terminal() -> None:
     )
 
 
-def test_a_progress_bar_does_not_fill_a_file() -> None:
+def test_rehearse_console_progress_bar_in_a_file() -> None:
+    """A progress bar does not fill a file."""
     file = io.StringIO()
     console = Console(file)
     for percent in range(100):
@@ -392,7 +408,8 @@ def test_a_progress_bar_does_not_fill_a_file() -> None:
     assert file.getvalue() == "[island0] 0%\n[island0] 100%\n"
 
 
-def test_a_name_that_a_line_has_already_is_not_written_twice() -> None:
+def test_rehearse_console_writes_a_name_once() -> None:
+    """A name that a line has already is not written twice."""
     file = io.StringIO()
     console = Console(file)
     for text in ("[island0] preset demo", "[island1] elsewhere", "plain"):

@@ -58,9 +58,12 @@ def island(
         ("75 78", 2, 78),
     ],
 )
-def test_who_is_started_again(
+def test_restarts_by_status(
     island, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: str, starts: int, last: int
 ) -> None:
+    """An island is started again by the status that it ended with, with the words of `--resume-
+    args`.
+    """
     monkeypatch.setenv("STATUSES", statuses)
     words = ["--restarts", "2", "--resume-args=--resume auto", "torchrun", "train.py", "--lr", "1"]
     assert launch.main(words) == last
@@ -73,7 +76,8 @@ def test_who_is_started_again(
     ]
 
 
-def test_rehearse_hands_restarts_on() -> None:
+def test_restarts_of_rehearse_reach_launch() -> None:
+    """`rehearse` hands `--restarts` and `--resume-args` on to `launch`."""
     plan = Rehearsal(
         2, 1, (__file__, "--lr", "1"), "torchrun", restarts=3, resume_args="--resume auto"
     )
@@ -92,7 +96,8 @@ def test_rehearse_hands_restarts_on() -> None:
     ("own", "worst"),
     [((75, 78), 78), ((78, 1), 78), ((137, 78), 78), ((75, 1), 1), ((75, 75), 75), ((0, 0), 0)],
 )
-def test_somebody_must_decide_is_the_worst_status(own: tuple[int, ...], worst: int) -> None:
+def test_rehearse_status_78_is_the_worst(own: tuple[int, ...], worst: int) -> None:
+    """Status 78 (somebody must decide) is the worst status of a rehearsal."""
     supervisor = Supervisor(Rehearsal(len(own), 1, (__file__,), "torchrun"), sys.stdout)
     supervisor.islands = supervisor.ended = [
         rehearse.RehearsedIsland(f"island{n}", None, status) for n, status in enumerate(own)
@@ -106,7 +111,8 @@ def failed(*codes: int, after: int = 0) -> ChildFailedError:
     return ChildFailedError("script", failures)
 
 
-def test_the_status_of_ranks_that_failed_together(tmp_path: Path) -> None:
+def test_launch_status_of_ranks_that_failed_together(tmp_path: Path) -> None:
+    """Of ranks that failed together a kill or a status with a meaning counts."""
     never = float("inf")
     assert launch.failed_status(failed(1, -9), None, never) == 137, (
         "rank 0 fell over the one that was killed"
@@ -122,7 +128,8 @@ def test_the_status_of_ranks_that_failed_together(tmp_path: Path) -> None:
     )
 
 
-def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_restarts_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong `--restarts`, and an unknown launcher, are refused."""
     assert (
         cli.main(["rehearse", "--islands", "2", "--procs", "1", "--restarts", "-1", "--", __file__])
         == 2
@@ -140,8 +147,8 @@ def test_wrong_restarts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 @ON_LINUX
 @pytest.mark.timeout(300)
-def test_an_island_that_is_told_to_end_is_not_restarted(run_id: str, tmp_path: Path) -> None:
-    """And 75 stays 75."""
+def test_restarts_not_after_a_signal_to_end(run_id: str, tmp_path: Path) -> None:
+    """An island that is told to end is not restarted, and 75 stays 75."""
     script = tmp_path / "wait.py"
     script.write_text(
         WAIT.format(
@@ -190,8 +197,10 @@ time.sleep(300)
 
 @ON_LINUX
 @pytest.mark.timeout(300)
-def test_a_launcher_that_is_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
-    """As by Slurm, which tells all processes, and by the supervisor."""
+def test_launch_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
+    """A launcher that is told twice to end, as by Slurm, which tells all processes, and by the
+    supervisor, waits for ranks that save.
+    """
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     words = [
@@ -220,9 +229,9 @@ def test_a_launcher_that_is_told_twice_waits_for_ranks_that_save(tmp_path: Path)
         process.wait()
 
 
-def test_a_single_rank_is_promised_no_store(tmp_path: Path) -> None:
-    """Ranks that its script starts by itself (`mp.spawn`) have its variables: with the launcher's
-    store they would wait for ever for one that nobody serves.
+def test_launch_single_rank_has_no_agent_store(tmp_path: Path) -> None:
+    """Ranks that a script of a single rank starts by itself (`mp.spawn`) have its variables: with
+    the launcher's store they would wait for ever for one that nobody serves.
     """
     script = tmp_path / "one.py"
     script.write_text(

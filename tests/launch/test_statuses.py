@@ -127,13 +127,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
         ("full", "cannot write its file"),
     ],
 )
-def test_what_others_or_the_store_caused_ends_with_75(ended, case: str, text: str) -> None:
+def test_status_75_for_what_others_or_the_store_caused(ended, case: str, text: str) -> None:
+    """An uncaught error that other islands or the store caused ends a script with 75."""
     status, said, told = ended[case]
     assert (status, told) == (75, "75") and text in said, said
     assert said.count("Traceback") == 1 and "sys.excepthook" not in said
 
 
 @pytest.mark.parametrize("case", ["unsaved", "a bug", "unlike", "interactive"])
-def test_any_other_error_ends_with_1(ended, case: str) -> None:
+def test_status_1_for_any_other_error(ended, case: str) -> None:
+    """Any other uncaught error ends a script with 1."""
     status, said, told = ended[case]
     assert (status, told) == (1, "") and said.count("Traceback") == 1, said

@@ -43,10 +43,12 @@ def left(bench: Bench) -> Record:
 @pytest.mark.parametrize("kind", ["gather", "mixed"])
 @pytest.mark.parametrize("guess", ["gather", "mixed"])
 @pytest.mark.parametrize("launched", [(), (A,), (A, B)])
-def test_held_by_one_in_every_peer_group_it_counts_and_is_forwarded(
+def test_early_part_held_once_per_peer_group_counts(
     kind: Kind, guess: Kind, launched: tuple[Member, ...]
 ) -> None:
-    """Whatever the leaver takes the message to be, and whoever waits in it already."""
+    """An early part that one member holds in every peer group counts, whatever kind the leaver
+    takes the message to be and whoever waits in it already.
+    """
     bench = Bench()
     if launched:
         bench.launch(0, kind, who=launched)
@@ -68,7 +70,8 @@ def test_held_by_one_in_every_peer_group_it_counts_and_is_forwarded(
 
 
 @pytest.mark.parametrize("kind", ["gather", "mixed"])
-def test_held_in_one_peer_group_it_does_not_count(kind: Kind) -> None:
+def test_early_part_held_in_one_peer_group_does_not_count(kind: Kind) -> None:
+    """An early part that only one of two peer groups holds does not count."""
     bench = Bench()
     early(bench, A, 0, kind)
     early(bench, B, 0, kind)
@@ -80,8 +83,10 @@ def test_held_in_one_peer_group_it_does_not_count(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gather", "mixed"])
-def test_nobody_makes_a_part_without_it(kind: Kind) -> None:
-    """B has all shares before A has forwarded."""
+def test_early_part_is_awaited_before_a_part_is_made(kind: Kind) -> None:
+    """B has all shares before A has forwarded the early part, and delivers nothing before it
+    comes.
+    """
     bench = Bench(peer_groups=1)
     early(bench, A, 0, kind)
     left(bench)
@@ -95,7 +100,8 @@ def test_nobody_makes_a_part_without_it(kind: Kind) -> None:
     assert bench.delivered(A) == bench.delivered(B) == ["ABC"]
 
 
-def test_a_frozen_rank_takes_nothing_early() -> None:
+def test_early_part_refused_by_a_frozen_rank() -> None:
+    """A rank that has frozen takes no early part."""
     bench = Bench()
     bench.freeze(A, B, lost=(C,))
     for peer_group in (0, 1):

@@ -45,21 +45,24 @@ Kinds = tuple[Kind, ...]
 
 
 @pytest.mark.parametrize("kind, states", [("gather", 300), ("mixed", 2100)])
-def test_one_message(kind: Kind, states: int) -> None:
+def test_explorer_one_message(kind: Kind, states: int) -> None:
+    """Every history of one message keeps the invariants."""
     explorer = Explorer((kind,), idle=False).run()
     assert explorer.states > states and len(explorer.endings) > 3
 
 
 @pytest.mark.parametrize("kind, states", [("gather", 900), ("mixed", 3400)])
-def test_one_message_launched_late_in_two_peer_groups(kind: Kind, states: int) -> None:
-    """An island, or one rank of it, launches only when the members have changed, once or twice; the
-    others hold the message before.
+def test_explorer_one_late_message_two_peer_groups(kind: Kind, states: int) -> None:
+    """Every history of one late message keeps the invariants: an island, or one rank of it,
+    launches only when the members have changed, once or twice; the others hold the message
+    before.
     """
     assert Explorer((kind,), late="rank", idle=False).run().states > states
 
 
 @pytest.mark.parametrize("kind", ["gather", "mixed"])
-def test_one_message_launched_at_any_time(kind: Kind) -> None:
+def test_explorer_one_message_at_any_time(kind: Kind) -> None:
+    """Every history of one message that each rank launches at any time keeps the invariants."""
     assert Explorer((kind,), peer_groups=1, late="rank").run().states > 150
 
 
@@ -71,18 +74,21 @@ def test_one_message_launched_at_any_time(kind: Kind) -> None:
         *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "mixed")),
     ],
 )
-def test_two_messages_in_one_peer_group(kinds: Kinds) -> None:
+def test_explorer_two_messages_one_peer_group(kinds: Kinds) -> None:
+    """Every history of two messages in one peer group keeps the invariants."""
     assert Explorer(kinds, peer_groups=1).run().states > 600
 
 
-def test_a_mixed_message_before_a_gather_of_two_islands_in_two_peer_groups() -> None:
+def test_explorer_mixed_before_gather_two_peer_groups() -> None:
+    """Every history of a mixed message before a gather, on two islands, keeps the invariants."""
     assert Explorer(("mixed", "gather"), islands=2, changes=1, late="island").run().states > 2800
 
 
 @pytest.mark.parametrize(
     "kinds", [(a, b) for a in ("gather", "mixed") for b in ("gather", "mixed")]
 )
-def test_two_messages_launched_late_in_one_peer_group(kinds: Kinds) -> None:
+def test_explorer_two_late_messages_one_peer_group(kinds: Kinds) -> None:
+    """Every history of two messages that each rank launches at any time keeps the invariants."""
     assert Explorer(kinds, peer_groups=1, late="rank", idle=False).run().states > 300
 
 
@@ -97,14 +103,16 @@ def test_two_messages_launched_late_in_one_peer_group(kinds: Kinds) -> None:
         (("mixed", "mixed"), 181000),
     ],
 )
-def test_two_messages_in_two_peer_groups(kinds: Kinds, states: int) -> None:
+def test_explorer_two_messages_two_peer_groups(kinds: Kinds, states: int) -> None:
+    """Every history of two messages in two peer groups keeps the invariants."""
     assert Explorer(kinds, idle=False).run().states > states
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind, states", [("gather", 5600), ("mixed", 22000)])
-def test_changes_that_leave_nobody_out(kind: Kind, states: int) -> None:
+def test_explorer_changes_that_keep_all_members(kind: Kind, states: int) -> None:
+    """Every history of one message with changes that leave nobody out keeps the invariants."""
     assert Explorer((kind,)).run().states > states
 
 
@@ -114,8 +122,10 @@ def test_changes_that_leave_nobody_out(kind: Kind, states: int) -> None:
 @pytest.mark.parametrize(
     "kind, changes", [("gather", 1), ("mixed", 1), ("gather", 2), ("mixed", 2)]
 )
-def test_the_same_comes_out_as_with_nothing_left_out(kind: Kind, changes: int) -> None:
-    """Two islands in one peer group: every order of every single step, against the explorer."""
+def test_explorer_endings_are_those_of_every_order(kind: Kind, changes: int) -> None:
+    """The explorer finds the endings of every order of every single step, for two islands in one
+    peer group.
+    """
     every = Everything((kind,), 2, 1, changes).run()
     few = Explorer((kind,), 2, 1, changes, late="rank").run()
     assert (
@@ -131,8 +141,10 @@ def test_the_same_comes_out_as_with_nothing_left_out(kind: Kind, changes: int) -
     "islands", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 @pytest.mark.parametrize("kind", ["gather", "mixed"])
-def test_a_join_that_the_store_confirms_at_any_time(kind: Kind, islands: int) -> None:
-    """The question, its answer and every look at the record may come after any other step."""
+def test_explorer_join_confirmed_at_any_time(kind: Kind, islands: int) -> None:
+    """The store's confirmation of a join, its answer and every look at the record may come after
+    any other step.
+    """
     found = _joins((kind,) * 4, islands)
     newcomer = (islands, (tuple(range(islands + 1)),))
     assert any(newcomer in ending for ending in found.endings)
@@ -144,23 +156,28 @@ def _joins(kinds: Kinds, islands: int, crashes: int = 0, **options: Any) -> Ever
 
 @pytest.mark.parametrize("kind", ["gather", "mixed"])
 @pytest.mark.parametrize("asked", [(3,), (3, 4), (3, 5), (4,), (4, 5)])
-def test_a_newcomer_begins_behind_questions(kind: Kind, asked: tuple[int, ...]) -> None:
+def test_explorer_newcomer_begins_behind_questions(kind: Kind, asked: tuple[int, ...]) -> None:
+    """The first message of a newcomer lies behind the questions at its base."""
     _begins_behind(_joins((kind,) * 6, 1, questions=frozenset(asked)), asked)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind, asked", [("gather", (3, 4)), ("mixed", (3, 5))])
-def test_a_newcomer_begins_behind_questions_while_members_change(
+def test_explorer_newcomer_begins_behind_questions_in_changes(
     kind: Kind, asked: tuple[int, ...]
 ) -> None:
+    """The first message of a newcomer lies behind the questions at its base, also while members are
+    lost.
+    """
     found = _joins((kind,) * 6, 1, questions=frozenset(asked), changes=3, crashes=1)
     _begins_behind(found, asked)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_newcomer_of_two_members_begins_behind_a_question() -> None:
+def test_explorer_newcomer_of_two_begins_behind_a_question() -> None:
+    """A newcomer that joins two members begins behind the question at its base."""
     _begins_behind(_joins(("gather",) * 5, 2, questions=frozenset([3])), (3,))
 
 
@@ -209,14 +226,16 @@ LATE: dict[type, tuple[Kinds, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mutant", LATE)
-def test_mutants_of_late_launches_and_of_a_mixed_message_before_a_gather_die(mutant: Any) -> None:
+def test_explorer_finds_mutants_of_late_launches_and_order(mutant: Any) -> None:
+    """Late launches, and a mixed message before a gather, find the mutants that need them."""
     kinds, options, name = LATE[mutant]
     with pytest.raises(Violation) as found:
         Explorer(kinds, changes=1, machine=mutant, **options).run()
     assert found.value.name == name
 
 
-def test_without_these_dimensions_they_live() -> None:
+def test_explorer_without_late_launches_misses_these_mutants() -> None:
+    """The mutants of `LATE` pass where their dimension is left out: it is needed."""
     Explorer(("gather",), peer_groups=1, changes=1, machine=mutants.LeavesLateOut).run()
     Explorer(
         ("gather", "mixed"), islands=2, peer_groups=1, changes=1, machine=mutants.BeginsAgain
@@ -224,9 +243,10 @@ def test_without_these_dimensions_they_live() -> None:
 
 
 @pytest.mark.parametrize("mutant, kind, peer_groups, name, unchecked", FOUND)
-def test_mutants_die(
+def test_explorer_finds_mutants(
     mutant: Any, kind: Kind, peer_groups: int, name: str, unchecked: set[str]
 ) -> None:
+    """The explorer finds each mutant by the invariant that it breaks."""
     with pytest.raises(Violation) as found:
         Explorer(
             (kind,),
@@ -238,19 +258,22 @@ def test_mutants_die(
     assert found.value.name == name
 
 
-def test_no_mutant_is_forgotten() -> None:
+def test_explorer_covers_all_mutants() -> None:
+    """Each mutant stands in one of the tables above."""
     joins = {mutants.WaitsForNoStore, mutants.AsksNewcomers}
     assert {m for m, *_ in FOUND} | LATE.keys() | joins == set(mutants.MUTANTS)
     assert len(mutants.MUTANTS) == 11
 
 
-def test_a_donor_that_waits_for_no_store_is_found() -> None:
+def test_explorer_finds_a_donor_that_skips_the_store() -> None:
+    """A donor that does not wait for the store's answer breaks its promise."""
     with pytest.raises(Violation) as found:
         _joins(("gather",) * 4, 1, machine=mutants.WaitsForNoStore)
     assert found.value.name == "promise"
 
 
-def test_members_that_ask_newcomers_are_found() -> None:
+def test_explorer_finds_members_that_ask_newcomers() -> None:
+    """Members that ask a newcomer before it has begun wait for ever."""
     with pytest.raises(Violation) as found:
         _joins(("gather",) * 5, 1, questions=frozenset([3]), machine=mutants.AsksNewcomers)
     assert found.value.name == "stuck"

@@ -36,9 +36,9 @@ def settled_at(most: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_a_hundred_changes_of_one_line_cost_nothing_that_stays(run_ranks) -> None:
-    """Three islands freeze, report, write a record and adopt it, again and again; messages pass
-    between.
+def test_membership_changes_leak_no_descriptor_or_thread(run_ranks) -> None:
+    """A hundred changes of members leave no descriptor and no thread. Three islands freeze, report,
+    write a record and adopt it, again and again; messages pass between.
     """
 
     def run() -> Any:
@@ -70,9 +70,9 @@ def test_a_hundred_changes_of_one_line_cost_nothing_that_stays(run_ranks) -> Non
 
 
 @pytest.mark.slow
-def test_fifty_islands_that_are_lost_leave_nothing_behind(run_ranks) -> None:
-    """Fifty runs of three, in each of which one is killed in the middle of a message; then the
-    others part: a hundred ends of a member.
+def test_lost_islands_leak_no_descriptor_or_thread(run_ranks) -> None:
+    """Fifty lost islands leave no descriptor and no thread. One of three is killed in the middle of
+    a message; then the others part: a hundred ends of a member.
     """
 
     def run() -> Any:

@@ -25,10 +25,11 @@ from fsdp_demo.elastic import connect
 from fsdp_demo.elastic.failure_detector import FailureDetector
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.peers import collectives
-from fsdp_demo.peers.header import HEADER, NORM, NOT_FINITE, PAYLOAD, QUESTION
+from fsdp_demo.peers.header import NORM, NOT_FINITE, PAYLOAD, QUESTION
 
 from ..support.cases import named
 from ..support.elastic import Islands, exchanged
+from ..support.sealed import shares
 
 B, C = Member(1), Member(2)
 DEAD, MEETING = 10.0, 600.0
@@ -61,9 +62,9 @@ def questions(line: Any) -> list[tuple[tuple[int, ...], list[float]]]:
     return out
 
 
-def test_one_answer_the_answer_to_a_question_is_of_the_same_islands_everywhere(run_ranks) -> None:
-    """One of three is killed at a piece of a question; nobody has the mean of three where another
-    has that of two.
+def test_one_answer_is_of_the_same_islands_everywhere(run_ranks) -> None:
+    """The answer to a question is of the same islands everywhere. One of three is killed at a piece
+    of a question; nobody has the mean of three where another has that of two.
     """
 
     def run() -> None:
@@ -78,11 +79,12 @@ def test_one_answer_the_answer_to_a_question_is_of_the_same_islands_everywhere(r
     alone(run_ranks, run)
 
 
-def test_one_judgement_who_is_left_out_follows_from_the_headers_as_they_were_sent(
+def test_one_judgement_follows_from_the_headers_as_sent(
     run_ranks,
 ) -> None:
-    """Island 2 says that it is not finite, and dies at a piece of the message. Whoever takes part,
-    all decide from the same headers.
+    """Contributions are left out by the headers as they were sent. Island 2 says that it is not
+    finite, and dies at a piece of the message; whoever takes part, all decide from the same
+    headers.
     """
 
     def told(line: Any) -> Any:
@@ -147,8 +149,10 @@ def beat(of: FailureDetector, member: Member, now: float, launched: int) -> None
     of.heard(member, launched)
 
 
-def test_beats_of_training_silence_is_a_loss_though_the_connection_stands() -> None:
-    """A stopped process: the kernel keeps its connections."""
+def test_beats_of_training_silence_is_a_loss() -> None:
+    """A peer that is silent is lost though its connection stands: the kernel keeps those of a
+    stopped process.
+    """
     here = signs(B, C)
     for tenth in range(1, 100):
         beat(here, B, tenth / 10, 1)
@@ -157,9 +161,9 @@ def test_beats_of_training_silence_is_a_loss_though_the_connection_stands() -> N
     assert here.lost(10.1) == {C: "silent for 10 s"}
 
 
-def test_who_was_never_heard_is_quiet_when_another_says_so() -> None:
-    """A peer that stops at the moment in which this island joins: it has not been heard, and is not
-    known to live.
+def test_beats_of_training_quiet_by_another_ranks_word() -> None:
+    """A peer that stops at the moment in which this island joins is quiet by another's word: it has
+    not been heard, and is not known to live.
     """
     here = signs(B, C)
     del here.next_of[C]
@@ -168,11 +172,12 @@ def test_who_was_never_heard_is_quiet_when_another_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_beats_of_training_beats_come_from_a_thread_of_the_training_process_and_of_every_rank(
+def test_beats_of_training_come_from_a_thread_of_every_rank(
     run_ranks,
 ) -> None:
-    """Training threads may be busy for longer than ISLAND_DEAD; one rank whose own thread stands
-    still is lost, with its island.
+    """Beats come from a thread of the training process, and of every rank. Training threads may be
+    busy for longer than ISLAND_DEAD; one rank whose own thread stands still is lost, with its
+    island.
     """
 
     def run() -> None:
@@ -201,9 +206,9 @@ def test_beats_of_training_beats_come_from_a_thread_of_the_training_process_and_
     alone(run_ranks, run)
 
 
-def test_slow_waits_a_slow_island_is_waited_for_and_one_that_stands_is_told() -> None:
-    """It beats all the time. Ten times the slowest of the last messages, at least ISLAND_STALL (60
-    s here); before three messages ISLAND_TIMEOUT. Nobody is lost by it.
+def test_slow_waits_until_the_stall_limit() -> None:
+    """A slow island that beats is waited for: ten times the slowest of the last messages, at least
+    ISLAND_STALL (60 s here); before three messages ISLAND_TIMEOUT. Nobody is lost by it.
     """
     here = signs(B)
     here.began = {5: 0.0}
@@ -221,8 +226,8 @@ def test_slow_waits_a_slow_island_is_waited_for_and_one_that_stands_is_told() ->
     assert here.behind(1401.0)[1] == 1.0, "who was stopped judges nobody by the time that it slept"
 
 
-def test_slow_waits_a_slow_island_misses_no_round(run_ranks) -> None:
-    """Longer than ISLAND_DEAD behind the others, it is in every message."""
+def test_slow_waits_and_no_round_is_missed(run_ranks) -> None:
+    """An island that is behind the others by longer than ISLAND_DEAD is in every message."""
 
     def run() -> None:
         here = Islands(3, dead=2.0)
@@ -271,10 +276,11 @@ def equal(headers: Any) -> list[list[float]]:
     return [[1.0] * len(headers)]
 
 
-def test_delivered_stays_sums_over_the_replicas_are_exact(run_ranks) -> None:
-    """Four islands, of which two die at once: means of 4 and of 2 whole numbers are exact.
-    Accumulators + what counted = what was added; what was applied = what counted, over all that
-    took part; nothing is undone."""
+def test_delivered_stays_sums_over_replicas_are_exact(run_ranks) -> None:
+    """Sums over the replicas are exact when two of four islands die at once: means of 4 and of 2
+    whole numbers are exact. Accumulators + what counted = what was added; what was applied =
+    what counted, over all that took part; nothing is undone.
+    """
 
     def run() -> None:
         for k in (4, 9, 17, 26):
@@ -317,11 +323,11 @@ def sent_by(slot: int, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("code", sorted(FORMATS))
-def test_coded_for_fewer_a_vector_is_coded_to_the_same_values_among_fewer_islands(
+def test_coded_for_fewer_islands_to_the_same_values(
     code: str,
 ) -> None:
-    """A message that is repeated is cut into other parts: what was subtracted from the accumulator
-    stays what the others receive.
+    """A vector is coded to the same values among fewer islands. A message that is repeated is cut
+    into other parts: what was subtracted from the accumulator stays what the others receive.
     """
     for n in (1, 4097, 13000):
         v = torch.randn(n, generator=torch.Generator().manual_seed(n))
@@ -335,10 +341,8 @@ def test_coded_for_fewer_a_vector_is_coded_to_the_same_values_among_fewer_island
 def received(code: str, v: Tensor, size: int) -> Tensor:
     """What `size` islands decode of the shares of one vector, put together."""
     parts = zip(
-        collectives.shares([(v, code)], size),
+        shares([(v, code)], size),
         collectives.legs([(v.numel(), code)], size)[0],
         strict=True,
     )
-    return torch.cat(
-        [dense.decode(code, share[HEADER.size :], span[0][0]) for share, span in parts]
-    )
+    return torch.cat([dense.decode(code, share, span[0][0]) for share, span in parts])

@@ -1,5 +1,5 @@
-"""Histories that break simpler protocols of membership, each by its number in docs/membership.md,
-played on the state machine.
+"""Histories that break simpler protocols of membership, each by the name of its rule in
+docs/membership.md, played on the state machine.
 
 Left for the parts that they concern: one-answer and one-judgement (questions and the guard),
 beats-of-training and slow-waits (beats, patience), delivered-stays (sums of tensors), the coding in
@@ -30,7 +30,8 @@ from fsdp_demo.membership.protocol_types import (
 from ..support.bench import A, B, Bench, C, D
 
 
-def test_in_health_all_deliver_free_and_seal() -> None:
+def test_machine_healthy_delivers_frees_and_seals() -> None:
+    """Without a fault all members deliver, free and seal every message."""
     bench = Bench()
     for n, kind in enumerate(("gather", "mixed", "gather")):
         bench.launch(n, kind)
@@ -42,8 +43,10 @@ def test_in_health_all_deliver_free_and_seal() -> None:
     assert bench.sealed(A) == bench.sealed(C, 1) == 3
 
 
-def test_freeze_first_a_frozen_rank_receives_nothing() -> None:
-    """C is slow, not dead: its bytes come to A after A has reported that it lacks them."""
+def test_freeze_first_frozen_rank_receives_nothing() -> None:
+    """A frozen rank receives nothing. C is slow, not dead: its bytes come to A after A has reported
+    that it lacks them.
+    """
     bench = Bench()
     bench.launch(0)
     bench.let(sender=(A, B))
@@ -58,7 +61,8 @@ def test_freeze_first_a_frozen_rank_receives_nothing() -> None:
     assert bench.delivered(A) == bench.delivered(B) == ["AB", "AB"]
 
 
-def test_one_record_the_record_decides_whoever_proposes_it() -> None:
+def test_one_record_is_the_same_whoever_proposes_it() -> None:
+    """Every rank proposes the same record from the same reports."""
     bench = Bench()
     bench.launch(0)
     bench.let(to=A)
@@ -68,7 +72,7 @@ def test_one_record_the_record_decides_whoever_proposes_it() -> None:
 
 
 def test_all_groups_no_peer_group_acts_alone() -> None:
-    """Peer group 0 of B holds C's body, peer group 1 does not."""
+    """No peer group acts alone: peer group 0 of B holds C's body, peer group 1 does not."""
     bench = Bench("ABC")
     bench.launch(0)
     bench.let(sender=(A, B))
@@ -91,7 +95,8 @@ def applied_by_d() -> Bench:
     return bench
 
 
-def test_any_holder_forwards_what_one_member_has_is_forwarded() -> None:
+def test_any_holder_forwards_what_one_member_has() -> None:
+    """A body that one member holds is forwarded to the others, and the message counts."""
     bench = applied_by_d()
     record = bench.change(A, B, D)
     assert record.settlements == (Settlement(0, (A, B, C, D), 1),)
@@ -103,8 +108,10 @@ def test_any_holder_forwards_what_one_member_has_is_forwarded() -> None:
     assert bench.delivered(A) == bench.delivered(B) == ["ABCD"] * 2
 
 
-def test_any_holder_forwards_the_one_who_had_it_dies_while_forwarding() -> None:
-    """The unfinished settlement is settled again, from what the members of the next record hold."""
+def test_any_holder_forwards_and_dies_meanwhile() -> None:
+    """The only holder dies while it forwards: the unfinished settlement is settled again, from what
+    the members of the next record hold.
+    """
     bench = applied_by_d()
     bench.change(A, B, D)
     bench.let(sender=D, to=A, peer_group=0)
@@ -115,8 +122,8 @@ def test_any_holder_forwards_the_one_who_had_it_dies_while_forwarding() -> None:
     assert bench.delivered(A) == bench.delivered(B) == ["ABD"] * 2
 
 
-def test_expelled_ends_expelled_does_nothing_more() -> None:
-    """A hears all and delivers; nobody hears A."""
+def test_expelled_ends_and_does_nothing_more() -> None:
+    """An expelled island does nothing more. A hears all and delivers; nobody hears A."""
     bench = Bench("ABC")
     bench.launch(0)
     bench.let(sender=(B, C))
@@ -140,8 +147,10 @@ def test_expelled_ends_expelled_does_nothing_more() -> None:
     assert bench.delivered(B) == bench.delivered(C) == ["BC"] * 2
 
 
-def test_reduce_again_a_reduce_without_all_parts_is_repeated() -> None:
-    """C dies in leg 1: part C of C's vector never left it."""
+def test_reduce_again_without_all_parts() -> None:
+    """A reduce that lacks a part is repeated. C dies in leg 1: part C of C's vector never left
+    it.
+    """
     bench = Bench()
     bench.launch(0, "mixed")
     bench.let(sender=(A, B), to=(A, B))
@@ -159,11 +168,11 @@ def test_reduce_again_a_reduce_without_all_parts_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("peer_groups", [(0,), (0, 1)])
-def test_no_mixed_attempts_a_whole_mean_is_kept_and_a_torn_one_repeated(
+def test_no_mixed_attempts_whole_mean_kept_torn_one_repeated(
     peer_groups: tuple[int, ...],
 ) -> None:
-    """A has the mean; B lacks the part of C, which died in leg 2. In one peer group only, nobody
-    has that part.
+    """A mean that one member has whole is kept; a torn one is repeated. A has the mean; B lacks the
+    part of C, which died in leg 2. In one peer group only, nobody has that part.
     """
     bench = Bench()
     bench.launch(0, "mixed")
@@ -189,14 +198,17 @@ def test_no_mixed_attempts_a_whole_mean_is_kept_and_a_torn_one_repeated(
     assert bench.delivered(A) == bench.delivered(B) == ["ABC" if whole else "AB"] * 2
 
 
-def test_no_mixed_attempts_parts_of_another_attempt_do_not_count() -> None:
+def test_no_mixed_attempts_old_parts_do_not_count() -> None:
+    """Parts and shares of another attempt are not taken."""
     rank, _ = entered(A, 0, 1, first_record([A, B]), 1).step(protocol_events.Launched(0, "mixed"))
     for old in (Piece("part", B, 7), Piece("share", B, 7)):
         assert rank.step(protocol_events.PieceReceived(0, 0, B, 0, "mixed", old)) == (rank, ())
 
 
-def test_one_set_one_set_for_a_mixed_message() -> None:
-    """C's body is everywhere, its vector is not: the message is repeated without C."""
+def test_one_set_for_body_and_vector() -> None:
+    """A mixed message has one set of contributors. C's body is everywhere, its vector is not: the
+    message is repeated without C.
+    """
     bench = Bench()
     bench.launch(0, "mixed")
     for item in [f for f in bench.frames if f[2].piece.what == "body"]:
@@ -213,8 +225,10 @@ def test_one_set_one_set_for_a_mixed_message() -> None:
     )
 
 
-def test_seal_stable_only_what_all_have_may_be_sealed() -> None:
-    """A delivers with C; before the others have it, A may seal nothing."""
+def test_seal_stable_only_what_all_have() -> None:
+    """Only what all members have may be sealed. A delivers with C; before the others have it, A may
+    seal nothing.
+    """
     bench = Bench()
     bench.launch(0)
     bench.let(to=A)
@@ -227,7 +241,8 @@ def test_seal_stable_only_what_all_have_may_be_sealed() -> None:
     assert bench.sealed(A) == bench.sealed(B) == 1
 
 
-def test_seal_stable_histories_tell_checkpoints_of_one_step_apart() -> None:
+def test_seal_stable_history_tells_checkpoints_apart() -> None:
+    """Histories with other contributors have other digests, whatever the order of their names."""
     with_c = extended(extended("", 0, (A, B, C)), 1, (A, B))
     without = extended(extended("", 0, (A, B)), 1, (A, B))
     assert (
@@ -238,8 +253,10 @@ def test_seal_stable_histories_tell_checkpoints_of_one_step_apart() -> None:
     assert extended("", 0, (A,)) != extended("", 0, (Member(0, 1),))
 
 
-def test_settle_all_open_a_message_is_kept_until_all_have_it() -> None:
-    """A is as far ahead as it can be: 2 q messages are kept."""
+def test_settle_all_open_keeps_a_message_until_all_have_it() -> None:
+    """A message is kept until all have it. A is as far ahead as it can be: 2 q messages are
+    kept.
+    """
     bench = Bench("AB", peer_groups=1, window=2)
     for n in (0, 1):
         bench.launch(n)
@@ -256,7 +273,8 @@ def test_settle_all_open_a_message_is_kept_until_all_have_it() -> None:
     assert [e.n for e in bench.ranks[A, 0].open] == [2, 3]
 
 
-def test_settle_all_open_all_open_messages_are_settled_in_one_record() -> None:
+def test_settle_all_open_in_one_record() -> None:
+    """One record settles every open message."""
     bench = Bench()
     for n in (0, 1):
         bench.launch(n)
@@ -271,7 +289,8 @@ def test_settle_all_open_all_open_messages_are_settled_in_one_record() -> None:
     assert [bench.delivered(B, n) for n in (0, 1)] == [["ABC"] * 2, ["AB"] * 2]
 
 
-def test_any_order_messages_have_numbers_of_their_own_and_may_come_in_any_order() -> None:
+def test_any_order_by_own_numbers() -> None:
+    """Messages have numbers of their own and may be delivered in any order."""
     bench = Bench("AB", peer_groups=1)
     bench.launch(0, "mixed")
     bench.launch(1)
@@ -287,8 +306,8 @@ def test_any_order_messages_have_numbers_of_their_own_and_may_come_in_any_order(
         bench.launch(5)
 
 
-def test_heard_both_ways_a_minority_does_not_win() -> None:
-    """A is cut from B and C; all reach the store."""
+def test_heard_both_ways_minority_does_not_win() -> None:
+    """A minority does not win. A is cut from B and C; all reach the store."""
     bench = Bench()
     bench.freeze(A, lost=(B, C))
     assert bench.propose((A, 0), waited=False) is not None, (
@@ -303,9 +322,9 @@ def test_heard_both_ways_a_minority_does_not_win() -> None:
         assert record is not None and record.members == (B, C)
 
 
-def test_heard_both_ways_a_half_open_link_counts_as_none() -> None:
-    """In peer group 1 C does not hear A; everything else works. A and B stay: the lowest slots of
-    two largest sets.
+def test_heard_both_ways_half_open_link_counts_as_none() -> None:
+    """A half-open link counts as none. In peer group 1 C does not hear A; everything else works. A
+    and B stay: the lowest slots of two largest sets.
     """
     bench = Bench()
     bench.tell((C, 1), protocol_events.ConnectionLost(A))
@@ -314,7 +333,8 @@ def test_heard_both_ways_a_half_open_link_counts_as_none() -> None:
     assert record is not None and record.members == (A, B)
 
 
-def test_a_report_is_waited_for_while_somebody_hears_the_island() -> None:
+def test_report_awaited_while_somebody_hears_the_island() -> None:
+    """No record is proposed without the report of an island that a member still hears."""
     bench = Bench()
     bench.tell((A, 0), protocol_events.ConnectionLost(C))
     bench.freeze(A, B)
@@ -323,7 +343,8 @@ def test_a_report_is_waited_for_while_somebody_hears_the_island() -> None:
     assert record is not None and record.members == (A, B)
 
 
-def test_an_island_has_reported_when_all_its_ranks_have() -> None:
+def test_report_of_an_island_needs_all_its_ranks() -> None:
+    """An island has reported when all its ranks have."""
     bench = Bench("AB")
     bench.freeze(A)
     bench.tell((B, 0), protocol_events.FrozenHeard(0))
@@ -343,9 +364,12 @@ def test_an_island_has_reported_when_all_its_ranks_have() -> None:
         (64, [(0, 9), (9, 30), (60, 61)], tuple(i for i in range(64) if i not in (9, 61))),
     ],
 )
-def test_largest_set_the_largest_set_and_the_lowest_slots(
+def test_largest_set_with_the_lowest_slots(
     count: int, broken: list[tuple[int, int]], stay: tuple[int, ...]
 ) -> None:
+    """The largest set of members that hear each other stays; of two equal ones that with the lowest
+    slots.
+    """
     members = [Member(i) for i in range(count)]
     bad = {frozenset((Member(a), Member(b))) for a, b in broken}
     pairs = frozenset(frozenset((a, b)) for a in members for b in members if a < b) - bad
@@ -353,7 +377,7 @@ def test_largest_set_the_largest_set_and_the_lowest_slots(
 
 
 def test_largest_set_against_all_subsets() -> None:
-    """Every relation among four islands."""
+    """The largest set is the best of all subsets, for every relation among four islands."""
     members = [Member(i) for i in range(4)]
     every = [frozenset((a, b)) for a in members for b in members if a < b]
     for bits in range(1 << len(every)):
@@ -363,9 +387,9 @@ def test_largest_set_against_all_subsets() -> None:
         assert settlement.largest(members, pairs) == tuple(min(fit, key=lambda s: (-len(s), s)))
 
 
-def test_store_unasked_the_store_is_not_asked_in_health() -> None:
-    """No action but those of a change speaks to the store, and nothing but the peer group or a
-    peer's word begins one.
+def test_store_unasked_in_health() -> None:
+    """The store is not asked in health: no action but those of a change speaks to it, and nothing
+    but the peer group or a peer's word begins a change.
     """
     bench = Bench("AB")
     bench.launch(0)
@@ -380,8 +404,10 @@ def test_store_unasked_the_store_is_not_asked_in_health() -> None:
     assert bench.tell((A, 0), protocol_events.ReportsSeen((), waited=True)) == []
 
 
-def test_record_chain_records_form_a_chain() -> None:
-    """Another record 2 after another record 1 has another digest; a gap is refused."""
+def test_record_chain_refuses_gaps_and_forks() -> None:
+    """Records form a chain: another record 2 after another record 1 has another digest, and a gap
+    is refused.
+    """
     bench = Bench()
     first = bench.change(A, B)
     second = first.following(view=2)
@@ -392,7 +418,8 @@ def test_record_chain_records_form_a_chain() -> None:
     assert bench.tell((A, 0), protocol_events.RecordSeen(first)) == []
 
 
-def test_early_part_what_a_leaver_sent_early_counts() -> None:
+def test_early_part_of_a_leaver_counts() -> None:
+    """A message that only the leaver has launched counts, with what it sent."""
     bench = Bench()
     bench.launch(0, who=[C])
     bench.let()
@@ -413,7 +440,8 @@ def test_early_part_what_a_leaver_sent_early_counts() -> None:
     )
 
 
-def test_delivered_stays_what_is_delivered_stays_and_what_is_repeated_has_another_attempt() -> None:
+def test_delivered_stays_and_repeats_have_another_attempt() -> None:
+    """A message that was delivered stays; one that is repeated has another attempt."""
     bench = Bench(peer_groups=1)
     bench.launch(0, "mixed")
     bench.launch(1, "mixed")
@@ -427,9 +455,9 @@ def test_delivered_stays_what_is_delivered_stays_and_what_is_repeated_has_anothe
     assert {a.piece.attempt for _, _, a in bench.frames if a.view == 1} <= {1}
 
 
-def test_vote_with_view_a_vote_carries_the_view_of_the_settlement() -> None:
-    """Rank 0 of A held message 0 with C in the old view; rank 1 lacked C, and settles without
-    it.
+def test_vote_with_view_of_the_settlement() -> None:
+    """A vote carries the view of its settlement. Rank 0 of A held message 0 with C in the old view;
+    rank 1 lacked C, and settles without it.
     """
     bench = Bench()
     bench.launch(0)
@@ -452,9 +480,9 @@ def test_vote_with_view_a_vote_carries_the_view_of_the_settlement() -> None:
     assert bench.delivered(A) == bench.delivered(B) == ["AB"] * 2
 
 
-def test_a_rank_that_freed_votes_again_for_one_that_waits() -> None:
-    """Rank 0 of A heard that all have message 0 and freed it; rank 1 has not heard the vote of rank
-    0 when a change comes.
+def test_vote_is_repeated_by_a_rank_that_freed() -> None:
+    """A rank that freed a message votes again for one that waits. Rank 0 of A heard that all have
+    message 0 and freed it; rank 1 has not heard the vote of rank 0 when a change comes.
     """
     bench = Bench("AB")
     bench.launch(0)
@@ -469,7 +497,8 @@ def test_a_rank_that_freed_votes_again_for_one_that_waits() -> None:
     assert bench.delivered(A) == ["AB", "AB"]
 
 
-def test_a_message_launched_after_the_report_is_sent_in_the_next_view() -> None:
+def test_launch_after_the_report_is_sent_in_the_next_view() -> None:
+    """A message that is launched after the report is sent in the next view."""
     for late in (True, False):
         bench = Bench("AB", peer_groups=1)
         bench.launch(0, "mixed", who=[B])
@@ -483,7 +512,8 @@ def test_a_message_launched_after_the_report_is_sent_in_the_next_view() -> None:
         assert bench.delivered(A) == bench.delivered(B) == ["AB"]
 
 
-def test_too_few_to_go_on() -> None:
+def test_too_few_members_to_go_on() -> None:
+    """Fewer reports than `min_continue` make no record: they are too few."""
     bench = Bench(min_continue=2)
     bench.freeze(A)
     assert bench.tell((A, 0), protocol_events.ReportsSeen(tuple(bench.reports), waited=True)) == [
@@ -493,8 +523,10 @@ def test_too_few_to_go_on() -> None:
     assert bench.propose((A, 0)) is not None
 
 
-def test_a_loss_while_others_adopt_settles_again() -> None:
-    """Members that read a record late adopt it, freeze and report."""
+def test_loss_while_others_adopt_settles_again() -> None:
+    """A loss while others adopt a record settles again: members that read a record late adopt it,
+    freeze and report.
+    """
     bench = Bench("ABC", peer_groups=1)
     bench.launch(0)
     bench.change(A, B, C, adopt=False)
@@ -514,7 +546,8 @@ def planned(bench: Bench, newcomer: Member = D) -> Record:
     return action.record
 
 
-def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
+def test_join_stops_nobody_and_begins_at_its_base() -> None:
+    """Members go on while an island joins; its first message is that of its base."""
     bench = Bench("AB", peer_groups=1, window=1)
     bench.launch(0)
     record = planned(bench)
@@ -535,9 +568,9 @@ def test_a_join_stops_nobody_and_begins_at_its_base() -> None:
     assert bench.delivered(A, 4) == bench.delivered(D, 4) == ["ABD"]
 
 
-def test_a_newcomer_is_asked_nothing_before_it_begins() -> None:
-    """Messages 3 to 5 are questions, 3 is its base. A change comes when A has launched 5, and B has
-    not; B launches it while it is frozen.
+def test_newcomer_is_asked_nothing_before_it_begins() -> None:
+    """A newcomer is asked nothing before it begins. Messages 3 to 5 are questions, 3 is its base. A
+    change comes when A has launched 5, and B has not; B launches it while it is frozen.
     """
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
@@ -568,7 +601,8 @@ def test_a_newcomer_is_asked_nothing_before_it_begins() -> None:
     assert bench.delivered(A, 6) == bench.delivered(D, 6) == ["ABD"]
 
 
-def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
+def test_newcomer_lost_before_it_begins() -> None:
+    """A newcomer that is lost before it begins is left out by the next record."""
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
     bench.tell((A, 0), protocol_events.RecordSeen(record))
@@ -579,8 +613,10 @@ def test_a_planned_newcomer_is_lost_before_it_begins() -> None:
     assert after is not None and (after.epoch, after.view, after.members) == (2, 2, (A, B))
 
 
-def test_who_does_not_know_of_a_join_learns_it_in_the_change() -> None:
-    """B froze before it knew of record 1; its report, and a proposal for record 1, do not hurt."""
+def test_join_is_learned_in_the_change() -> None:
+    """A member that does not know of a join learns it in the change. B froze before it knew of
+    record 1; its report, and a proposal for record 1, do not hurt.
+    """
     bench = Bench("AB", peer_groups=1)
     record = planned(bench)
     bench.tell((A, 0), protocol_events.RecordSeen(record))
@@ -592,7 +628,10 @@ def test_who_does_not_know_of_a_join_learns_it_in_the_change() -> None:
     assert after is not None and (after.epoch, after.members) == (2, (A, B))
 
 
-def test_what_a_join_refuses() -> None:
+def test_join_refuses_what_does_not_fit() -> None:
+    """A slot that is taken, pieces ahead of their record and members that are in no record are
+    refused.
+    """
     bench = Bench("AB", peer_groups=1)
     with pytest.raises(ValueError, match="slot 1 is taken"):
         bench.tell((A, 0), protocol_events.JoinPlanned(Member(1, 1)))
@@ -609,7 +648,8 @@ def test_what_a_join_refuses() -> None:
         bench.tell((B, 0), protocol_events.RecordSeen(bench.record.following(view=1)))
 
 
-def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
+def test_report_of_another_view_or_stranger_does_not_count() -> None:
+    """Reports of other views, and of islands that are no members, do not count."""
     record = first_record([A, B])
     report = Report(0, A, 0, frozenset((A, B)), 0, ())
     found = settlement.complete(
@@ -625,8 +665,10 @@ def test_reports_of_other_views_and_of_strangers_do_not_count() -> None:
     assert list(found) == [A] and [r.rank for r in found[A]] == [0, 1]
 
 
-def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
-    """They may lack messages below their base, which only a member can give them."""
+def test_newcomers_that_have_not_begun_are_too_few() -> None:
+    """Newcomers that have not begun do not go on alone: they may lack messages below their base,
+    which only a member can give them.
+    """
     bench = Bench("AB", peer_groups=1)
     record = planned(bench)
     bench.members.append(D)
@@ -641,9 +683,9 @@ def test_newcomers_that_have_not_begun_do_not_go_on_alone() -> None:
     assert after is not None and after.members == (A, D) and after.base == (0, record.base[2])
 
 
-def test_one_joins_at_a_time() -> None:
-    """A newcomer that has not begun delivers nothing, so it would not hear of the next one before
-    it launches.
+def test_join_one_at_a_time() -> None:
+    """One island joins at a time: a newcomer that has not begun delivers nothing, so it would not
+    hear of the next one before it launches.
     """
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)

@@ -13,7 +13,8 @@ import pytest
 from ..support.storms import storms
 
 
-def test_lives() -> None:
+def test_storm_of_random_faults() -> None:
+    """Random crashes, suspicions, leavers and joiners keep the invariants."""
     happened = storms(range(100))
     assert (
         min(happened[kind] for kind in ("crash", "suspect", "leave", "join")) > 40
@@ -22,14 +23,19 @@ def test_lives() -> None:
     assert happened["all gone"] < 10
 
 
-def test_lives_with_one_rank_each_and_many_messages_open() -> None:
+def test_storm_with_one_rank_and_many_open_messages() -> None:
+    """Random lives with one rank for each island, and up to four messages open, keep the
+    invariants.
+    """
     happened = storms(range(80), peer_groups=1, window=4, faults=6)
     assert happened["change"] > 100
 
 
 @pytest.mark.parametrize("options", [{}, {"peer_groups": 1, "window": 1}])
-def test_lives_of_newcomers(options: dict[str, int]) -> None:
-    """Many begin, and many of these behind a question that lies at their base."""
+def test_storm_of_newcomers(options: dict[str, int]) -> None:
+    """Newcomers begin in random lives, and many of them behind a question that lies at their
+    base.
+    """
     among = ("join", "join", "join", "suspect")
     happened = storms(range(80), faults=6, messages=24, among=among, **options)
     assert happened["begun"] > 30 and happened["behind"] > 10
@@ -38,8 +44,8 @@ def test_lives_of_newcomers(options: dict[str, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("part", range(10))
-def test_a_hundred_thousand_lives(part: int) -> None:
-    """10 000 each."""
+def test_storm_of_a_hundred_thousand_lives(part: int) -> None:
+    """Ten parts of 10,000 random lives each keep the invariants."""
     options = {"peer_groups": 1 + part % 3, "window": 1 + part % 4, "faults": 3 + part % 5}
     happened = storms(range(10**6 + part * 10**4, 10**6 + (part + 1) * 10**4), **options)
     assert happened["change"] > 5000

@@ -80,19 +80,22 @@ reports = st.builds(
 
 @settings(max_examples=40)
 @given(records())
-def test_a_record_reads_back(record: Record) -> None:
+def test_record_reads_back(record: Record) -> None:
+    """A record reads back from its text, in which no byte is wasted."""
     text = record_text(record)
     assert read_record(text) == record and " " not in text.replace(json.dumps(record.history), "")
     assert read_record(text).digest() == record.digest()
 
 
 @given(reports)
-def test_a_report_reads_back(report: Report) -> None:
+def test_report_reads_back(report: Report) -> None:
+    """A report reads back from its text."""
     assert read_report(report_text(report)) == report
 
 
 @given(reports, st.data())
-def test_a_torn_report_is_refused(report: Report, data: st.DataObject) -> None:
+def test_report_torn_is_refused(report: Report, data: st.DataObject) -> None:
+    """The beginning of a report is no report."""
     text = report_text(report)
     with pytest.raises(ValueError, match="a report in the store cannot be read"):
         read_report(text[: data.draw(st.integers(0, len(text) - 1))])
@@ -147,7 +150,8 @@ REPORT = json.loads(
         json.dumps({**RECORD, "pieces": [["body", 0, 0]], "forwards": [[0, 1, [[0, 0, "4"]]]]}),
     ],
 )
-def test_what_is_no_record_is_refused(text: str) -> None:
+def test_record_malformed_is_refused(text: str) -> None:
+    """Text that is no record is refused with its name."""
     with pytest.raises(ValueError, match="a record in the store cannot be read"):
         read_record(text)
 
@@ -167,7 +171,8 @@ def test_what_is_no_record_is_refused(text: str) -> None:
         json.dumps([*REPORT[:5], [[3, "gather", False, [["body", []]]]], True]),
     ],
 )
-def test_what_is_no_report_is_refused(text: str) -> None:
+def test_report_malformed_is_refused(text: str) -> None:
+    """Text that is no report is refused with its name."""
     with pytest.raises(ValueError, match="a report in the store cannot be read"):
         read_report(text)
 
@@ -201,7 +206,10 @@ def large(kind: Kind) -> Record:
     return propose(old, reports)
 
 
-def test_the_record_of_64_islands_of_64_ranks_fits() -> None:
+def test_record_of_64_islands_of_64_ranks_fits() -> None:
+    """The record of 64 islands of 64 ranks with four open messages fits into one value of the
+    store.
+    """
     record = large("mixed")
     assert len(record.members) == 63 and len(record.forwards) > 64 * 4 * 60
     text = record_text(record)
@@ -209,7 +217,8 @@ def test_the_record_of_64_islands_of_64_ranks_fits() -> None:
     assert read_record(text) == record
 
 
-def test_the_reports_of_64_islands_are_short() -> None:
+def test_report_of_64_islands_is_short() -> None:
+    """The report of a rank among 64 islands takes at most 16 KiB."""
     members = [Member(slot) for slot in range(64)]
     pieces = needed("mixed", first_record(members).settlement(0))
     report = Report(

@@ -18,7 +18,8 @@ ISLANDS = {"ISLAND_COUNT": "2", "ISLAND_RANK": "0"}
         ("a.host:65535", Endpoint("a.host", 65535)),
     ],
 )
-def test_endpoints_are_read_and_written(text: str, place: Endpoint) -> None:
+def test_endpoint_reads_back(text: str, place: Endpoint) -> None:
+    """An endpoint reads back from its text, with and without zmq://."""
     assert split_endpoint(text) == split_endpoint(f"zmq://{text}") == place and str(place) == text
 
 
@@ -35,11 +36,13 @@ def test_endpoints_are_read_and_written(text: str, place: Endpoint) -> None:
         "redis://host:1",
     ],
 )
-def test_wrong_endpoints_are_refused(text: str) -> None:
+def test_endpoint_wrong_is_refused(text: str) -> None:
+    """A wrong ISLAND_ENDPOINT is refused with its value and the form it must have."""
     with pytest.raises(ValueError) as error:
         Topology.from_env({**ISLANDS, "ISLAND_ENDPOINT": text})
     assert str(error.value).startswith(f"ISLAND_ENDPOINT={text!r} must be host:port of the store")
 
 
-def test_the_way_to_an_endpoint_is_found_for_all_forms() -> None:
+def test_route_to_every_form_of_endpoint() -> None:
+    """`route_to` finds the own address towards an endpoint in each form of it."""
     assert {route_to(text) for text in ("127.0.0.1:1", "zmq://127.0.0.1:1")} == {"127.0.0.1"}

@@ -21,7 +21,8 @@ from fsdp_demo.net.link import Link, parse_rate, parse_rtt
         ("7bit", 7.0),
     ],
 )
-def test_rates(text: str, bits_per_second: float) -> None:
+def test_link_rate_is_read(text: str, bits_per_second: float) -> None:
+    """`parse_rate` reads bits, with any prefix and case."""
     assert parse_rate(text) == bits_per_second
 
 
@@ -42,7 +43,8 @@ def test_rates(text: str, bits_per_second: float) -> None:
         "1 0Mbit",
     ],
 )
-def test_wrong_rates_say_what_is_allowed(text: str) -> None:
+def test_link_rate_wrong_says_what_is_allowed(text: str) -> None:
+    """A wrong rate is refused with an example."""
     with pytest.raises(ValueError, match="link rate .* for example 100Mbit"):
         parse_rate(text)
 
@@ -51,7 +53,10 @@ def test_wrong_rates_say_what_is_allowed(text: str) -> None:
     ("text", "meant"),
     [("1Gb", "1Gbit?"), ("2.5g/s", "2.5Gbit?"), ("10kb", "10kbit?"), ("1GB", ""), ("1GBps", "")],
 )
-def test_a_unit_that_is_cut_short_is_offered_whole(text: str, meant: str) -> None:
+def test_link_rate_short_unit_is_completed(text: str, meant: str) -> None:
+    """The error of a rate whose unit is cut short offers the whole unit, and none where bytes were
+    meant.
+    """
     with pytest.raises(ValueError) as raised:
         parse_rate(text)
     assert str(raised.value).partition("; did you mean ")[2] == meant
@@ -61,12 +66,14 @@ def test_a_unit_that_is_cut_short_is_offered_whole(text: str, meant: str) -> Non
     ("text", "seconds"),
     [("40ms", 0.04), ("0.04s", 0.04), ("500us", 0.0005), ("0", 0.0), ("0ms", 0.0), ("1 S", 1.0)],
 )
-def test_round_trips(text: str, seconds: float) -> None:
+def test_link_rtt_is_read(text: str, seconds: float) -> None:
+    """`parse_rtt` reads seconds, milliseconds and microseconds."""
     assert parse_rtt(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "40", "-40ms", "40min", "100Mbit", "nan", "1e999s"])
-def test_wrong_round_trips_say_what_is_allowed(text: str) -> None:
+def test_link_rtt_wrong_says_what_is_allowed(text: str) -> None:
+    """A wrong round trip is refused with an example."""
     with pytest.raises(ValueError, match="round trip .* for example 40ms"):
         parse_rtt(text)
 
@@ -82,34 +89,40 @@ def test_wrong_round_trips_say_what_is_allowed(text: str) -> None:
         ("none", Link()),
     ],
 )
-def test_parse(text: str, link: Link) -> None:
+def test_link_parse(text: str, link: Link) -> None:
+    """`Link.parse` reads a rate, a round trip, or both."""
     assert Link.parse(text) == link
 
 
 @pytest.mark.parametrize("text", ["", ",", "100Mbit,", "40ms,100Mbit", "100Mbit,40ms,1%"])
-def test_parse_refuses(text: str) -> None:
+def test_link_parse_refuses(text: str) -> None:
+    """Text that is no rate and round trip is refused."""
     with pytest.raises(ValueError, match="link"):
         Link.parse(text)
 
 
 @given(st.none() | st.floats(1e-3, 1e15), st.floats(0, 1e3))
-def test_text_reads_back_to_the_same_link(bits_per_second: float | None, rtt: float) -> None:
+def test_link_text_reads_back(bits_per_second: float | None, rtt: float) -> None:
+    """A link reads back from its text."""
     link = Link(bits_per_second, rtt)
     assert Link.parse(str(link)) == link
 
 
-def test_text_is_what_a_user_would_write() -> None:
+def test_link_text_is_short() -> None:
+    """The text of a link is what a user would write."""
     assert str(Link(1e8, 0.04)) == "100Mbit,40ms"
     assert str(Link(None, 0.0005)) == "none,0.5ms"
 
 
-def test_numbers_are_checked() -> None:
+def test_link_numbers_are_checked() -> None:
+    """Rates that are not positive and finite, and negative round trips, are refused."""
     for wrong in ((0.0, 0.0), (-1.0, 0.0), (float("inf"), 0.0), (None, -1.0), (None, float("nan"))):
         with pytest.raises(ValueError, match="must be"):
             Link(*wrong)
 
 
-def test_environment() -> None:
+def test_link_from_env() -> None:
+    """`Link.from_env` reads ISLAND_LINK, and names it in its errors."""
     assert Link.from_env({}) is None
     assert Link.from_env({"ISLAND_LINK": " "}) is None
     assert Link.from_env({"ISLAND_LINK": "1Gbit,2ms"}) == Link(1e9, 0.002)
@@ -117,6 +130,7 @@ def test_environment() -> None:
         Link.from_env({"ISLAND_LINK": "slow"})
 
 
-def test_a_link_that_slows_nothing_is_false() -> None:
+def test_link_without_limits_is_false() -> None:
+    """A link that slows nothing is false."""
     assert not Link()
     assert Link(1e8) and Link(None, 0.04)

@@ -31,7 +31,8 @@ def by_hand(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_by_hand(n: int) -> None:
+def test_checksum_by_hand(n: int) -> None:
+    """The checksum is that of the documented sums, computed without the library."""
     data = body(n)
     assert checksum(data) == by_hand(bytes(data.tolist()))
     if n < 8 * ROW:
@@ -39,7 +40,8 @@ def test_by_hand(n: int) -> None:
 
 
 @pytest.mark.parametrize("shift", range(1, 8))
-def test_wherever_it_lies(shift: int) -> None:
+def test_checksum_at_any_alignment(shift: int) -> None:
+    """The checksum of a body is the same wherever it lies in memory."""
     data = body(40_000)
     room = torch.empty(data.numel() + shift, dtype=torch.uint8)
     room[shift:] = data
@@ -68,7 +70,8 @@ def changes(n: int, rng: random.Random) -> dict[str, torch.Tensor]:
     return out
 
 
-def test_damage_is_seen() -> None:
+def test_checksum_sees_damage() -> None:
+    """Each kind of damage changes the checksum."""
     rng, n = random.Random(0), 9 * 8 * ROW + 5003
     right = checksum(body(n))
     for _ in range(40):
@@ -76,7 +79,8 @@ def test_damage_is_seen() -> None:
             assert checksum(damaged) != right, name
 
 
-def test_two_words_that_have_changed_places_are_seen_wherever_they_lie() -> None:
+def test_checksum_sees_two_swapped_words() -> None:
+    """Two words that have changed places change the checksum, wherever they lie."""
     rng, data = random.Random(1), body(6 * 8 * ROW)
     right, words = checksum(data), data.view(torch.int64)
     for a, b in [(0, 1), (0, ROW), (5, 5 + 3 * ROW), (7, 6 * ROW - 1)] + [
@@ -88,8 +92,10 @@ def test_two_words_that_have_changed_places_are_seen_wherever_they_lie() -> None
     assert checksum(data) == right
 
 
-def test_a_buffer_keeps_its_tensor_alive() -> None:
-    """A copy from a GPU belongs to nobody else: its memory would be another's before it is read."""
+def test_memory_buffer_keeps_its_tensor_alive() -> None:
+    """A buffer keeps its tensor alive: nobody else holds a copy from a GPU, whose memory would be
+    another's before it is read.
+    """
     held = weakref.ref(data := body(100))
     buffer, expected = memory(data), bytes(data.tolist())
     del data

@@ -73,7 +73,8 @@ def fixed() -> torch.Tensor:
     return work
 
 
-def test_golden_header() -> None:
+def test_header_golden_bytes() -> None:
+    """The bytes of a header are frozen."""
     message = seal(
         frame.Header(DIGEST, STEP, 1.5, 2.25, frame.STOP, total=2**64 - 2, number=9, rate=28976),
         uint8(b"\x01\x02\x03\xff"),
@@ -90,8 +91,8 @@ def test_golden_header() -> None:
     assert bytes(seal(frame.Header(0xFEDCBA9876543210, 0), uint8(b"")).tolist()).hex() == EMPTY
 
 
-def test_golden_header_by_hand() -> None:
-    """The documented layout, read without the library."""
+def test_header_golden_bytes_by_hand() -> None:
+    """The frozen header has the documented layout, read without the library."""
     raw = bytes.fromhex(HEADER)
     fields = struct.unpack("<4sBBHQIIQQffII", raw[:56])
     length = 4 | 28976 << 48  # 3e-4: 1/1024 of an octave a step, 40960 for 1
@@ -101,7 +102,8 @@ def test_golden_header_by_hand() -> None:
 
 
 @pytest.mark.parametrize("code", SECTIONS)
-def test_golden_section(code: str) -> None:
+def test_section_golden_bytes(code: str) -> None:
+    """The bytes of a sparse section are frozen for each number format."""
     codec = Codec("dct", "topk", 3, code)
     data = sparse.encode_sparse(LAYOUT, codec, fixed())
     assert bytes(data.tolist()).hex() == SECTIONS[code]
@@ -117,9 +119,9 @@ def test_golden_section(code: str) -> None:
     assert float(error.max()) <= {"fp32": 0.0, "bf16": 2**-8, "int8": 2**-7}[code]
 
 
-def test_golden_section_by_hand() -> None:
-    """int8, first block: scale, three values, three positions of 12 bits (low bytes, then nibbles),
-    read without the library.
+def test_section_golden_bytes_by_hand() -> None:
+    """The first block in int8, read without the library: scale, three values, three positions of 12
+    bits (low bytes, then nibbles).
     """
     raw = bytes.fromhex(SECTIONS["int8"])
     (scale,) = struct.unpack("<f", b"\0\0" + raw[:2])  # bf16: the upper half of an fp32
@@ -137,7 +139,8 @@ def test_golden_section_by_hand() -> None:
 
 @quick
 @given(st.lists(st.booleans(), max_size=40))
-def test_bits(bits: list[bool]) -> None:
+def test_pack_bits_reads_back(bits: list[bool]) -> None:
+    """Packed bits read back, eight to a byte."""
     packed = pack_bits(bits)
     assert packed.numel() == (len(bits) + 7) // 8 and unpack_bits(packed, len(bits)) == bits
 
@@ -164,6 +167,9 @@ SHAPES = [
 def test_sparse_bytes_is_the_real_length(
     tensors: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
+    """`sparse_bytes` is the length of what `encode_sparse` makes, for any shapes and kinds of
+    tensors.
+    """
     kinds = [data.draw(st.sampled_from(["transform", "plain", "dense"])) for _ in tensors]
     k, code = (
         data.draw(st.sampled_from([1, 2, 3, 32, 33, 4095, 4096])),
@@ -191,7 +197,8 @@ def sealed(digest: int = DIGEST, step: int = STEP) -> torch.Tensor:
     return seal(frame.Header(digest, step, 1.0, 0.5), uint8(bytes(range(24))))
 
 
-def test_every_bit_flip_is_refused() -> None:
+def test_header_refuses_every_bit_flip() -> None:
+    """A message with one flipped bit is refused, wherever the bit lies."""
     message = sealed()
     unseal(message, HERE, "a")
     for at in range(message.numel()):
@@ -202,7 +209,8 @@ def test_every_bit_flip_is_refused() -> None:
                 unseal(torn, HERE, "island 3")
 
 
-def test_every_truncation_is_refused() -> None:
+def test_header_refuses_every_truncation() -> None:
+    """A message that was cut off, or has a byte too many, is refused."""
     message = sealed()
     for n in range(message.numel()):
         with pytest.raises(WireError, match="truncated"):
@@ -219,7 +227,8 @@ def other_version(message: torch.Tensor, version: int) -> torch.Tensor:
     return uint8(bytes(raw))
 
 
-def test_what_does_not_belong_here_is_refused_with_both_values() -> None:
+def test_header_refuses_what_differs_with_both_values() -> None:
+    """Another step, digest or version is refused by an error that has both values."""
     with pytest.raises(WireError, match=f"step {STEP + 2}.* step {STEP + 1}"):
         unseal(sealed(step=STEP + 1), HERE, "a")
     with pytest.raises(WireError, match="0123456789abcdee.*0123456789abcdef"):
@@ -358,7 +367,9 @@ def reheaded(digest: int = 0, step: int = 0) -> Any:
 
 
 @pytest.mark.timeout(120)
-def test_every_torn_byte_is_refused_and_nothing_applied(run_ranks) -> None:
+def test_exchange_refuses_every_torn_byte(run_ranks) -> None:
+    """A message with one torn byte is refused by the exchange, and nothing of it is applied."""
+
     def run(me: Any) -> int:
         size = (
             56
@@ -377,7 +388,11 @@ def test_every_torn_byte_is_refused_and_nothing_applied(run_ranks) -> None:
     assert run_ranks(run, 1, 1, timeout=100) == [56 + 1 + 13]
 
 
-def test_tampering_is_refused_in_every_transport(run_ranks) -> None:
+def test_exchange_refuses_tampering_in_every_transport(run_ranks) -> None:
+    """Damage, truncation, another step, digest or version are refused in gathers and in both legs
+    of a reduce.
+    """
+
     def run(me: Any) -> None:
         for name in ("demo", "consensus", "released"):
             assert "damaged" in refused(CONFIGS[name], flip(59))
@@ -469,7 +484,8 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
 
 
 @pytest.mark.parametrize("piece", [None, 1000])
-def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, everywhere, piece) -> None:
+def test_meter_counts_to_the_byte(run_ranks, everywhere, piece) -> None:
+    """The meter counts what is handed over to the connections, to the byte."""
     if piece:
         everywhere.setattr(chunks, "LARGEST", piece)
 
@@ -497,9 +513,9 @@ def test_the_meter_counts_what_is_handed_over_to_the_byte(run_ranks, everywhere,
     run_ranks(run, 1, 1)
 
 
-def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
-    """Header, one bit per tensor, the section: nothing else is sent, and both directions are
-    equal.
+def test_meter_sparse_message_follows_the_formula(run_ranks) -> None:
+    """A sparse message has a header, one bit per tensor and the section; nothing else is sent, and
+    both directions are equal.
     """
     config = METERED["demo"][0]
     layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
@@ -512,8 +528,10 @@ def test_bytes_of_a_sparse_message_follow_the_formula(run_ranks) -> None:
     run_ranks(run, 1, 1)
 
 
-def test_two_peer_groups_of_one_mesh_keep_their_messages_apart(run_ranks) -> None:
-    """Two exchanges share a mesh; on one island the second is first to speak."""
+def test_peer_groups_of_one_mesh_keep_messages_apart(run_ranks) -> None:
+    """Two exchanges share a mesh and keep their messages apart, though on one island the second is
+    first to speak.
+    """
 
     def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
         both = [topology.join(ShardPosition())[0] for _ in range(2)]

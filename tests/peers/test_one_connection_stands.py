@@ -39,8 +39,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_dead_connection_among_living_ones_is_noticed(run_ranks, case: str) -> None:
-    """Before, after the 135 s of a heartbeat of the library."""
+def test_connection_dead_among_living_ones_is_noticed(run_ranks, case: str) -> None:
+    """A dead connection is noticed while others of the same peer live: before, after the 135 s of a
+    heartbeat of libzmq.
+    """
 
     def run() -> None:
         here, on, found = through(3, CASES[case])
@@ -50,8 +52,10 @@ def test_a_dead_connection_among_living_ones_is_noticed(run_ranks, case: str) ->
     alone(run_ranks, run)
 
 
-def test_a_slow_connection_is_not_dead(run_ranks) -> None:
-    """Nothing whole comes for longer than `dead`, but bytes do."""
+def test_connection_slow_is_not_dead(run_ranks) -> None:
+    """A connection is not dead while bytes come, though nothing whole does for longer than
+    `dead`.
+    """
 
     def run() -> None:
         def slow(network: Network) -> None:
@@ -75,9 +79,9 @@ def test_a_slow_connection_is_not_dead(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_who_ends_is_not_lost_though_one_connection_is_late(run_ranks) -> None:
-    """The word that it ends came on one connection only, and the others closed before it was
-    there.
+def test_connection_late_while_an_island_ends(run_ranks) -> None:
+    """An island that ends is not lost: the word that it ends came on one connection only, and the
+    others closed before it was there.
     """
 
     def run() -> None:
@@ -91,10 +95,10 @@ def test_who_ends_is_not_lost_though_one_connection_is_late(run_ranks) -> None:
                 network.relays[0, 1][NOTES].wait = 0.4
             met.wait(10)
             if line.slot == 0:
-                signs, until = line._driver.signs, time.monotonic() + 10
-                while not all(w.gone for w in signs.wires) and time.monotonic() < until:
+                detector, until = line._driver.detector, time.monotonic() + 10
+                while not all(w.gone for w in detector.wires) and time.monotonic() < until:
                     time.sleep(0.01)
-                seen.append((line._driver.machine.state, len(signs.leaving)))
+                seen.append((line._driver.machine.state, len(detector.leaving)))
 
         here.run(fn)
         network.close()
@@ -104,11 +108,9 @@ def test_who_ends_is_not_lost_though_one_connection_is_late(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("word", ["leave", "release"])
-def test_who_leaves_is_in_the_last_message_though_a_connection_is_late(
-    run_ranks, word: str
-) -> None:
-    """Its word that it leaves overtook that message: the other island settled without it, and went
-    on from another mean.
+def test_connection_late_while_an_island_leaves(run_ranks, word: str) -> None:
+    """An island that leaves is in its last message. (Its word that it leaves overtook that message:
+    the other island settled without it, and went on from another mean.)
     """
 
     def run() -> None:
@@ -136,7 +138,10 @@ def test_who_leaves_is_in_the_last_message_though_a_connection_is_late(
     alone(run_ranks, run)
 
 
-def test_what_the_kernel_knows_of_a_connection() -> None:
+def test_tcp_stood_says_how_long_a_connection_is_silent() -> None:
+    """`tcp.stood` gives the seconds since something came, 0 while it waits to be read, and None for
+    no connection.
+    """
     server = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(server.getsockname())
     far, _ = server.accept()

@@ -27,7 +27,8 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return near, server.accept()[0]
 
 
-def test_the_kernel_gathers_and_lets_in_what_is_there() -> None:
+def test_tcp_gather_wakes_at_the_size() -> None:
+    """`tcp.gather` lets the kernel wake a reader at so many bytes, or at the end."""
     near, far = connected()
     with near, far, select.epoll() as waits:
         waits.register(far.fileno(), select.EPOLLIN | select.EPOLLET)
@@ -50,10 +51,12 @@ def test_the_kernel_gathers_and_lets_in_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("megabytes", [1, 24])
-def test_a_long_message_is_gathered_but_for_its_end(
+def test_tcp_gather_long_message_but_for_its_end(
     run_ranks: Any, monkeypatch: pytest.MonkeyPatch, megabytes: int
 ) -> None:
-    """Of every connection the last word is that each byte counts; short messages change nothing."""
+    """A long message is gathered; the last setting of each connection is that each byte counts.
+    Short messages change nothing.
+    """
 
     def run() -> dict[int, list[int]]:
         told: dict[int, list[int]] = {}

@@ -13,9 +13,9 @@ from fsdp_demo.peers.poller import Poller
 FILES = Path("/proc/self/fd")
 
 
-def test_connections_are_closed_and_added_by_several_threads() -> None:
-    """A newcomer's worker waits while its other thread drops a member that was lost: "Socket
-    operation on non-socket" once.
+def test_poller_serves_several_threads() -> None:
+    """Several threads add and close connections: "Socket operation on non-socket" came once, when a
+    newcomer's worker waited while its other thread dropped a member that was lost.
     """
     poller, errors, stop = Poller(), list[BaseException](), threading.Event()
 
@@ -47,7 +47,8 @@ def test_connections_are_closed_and_added_by_several_threads() -> None:
     assert not errors and not poller.thread.is_alive()
 
 
-def test_a_job_raises_where_it_was_asked_for() -> None:
+def test_poller_job_raises_at_its_caller() -> None:
+    """The error of a job is raised by the call that asked for it."""
     poller = Poller()
     with pytest.raises(ZeroDivisionError):
         poller.run(lambda: 1 // 0)
@@ -57,7 +58,8 @@ def test_a_job_raises_where_it_was_asked_for() -> None:
         poller.run(lambda: None)
 
 
-def test_a_wait_ends_when_the_hub_is_closed() -> None:
+def test_poller_close_ends_a_wait() -> None:
+    """A wait ends when the poller is closed."""
     poller, errors = Poller(), list[str]()
 
     def wait() -> None:

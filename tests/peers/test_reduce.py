@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fsdp_demo.compression import dense
 from fsdp_demo.peers import collectives
-from fsdp_demo.peers.header import HEADER
+
+from ..support.sealed import part_of_mean
 
 CODES = ["fp32", "bf16", "int8", "int4", "2bit"]
 LENGTHS = [1, 4095, 3 * 4096 + 5, 300_001]
@@ -44,7 +45,8 @@ def by_the_formula(every: list[list[tuple[Tensor, str]]], weights: list[float]) 
 
 @pytest.mark.parametrize("codes", [["fp32"], ["bf16"], ["bf16", "fp32"], CODES], ids="-".join)
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=list(WEIGHTS))
-def test_means_are_those_of_the_formula(codes: list[str], weights: list[float]) -> None:
+def test_reduce_means_are_those_of_the_formula(codes: list[str], weights: list[float]) -> None:
+    """The means of a reduce are those of the plain formula, bit for bit."""
     every = [vectors(seed, codes) for seed in range(3)]
     if not weights[1]:
         every[1][0][0].fill_(float("nan"))  # who has no share touches nothing
@@ -54,17 +56,18 @@ def test_means_are_those_of_the_formula(codes: list[str], weights: list[float]) 
         bodies = [
             collectives.own_part(mine_sent, 3, mine)
             if rank == mine
-            else collectives.shares(mine_sent, 3)[mine][HEADER.size :]
+            else collectives.share(mine_sent, 3, mine)
             for rank, mine_sent in enumerate(every)
         ]
-        part = collectives.part_of_mean(bodies, spans, [weights] * len(spans), mine, 3)
-        coded.append(part[HEADER.size :])
+        part = part_of_mean(bodies, spans, [weights] * len(spans), mine, 3)
+        coded.append(part)
     found = collectives.whole(coded, spans)
     for mine, theirs in zip(found, by_the_formula(every, weights), strict=True):
         assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
 
 
-def test_nobody_codes_what_it_sends_to_nobody() -> None:
+def test_reduce_own_part_is_rounded_as_sent() -> None:
+    """An island's own part is rounded as the others' parts are; in fp32 it is not even copied."""
     sent = vectors(0, CODES)
     for own, (v, code) in zip(collectives.own_part(sent, 3, 1), sent, strict=True):
         at = dense.cuts(v.numel(), code, 3)
@@ -76,8 +79,10 @@ def test_nobody_codes_what_it_sends_to_nobody() -> None:
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("lies_at", range(4))
-def test_values_are_written_where_they_are_sent_from(code: str, lies_at: int) -> None:
-    """Wherever in a message that is, the bytes are those of `encode`."""
+def test_dense_encode_into_writes_in_place(code: str, lies_at: int) -> None:
+    """`encode_into` writes the bytes of `encode`, wherever in a message they lie, and nothing
+    beside them.
+    """
     v = torch.randn(4096 + 77)
     size = dense.num_bytes(code, v.numel())
     room = torch.zeros(size + 8, dtype=torch.uint8)

@@ -36,9 +36,9 @@ def flooded(port: int, kind: int, message: bytes) -> None:
     relay.close()
 
 
-def test_the_library_has_no_timer_that_finds_it(run_ranks) -> None:
-    """Its heartbeat did: `Assertion failed: !_io_error`, and the process aborts. Here it would come
-    after a second.
+def test_connection_reset_with_unread_data_does_not_abort(run_ranks) -> None:
+    """A connection that is reset behind unread data does not abort the process. (The heartbeat of
+    libzmq did: `Assertion failed: !_io_error`. Here it would come after a second.)
     """
 
     def fn(me: Any) -> Any:
@@ -67,7 +67,9 @@ def test_the_library_has_no_timer_that_finds_it(run_ranks) -> None:
     assert run_ranks(fn, 1, 1)[0] >= 100_000
 
 
-def test_neither_has_the_store(run_ranks) -> None:
+def test_store_reset_with_unread_data_does_not_abort(run_ranks) -> None:
+    """The store lives on when such a connection of a client is reset."""
+
     def fn(me: Any) -> Any:
         from fsdp_demo.net import tcp
         from fsdp_demo.store import server as durable_store
@@ -88,7 +90,9 @@ def test_neither_has_the_store(run_ranks) -> None:
     assert run_ranks(fn, 1, 1)[0] == "it lives"
 
 
-def test_no_heartbeats_of_the_library(run_ranks) -> None:
+def test_poller_sockets_have_no_zmq_heartbeat(run_ranks) -> None:
+    """Sockets of a poller have no heartbeat of libzmq, and keepalive of TCP."""
+
     def fn(me: Any) -> Any:
         from fsdp_demo.peers.poller import Poller
 

@@ -40,7 +40,8 @@ def words(me: Any) -> list[Any]:
     ]
 
 
-def test_all_ranks_hear_the_same(run_ranks: Any) -> None:
+def test_ranks_all_hear_the_same(run_ranks: Any) -> None:
+    """All ranks of a replica get the same answer of each call."""
     out = run_ranks(words, islands=1, procs=3)
     everyone = [{"rank": r, "text": "é" * r} for r in range(3)]
     for r, said in enumerate(out):
@@ -58,7 +59,8 @@ def test_all_ranks_hear_the_same(run_ranks: Any) -> None:
         ]
 
 
-def test_one_rank_alone_needs_no_group() -> None:
+def test_ranks_alone_needs_no_group() -> None:
+    """A rank alone answers itself, without a process group."""
     alone = Ranks.everywhere()
     assert (alone.group, alone.rank, alone.world) == (None, 0, 1)
     assert (
@@ -94,7 +96,10 @@ def errors(
     return found
 
 
-def test_an_error_of_one_is_raised_on_all_of_its_kind(run_ranks: Any) -> None:
+def test_ranks_raise_the_error_of_one_on_all(run_ranks: Any) -> None:
+    """An error of one rank is raised on all ranks, with the same kind where the library knows
+    it.
+    """
     asked = [
         NeedsDecision("a"),
         StoreSilent("b"),
@@ -149,12 +154,15 @@ def played(me: Any) -> Any:
     return str(ranks._place), str(far._place)
 
 
-def test_words_travel_where_the_group_reaches(run_ranks: Any) -> None:
+def test_ranks_use_a_device_that_the_group_reaches(run_ranks: Any) -> None:
+    """Words travel on the host where the group reaches it, and else on its device."""
     assert run_ranks(played, islands=1, procs=2) == [("cpu", "cuda:0")] * 2
 
 
-def test_no_module_pickles_what_ranks_say() -> None:
-    """`torch.distributed`'s object collectives, and Accelerate's, unpickle what the others send."""
+def test_ranks_never_pickle() -> None:
+    """No module uses object collectives: `torch.distributed`'s, and Accelerate's, unpickle what the
+    others send.
+    """
     for file in [
         f for top in ("fsdp_demo", "deepspeed_ext", "recipes") for f in (ROOT / top).rglob("*.py")
     ]:

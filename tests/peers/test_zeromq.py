@@ -21,8 +21,7 @@ from fsdp_demo import WireError, preset
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.peers.header import PAYLOAD
-from fsdp_demo.peers.piece_header import LARGEST, PIECE, PieceHeader, read
-from fsdp_demo.peers.receive_buffer import EARLY, Inbox, NoRoom
+from fsdp_demo.peers.pieces import EARLY, LARGEST, PIECE, Inbox, NoRoom, PieceHeader, read
 from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
 from fsdp_demo.rendezvous import fixed_peers
 from fsdp_demo.store.client import WorldStore
@@ -129,7 +128,8 @@ def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_whole_bodies_go_both_ways(run_ranks, token: str) -> None:
+def test_zeromq_bodies_go_both_ways(run_ranks, token: str) -> None:
+    """Bodies of several pieces go both ways, with and without a token."""
     n = 3 * LARGEST + 5
 
     def swap(line: PeerGroup) -> int:
@@ -143,8 +143,8 @@ def test_whole_bodies_go_both_ways(run_ranks, token: str) -> None:
     alone(run_ranks, run)
 
 
-def test_training_over_it_is_the_same_training(run_ranks, tmp_path: Path) -> None:
-    """Islands that find each other in a real store, and replicas of one world."""
+def test_zeromq_training_is_that_of_a_mesh(run_ranks, tmp_path: Path) -> None:
+    """Islands that find each other in a real store train as replicas of one world do."""
     config = preset("diloco", period=2, momentum_warmup=0).changed(
         {"clip": None, "inner_optimizers": ["as_is"]}
     )
@@ -176,8 +176,10 @@ def test_training_over_it_is_the_same_training(run_ranks, tmp_path: Path) -> Non
             assert one[1] == two[1] and all(torch.equal(one[0][n], two[0][n]) for n in one[0])
 
 
-def test_bytes_on_the_wire_are_as_documented(run_ranks) -> None:
-    """Through a relay that counts: 47 bytes a piece (40 where it is short), with keys 66 more."""
+def test_zeromq_bytes_on_the_wire(run_ranks) -> None:
+    """A relay counts the bytes on the wire: 47 a piece (40 where it is short), with keys 66
+    more.
+    """
 
     def moved(token: str) -> list[int]:
         relays: list[Relay] = []
@@ -226,12 +228,14 @@ def test_bytes_on_the_wire_are_as_documented(run_ranks) -> None:
         (PieceHeader(PIECE, 0, 1, 0, LARGEST + 1).pack(), "1048577 bytes is announced"),
     ],
 )
-def test_what_is_no_frame_is_refused(data: bytes, says: str) -> None:
+def test_piece_header_malformed_is_refused(data: bytes, says: str) -> None:
+    """Bytes that are no header of a piece are refused with what was found."""
     with pytest.raises(WireError, match=says):
         read(data)
 
 
-def test_a_frame_reads_back() -> None:
+def test_piece_header_reads_back() -> None:
+    """The header of a piece reads back from its 36 bytes."""
     frame = PieceHeader(PIECE, 3, 70_000, 5, LARGEST)
     assert read(frame.pack()) == frame and len(frame.pack()) == 36
 
@@ -241,7 +245,10 @@ class Room:
         self.size = size
 
 
-def test_where_pieces_go() -> None:
+def test_inbox_places_pieces() -> None:
+    """A piece goes to the room that waits for it, aside if it is early, later if it does not fit,
+    and nowhere if it is of an older epoch.
+    """
     inbox = Inbox(epoch=2)
     room, other = Room(10), Room(10)
     assert inbox.wait_for(1, room) is None and inbox.wait_for(1, other) is None
@@ -265,9 +272,6 @@ def test_where_pieces_go() -> None:
     assert inbox.place(PieceHeader(PIECE, 2, 4, 0, 1)) is NoRoom.LATER
     # of a later epoch: until this rank is there
     assert inbox.place(PieceHeader(PIECE, 3, 1, 0, 10)) is NoRoom.LATER
-    inbox.end(3)  # cancelled: what was kept has gone
-    assert inbox.place(PieceHeader(PIECE, 2, 3, 1, 10)) is NoRoom.DROP
-    assert inbox.place(PieceHeader(PIECE, 2, 4, 0, 1)) is NoRoom.ASIDE
 
 
 @pytest.mark.parametrize(
@@ -277,7 +281,8 @@ def test_where_pieces_go() -> None:
         (PieceHeader(PIECE, 2, 1, 0, 11), "11 bytes, there is room for 10"),
     ],
 )
-def test_a_piece_that_does_not_belong_is_refused(frame: PieceHeader, says: str) -> None:
+def test_inbox_refuses_a_piece_that_does_not_fit(frame: PieceHeader, says: str) -> None:
+    """A piece out of order, or larger than its room, is refused."""
     inbox = Inbox(epoch=2)
     inbox.wait_for(1, Room(10))
     with pytest.raises(WireError, match=says):
@@ -285,7 +290,8 @@ def test_a_piece_that_does_not_belong_is_refused(frame: PieceHeader, says: str) 
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: bool) -> None:
+def test_connection_overlong_piece_ends_that_peer_only(run_ranks, early: bool) -> None:
+    """An overlong piece ends the connection to its sender; the others go on."""
     met = threading.Barrier(3)
 
     def talk(connections: Any, rank: int) -> Any:
@@ -325,7 +331,9 @@ def test_an_overlong_piece_is_refused_and_the_others_go_on(run_ranks, early: boo
     assert "101 bytes, there is room for 100" in alone(run_ranks, run)[0]
 
 
-def test_more_than_the_largest_piece_ends_the_connection_unread(run_ranks) -> None:
+def test_connection_piece_above_the_largest_is_not_read(run_ranks) -> None:
+    """A piece beyond the largest size ends the connection unread."""
+
     def talk(connections: Any, rank: int) -> Any:
         if rank == 1:
             with pytest.raises(RuntimeError, match="closed by peer"):
@@ -341,7 +349,9 @@ def test_more_than_the_largest_piece_ends_the_connection_unread(run_ranks) -> No
 # ---- keys --------------------------------------------------------------------------------------
 
 
-def test_tokens_must_be_the_same(run_ranks) -> None:
+def test_token_must_be_the_same(run_ranks) -> None:
+    """Islands with another token, with none or with a short one do not meet, and each says why."""
+
     def run() -> list[list[str]]:
         cases = [["a secret of one kind", "a secret of another"], [TOKEN, ""], ["short", "short"]]
         return [
@@ -360,8 +370,10 @@ def test_tokens_must_be_the_same(run_ranks) -> None:
     assert all("5 characters, allowed are 16 or more" in text for text in short)
 
 
-def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
-    """Nor does a stranger who comes first keep the right one out."""
+def test_token_claimed_but_not_held_is_refused(run_ranks) -> None:
+    """A peer that only says that it has the token does not get in; nor does a stranger who comes
+    first keep the right one out.
+    """
 
     def forged() -> list[str]:  # the store lies about what the islands compare
         current = threading.local()
@@ -411,7 +423,8 @@ def test_who_only_says_that_it_has_the_token_does_not_get_in(run_ranks) -> None:
     assert met == [[0, 1], [0, 1]]
 
 
-def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
+def test_connection_second_to_a_port_is_sent_away(run_ranks) -> None:
+    """A second connection to a port is sent away, and the first goes on."""
     ports, met = [], threading.Barrier(2)
 
     def change(key: str, note: dict[str, Any]) -> None:
@@ -442,8 +455,10 @@ def test_a_second_connection_to_a_port_is_sent_away(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "cut", "reset", "silent"])
-def test_a_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
-    """Of three, one is lost to another: their connection ends, a message of three others passes."""
+def test_connection_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
+    """Of three islands one is lost to another: their connection ends, and the messages of the
+    others pass.
+    """
     met, relays = threading.Barrier(3), []
 
     def change(key: str, note: dict[str, Any]) -> None:
@@ -497,7 +512,8 @@ def test_a_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> None:
     )
 
 
-def test_what_a_peer_sent_before_it_left_is_still_there(run_ranks) -> None:
+def test_connection_keeps_what_was_sent_before_the_end(run_ranks) -> None:
+    """What a peer sent before it left is still received."""
     met = threading.Barrier(2)
 
     def talk(connections: Any, rank: int) -> Any:
@@ -519,7 +535,7 @@ def test_what_a_peer_sent_before_it_left_is_still_there(run_ranks) -> None:
     assert alone(run_ranks, lambda: good(on_pieces(talk, 2)))[0] == [1, 2, 3]
 
 
-def test_a_short_message_overtakes_a_long_one(run_ranks) -> None:
+def test_connection_short_message_overtakes_a_long_one(run_ranks) -> None:
     """48 pieces wait behind a relay that holds them; a short message is handed over last and comes
     before the last of them.
     """
@@ -561,7 +577,9 @@ def test_a_short_message_overtakes_a_long_one(run_ranks) -> None:
     assert alone(run_ranks, run)[1] < 40
 
 
-def test_only_one_of_two_must_be_reachable(run_ranks) -> None:
+def test_connection_needs_one_reachable_side(run_ranks) -> None:
+    """One of two islands must be reachable; if neither is, both say so."""
+
     def talk(line: PeerGroup) -> list[int]:
         return [int(b[0]) for b in line.all_gather(piece(5, line.rank))]
 
@@ -575,7 +593,9 @@ def test_only_one_of_two_must_be_reachable(run_ranks) -> None:
     assert all(text.startswith("ValueError") and "ISLAND_ADDRESS" in text for text in none), none
 
 
-def test_descriptors_and_threads_are_flat_over_many_connections(run_ranks) -> None:
+def test_connections_leak_no_descriptor_or_thread(run_ranks) -> None:
+    """A hundred meetings leave as many descriptors and threads as the first ones."""
+
     def talk(connections: Any, rank: int) -> None:
         got = connections.recv([piece(100_000)], 1 - rank, 1)
         connections.send([piece(100_000)], 1 - rank, 1).wait(10 * SECOND)

@@ -24,7 +24,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.config.presets import RECOMMENDED, UNPUBLISHED  # noqa: E402
+from fsdp_demo.config.methods import RECOMMENDED, UNPUBLISHED  # noqa: E402
 from fsdp_demo.launch.processes import reserve_port  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -141,8 +141,10 @@ def check(output, islands, procs, preset, steps=4):
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_every_exchange_file_is_its_preset_and_says_where_its_numbers_are_from(name):
-    """Loads; and differs from the preset's defaults only where the file says why."""
+def test_exchange_file_is_its_preset(name):
+    """A file of recipes/exchange loads, and differs from the preset's defaults only where the file
+    says why.
+    """
     path = RECIPES / "exchange" / name
     config, default = fsdp_demo.load_config(str(path)), fsdp_demo.preset(path.stem)
     assert config.preset == path.stem
@@ -154,7 +156,8 @@ def test_every_exchange_file_is_its_preset_and_says_where_its_numbers_are_from(n
     assert source in text and text.count("#") > 8
 
 
-def test_every_recommended_preset_has_an_exchange_file():
+def test_exchange_file_for_every_recommended_preset():
+    """Each recommended preset has a file in recipes/exchange."""
     assert {f"{name}.yaml" for name in (*RECOMMENDED, "streaming_diloco")} == set(EXCHANGES)
 
 
@@ -169,9 +172,9 @@ def exported(name, *options):
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_accelerate_reads_every_file(name):
-    """Its loader refuses unknown keys of the top level; those of a section are looked up among the
-    launcher's own options.
+def test_accelerate_file_is_read_by_accelerate(name):
+    """Accelerate reads each file: its loader refuses unknown keys of the top level; those of a
+    section are looked up among the launcher's own options.
     """
     config = load_config_from_file(str(RECIPES / "accelerate" / name))
     options = vars(launch_command_parser().parse_args(["script.py"]))
@@ -189,8 +192,8 @@ def test_accelerate_reads_every_file(name):
 
 
 @pytest.mark.parametrize("name", ["fsdp2-island.yaml", "fsdp2-mesh.yaml"])
-def test_a_script_that_asks_for_nothing_gets_the_plugin_of_the_file(name, monkeypatch):
-    """What a Trainer script or a plain `Accelerator()` finds: the same FSDP2 that
+def test_accelerate_file_gives_the_fsdp2_plugin(name, monkeypatch):
+    """A Trainer script or a plain `Accelerator()` finds the same FSDP2 that
     `fsdp_demo.integrations.accelerate` asks for.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -218,7 +221,8 @@ def test_a_script_that_asks_for_nothing_gets_the_plugin_of_the_file(name, monkey
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
-def test_the_sizes_of_the_mesh_file_reach_the_exchange(monkeypatch):
+def test_accelerate_mesh_file_gives_the_sizes(monkeypatch):
+    """The sizes of the mesh file reach the exchange."""
     from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
 
     assert "PARALLELISM_CONFIG_DP_SHARD_SIZE" not in exported("fsdp2-island.yaml")
@@ -241,9 +245,10 @@ def test_the_sizes_of_the_mesh_file_reach_the_exchange(monkeypatch):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_zero_files_make_a_deepspeed_plugin(stage):
-    """As far as a machine without DeepSpeed goes: what the launcher passes on; the plugin itself
-    where DeepSpeed is installed. With an exchange: test_zero_recipes.py."""
+def test_accelerate_zero_file_gives_the_deepspeed_plugin(stage):
+    """The ZeRO files pass their settings on, as far as a machine without DeepSpeed goes; the plugin
+    itself is made where DeepSpeed is installed. With an exchange: test_zero_recipes.py.
+    """
     words = ["--config_file", str(RECIPES / "accelerate" / f"zero{stage}.yaml"), "script.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert args.use_deepspeed and not args.use_fsdp and int(args.zero_stage) == stage
@@ -268,6 +273,7 @@ def test_the_zero_files_make_a_deepspeed_plugin(stage):
 
 @pytest.mark.timeout(400)
 def test_slurm_islands_on_two_nodes(launch):
+    """Two islands under Slurm train on two nodes."""
     exchange = RECIPES / "exchange" / "demo.yaml"
     output = ended(launch("slurm/islands-2nodes.sbatch", **slurm(2, PROCS=2, EXCHANGE=exchange)))
     check(launch.output, islands=2, procs=2, preset="demo")
@@ -277,6 +283,7 @@ def test_slurm_islands_on_two_nodes(launch):
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_ssh_islands_on_two_hosts(launch):
+    """Two islands over ssh train on two hosts."""
     options = f"{SMALL} --set schedule.sync_every=2"
     config = RECIPES / "accelerate" / "cpu-island.yaml"
     ended(launch("ssh/islands.sh", **ssh(2, OPTIONS=options, CONFIG=config, RUN=RUN)))
@@ -289,6 +296,7 @@ def test_ssh_islands_on_two_hosts(launch):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_slurm_islands_on_four_nodes(launch):
+    """Four islands under Slurm train on four nodes."""
     exchange = RECIPES / "exchange" / "decoupled_momentum.yaml"
     options = f"{SMALL} --no-shard --set schedule.sync_every=2"
     config = RECIPES / "accelerate" / "unsharded-island.yaml"
@@ -300,6 +308,7 @@ def test_slurm_islands_on_four_nodes(launch):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ssh_islands_on_four_hosts_with_torchrun(launch):
+    """Four islands over ssh train on four hosts, by torchrun."""
     exchange = RECIPES / "exchange" / "streaming_diloco.yaml"
     options = f"{SMALL} --set schedule.sync_every=4 schedule.delay=1"
     ended(
@@ -314,6 +323,7 @@ def test_ssh_islands_on_four_hosts_with_torchrun(launch):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_slurm_mesh_on_two_nodes(launch):
+    """A mesh under Slurm trains on two nodes."""
     exchange = RECIPES / "exchange" / "demo.yaml"
     ended(launch("slurm/mesh-2nodes.sbatch", **slurm(2, PROCS=2, EXCHANGE=exchange)))
     check_mesh(launch.output, replicas=2, preset="demo")
@@ -322,7 +332,8 @@ def test_slurm_mesh_on_two_nodes(launch):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("hosts", "launcher"), [(2, "torchrun"), (4, "accelerate")])
-def test_ssh_mesh(launch, hosts, launcher):
+def test_ssh_mesh_on_two_and_four_hosts(launch, hosts, launcher):
+    """A mesh over ssh trains on two and four hosts."""
     options = f"{SMALL} --set schedule.sync_every=2"
     variables = ssh(hosts, ADDRESS="127.0.0.1", PROCS=2, OPTIONS=options, LAUNCHER=launcher)
     ended(launch("ssh/mesh.sh", **variables))
@@ -342,8 +353,10 @@ def check_mesh(output, replicas, preset):
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("file", ["slurm/mesh-2nodes.sbatch", "ssh/mesh.sh"])
-def test_a_mesh_that_is_stopped_saves_and_goes_on(launch, file):
-    """Slurm tells the launchers of all nodes, ssh's file does it itself."""
+def test_mesh_stop_saves_and_resumes(launch, file):
+    """A mesh that is stopped saves and goes on. Slurm tells the launchers of all nodes, ssh's file
+    does it itself.
+    """
     common = {"PROCS": 2, "OPTIONS": f"{SMALL} --log-every 20", "EXCHANGE": "demo"}
     hosts = slurm(2) if file.startswith("slurm") else ssh(2, ADDRESS="127.0.0.1")
     process = launch(file, **hosts, **common, STEPS=10_000)
@@ -368,7 +381,8 @@ def test_a_mesh_that_is_stopped_saves_and_goes_on(launch, file):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_ssh_islands_that_are_stopped_save_and_go_on(launch):
+def test_ssh_islands_stop_saves_and_resumes(launch):
+    """Islands over ssh that are stopped save and go on."""
     process = launch("ssh/islands.sh", **ssh(2, STEPS=10_000, OPTIONS=SMALL, EXCHANGE="demo"))
     metrics = launch.output / "island0" / "metrics.jsonl"
     until = time.monotonic() + 200
@@ -394,7 +408,8 @@ esac
 
 
 @pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75), (2, 78)])
-def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_path, count, status):
+def test_slurm_islands_requeue_resumes_under_a_new_run_id(launch, tmp_path, count, status):
+    """A requeued Slurm job has a run id of its own and resumes."""
     stub = tmp_path / "python"
     stub.write_text(STUB)
     stub.chmod(0o755)
@@ -418,7 +433,8 @@ def test_a_requeued_slurm_job_has_a_run_id_of_its_own_and_resumes(launch, tmp_pa
 
 
 @pytest.mark.parametrize(("count", "status"), [(None, 0), (1, 75), (2, 78)])
-def test_a_requeued_mesh_resumes(launch, tmp_path, count, status):
+def test_slurm_mesh_requeue_resumes(launch, tmp_path, count, status):
+    """A requeued mesh resumes."""
     stub = tmp_path / "python"
     stub.write_text('#!/usr/bin/env bash\necho "node: $*"; exit "$STUB_STATUS"\n')
     stub.chmod(0o755)
@@ -436,7 +452,8 @@ def test_a_requeued_mesh_resumes(launch, tmp_path, count, status):
 @pytest.mark.parametrize(
     ("resume", "word"), [("", None), ("1", "--resume"), ("auto", "--resume auto")]
 )
-def test_a_mesh_over_ssh_resumes(launch, tmp_path, resume, word):
+def test_ssh_mesh_resumes(launch, tmp_path, resume, word):
+    """RESUME reaches each node of a mesh over ssh."""
     stub = tmp_path / "python"
     stub.write_text('#!/usr/bin/env bash\necho "node: $*"\n')
     stub.chmod(0o755)
@@ -449,7 +466,8 @@ def test_a_mesh_over_ssh_resumes(launch, tmp_path, resume, word):
 @pytest.mark.parametrize(
     ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
 )
-def test_islands_have_a_durable_store(launch, tmp_path, file, hosts):
+def test_launch_file_starts_a_durable_store(launch, tmp_path, file, hosts):
+    """The launch files of islands start a store with a file."""
     stub = tmp_path / "python"
     stub.write_text(
         STUB.replace("*store*)", '*store*) [ -z "$ISLAND_RANK" ] && echo "$@" >>"$FAKE_LOG.store";')
@@ -464,7 +482,8 @@ def test_islands_have_a_durable_store(launch, tmp_path, file, hosts):
 @pytest.mark.parametrize(
     ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
 )
-def test_what_the_user_sets_reaches_every_island(launch, tmp_path, file, hosts):
+def test_launch_file_passes_the_users_variables(launch, tmp_path, file, hosts):
+    """The variables that a user sets reach every island, whatever their characters."""
     stub = tmp_path / "python"
     said = "has $ISLAND_MIN $ISLAND_TOKEN $ISLAND_TIMEOUT $ISLAND_NAME"
     stub.write_text(STUB.replace('echo "island', f'echo "{said}"; echo "island'))
@@ -497,8 +516,10 @@ esac
 @pytest.mark.parametrize(
     ("file", "hosts"), [("slurm/islands-2nodes.sbatch", slurm), ("ssh/islands.sh", ssh)]
 )
-def test_a_lost_island_is_started_again(launch, tmp_path, file, hosts):
-    """By the supervisor of `fsdp_demo.launch`; what it starts is killed in its first life."""
+def test_launch_file_restarts_a_lost_island(launch, tmp_path, file, hosts):
+    """A lost island is started again by the supervisor of `fsdp_demo.launch`; what it starts is
+    killed in its first life.
+    """
     stub = tmp_path / "python"
     stub.write_text(LOST.replace("{python}", sys.executable))
     stub.chmod(0o755)
@@ -515,7 +536,8 @@ def test_a_lost_island_is_started_again(launch, tmp_path, file, hosts):
 
 
 @pytest.mark.parametrize(("of_islands", "whole"), [(0, 0), (75, 75), (78, 78), (3, 1)])
-def test_the_status_of_islands_over_ssh_is_the_worst_of_theirs(launch, tmp_path, of_islands, whole):
+def test_ssh_islands_status_is_the_worst(launch, tmp_path, of_islands, whole):
+    """The status of islands over ssh is the worst of theirs."""
     stub = tmp_path / "python"
     stub.write_text(STUB)
     stub.chmod(0o755)
@@ -538,7 +560,8 @@ def test_the_status_of_islands_over_ssh_is_the_worst_of_theirs(launch, tmp_path,
         ("slurm/mesh-2nodes.sbatch", {"SLURM_JOB_ID": ""}, "start it with sbatch"),
     ],
 )
-def test_wrong_variables_are_refused_at_once(launch, file, variables, message):
+def test_launch_file_refuses_wrong_variables(launch, file, variables, message):
+    """Wrong variables of a launch file are refused at once."""
     process = launch(file, **variables)
     output = process.communicate(timeout=30)[0]
     assert process.returncode == 2 and message in output
@@ -551,14 +574,16 @@ def test_wrong_variables_are_refused_at_once(launch, file, variables, message):
         *(f"slurm/{name}.sbatch" for name in ("islands-2nodes", "islands-4nodes", "mesh-2nodes")),
     ],
 )
-def test_help_is_the_head_of_the_file(file):
+def test_launch_file_help_is_its_head(file):
+    """The word `--help` of a launch file prints its head."""
     words = ["bash", str(RECIPES / file), "--help"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=RECIPES.parent, timeout=30)
     assert done.returncode == 0 and "recipes/" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_the_head_of_a_slurm_file_asks_for_its_nodes(nodes):
+def test_slurm_file_head_asks_for_its_nodes(nodes):
+    """The head of a Slurm file asks for its nodes."""
     text = (RECIPES / "slurm" / f"islands-{nodes}nodes.sbatch").read_text()
     assert (
         text.startswith("#!/usr/bin/env bash\n#SBATCH")
@@ -594,9 +619,10 @@ def checker(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("deepspeed", [True, False])
-def test_check_does_with_the_gpus_what_it_says(
+def test_check_plans_rows_by_the_number_of_gpus(
     checker, monkeypatch, gpus, ranks, skipped, deepspeed
 ):
+    """recipes/check.py takes as many GPUs as its rows say, and skips the others."""
     # none: the folder recipes/deepspeed alone
     file = "deepspeed/__init__.py" if deepspeed else None
     found = importlib.machinery.ModuleSpec("deepspeed", None, origin=file)
@@ -628,6 +654,7 @@ def test_check_does_with_the_gpus_what_it_says(
     ],
 )
 def test_check_judges_both_islands(checker, tmp_path, status, second, result, agree):
+    """recipes/check.py judges a row by the summaries of both islands."""
     first = {
         "digests_equal": True,
         "loss_start": 5.5,
@@ -651,6 +678,7 @@ def test_check_judges_both_islands(checker, tmp_path, status, second, result, ag
 
 
 def test_check_says_that_nothing_came(checker, tmp_path):
+    """recipes/check.py says that a row failed or timed out where no summary came."""
     (tmp_path / "log.txt").write_text("Traceback\n")
     assert checker.judge(checker.Row("mesh", "2 x 2"), 1, tmp_path) == (
         "FAILED",
@@ -662,6 +690,7 @@ def test_check_says_that_nothing_came(checker, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_check_on_the_cpu(tmp_path):
+    """recipes/check.sh runs its rows on the CPU."""
     env = {**os.environ, "FSDP_DEMO_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     words = [
         "bash",

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "recipes" / "notebooks" / "two_islands.ipynb"
 
 
-def test_it_is_stored_without_outputs() -> None:
+def test_notebook_is_stored_without_outputs() -> None:
+    """The notebook is stored without outputs, and has one cell of parameters."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert code and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
@@ -21,8 +22,8 @@ def test_it_is_stored_without_outputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer steps; everything else as it stands."""
+def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook runs with fewer steps; everything else as it stands."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     pytest.importorskip("matplotlib")

@@ -92,9 +92,8 @@ def in_memory(documents):
 
 
 @pytest.mark.parametrize("procs", [1, 3])
-def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(
-    tmp_path, prepared_apart, procs
-):
+def test_prepare_data_rows_are_those_of_packing_in_memory(tmp_path, prepared_apart, procs):
+    """Prepared rows are those of packing in memory, whatever the number of processes."""
     folder = jsonl(tmp_path / "texts", texts())
     told = prepared_apart(folder, tmp_path / "out", procs)
     found, expected = datasets.load_from_disk(tmp_path / "out"), data.open_local(folder)
@@ -117,7 +116,8 @@ def test_rows_are_those_of_packing_in_memory_whatever_the_number_of_processes(
     ]
 
 
-def test_files_are_documents_and_one_long_text_is_cut_for_validation(tmp_path, prepared_apart):
+def test_prepare_data_of_text_files(tmp_path, prepared_apart):
+    """Text files are documents, and one long text is cut for validation."""
     (tmp_path / "many").mkdir()
     for i, text in enumerate(texts(60)):
         (tmp_path / "many" / f"{i:03d}.md").write_text(text + "\n\nsecond paragraph")
@@ -129,7 +129,8 @@ def test_files_are_documents_and_one_long_text_is_cut_for_validation(tmp_path, p
             assert np.array_equal(ids(found[name]), in_memory(part))
 
 
-def test_parquet_and_splits_of_a_hub_set(tmp_path):
+def test_prepare_data_of_parquet_and_hub_splits(tmp_path):
+    """Parquet files, and the splits of a set of the Hub, are prepared."""
     (tmp_path / "texts").mkdir()
     datasets.Dataset.from_dict({"content": texts(), "id": range(230)}).to_parquet(
         str(tmp_path / "texts" / "a.parquet")
@@ -150,7 +151,8 @@ def test_parquet_and_splits_of_a_hub_set(tmp_path):
     )
 
 
-def test_stdlib_gives_each_island_the_rows_it_gets_in_memory(tmp_path, everywhere, prepared_apart):
+def test_prepare_data_of_stdlib_for_each_island(tmp_path, everywhere, prepared_apart):
+    """Each island reads from prepared data the rows that it gets in memory."""
     files = data.stdlib_files()
     few = lambda: (files[0][:25], files[1][:5])  # noqa: E731
     everywhere.setattr(data, "stdlib_files", few)
@@ -169,9 +171,9 @@ def test_stdlib_gives_each_island_the_rows_it_gets_in_memory(tmp_path, everywher
     assert batch["input_ids"].shape == (4, LENGTH) and set(batch) == {"input_ids", "labels"}
 
 
-def test_rows_stay_on_disk(tmp_path):
-    """Mapped, not read: Arrow's own count of what it allocated stays far below the size of the
-    file.
+def test_prepare_data_rows_stay_on_disk(tmp_path):
+    """Rows are mapped, not read: Arrow's own count of what it allocated stays far below the size of
+    the file.
     """
     import pyarrow
 
@@ -190,9 +192,8 @@ def test_rows_stay_on_disk(tmp_path):
     ]
 
 
-def test_what_is_there_is_replaced_only_when_asked_and_only_by_a_whole(
-    tmp_path, capsys, monkeypatch
-):
+def test_prepare_data_overwrites_only_when_asked(tmp_path, capsys, monkeypatch):
+    """A folder that is there is replaced only when asked, and only by whole data."""
     first, second = jsonl(tmp_path / "one", texts()), jsonl(tmp_path / "two", texts(seed=1))
     assert prepared(first, tmp_path / "out") == 0
     before = ids(datasets.load_from_disk(tmp_path / "out")["train"])
@@ -230,9 +231,8 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_a_whole(
         ("titles.jsonl", "expected 'text'"),
     ],
 )
-def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(
-    tmp_path, capsys, monkeypatch, source, message
-):
+def test_prepare_data_refusal_leaves_nothing(tmp_path, capsys, monkeypatch, source, message):
+    """Data that cannot be prepared are refused, and nothing is left."""
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("a\nb\nc")
     Path("titles.jsonl").write_text('{"title": "x"}\n' * 30)
@@ -240,7 +240,8 @@ def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(
     assert sorted(set(os.listdir(tmp_path)) - {"cache"}) == ["short.txt", "titles.jsonl"]
 
 
-def test_another_length_or_tokenizer_is_refused_when_reading(tmp_path):
+def test_prepare_data_refuses_another_length_or_tokenizer(tmp_path):
+    """Another length or tokenizer than that of the prepared data is refused."""
     assert prepared(jsonl(tmp_path / "texts", texts()), tmp_path / "out") == 0
     with pytest.raises(ValueError, match="give --sequence-length 32"):
         data.load_data(str(tmp_path / "out"), TOKENIZER, 64)

@@ -28,7 +28,7 @@ import report  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
-from fsdp_demo.integrations.trainer.state import replica_tree  # noqa: E402
+from fsdp_demo.hosts.base import local_part  # noqa: E402
 
 from ..support.cases import named  # noqa: E402
 
@@ -108,6 +108,16 @@ class Run:
         return {"rows": self.rows, "losses": self.losses, "end": self.end, "steps": self.steps}
 
 
+def replica(optimizers):
+    """The local parts of parameters and optimizer states."""
+    pairs = [(o, p) for o in optimizers for group in o.param_groups for p in group["params"]]
+    states = [[v for v in o.state.get(p, {}).values() if torch.is_tensor(v)] for o, p in pairs]
+    return {
+        "parameters": [local_part(p) for _, p in pairs],
+        "optimizer": [[local_part(v) for v in state] for state in states],
+    }
+
+
 def train(rank, source, output, options, at=None):
     """`pretrain.main()`; `at` (step -> action) is called after that step."""
     run, attach = Run(), fsdp_demo.attach
@@ -124,9 +134,7 @@ def train(rank, source, output, options, at=None):
         def finished(*args, **kwargs):
             if run.end:  # the second call closes
                 return finish(*args, **kwargs)
-            run.end = leaves(
-                {**replica_tree(exchange.optimizers), "exchange": exchange.state_dict()}
-            )
+            run.end = leaves({**replica(exchange.optimizers), "exchange": exchange.state_dict()})
             finish(*args, **kwargs)
 
         exchange.finish = finished
@@ -291,7 +299,8 @@ def go_on(run_ranks, source, cases, procs):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, source, family, procs):
+def test_pretrain_resume_equals_the_uninterrupted_run(run_ranks, source, family, procs):
+    """A resumed run is the uninterrupted one, bit for bit, under every preset."""
     cases = {preset: (preset, *RUNS[preset]) for preset in FAMILIES[family]}
     for name, step, whole, resumed in go_on(run_ranks, source, cases, procs):
         with named(name):
@@ -302,12 +311,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, source, family, procs
                 )
 
 
-def test_every_preset_is_in_a_family():
+def test_pretrain_resume_covers_every_preset():
+    """Each preset is in one family of the cases."""
     assert sorted(name for names in FAMILIES.values() for name in names) == sorted(RUNS)
 
 
 @pytest.mark.timeout(600)
-def test_with_a_payload_under_way(run_ranks, source):
+def test_pretrain_resume_with_a_message_under_way(run_ranks, source):
+    """A resumed run is the uninterrupted one where a message is under way at the save, too."""
     for name, step, whole, resumed in go_on(run_ranks, source, LATE, 2):
         with named(name):
             assert_same(whole, resumed, step)
@@ -325,9 +336,9 @@ def saves(output):
 
 @pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.slow
-def test_a_run_that_was_told_to_stop_goes_on(run_ranks, source, procs):
-    """SIGTERM on all islands in the fifth step: all stop at the same step, and go on from
-    there, newer than the checkpoint of 3.
+def test_pretrain_resume_after_a_stop(run_ranks, source, procs):
+    """SIGTERM on all islands in the fifth step: all stop at the same step, and go on from there,
+    newer than the checkpoint of 3.
     """
     more = [*DEMO, "--accumulation", 2, *(["--no-shard"] if procs == 1 else [])]
     common = {
@@ -358,7 +369,8 @@ def test_a_run_that_was_told_to_stop_goes_on(run_ranks, source, procs):
         assert lines(source / "part", island) == lines(source / "whole", island)
 
 
-def test_written_while_training_goes_on_it_is_the_same(run_ranks, source):
+def test_pretrain_save_async_writes_the_same(run_ranks, source):
+    """A checkpoint that is written while training goes on is the same as a plain one."""
     options = ["--exchange", "diloco", "--set", "period=4", "--save-every", 3]
     for name, more in (("whole", []), ("part", ["--save-async"])):
         run_ranks(
@@ -387,7 +399,9 @@ def test_written_while_training_goes_on_it_is_the_same(run_ranks, source):
     )
 
 
-def test_an_island_without_checkpoints_takes_over(run_ranks, source):
+def test_pretrain_resume_without_own_checkpoints(run_ranks, source):
+    """An island without checkpoints takes over from the other one."""
+
     def lost(rank, *more):
         logging.basicConfig(format="%(message)s", force=True)  # pytest's handlers would keep it
         train(
@@ -410,7 +424,7 @@ def test_an_island_without_checkpoints_takes_over(run_ranks, source):
 
 
 @pytest.mark.parametrize(("islands", "procs"), [(2, 1), (1, 2), (3, 2)])
-def test_other_numbers_go_on_without_a_jump(run_ranks, source, islands, procs):
+def test_pretrain_resume_with_other_numbers(run_ranks, source, islands, procs):
     """2 islands x 2 shards go on as others: steps, schedule and the part of the epoch stay, the
     loss does not jump.
     """
@@ -451,7 +465,9 @@ def test_other_numbers_go_on_without_a_jump(run_ranks, source, islands, procs):
     assert abs(after[3]["loss"] - logs[3]["loss"]) < 0.15, (after, logs)
 
 
-def test_a_mesh_goes_on_bit_for_bit(run_ranks, source):
+def test_pretrain_resume_of_a_mesh(run_ranks, source):
+    """A mesh goes on bit for bit."""
+
     def two_nodes(rank):
         local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank.proc % 2)}
         return {"ISLAND_COUNT": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **local}
@@ -471,9 +487,9 @@ def test_a_mesh_goes_on_bit_for_bit(run_ranks, source):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_position_in_the_data(run_ranks, source, stream):
-    """After any number of batches, over the end of epochs too, the rest is what it would have
-    been.
+def test_pretrain_resume_position_in_the_data(run_ranks, source, stream):
+    """After any number of batches, over the end of epochs too, the rest of the data is what it
+    would have been.
     """
 
     def job(rank):

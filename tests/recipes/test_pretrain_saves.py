@@ -43,9 +43,9 @@ def last(source, where, island):  # noqa: F811
     )
 
 
-def test_islands_stopped_at_unlike_steps_go_on_together(run_ranks, source):  # noqa: F811
-    """Stopped between the same exchanges, at steps 2 and 3, before the first regular checkpoint:
-    nobody's work is thrown away.
+def test_pretrain_save_islands_stopped_at_unlike_steps(run_ranks, source):  # noqa: F811
+    """Islands stopped between the same exchanges, at steps 2 and 3, before the first regular
+    checkpoint, go on together: nobody's work is thrown away.
     """
     options = ["--no-shard", "--exchange", "diloco", "--set", "period=5", "--save-every", 20]
 
@@ -71,7 +71,8 @@ def test_islands_stopped_at_unlike_steps_go_on_together(run_ranks, source):  # n
     )
 
 
-def test_auto_begins_where_nobody_holds_any(run_ranks, source):  # noqa: F811
+def test_pretrain_resume_auto_without_checkpoints_begins(run_ranks, source):  # noqa: F811
+    """`--resume auto` begins at step 0 where no island holds a checkpoint."""
     out = run_ranks(
         apart,
         **ONE,
@@ -80,9 +81,9 @@ def test_auto_begins_where_nobody_holds_any(run_ranks, source):  # noqa: F811
     assert out[0]["steps"] == [1, 2, 3, 4]
 
 
-def test_a_resume_that_is_refused_costs_nothing(run_ranks, source):  # noqa: F811
-    """Island 1 sees the first checkpoint only, and the preset is a wrong one: both keep all they
-    have, and go on from the newest.
+def test_pretrain_resume_refused_keeps_checkpoints(run_ranks, source):  # noqa: F811
+    """A resume that is refused costs nothing. Island 1 sees the first checkpoint only, and the
+    preset is a wrong one: both keep all they have, and go on from the newest.
     """
     options = [*DILOCO, "--save-every", 2, "--keep", 9, "--steps", 8]
     run_ranks(apart, **ONE, args=(source, "run", options))
@@ -99,7 +100,8 @@ def test_a_resume_that_is_refused_costs_nothing(run_ranks, source):  # noqa: F81
 
 
 @pytest.mark.parametrize("how", [[], ["--save-async"]])
-def test_a_full_disk_on_one_island_ends_nothing(run_ranks, source, how):  # noqa: F811
+def test_pretrain_save_full_disk_on_one_island(run_ranks, source, how):  # noqa: F811
+    """A full disk on one island ends no run."""
     options = [*DILOCO, "--save-every", 2, "--keep", 9, "--log-every", 2, *how]
 
     def job(rank):
@@ -125,7 +127,8 @@ def test_a_full_disk_on_one_island_ends_nothing(run_ranks, source, how):  # noqa
     ]
 
 
-def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
+def test_pretrain_save_refuses_a_nan(run_ranks, source):  # noqa: F811
+    """No checkpoint with a NaN is sealed."""
     options = ["--no-shard", "--exchange", "full", "--lr", 0.01, "--save-every", 2, "--steps", 6]
 
     def job(rank):
@@ -155,9 +158,9 @@ def test_no_checkpoint_of_a_nan_is_sealed(run_ranks, source):  # noqa: F811
     assert held(source, "run") == [f"{i}/checkpoint-{s}" for i in (0, 1) for s in (2, 6)]
 
 
-def test_a_broken_exchange_seals_no_checkpoint(run_ranks, source):  # noqa: F811
-    """The state says that what is under way was lost, once: the save in the loop seals nothing,
-    the one on the way out does; status 75.
+def test_pretrain_save_of_a_broken_exchange(run_ranks, source):  # noqa: F811
+    """A broken exchange seals no checkpoint. The state says that what is under way was lost, once:
+    the save in the loop seals nothing, the one on the way out does; status 75.
     """
 
     def job(rank):
@@ -181,7 +184,8 @@ def test_a_broken_exchange_seals_no_checkpoint(run_ranks, source):  # noqa: F811
 
 
 @pytest.mark.parametrize("options", [["--resume", "auto"], ["--save-every", 4, "--resume"], []])
-def test_a_resumable_run_that_saves_nothing_says_so(run_ranks, source, options):  # noqa: F811
+def test_pretrain_warns_of_a_run_that_saves_nothing(run_ranks, source, options):  # noqa: F811
+    """A run with `--resume auto` that saves nothing says so."""
     found = run_ranks(
         apart,
         **ONE | {"islands": 1},
@@ -196,7 +200,8 @@ def test_a_resumable_run_that_saves_nothing_says_so(run_ranks, source, options):
     assert line.startswith("island0: finished at step 10"), line
 
 
-def test_the_deepspeed_recipe_says_it_too(caplog):
+def test_pretrain_deepspeed_warns_of_a_run_that_saves_nothing(caplog):
+    """The DeepSpeed recipe warns of a run with `--resume` that saves nothing."""
     from wrong_use import warn_unsaved
 
     for resume, every, rank, lines in ((True, 0, 0, 1), (True, 0, 1, 1), (True, 5, 0, 1)):

@@ -66,7 +66,8 @@ def quickstart(*options, **how):
 
 
 @pytest.mark.timeout(300)
-def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
+def test_quickstart_trains_and_reports(tmp_path):
+    """recipes/quickstart.sh trains two islands and prints its report."""
     done = quickstart(
         *(
             "--cpu",
@@ -133,7 +134,8 @@ def test_quickstart_trains_and_tells_what_the_issue_lists(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_islands_that_were_given_other_options_refuse_each_other(tmp_path):
+def test_pretrain_refuses_islands_with_other_options(tmp_path):
+    """Islands that were given other options refuse each other."""
     script = tmp_path / "uneven.py"
     script.write_text(
         "import os, sys\n"
@@ -159,7 +161,8 @@ def test_islands_that_were_given_other_options_refuse_each_other(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compare_prints_one_table(tmp_path):
+def test_quickstart_compare_prints_one_table(tmp_path):
+    """`--compare` runs several presets and prints one table."""
     done = quickstart(
         *(
             "--compare",
@@ -217,7 +220,8 @@ def test_compare_prints_one_table(tmp_path):
         (["--set", "topk"], "--set topk: must read path=value"),
     ],
 )
-def test_wrong_options_are_refused_at_once(options, message):
+def test_quickstart_refuses_wrong_options(options, message):
+    """Wrong options of the quickstart are refused at once."""
     done = quickstart(*options, timeout=20)
     assert done.returncode == 2 and message in done.stdout
 
@@ -229,7 +233,8 @@ def passed(*options):
     return next(line for line in done.stdout.splitlines() if "pretrain.py" in line).split()
 
 
-def test_every_option_of_the_recipe_is_named_and_passed_on():
+def test_quickstart_passes_on_every_option():
+    """The quickstart names every option of the recipe and passes it on."""
     import dataclasses
 
     from pretrain_parts import Arguments
@@ -260,7 +265,8 @@ def test_every_option_of_the_recipe_is_named_and_passed_on():
         (["--set", "momentum_warmup=4"], "momentum_warmup=4 period=5"),
     ],
 )
-def test_the_momentum_of_sign_loco_rises_over_half_of_the_rounds(options, fitted):
+def test_quickstart_fits_the_momentum_of_sign_loco(options, fitted):
+    """The momentum of `sign_loco` rises over half of the rounds."""
     assert f"--set {fitted}" in " ".join(passed("--exchange", "sign_loco", *options))
 
 
@@ -324,6 +330,7 @@ def interrupted(rank, preset):
 
 
 @pytest.mark.parametrize("preset", ["demo", "diloco", "decoupled_momentum"])
-def test_an_interrupted_run_goes_on_bit_for_bit(run_ranks, preset):
+def test_pretrain_interrupted_goes_on_bit_for_bit(run_ranks, preset):
+    """An interrupted run goes on bit for bit."""
     found = run_ranks(interrupted, islands=2, procs=2, args=(preset,), timeout=120)
     assert found == [True] * 4

@@ -47,21 +47,24 @@ def texts(rows):
 # -- packing -------------------------------------------------------------------------------------
 
 
-def test_pack_puts_eos_after_every_document_and_loses_nothing_but_the_end():
+def test_data_pack_puts_eos_after_every_document():
+    """`pack` puts the end after every document and loses nothing but the last row's rest."""
     rows = data.pack([[1, 2, 3], [4], [5, 6, 7, 8, 9]], 4, 99)
     assert rows.tolist() == [[1, 2, 3, 99], [4, 99, 5, 6], [7, 8, 9, 99]]
     assert data.pack([[1, 2, 3], [4, 5]], 4, 99).tolist() == [[1, 2, 3, 99]]
     assert data.pack([], 4, 99).shape == (0, 4)
 
 
-def test_byte_tokenizer_round_trip():
+def test_data_byte_tokenizer_reads_back():
+    """Text reads back from the byte tokenizer."""
     text = "def ä(x):\n\treturn '€𝄞' + \"\\x00\"\n\x00"
     (ids,) = TOKENIZER.encode([text])
     assert max(ids) < 256 and TOKENIZER.decode(ids) == text
     assert TOKENIZER.decode([*ids, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id]) == text
 
 
-def test_collate_pads_rows_of_unequal_length_and_ignores_the_padding_in_the_loss():
+def test_data_collate_pads_and_masks():
+    """Rows of unequal length are padded, and the loss ignores the padding."""
     batch = data.Collate(257)(
         [{"input_ids": np.array([1, 2, 3])}, {"input_ids": [4], "labels": [5]}]
     )
@@ -73,7 +76,8 @@ def test_collate_pads_rows_of_unequal_length_and_ignores_the_padding_in_the_loss
 # -- stdlib --------------------------------------------------------------------------------------
 
 
-def test_stdlib_files_are_disjoint_sorted_and_without_tests():
+def test_data_stdlib_files_are_disjoint():
+    """The files of the standard library are disjoint, sorted and without tests."""
     train, held_out = data.stdlib_files()
     assert not set(train) & set(held_out) and data.stdlib_files() == (train, held_out)
     assert train == sorted(train) and 0.02 < len(held_out) / len(train) < 0.12
@@ -85,7 +89,8 @@ def test_stdlib_files_are_disjoint_sorted_and_without_tests():
     assert sum(path.stat().st_size for path in train) > 3e6
 
 
-def test_stdlib_islands_get_disjoint_rows_and_equal_validation(monkeypatch):
+def test_data_stdlib_is_split_by_island(monkeypatch):
+    """Islands get disjoint rows of the standard library, and equal validation."""
     files = data.stdlib_files()
     monkeypatch.setattr(data, "stdlib_files", lambda: (files[0][:40], files[1]))
     parts = [data.load_data("stdlib", TOKENIZER, 128, island=i, islands=3) for i in range(3)]
@@ -117,7 +122,8 @@ def write(folder, kind, docs):
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
-def test_local_files_are_packed_and_split_by_island(tmp_path, kind):
+def test_data_local_files_are_split_by_island(tmp_path, kind):
+    """Local files are packed and split by island."""
     folder = write(tmp_path / kind, kind, documents(120 if kind == "txt" else 400))
     parts = [
         data.load_data(str(folder), TOKENIZER, 64, island=i, islands=2, validation_rows=8)
@@ -137,7 +143,8 @@ def test_local_files_are_packed_and_split_by_island(tmp_path, kind):
         assert any("\n\nsecond" in text for text in seen[0] | seen[1])
 
 
-def test_one_long_text_file_is_cut_at_a_line_for_validation(tmp_path):
+def test_data_long_text_is_cut_at_a_line(tmp_path):
+    """One long text file is cut at a line for validation."""
     path = tmp_path / "long.txt"
     path.write_text("\n".join(documents()))
     part = data.load_data(str(path), TOKENIZER, 64, validation_rows=4)
@@ -145,7 +152,8 @@ def test_one_long_text_file_is_cut_at_a_line_for_validation(tmp_path):
     assert not set(texts(part.validation)) & set(texts(part.train))
 
 
-def test_ready_input_ids_are_taken_as_they_are(tmp_path):
+def test_data_ready_input_ids_are_kept(tmp_path):
+    """Ready `input_ids` are taken as they are."""
     rows = [[i, i + 1, i + 2] + [7] * (i % 3) for i in range(100)]
     datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": rows}).to_parquet(
         str(tmp_path / "ready.parquet")
@@ -159,7 +167,8 @@ def test_ready_input_ids_are_taken_as_they_are(tmp_path):
     assert batch["input_ids"].shape[0] == 8 and set(batch) == {"input_ids", "labels"}
 
 
-def test_streams_are_split_by_island_and_have_common_validation(tmp_path):
+def test_data_streams_are_split_by_island(tmp_path):
+    """Streams are split by island and have common validation."""
     write(tmp_path / "hub", "jsonl", documents())
     (tmp_path / "hub" / "a.jsonl").rename(tmp_path / "hub" / "b.jsonl")
     write(tmp_path / "hub", "jsonl", documents(seed=1))
@@ -191,7 +200,8 @@ def test_streams_are_split_by_island_and_have_common_validation(tmp_path):
         ({"a.txt": "x", "b.jsonl": "{}"}, "one format"),
     ],
 )
-def test_wrong_data_are_refused_with_what_was_found(tmp_path, content, message):
+def test_data_wrong_are_refused_with_what_was_found(tmp_path, content, message):
+    """Wrong data are refused with what was found."""
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -208,13 +218,15 @@ def accelerate_state():
     GradientState._reset_state()
 
 
-def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub():
+def test_data_missing_path_is_not_looked_for_on_the_hub():
+    """A path that is not there is not looked for on the Hub."""
     for source in ("./nowhere", "/nowhere", "texts.jsonl"):
         with pytest.raises(ValueError, match="no such file"):
             data.load_data(source, TOKENIZER, 16)
 
 
-def test_hub_tokenizer_from_a_folder(tmp_path):
+def test_data_hub_tokenizer_from_a_folder(tmp_path):
+    """A tokenizer of the Hub is read from a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -237,7 +249,8 @@ def test_hub_tokenizer_from_a_folder(tmp_path):
         data.load_tokenizer(str(tmp_path / "no_end"))
 
 
-def test_forever_repeats_in_another_order_and_skips_on_resume(accelerate_state):
+def test_data_forever_repeats_and_skips_on_resume(accelerate_state):
+    """`forever` repeats the data in another order, and skips what was seen on a resume."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     torch.manual_seed(3)
@@ -257,7 +270,8 @@ def test_forever_repeats_in_another_order_and_skips_on_resume(accelerate_state):
     assert [next(resumed)["input_ids"][:, 0].tolist() for _ in range(17)] == seen[13:]
 
 
-def test_too_little_data_for_a_batch_is_refused(accelerate_state):
+def test_data_too_little_for_a_batch_is_refused(accelerate_state):
+    """Data that make no full batch are refused."""
     from accelerate import Accelerator
 
     loader = Accelerator(cpu=True).prepare(
@@ -276,7 +290,8 @@ def test_too_little_data_for_a_batch_is_refused(accelerate_state):
     ("name", "parameters"),
     [("tiny", 459_904), ("small", 3_280_128), ("llama-3.2-1b", 1_235_814_400)],
 )
-def test_parameter_counts(name, parameters):
+def test_model_parameter_counts(name, parameters):
+    """The models have the parameters that their names say."""
     from model import load_model
 
     with torch.device("meta"):
@@ -291,13 +306,15 @@ def test_parameter_counts(name, parameters):
 
 
 def test_model_with_too_few_tokens_is_refused():
+    """A model with fewer tokens than the tokenizer is refused."""
     from model import load_model
 
     with pytest.raises(ValueError, match="vocab_size=258"):
         load_model("tiny", 50_000)
 
 
-def test_schedules_rise_and_end_at_a_tenth():
+def test_pretrain_schedules_rise_and_end_at_a_tenth():
+    """Schedules of the rate rise in the warm-up and end at a tenth."""
     from pretrain_parts import Arguments, schedule
 
     for name, end in (("cosine", 0.1), ("wsd", 0.1), ("constant", 1.0)):
@@ -310,7 +327,8 @@ def test_schedules_rise_and_end_at_a_tenth():
 # -- flags that change how a step is computed ----------------------------------------------------
 
 
-def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
+def test_model_layers_are_compiled_in_place(monkeypatch):
+    """Layers are compiled in place and recompute."""
     from model import checkpoint_and_compile, load_model
 
     model, cpu = load_model("tiny", TOKENIZER.vocab_size), torch.device("cpu")
@@ -332,8 +350,10 @@ def test_layers_are_compiled_in_place_and_recompute(monkeypatch):
         checkpoint_and_compile(model, cpu, False, "inductor")
 
 
-def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
-    """dynamo gives up, and runs eagerly, at the ninth version of one function."""
+def test_model_equal_layers_share_one_compilation(run_ranks, tmp_path):
+    """Equal layers share one compilation: dynamo gives up, and runs eagerly, at the ninth version
+    of one function.
+    """
     from model import MODELS, checkpoint_and_compile, load_model
 
     config = json.loads((MODELS / "tiny.json").read_text()) | {
@@ -351,7 +371,8 @@ def test_equal_layers_share_one_compilation(run_ranks, tmp_path):
     assert run_ranks(compiled, islands=1, procs=1, timeout=100) == [1]
 
 
-def test_compile_takes_a_backend_or_none():
+def test_pretrain_compile_takes_a_backend_or_none():
+    """`--compile` takes a backend or none."""
     from pretrain_parts import Arguments
     from transformers import HfArgumentParser
 
@@ -434,7 +455,8 @@ def two_nodes(rank):
     return {"ISLAND_COUNT": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **local}
 
 
-def test_mesh_is_one_world_in_which_no_row_is_seen_twice_or_lost(run_ranks, tmp_path):
+def test_pretrain_mesh_sees_each_row_once(run_ranks, tmp_path):
+    """A mesh is one world in which no row is seen twice or lost."""
     # 2 are held out: 49, of which 6 steps of 4 ranks x 2 rows take all but the last
     source = rows_file(tmp_path, 51)
     steps, options = 6, ("--exchange", "demo", "--mesh", "--data", source, "--peak-tflops", 0.01)
@@ -475,7 +497,8 @@ def test_mesh_is_one_world_in_which_no_row_is_seen_twice_or_lost(run_ranks, tmp_
         )
 
 
-def test_islands_send_what_a_mesh_sends_and_agree_on_the_loss(run_ranks, tmp_path):
+def test_pretrain_islands_send_what_a_mesh_sends(run_ranks, tmp_path):
+    """Islands send what a mesh sends and agree on the loss."""
     source, options = rows_file(tmp_path, 60), ("--steps", 4, "--exchange", "demo")
     run_ranks(recipe, islands=2, procs=2, args=(tmp_path / "islands", *options, "--data", source))
     run_ranks(
@@ -501,7 +524,8 @@ def test_islands_send_what_a_mesh_sends_and_agree_on_the_loss(run_ranks, tmp_pat
         )
 
 
-def test_compiled_and_recomputed_run_learns_the_same(run_ranks, tmp_path):
+def test_pretrain_compiled_run_learns_the_same(run_ranks, tmp_path):
+    """A compiled run that recomputes learns the same."""
     source, runs = rows_file(tmp_path, 60), {}
     for name, flags in {
         "plain": (),
@@ -555,7 +579,8 @@ def test_compiled_and_recomputed_run_learns_the_same(run_ranks, tmp_path):
         ),
     ],
 )
-def test_mesh_sizes_come_from_the_launcher(monkeypatch, variables, expected):
+def test_pretrain_mesh_sizes_come_from_the_launcher(monkeypatch, variables, expected):
+    """The sizes of a mesh come from the launcher's variables."""
     from pretrain_parts import mesh_config
 
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
@@ -578,7 +603,8 @@ def tiny(**changes):
         )
 
 
-def test_flops_are_those_of_the_matrices_and_of_attention():
+def test_report_flops_per_token():
+    """The operations per token are those of the matrices and of attention."""
     layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128  # q and o, k and v, MLP, norms
     head, attention = 258 * 128, 2 * 128
     assert (
@@ -589,7 +615,8 @@ def test_flops_are_those_of_the_matrices_and_of_attention():
     )
 
 
-def test_peak_is_known_by_name_or_given(monkeypatch):
+def test_report_peak_is_known_by_name_or_given(monkeypatch):
+    """The peak of a GPU is known by its name, or given."""
     for name, peak in {
         "NVIDIA H200": 989,
         "NVIDIA H100 PCIe": 756,
@@ -610,14 +637,16 @@ def test_peak_is_known_by_name_or_given(monkeypatch):
 # -- report --------------------------------------------------------------------------------------
 
 
-def test_full_bytes_is_a_ring_all_reduce_of_bf16_gradients():
+def test_report_full_bytes_is_a_ring_all_reduce():
+    """`full_bytes` counts a ring all-reduce of gradients in bf16."""
     # (R - 1) / R of the buffer twice, 2 bytes each
     assert report.full_bytes(1000, 10, 2) == 2 * 1 * 1000 * 10
     assert report.full_bytes(1000, 10, 4) == 3 * 1000 * 10
     assert report.full_bytes(1000, 10, 1) == 0
 
 
-def test_comparison_has_a_row_per_preset(tmp_path):
+def test_compare_has_a_row_per_preset(tmp_path):
+    """The comparison has a row per preset."""
     summary = {"preset": "demo", "loss_end": 2.5, "bytes_sent_per_island": 1_500_000, "ratio": 70.2}
     summary |= {"tokens_per_second": 5000.4, "wait_share": 0.25}
     for name, change in (("demo", {}), ("full", {"preset": "full", "ratio": 1.0})):

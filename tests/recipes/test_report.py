@@ -19,7 +19,7 @@ sys.path.insert(0, str(RECIPES))
 
 import report  # noqa: E402
 
-from fsdp_demo.exchange.message import LedgerPage, Moved  # noqa: E402
+from fsdp_demo.exchange.ledger import LedgerPage, Moved  # noqa: E402
 from fsdp_demo.exchange.readings import Activity  # noqa: E402
 
 PARAMETERS = 1000
@@ -99,7 +99,8 @@ def start(
     return state, summary, "\n".join("  ".join(row) for row in made._rows(summary))
 
 
-def test_one_island_goes_on_where_two_were(tmp_path):
+def test_report_one_island_goes_on_where_two_were(tmp_path):
+    """One island goes on where two were: the report has the bytes of the whole job."""
     state, first, _ = start(tmp_path, 2, 2, (0, 50))
     assert first["bytes_full_per_island"] == 2 * PARAMETERS * 50
     _, last, table = start(tmp_path, 1, 2, (50, 60), state)
@@ -112,7 +113,8 @@ def test_one_island_goes_on_where_two_were(tmp_path):
 
 
 @pytest.mark.parametrize(("islands", "procs"), [(2, 1), (3, 2), (2, 2)])
-def test_others_share_what_was_counted(tmp_path, islands, procs):
+def test_report_other_numbers_share_what_was_counted(tmp_path, islands, procs):
+    """Other numbers of islands and processes share what was counted."""
     state, _, _ = start(tmp_path, 2, 2, (0, 50))
     _, last, _ = start(tmp_path, islands, procs, (50, 60), state)
     assert last["tokens"] == 10 * (50 * 4 + 10 * islands * procs)
@@ -121,7 +123,8 @@ def test_others_share_what_was_counted(tmp_path, islands, procs):
     assert last["bytes_full_per_island"] == 2 * PARAMETERS * 50 + here
 
 
-def test_counters_of_an_earlier_release_are_of_the_same_islands(tmp_path):
+def test_report_counters_of_an_earlier_release(tmp_path):
+    """Counters of an earlier release count for the same islands."""
     state, _, _ = start(tmp_path, 2, 2, (0, 50))
     old = {k: v for k, v in state.items() if k not in ("bytes_full", "islands", "procs")}
     summaries = [start(tmp_path, 2, 2, (50, 60), one)[1] for one in (old, state)]
@@ -130,7 +133,8 @@ def test_counters_of_an_earlier_release_are_of_the_same_islands(tmp_path):
     assert summaries[0]["bytes_full_per_island"] == 2 * PARAMETERS * 60
 
 
-def test_who_has_no_counters_says_from_where_it_counts(tmp_path):
+def test_report_without_counters_says_from_where_it_counts(tmp_path):
+    """A report without counters says from which step it counts."""
     _, summary, table = start(tmp_path, 2, 1, (50, 60))
     assert summary["since"] == 50 and "counted since step  50" in table
     assert summary["bytes_full_per_island"] == 2 * PARAMETERS * 10
@@ -145,7 +149,8 @@ def test_who_has_no_counters_says_from_where_it_counts(tmp_path):
         (2, (0, 1), "", "islands agree  yes, bit for bit"),
     ],
 )
-def test_the_table_says_who_took_part_at_the_end(tmp_path, islands, left, says, agree):
+def test_report_table_says_who_took_part_at_the_end(tmp_path, islands, left, says, agree):
+    """The table says which islands took part at the end."""
     _, summary, table = start(tmp_path, islands, 1, (0, 10), left=left)
     assert summary["participants"] == list(left) and says in table and agree in table
     assert ("all islands" in table) == (not says)

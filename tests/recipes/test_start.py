@@ -30,7 +30,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> float:
     return moment
 
 
-def test_the_line_has_every_part_once(launched: float, caplog: Any) -> None:
+def test_start_line_has_every_part_once(launched: float, caplog: Any) -> None:
+    """The line of the start has every part once."""
     gc.disable()
     start = Start()
     assert gc.isenabled()
@@ -47,15 +48,17 @@ def test_the_line_has_every_part_once(launched: float, caplog: Any) -> None:
     assert abs(sum(start.parts.values()) - (time.time() - launched)) < 5
 
 
-def test_a_process_without_a_launcher_counts_from_its_own_start(
+def test_start_without_a_launcher_counts_from_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A process without a launcher counts from its own start."""
     monkeypatch.delenv("ISLAND_LAUNCHED", raising=False)
     start = Start()
     assert start.parts["launcher"] == 0.0 and start.parts["imports"] > 0.0
 
 
-def test_a_rehearsal_without_a_gpu_does_not_wait_for_torch() -> None:
+def test_start_of_a_rehearsal_does_not_import_torch() -> None:
+    """A rehearsal without a GPU does not wait for torch."""
     program = (
         "import sys\n"
         "from fsdp_demo.launch import rehearsal\n"

@@ -63,7 +63,8 @@ def unsaved(error):
         (lambda: refuse(unsaved(PeerLost("island 1"))), 1, "island 1"),
     ],
 )
-def test_the_sentence_alone(ends, capsys, tmp_path, call, status, text):
+def test_wrong_use_prints_the_sentence_alone(ends, capsys, tmp_path, call, status, text):
+    """A user's error ends a recipe with one line and its status."""
     ends.setenv("ISLAND_STATUS", str(tmp_path))
     with pytest.raises(Left) as left, wrong_use.plainly():
         call()
@@ -82,7 +83,8 @@ def test_the_sentence_alone(ends, capsys, tmp_path, call, status, text):
         (unsaved(PeerLost("island 1")), 1),
     ],
 )
-def test_a_trainer_that_ends_early_ends_the_recipe_with_its_status(monkeypatch, error, status):
+def test_wrong_use_trainer_ends_with_its_status(monkeypatch, error, status):
+    """A Trainer that ends early ends the recipe with its status."""
     trained = mock.MagicMock()
     trained.return_value.train.side_effect = error
     exchange = mock.MagicMock()
@@ -98,7 +100,8 @@ def test_a_trainer_that_ends_early_ends_the_recipe_with_its_status(monkeypatch, 
     assert left.value.args == (status,)
 
 
-def test_errors_of_others_keep_their_traceback(ends):
+def test_wrong_use_keeps_the_traceback_of_others(ends):
+    """Errors of other packages keep their traceback."""
     with pytest.raises(ValueError), wrong_use.plainly():
         torch.optim.SGD([], lr=0.1)
     with pytest.raises(RuntimeError), wrong_use.plainly():
@@ -116,7 +119,8 @@ def test_errors_of_others_keep_their_traceback(ends):
         (["--zzz"], "--help lists them"),
     ],
 )  # fmt: skip
-def test_an_option_that_is_not_there(monkeypatch, words, text):
+def test_wrong_use_unknown_option_names_the_nearest(monkeypatch, words, text):
+    """An option that is not there is refused with the nearest one."""
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
     with pytest.raises(ValueError, match=text):
         wrong_use.parse(HfArgumentParser(Arguments))
@@ -125,7 +129,8 @@ def test_an_option_that_is_not_there(monkeypatch, words, text):
 @pytest.mark.parametrize(
     "recipe", ["pretrain", pytest.param("pretrain_trainer", marks=pytest.mark.slow)]
 )
-def test_a_recipe_ends_with_two(recipe, tmp_path):
+def test_wrong_use_ends_a_recipe_with_two(recipe, tmp_path):
+    """A wrong key of the configuration ends a recipe with status 2."""
     words = ["--exchange", "demo", "--set", "topkk=3", "--model", "tiny"]
     done = subprocess.run(
         [sys.executable, str(RECIPES / f"{recipe}.py"), *words],

@@ -64,8 +64,10 @@ def step(exchange: fsdp_demo.Exchange) -> None:
 # ---- attempts ----------------------------------------------------------------------------------
 
 
-def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
-    """A DataLoader worker by spawn or forkserver, of a script without a main guard."""
+def test_attempt_refuses_a_multiprocessing_worker(tmp_path: Path) -> None:
+    """A DataLoader worker by spawn or forkserver, of a script without a main guard, ends with an
+    error that says so.
+    """
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys\n"
@@ -94,11 +96,9 @@ def joins(me: Any) -> str:
     return Topology.from_env().prefix().partition("/")[2]
 
 
-def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(
-    run_ranks, run
-) -> None:
-    """Island 1 dies, island 0 misses it; then both are started again, as a supervisor does it,
-    under the same run id. Twice.
+def test_attempt_next_opens_after_a_death(run_ranks, run) -> None:
+    """A start after a death opens the next attempt. Island 1 dies, island 0 misses it; then both
+    are started again, as a supervisor does it, under the same run id. Twice.
     """
 
     def life(me: Any) -> str:
@@ -129,9 +129,10 @@ def test_a_start_after_a_death_opens_the_next_attempt_and_the_others_join_it(
 
 
 @pytest.mark.parametrize("run", ["zmq"], indirect=True)
-def test_a_run_goes_on_with_more_islands_whoever_comes_first(run_ranks, run) -> None:
-    """Two islands have stopped. The third one, which was not among them, comes before they are
-    back."""
+def test_attempt_with_more_islands_whoever_comes_first(run_ranks, run) -> None:
+    """A run goes on with more islands. Two islands have stopped. The third one, which was not among
+    them, comes before they are back.
+    """
 
     def life(me: Any) -> None:
         exchange = attach()
@@ -155,8 +156,10 @@ def test_a_run_goes_on_with_more_islands_whoever_comes_first(run_ranks, run) -> 
 
 @pytest.mark.parametrize("run", ["zmq"], indirect=True)
 @pytest.mark.parametrize("at_once", [True, False])
-def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_once: bool) -> None:
-    """Nothing tells which it means: they may be alike."""
+def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_once: bool) -> None:
+    """An island that comes back does not join one of two exchanges: nothing tells which it means,
+    as they may be alike.
+    """
     again = (
         "from fsdp_demo.rendezvous import attempts;"
         "from tests.rendezvous.test_attempts import attach;"
@@ -189,7 +192,9 @@ def test_who_comes_back_does_not_join_one_of_two_exchanges(run_ranks, run, at_on
 
 
 @pytest.mark.parametrize("run", ["zmq"], indirect=True)
-def test_who_joins_under_way_has_one_exchange(run_ranks, run) -> None:
+def test_attempt_newcomer_has_one_exchange(run_ranks, run) -> None:
+    """An island that joins a run under way may begin one exchange only."""
+
     def fn(me: Any) -> str:
         store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
         while me.island == 2 and not store.get("0/begun"):
@@ -209,7 +214,7 @@ def test_who_joins_under_way_has_one_exchange(run_ranks, run) -> None:
     assert run_ranks(fn, 3, 1, env=env, timeout=60)[2]
 
 
-def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) -> None:
+def test_attempt_returning_island_does_not_join_its_old_one(run_ranks, run) -> None:
     """Island 0 is killed and restarted at once, while island 1 has not noticed: its old attempt is
     over. Island 1 comes back later.
     """
@@ -236,7 +241,9 @@ def test_who_comes_back_first_does_not_join_what_it_has_died_in(run_ranks, run) 
     assert run_ranks(joins, 1, 1, env={**run, "ISLAND_COUNT": "2", "ISLAND_RANK": "1"}) == ["1"]
 
 
-def test_all_ranks_of_an_island_take_part_in_one_attempt(run_ranks, run) -> None:
+def test_attempt_is_the_same_on_all_ranks(run_ranks, run) -> None:
+    """All ranks of an island take part in one attempt."""
+
     def life(me: Any) -> str:
         torch.distributed.barrier()
         time.sleep(0.3 * (me.proc == 0))  # the others ask before rank 0 knows
@@ -248,7 +255,9 @@ def test_all_ranks_of_an_island_take_part_in_one_attempt(run_ranks, run) -> None
         assert run_ranks(life, 2, 2, env=run) == [f"{run['ISLAND_RUN']}/{number}"] * 4
 
 
-def test_what_rank_0_is_refused_all_ranks_of_its_island_are(run_ranks, run) -> None:
+def test_attempt_refusal_reaches_all_ranks(run_ranks, run) -> None:
+    """What rank 0 is refused all ranks of its island are."""
+
     def finish(me: Any) -> None:
         Presence(Topology.from_env()).end("finished")
 
@@ -266,7 +275,9 @@ def test_what_rank_0_is_refused_all_ranks_of_its_island_are(run_ranks, run) -> N
         assert "set a new ISLAND_RUN on all islands" in text
 
 
-def test_a_second_process_with_the_same_rank_is_refused(run_ranks, run) -> None:
+def test_attempt_refuses_a_second_process_of_a_rank(run_ranks, run) -> None:
+    """A second process with the same ISLAND_RANK is refused."""
+
     def fn(me: Any) -> str:
         if me.island == 1:
             time.sleep(0.3)
@@ -295,9 +306,9 @@ def test_a_second_process_with_the_same_rank_is_refused(run_ranks, run) -> None:
     )
 
 
-def test_one_process_has_one_attempt_and_a_finished_exchange_may_be_followed_by_another(
-    run_ranks, run
-) -> None:
+def test_attempt_holds_several_exchanges_in_turn(run_ranks, run) -> None:
+    """One process has one attempt, in which a finished exchange may be followed by another."""
+
     def fn(me: Any) -> list[str]:
         out = []
         for _ in range(2):
@@ -311,7 +322,9 @@ def test_one_process_has_one_attempt_and_a_finished_exchange_may_be_followed_by_
     assert run_ranks(fn, 2, 1, env=run) == [[f"{run['ISLAND_RUN']}/0/{k}" for k in range(2)]] * 2
 
 
-def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
+def test_attempt_that_ends_tells_who_waits(run_ranks, run) -> None:
+    """An island that waits in an attempt that ends gets an error that says so."""
+
     def fn(me: Any) -> str:
         topology = Topology.from_env()
         if me.island == 1:
@@ -333,7 +346,8 @@ def test_who_waits_in_an_attempt_that_ends_is_told(run_ranks, run) -> None:
 # ---- presence ----------------------------------------------------------------------------------
 
 
-def test_there_is_no_presence_without_islands() -> None:
+def test_presence_without_islands_has_no_thread() -> None:
+    """Presence starts no thread where there are no islands."""
     before = threading.active_count()
     presence = Presence(Topology.from_env({"ISLAND_COUNT": "1"}))
     presence.start()
@@ -358,7 +372,8 @@ def test_there_is_no_presence_without_islands() -> None:
         ),
     ],
 )
-def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: str) -> None:
+def test_rendezvous_names_an_unreadable_note(run_ranks, run, note: str, says: str) -> None:
+    """A note of another island that cannot be read is named by the error."""
     if len(note) > LARGEST and "ISLAND_ENDPOINT" in run:
         pytest.skip("such a store takes no such note")
 
@@ -379,8 +394,10 @@ def test_a_note_that_cannot_be_read_is_named(run_ranks, run, note: str, says: st
     assert "of island 1" in text or "bytes" in says
 
 
-def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
-    """The last look is as good as all before it, however late it ends."""
+def test_rendezvous_last_look_counts() -> None:
+    """An island that comes at the last moment is not missed: the last look is as good as all before
+    it, however late it ends.
+    """
     topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05)
     rendezvous = Rendezvous(topology, ShardPosition(), None)
     rendezvous._starters = (0, 1)
@@ -398,7 +415,9 @@ def test_an_island_that_comes_at_the_last_moment_is_not_missed() -> None:
     assert found == {0: fields, 1: fields}
 
 
-def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any) -> None:
+def test_connect_failure_leaves_no_thread(run_ranks, everywhere: Any) -> None:
+    """A failure while connecting leaves no thread."""
+
     def broken(*_: Any) -> None:
         raise RuntimeError("no control group")
 
@@ -416,9 +435,9 @@ def test_a_failure_while_connecting_leaves_no_thread(run_ranks, everywhere: Any)
     run_ranks(run, 1, 1)
 
 
-def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
-    """The thread of the attempt tries again, and says it once; a job waits no longer than it
-    may.
+def test_attempt_silent_store_is_said_once(run_ranks, run) -> None:
+    """A store that stops answering is said once: the thread of the attempt tries again, and a job
+    waits no longer than it may.
     """
 
     def fn(me: Any) -> list[str]:
@@ -447,9 +466,9 @@ def test_a_store_that_stops_answering_is_said_once(run_ranks, run) -> None:
 # ---- islands that come and go, and attempts ----------------------------------------------------
 
 
-def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
-    """Killed near the end of the run: its supervisor starts it again, and the others have finished.
-    Without a supervisor it is an error.
+def test_attempt_restart_after_the_end_is_not_needed(run_ranks, run) -> None:
+    """An island that was killed near the end of the run is started again by its supervisor when the
+    others have finished: it is not needed. Without a supervisor it is an error.
     """
 
     def trains(me: Any) -> None:
@@ -483,8 +502,10 @@ def test_who_is_restarted_after_the_end_is_not_needed(run_ranks, run) -> None:
     ]
 
 
-def test_who_cannot_meet_the_others_hears_who_is_missing(run_ranks, run) -> None:
-    """Uncaught it ends the process with 75: tests/launch/test_statuses.py."""
+def test_rendezvous_names_missing_islands_after_a_restart(run_ranks, run) -> None:
+    """An island that was started again and cannot meet the others hears who is missing. Uncaught it
+    ends the process with 75: tests/launch/test_statuses.py.
+    """
 
     def alone(me: Any) -> None:
         if me.island == 1:
@@ -495,8 +516,10 @@ def test_who_cannot_meet_the_others_hears_who_is_missing(run_ranks, run) -> None
 
 
 @pytest.mark.parametrize("run", ["zmq"], indirect=True)
-def test_a_store_from_an_older_copy_of_its_file_is_noticed(run_ranks, run, everywhere) -> None:
-    """It lacks the newest record of the members: who was lost would be a member still, there."""
+def test_store_from_an_older_copy_is_noticed(run_ranks, run, everywhere) -> None:
+    """A store from an older copy of its file is noticed: it lacks the newest record of the members,
+    and who was lost would be a member still, there.
+    """
     everywhere.setattr(stop_notices, "ASK", 0.1)
 
     def fn(me: Any) -> int:
@@ -517,9 +540,7 @@ def test_a_store_from_an_older_copy_of_its_file_is_noticed(run_ranks, run, every
     assert found.value == 27 and found.log.count(said) == 1, found.log
 
 
-def test_who_was_left_alone_hears_that_the_others_have_begun_anew(
-    run_ranks, run, everywhere
-) -> None:
+def test_attempt_begun_anew_ends_the_island_left_alone(run_ranks, run, everywhere) -> None:
     """Islands that cannot reach the one that is left end the attempt: it must not go on beside
     them.
     """

@@ -31,9 +31,10 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ISLAND_BLUE", ""),
     ],
 )
-def test_an_unknown_variable_is_warned_of_once(
+def test_environment_unknown_variable_is_warned_of_once(
     name: str, meant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An unknown ISLAND_ variable is warned of once, with the nearest known name."""
     for _ in range(2):
         Topology.from_env({name: "2", "ISLAND_COUNT": "1"})
     (record,) = [r for r in caplog.records if name in r.getMessage()]
@@ -43,7 +44,8 @@ def test_an_unknown_variable_is_warned_of_once(
     )
 
 
-def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFixture) -> None:
+def test_environment_one_replica_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """One replica is a warning unless ISLAND_COUNT=1 says that it is meant."""
     caplog.set_level(logging.INFO)
     for variables in ({"ISLAND_COUNT": "1"}, {"ISLANDS_RANK": "0"}, {}):
         Topology.from_env(variables).join(ShardPosition())
@@ -52,17 +54,17 @@ def test_one_replica_is_a_warning_unless_it_is_meant(caplog: pytest.LogCaptureFi
     assert "ISLAND_COUNT is not set" in said[1][1]
 
 
-def test_a_mesh_is_not_called_one_replica(caplog: pytest.LogCaptureFixture) -> None:
-    """Who looks for islands first and then trains in a mesh, as the Trainer's listener does, is
-    told nothing.
+def test_environment_mesh_is_not_called_one_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that looks for islands first and then trains in a mesh, as the Trainer's listener
+    does, is told nothing.
     """
     caplog.set_level(logging.INFO)
     assert Topology.from_env({}).kind == "single"
     assert not caplog.records
 
 
-def test_every_variable_of_the_package_is_known() -> None:
-    """Also those that recipes set: a new one belongs into `VARIABLES`, or users are warned of
+def test_environment_every_variable_is_known() -> None:
+    """Every variable that the package or a recipe uses is in `VARIABLES`, or users are warned of
     it.
     """
     folders = [ROOT / name for name in ("fsdp_demo", "deepspeed_ext", "recipes")]
@@ -78,7 +80,10 @@ def test_every_variable_of_the_package_is_known() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "nan"])
-def test_the_timeout_is_checked_by_every_door(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_timeout_is_checked_for_a_mesh(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ISLAND_TIMEOUT is checked where a mesh reads it, too."""
     pytest.importorskip("accelerate")
     from types import SimpleNamespace
 
@@ -94,7 +99,8 @@ def test_the_timeout_is_checked_by_every_door(text: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["ISLAND_DEAD", "ISLAND_STALL"])
-def test_the_times_after_which_an_island_is_lost_are_checked(name: str) -> None:
+def test_environment_dead_and_stall_are_checked(name: str) -> None:
+    """ISLAND_DEAD and ISLAND_STALL must be numbers of seconds."""
     for text in ("1", "nan", "soon"):
         with pytest.raises(ValueError, match=f"{name}='?{text}'? .* number"):
             Topology.from_env({name: text})
@@ -104,7 +110,8 @@ def test_the_times_after_which_an_island_is_lost_are_checked(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "0", "inf", "soon"])
-def test_the_time_to_stop_is_checked(text: str) -> None:
+def test_environment_stop_is_checked(text: str) -> None:
+    """ISLAND_STOP must be a positive number of seconds."""
     with pytest.raises(ValueError, match=f"ISLAND_STOP='{text}' must be a number"):
         Topology.from_env({"ISLAND_STOP": text})
     assert Topology.from_env({"ISLAND_STOP": "4"}).stop_timeout == 4.0
@@ -128,12 +135,16 @@ def test_the_time_to_stop_is_checked(text: str) -> None:
         ({"ISLAND_SLOTS": "2"}, "ISLAND_SLOTS=2 without ISLAND_COUNT"),
     ],
 )
-def test_slots_are_checked(variables: dict[str, str], says: str) -> None:
+def test_environment_slots_are_checked(variables: dict[str, str], says: str) -> None:
+    """ISLAND_SLOTS that does not fit count and rank is refused with both values."""
     with pytest.raises(ValueError, match=re.escape(says)):
         Topology.from_env({"ISLAND_ENDPOINT": "host:1", **variables})
 
 
-def test_slots_are_the_parts_of_the_data() -> None:
+def test_environment_slots_are_the_parts_of_the_data() -> None:
+    """A topology has as many parts of the data as slots, or as islands where ISLAND_SLOTS is not
+    set.
+    """
     env = {
         "ISLAND_ENDPOINT": "host:1",
         "ISLAND_COUNT": "2",
@@ -149,7 +160,8 @@ def test_slots_are_the_parts_of_the_data() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["10.0.0.1:1", "zmq://10.0.0.1:1"])
-def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> None:
+def test_environment_short_token_is_refused(endpoint: str) -> None:
+    """A short token is refused before anything is asked."""
     env = {"ISLAND_COUNT": "2", "ISLAND_ENDPOINT": endpoint, "ISLAND_TOKEN": "short"}
     with pytest.raises(ValueError, match="ISLAND_TOKEN has 5 characters, allowed are 16 or more"):
         Topology.from_env(env)
@@ -175,14 +187,14 @@ def test_a_short_token_is_refused_before_anything_is_asked(endpoint: str) -> Non
         ("100.100.1.1:1", {}, ""),
     ],
 )
-def test_a_public_address_without_a_token_is_warned_of_once(
+def test_environment_public_address_without_token_is_warned_of(
     endpoint: str,
     more: dict[str, str],
     says: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before anything is sent there."""
+    """A public address without a token is warned of once, before anything is sent there."""
 
     def silent(self: Topology, limit: float | None = None) -> None:
         raise StoreSilent("ISLAND_ENDPOINT= nobody answers")

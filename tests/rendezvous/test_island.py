@@ -38,9 +38,9 @@ def joined(me: Any, backend: str) -> Any:
 # ---- votes -------------------------------------------------------------------------------------
 
 
-def test_a_mesh_on_another_backend_votes_over_gloo(run_ranks) -> None:
-    """Each replica by itself: the second one makes its group when the first has voted, and has come
-    and gone.
+def test_island_group_votes_over_gloo_beside_another_backend(run_ranks) -> None:
+    """A mesh on another backend votes over gloo, each replica by itself: the second one makes its
+    group when the first has voted, and has come and gone.
     """
 
     def run(me):
@@ -64,7 +64,9 @@ def test_a_mesh_on_another_backend_votes_over_gloo(run_ranks) -> None:
         assert rest == [[first, first + 1], "gloo", 160.0, True, True, None]
 
 
-def test_a_mesh_on_gloo_votes_over_its_own_group(run_ranks) -> None:
+def test_island_group_on_gloo_votes_over_its_own_group(run_ranks) -> None:
+    """A mesh on gloo votes over its own group."""
+
     def run(me):
         topology = Topology.from_mesh(joined(me, "gloo"))
         return IslandGroup(topology, ShardPosition(2, topology.rank)).group is topology.group
@@ -73,7 +75,9 @@ def test_a_mesh_on_gloo_votes_over_its_own_group(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
-def test_an_exchange_in_a_mesh(run_ranks, backend) -> None:
+def test_island_group_exchange_in_a_mesh(run_ranks, backend) -> None:
+    """Replicas of a mesh stay equal in an exchange, on either backend."""
+
     def train(me):
         mesh = joined(me, backend)
         model = probe.Probe(0)
@@ -95,8 +99,8 @@ def test_an_exchange_in_a_mesh(run_ranks, backend) -> None:
     )
 
 
-def test_copies_hear_the_first_of_them(run_ranks) -> None:
-    """Each shard from its own first copy; where there are no copies nothing is sent."""
+def test_island_group_broadcasts_among_copies(run_ranks) -> None:
+    """Each shard hears its own first copy; where there are no copies nothing is sent."""
 
     def run(me):
         topology, out = Topology(world=4, rank=me.proc), []
@@ -116,9 +120,9 @@ def test_copies_hear_the_first_of_them(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("shards, limit", [(1, 0.5), (2, 0.5), (4, 0.5), (2, 1e3)])
-def test_on_a_device_the_norm_is_the_same(run_ranks, shards, limit) -> None:
-    """Over 4 ranks that hold `shards` shards, one of which has no gradient: as on the host, and as
-    torch clips the whole.
+def test_island_group_norm_on_a_device_is_that_of_the_host(run_ranks, shards, limit) -> None:
+    """The norm over 4 ranks that hold `shards` shards, one of which has no gradient, is on a device
+    as on the host, and as torch clips the whole.
     """
 
     def run(me):
@@ -153,8 +157,10 @@ def test_on_a_device_the_norm_is_the_same(run_ranks, shards, limit) -> None:
     assert all(run_ranks(run, 1, 4))
 
 
-def test_where_a_norm_is_reduced(run_ranks) -> None:
-    """On the device, if the group that training uses reaches it; alone always; on a CPU never."""
+def test_island_group_norm_is_reduced_where_the_group_reaches(run_ranks) -> None:
+    """A norm is reduced on the device if the group that training uses reaches it; alone always; on
+    a CPU never.
+    """
 
     def run(me):
         mesh = joined(me, "cpu:gloo")
@@ -176,8 +182,10 @@ def test_where_a_norm_is_reduced(run_ranks) -> None:
     assert run_ranks(run, 1, 4, group=False) == [[True, False, False, True, False]] * 4
 
 
-def test_a_norm_over_two_devices_is_on_that_of_the_masters() -> None:
-    """Buffers stay on the GPU where an engine has its masters on the host."""
+def test_island_group_norm_over_two_devices() -> None:
+    """A norm over two devices is on that of the masters: buffers stay on the GPU where an engine
+    has its masters on the host.
+    """
     with FakeTensorMode():
         square = IslandGroup(Topology(), ShardPosition())._square(
             [torch.ones(3, device="cuda"), torch.ones(4)]
@@ -185,9 +193,9 @@ def test_a_norm_over_two_devices_is_on_that_of_the_masters() -> None:
         assert square.device.type == "cpu"
 
 
-def test_parameters_that_ranks_hold_together_need_no_wait() -> None:
-    """Their shares of the norm are made on the device: what comes from a list of the host would
-    come behind the whole backward.
+def test_island_group_norm_of_shared_parameters_needs_no_wait() -> None:
+    """The shares of parameters that ranks hold together are made on the device: what comes from a
+    list of the host would come behind the whole backward.
     """
     with plug_in(), Accelerator() as mode:
         held = [torch.full((4,), 3.0, device=there.DEVICE), torch.ones(2, device=there.DEVICE)]

@@ -52,7 +52,8 @@ def refusal(kind: type[Exception], *args: Any) -> str:
     return str(error.value)
 
 
-def test_all_that_come_begin_at_once() -> None:
+def test_start_begins_when_all_have_come() -> None:
+    """Islands begin as soon as all have come."""
     store, found = dist.HashStore(), dict[int, Any]()
     start = time.monotonic()
     at_once(lambda i: found.update({i: called(asker(store), place(i, timeout=60.0))}), 3, 30.0)
@@ -60,7 +61,8 @@ def test_all_that_come_begin_at_once() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_enough_begin_after_the_time_is_over_and_the_others_come_later() -> None:
+def test_start_begins_with_enough_after_the_timeout() -> None:
+    """ISLAND_MIN islands begin after the timeout, and the others join later."""
     store, found = dist.HashStore(), dict[int, Any]()
 
     def island(i: int) -> None:
@@ -74,8 +76,10 @@ def test_enough_begin_after_the_time_is_over_and_the_others_come_later() -> None
     assert found == {0: ((0, 2), False), 2: ((0, 2), False), 1: ((0, 2), True)}
 
 
-def test_all_are_told_the_same_whenever_they_come() -> None:
-    """Islands that come about when the time of the others is over."""
+def test_start_decision_is_the_same_for_all() -> None:
+    """All islands get the same decision when they come about when the time of the others is
+    over.
+    """
     draw = random.Random(0)
     for _ in range(8):
         store, found, waits = (
@@ -98,7 +102,8 @@ def test_all_are_told_the_same_whenever_they_come() -> None:
         assert {i for i, (_, late) in found.items() if not late} == set(starters), found
 
 
-def test_too_few_are_named() -> None:
+def test_start_names_too_few_islands() -> None:
+    """The error of too few islands names who came and who is missing."""
     at = asker()
     comes(at, 2)
     text = refusal(PeerLost, at, place(2, count=4, suffice=3, timeout=0.1))
@@ -112,7 +117,8 @@ def test_too_few_are_named() -> None:
     assert not at.get("starters")
 
 
-def test_who_has_come_and_died_does_not_begin() -> None:
+def test_start_leaves_out_an_island_that_died() -> None:
+    """An island that has come and died is not among those that begin."""
     at = asker()
     comes(at, 1)
     at.set("beat/1", "7")
@@ -120,7 +126,8 @@ def test_who_has_come_and_died_does_not_begin() -> None:
         starting.call(at, place(0, timeout=0.5), False, BEAT, 0.1)
 
 
-def test_without_the_variable_nobody_waits_here() -> None:
+def test_start_without_minimum_does_not_wait() -> None:
+    """Without ISLAND_MIN nobody waits for the decision."""
     at = asker()
     assert called(at, place(0, suffice=0, timeout=60.0)) == ((0, 1, 2), False)
     assert not at.get("starters")
@@ -147,7 +154,8 @@ def test_without_the_variable_nobody_waits_here() -> None:
         ),
     ],
 )
-def test_unlike_numbers_are_refused_at_once(changes: dict[str, float], says: str) -> None:
+def test_start_refuses_unlike_numbers(changes: dict[str, float], says: str) -> None:
+    """Islands with unlike ISLAND_ numbers are refused at once, newcomers too."""
     at = asker()
     comes(at, 1, **changes)
     assert refusal(ValueError, at, place(0, timeout=60.0)) == says
@@ -156,10 +164,12 @@ def test_unlike_numbers_are_refused_at_once(changes: dict[str, float], says: str
 
 
 @pytest.mark.parametrize("begun", ["", "0"])
-def test_another_number_than_in_an_attempt_whose_islands_are_gone_opens_the_next(
+def test_start_with_another_count_opens_the_next_attempt(
     begun: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two islands have stopped; the run goes on with three, and the new one comes first."""
+    """Another number of islands opens the next attempt where the islands of the last one are gone.
+    Two islands have stopped; the run goes on with three, and the new one comes first.
+    """
     pytest.importorskip("zmq")
     monkeypatch.setattr(attempts, "BEAT", 0.05)
     store, found = dist.HashStore(), dict[int, Any]()
@@ -183,7 +193,8 @@ def test_another_number_than_in_an_attempt_whose_islands_are_gone_opens_the_next
     }
 
 
-def test_another_number_than_that_of_an_island_that_lives_is_refused_on_both() -> None:
+def test_start_refuses_another_count_beside_a_living_island() -> None:
+    """Another number than that of an island that lives is refused on both."""
     store, heard = dist.HashStore(), list[Any]()
     at = asker(store)
     comes(at, 1, count=4)
@@ -198,13 +209,15 @@ def test_another_number_than_that_of_an_island_that_lives_is_refused_on_both() -
 
 
 @pytest.mark.parametrize("text", ["[]", "[2, 0]", "[0, 3]", "[-1]", '"ab"', "{", "[[0]]"])
-def test_a_decision_that_cannot_be_read_is_refused(text: str) -> None:
+def test_start_refuses_an_unreadable_decision(text: str) -> None:
+    """A decision that cannot be read is refused."""
     at = asker()
     at.set("starters", text)
     assert "cannot be read" in refusal(ValueError, at, place(0))
 
 
-def test_an_attempt_that_ends_while_they_wait_is_followed_by_the_next() -> None:
+def test_start_waits_on_in_the_next_attempt() -> None:
+    """Islands that wait in an attempt that ends begin in the next one."""
     store, found = dist.HashStore(), dict[int, Any]()
     above = WorldStore(store, "the test", 5.0)
 
@@ -222,8 +235,8 @@ def test_an_attempt_that_ends_while_they_wait_is_followed_by_the_next() -> None:
     assert found == {i: (1, 0, False, (0, 1)) for i in range(2)}
 
 
-def test_who_waits_to_join_may_die_and_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end does not end the attempt of those that begin."""
+def test_start_newcomer_may_die_and_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an island that waits to join does not end the attempt of those that begin."""
     monkeypatch.setattr(attempts, "BEAT", 0.05)
     store = WorldStore(dist.HashStore(), "the test", 5.0)
     at = store.under("run/0")

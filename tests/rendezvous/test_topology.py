@@ -94,11 +94,13 @@ def sgd(params: Any) -> torch.optim.Optimizer:
         ("ISLAND_ENDPOINT", "::1:29500", "ISLAND_ENDPOINT='::1:29500'"),
     ],
 )
-def test_a_wrong_variable_is_named(name: str, text: str, says: str) -> None:
+def test_topology_names_a_wrong_variable(name: str, text: str, says: str) -> None:
+    """A variable with a wrong value is named by the error."""
     assert says in refusal(lambda: Topology.from_env(environment(("host", 1), **{name: text})))
 
 
-def test_defaults() -> None:
+def test_topology_defaults() -> None:
+    """A topology has its documented defaults."""
     t = Topology.from_env(
         {"ISLAND_COUNT": "3", "ISLAND_RANK": "2", "ISLAND_ENDPOINT": "[fd00::1]:29500"}
     )
@@ -115,7 +117,8 @@ def test_defaults() -> None:
     assert Topology.from_env({"ISLAND_COUNT": "", "ISLAND_NAME": "paris"}).name == "paris"
 
 
-def test_an_island_without_a_count_is_refused() -> None:
+def test_topology_refuses_an_island_without_a_count() -> None:
+    """ISLAND_RANK without ISLAND_COUNT is refused."""
     assert "ISLAND_COUNT=1" in refusal(lambda: Topology.from_env({"ISLAND_RANK": "1"}))
 
 
@@ -126,7 +129,8 @@ def join(env: dict[str, str], position: ShardPosition | None = None) -> Any:
     return Topology.from_env(env).join(position or ShardPosition())
 
 
-def test_missing_peers_are_listed_with_those_who_came(run_ranks) -> None:
+def test_topology_lists_missing_and_present_islands(run_ranks) -> None:
+    """The error of a timeout lists the missing islands and those that came."""
     names = ["oslo", "rome"]  # islands 1 and 3 of 4
 
     def fn(me: Any) -> tuple[str, float]:
@@ -152,7 +156,8 @@ def test_missing_peers_are_listed_with_those_who_came(run_ranks) -> None:
         assert 1.4 < seconds < 8
 
 
-def test_no_store_says_where_to_start_one() -> None:
+def test_topology_without_a_store_says_where_to_start_one() -> None:
+    """The error of an absent store has the command that starts one."""
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
@@ -160,7 +165,8 @@ def test_no_store_says_where_to_start_one() -> None:
     assert f"fsdp-demo store --bind 127.0.0.1:{port}" in text and "0.4 s" in text
 
 
-def test_another_layout_is_refused_on_both_sides_at_once(run_ranks) -> None:
+def test_topology_refuses_another_layout_at_once(run_ranks) -> None:
+    """Another count or layout is refused on both sides, at once."""
     positions = [ShardPosition(2, 0, 1, 0), ShardPosition(1, 0, 2, 0)]
 
     def fn(me: Any) -> tuple[str, str]:
@@ -183,7 +189,8 @@ def test_another_layout_is_refused_on_both_sides_at_once(run_ranks) -> None:
         assert "2 shards x 1 copy" in text and "1 shard x 2 copies" in text and "must agree" in text
 
 
-def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_ranks) -> None:
+def test_topology_islands_start_in_any_order(run_ranks) -> None:
+    """Islands start in any order, and a finished run is not started again."""
     names = ["oslo", "rome", "lima"]
     run = f"once-{os.getpid()}-{next(runs)}"
 
@@ -212,7 +219,9 @@ def test_islands_start_in_any_order_and_a_finished_run_is_not_started_again(run_
         )
 
 
-def test_one_process_may_attach_twice_under_one_run(run_ranks) -> None:
+def test_topology_attach_twice_in_turn(run_ranks) -> None:
+    """One process may attach twice, one exchange after the other, under one run."""
+
     def fn(me: Any) -> list[int]:
         steps = []
         for _ in range(2):
@@ -228,8 +237,10 @@ def test_one_process_may_attach_twice_under_one_run(run_ranks) -> None:
     assert run_ranks(fn, 2, 1) == [[1, 1]] * 2
 
 
-def test_who_attaches_again_alone_is_told_so(run_ranks) -> None:
-    """As by `find_executable_batch_size` on one island: the others train on in the first one."""
+def test_topology_attach_again_alone_is_an_error(run_ranks) -> None:
+    """An island that attaches again alone, as by `find_executable_batch_size`, is told so: the
+    others train on in the first exchange.
+    """
 
     def fn(me: Any) -> str:
         optimizer = sgd([torch.nn.Parameter(torch.zeros(3))])
@@ -256,7 +267,8 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
-def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
+def test_topology_endpoint_may_be_ipv6(run_ranks) -> None:
+    """An endpoint may be IPv6."""
     store = InThread(StoreServer("[::1]:0", ":memory:"))
 
     def fn(me: Any) -> bool | None:
@@ -273,8 +285,10 @@ def test_an_endpoint_may_be_ipv6(run_ranks) -> None:
 # ---- what islands must agree on ----------------------------------------------------------------
 
 
-def test_what_differs_is_refused_on_both_sides_with_both_values(run_ranks) -> None:
-    """One pair of processes goes through all cases, each under a run of its own."""
+def test_topology_refuses_differences_with_both_values(run_ranks) -> None:
+    """What differs between two islands is refused on both sides, with both values. One pair of
+    processes goes through all cases, each under a run of its own.
+    """
     cases: list[tuple[str, list[dict[str, Any]], list[str]]] = [
         (
             "preset",
@@ -345,8 +359,10 @@ def test_what_differs_is_refused_on_both_sides_with_both_values(run_ranks) -> No
         )
 
 
-def test_a_late_thread_still_hears_why_the_other_island_left(run_ranks) -> None:
-    """The other island's facts and its "leave" wait together: the facts are read first."""
+def test_topology_refusal_is_heard_by_a_late_thread(run_ranks) -> None:
+    """A late thread still hears why the other island left. The other island's facts and its "leave"
+    wait together: the facts are read first.
+    """
     run = f"late-{os.getpid()}-{next(runs)}"
 
     def fn(me: Any) -> str:
@@ -368,8 +384,10 @@ def test_a_late_thread_still_hears_why_the_other_island_left(run_ranks) -> None:
         assert f"steps: {side} here, {1 - side} there" in text, text
 
 
-def test_an_island_of_shards_and_a_whole_one_are_refused(run_ranks) -> None:
-    """FSDP2 over two ranks and one rank: refused on all three, with both layouts."""
+def test_topology_refuses_unlike_shards(run_ranks) -> None:
+    """An island with FSDP2 over two ranks and one of one rank are refused on all three, with both
+    layouts.
+    """
 
     def fn(me: Any) -> str:
         model = probe.Probe()
@@ -415,7 +433,8 @@ def everything(model: torch.nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["2x1", "sharded", "copies"])
-def test_different_seeds_start_equal(run_ranks, layout) -> None:
+def test_topology_islands_of_unlike_seeds_start_equal(run_ranks, layout) -> None:
+    """Islands with unlike seeds start with the parameters of the first one."""
     procs = {"2x1": [1, 1], "sharded": [2, 2], "copies": [1, 2]}[layout]
 
     def fn(me: Any) -> Any:
@@ -441,9 +460,9 @@ def test_different_seeds_start_equal(run_ranks, layout) -> None:
 
 
 @pytest.mark.parametrize("where", ["trained", "frozen"])
-def test_a_shard_of_one_rank_differs(run_ranks, where) -> None:
-    """A message is complete when all ranks of the island hold it: they send equally many, whatever
-    one of them has to send.
+def test_topology_one_shard_that_differs_is_sent(run_ranks, where) -> None:
+    """The shard of one rank differs. A message is complete when all ranks of the island hold it:
+    they send equally many, whatever one of them has to send.
     """
 
     def fn(me: Any) -> list[list[float]]:
@@ -464,7 +483,9 @@ def test_a_shard_of_one_rank_differs(run_ranks, where) -> None:
     assert found[:2] == found[2:]
 
 
-def test_equal_parameters_are_not_sent(run_ranks) -> None:
+def test_topology_equal_parameters_are_not_sent(run_ranks) -> None:
+    """Parameters that are equal at the start are not sent."""
+
     def fn(me: Any) -> int:
         model = Mixed(seed=0)
         return fsdp_demo.attach(
@@ -475,7 +496,9 @@ def test_equal_parameters_are_not_sent(run_ranks) -> None:
     assert all(n < 5000 for n in run_ranks(fn, 2, 1))
 
 
-def test_without_the_model_frozen_parameters_must_be_equal(run_ranks) -> None:
+def test_topology_frozen_parameters_must_be_equal_without_model(run_ranks) -> None:
+    """Frozen parameters must be equal where attach has no model."""
+
     def fn(me: Any) -> list[str]:
         texts = []
         for differ in (True, False):
@@ -501,7 +524,9 @@ def test_without_the_model_frozen_parameters_must_be_equal(run_ranks) -> None:
         assert equal == "True 0.0"
 
 
-def test_a_parameter_that_nobody_exchanges_is_refused(run_ranks) -> None:
+def test_topology_refuses_a_parameter_without_channel(run_ranks) -> None:
+    """A trained parameter that no channel covers is refused."""
+
     def fn(me: Any) -> str:
         model = torch.nn.Linear(3, 3)
         return refusal(
@@ -537,7 +562,8 @@ def play(
     return equal, {"sent": sent, **{k: v.numpy().tobytes() for k, v in probe.whole(model).items()}}
 
 
-def test_a_mesh_and_a_store_give_what_islands_give(run_ranks) -> None:
+def test_topology_mesh_trains_as_islands(run_ranks) -> None:
+    """Replicas of a mesh get the same bits as islands that meet over a store."""
     configs = ("demo", "diloco")
 
     def islands(me: Any) -> Any:
@@ -579,7 +605,9 @@ def test_a_mesh_and_a_store_give_what_islands_give(run_ranks) -> None:
     )
 
 
-def test_a_mesh_that_does_not_fit_is_refused(run_ranks) -> None:
+def test_topology_refuses_a_mesh_that_does_not_fit(run_ranks) -> None:
+    """A mesh of three dimensions, or without the replicate dimension, is refused."""
+
     def fn(me: Any) -> list[str]:
         mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
         flat = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
@@ -596,8 +624,10 @@ def test_a_mesh_that_does_not_fit_is_refused(run_ranks) -> None:
 # ---- one replica -------------------------------------------------------------------------------
 
 
-def test_without_islands_there_is_one_replica(run_ranks) -> None:
-    """Nothing is sent, it is said once, and the method is the published one with R = 1."""
+def test_topology_without_islands_is_one_replica(run_ranks) -> None:
+    """Without islands nothing is sent, it is said once, and the method is the published one with R
+    = 1.
+    """
 
     class Kept(logging.Handler):
         def __init__(self) -> None:

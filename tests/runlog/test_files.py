@@ -5,6 +5,7 @@ no run.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,16 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path, monkeypatch) -> None:
+def keys(file: str) -> dict[str, str]:
+    """Key -> what it is, by the table of a file in docs/report.md."""
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    table = re.search(rf"^`{re.escape(file)}`[^|]*:\n\n(.*?)\n\n", page, re.M | re.S)
+    assert table is not None
+    return dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table[1], re.M))
+
+
+def test_runlog_reads_back(tmp_path, monkeypatch) -> None:
+    """A run is read as it was written."""
     run = load(made.run(monkeypatch, tmp_path / "run", islands=3, steps=40, lost_at=20))
     assert run.name == "run" and [i.name for i in run.islands] == ["island0", "island1", "island2"]
     first = run.islands[0]
@@ -35,18 +45,20 @@ def test_a_run_is_read_as_it_was_written(tmp_path, monkeypatch) -> None:
     assert run.notes == [] and first.summary is not None
 
 
-def test_every_field_that_is_written_is_documented(tmp_path, monkeypatch) -> None:
+def test_runlog_fields_are_documented(tmp_path, monkeypatch) -> None:
+    """Every field that is written stands in the tables of docs/report.md."""
     folder = made.run(monkeypatch, tmp_path / "run", steps=20, lost_at=5) / "island0"
-    assert set(json.loads((folder / files.HEAD_FILE).read_text())) == set(files.HEAD)
-    assert set(lines(folder / files.STEPS_FILE)[0]) == set(files.STEP)
-    assert set(lines(folder / files.EXCHANGES_FILE)[0]) == set(files.EXCHANGE)
+    assert set(json.loads((folder / files.HEAD_FILE).read_text())) == set(keys(files.HEAD_FILE))
+    assert set(lines(folder / files.STEPS_FILE)[0]) == set(keys(files.STEPS_FILE))
+    assert set(lines(folder / files.EXCHANGES_FILE)[0]) == set(keys(files.EXCHANGES_FILE))
     fields = {name for event in lines(folder / files.EVENTS_FILE) for name in event}
-    assert fields - {"tokens", "bytes_sent"} == set(files.EVENT)
+    assert fields - {"tokens", "bytes_sent"} == set(keys(files.EVENTS_FILE))
     kinds = {event["kind"] for event in lines(folder / files.EVENTS_FILE)}
-    assert kinds <= set(files.EVENT["kind"].split(", "))
+    assert kinds <= set(keys(files.EVENTS_FILE)["kind"].split(", "))
 
 
-def test_a_run_that_was_killed_says_so(tmp_path, monkeypatch) -> None:
+def test_runlog_of_a_killed_run_says_so(tmp_path, monkeypatch) -> None:
+    """The files of a run that was killed are read, with a note that they have no end."""
     folder = made.run(monkeypatch, tmp_path / "run", steps=40, ended=False)
     path = folder / "island1" / files.STEPS_FILE
     path.write_text(path.read_text()[:-30])
@@ -59,7 +71,8 @@ def test_a_run_that_was_killed_says_so(tmp_path, monkeypatch) -> None:
     ]
 
 
-def test_islands_that_are_elsewhere_are_named(tmp_path, monkeypatch) -> None:
+def test_runlog_names_islands_that_are_missing(tmp_path, monkeypatch) -> None:
+    """Islands whose files are elsewhere are named."""
     folder = made.run(monkeypatch, tmp_path / "run", islands=3)
     (tmp_path / "one").mkdir()
     (folder / "island1").rename(tmp_path / "one" / "island1")
@@ -67,7 +80,8 @@ def test_islands_that_are_elsewhere_are_named(tmp_path, monkeypatch) -> None:
     assert [i.name for i in load(tmp_path / "one" / "island1").islands] == ["island1"]
 
 
-def test_a_later_start_drops_what_came_after_its_step(tmp_path, monkeypatch) -> None:
+def test_runlog_later_start_drops_later_lines(tmp_path, monkeypatch) -> None:
+    """A later start drops the lines that came after its step."""
     folder = made.run(monkeypatch, tmp_path / "run", islands=1, steps=40, ended=False)
     clock = made.Clock()
     monkeypatch.setattr("fsdp_demo.runlog.record.time.perf_counter", clock)
@@ -85,7 +99,8 @@ def test_a_later_start_drops_what_came_after_its_step(tmp_path, monkeypatch) -> 
     assert (run.events[-1]["kind"], run.events[-1]["step"]) == ("resume", 20)
 
 
-def test_who_joins_again_counts_the_time_it_was_gone(tmp_path, monkeypatch) -> None:
+def test_runlog_counts_the_time_an_island_was_gone(tmp_path, monkeypatch) -> None:
+    """An island that joins again counts the time it was gone."""
     folder = made.run(monkeypatch, tmp_path / "run", islands=2, steps=20, ended=False) / "island1"
     head = json.loads((folder / files.HEAD_FILE).read_text())
     monkeypatch.setattr("fsdp_demo.runlog.record.time.time", lambda: head["began"] + 500.0)
@@ -101,7 +116,8 @@ def test_who_joins_again_counts_the_time_it_was_gone(tmp_path, monkeypatch) -> N
     )
 
 
-def test_what_auto_has_chosen_is_in_the_head(tmp_path) -> None:
+def test_runlog_head_has_the_choice_of_auto(tmp_path) -> None:
+    """The head of a run has what `auto` has chosen."""
     exchange = made.Said(made.Place(0, 2), "auto")
     record = RunRecord(tmp_path, exchange, steps=90, parameters=1, procs=1)
     record.tick()
@@ -119,7 +135,8 @@ def test_what_auto_has_chosen_is_in_the_head(tmp_path) -> None:
     assert [(e["step"], e["reason"]) for e in chosen] == [(8, "the link is slow")]
 
 
-def test_each_exchange_is_written_once(tmp_path) -> None:
+def test_runlog_writes_each_exchange_once(tmp_path) -> None:
+    """Each exchange is written once."""
     exchange = made.Said(made.Place(0, 2))
     record = RunRecord(tmp_path, exchange, steps=9, parameters=1, procs=1)
     for step in range(6):
@@ -144,21 +161,25 @@ def test_each_exchange_is_written_once(tmp_path) -> None:
         (lambda f: (f.mkdir(), (f / "run.json").write_text("[]")), "holds a list"),
     ],
 )
-def test_what_is_no_run_is_one_sentence(tmp_path, prepare, says) -> None:
+def test_runlog_refuses_other_folders(tmp_path, prepare, says) -> None:
+    """A folder that is no run is refused in one sentence."""
     prepare(tmp_path / "run")
     with pytest.raises(ValueError) as error:
         load(tmp_path / "run")
     assert says in str(error.value) and str(tmp_path / "run") in str(error.value)
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch) -> None:
+def test_runlog_tells_runs_of_one_name_apart(tmp_path, monkeypatch) -> None:
+    """Runs of one name get names that differ."""
     folders = [made.run(monkeypatch, tmp_path / part / "demo") for part in ("a", "b")]
     assert [run.name for run in load_all(folders)] == ["a/demo", "b/demo"]
     assert [run.name for run in load_all(folders[:1] * 2)] == ["a/demo", "a/demo (2)"]
 
 
-def test_the_page_documents_the_format() -> None:
+def test_runlog_format_is_on_its_page() -> None:
+    """docs/report.md has the fields of the format."""
     page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
-    for of in (files.HEAD, files.STEP, files.EXCHANGE, files.EVENT):
-        assert "\n".join(f"| `{name}` | {text} |" for name, text in of.items()) in page
     assert f"`format` in `run.json` is {files.FORMAT}." in page
+    texts = {"channels", "islands", "kind", "reason"}
+    named = {key for file in (files.STEPS_FILE, files.EXCHANGES_FILE) for key in keys(file)}
+    assert named | set(keys(files.EVENTS_FILE)) == files.NUMBERS | texts

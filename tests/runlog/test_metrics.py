@@ -18,8 +18,10 @@ from ..support.pages import metric, metrics_table
 TABLE = metrics_table()
 
 
-def test_every_name_that_an_exchange_gives_is_in_the_table(run_ranks: Any) -> None:
-    """Two islands, one of which has a gradient that is not finite, and a mean at the end."""
+def test_metrics_names_are_in_the_table(run_ranks: Any) -> None:
+    """Every metric of an exchange is in the table of docs/metrics.md. Two islands, one of which has
+    a gradient that is not finite, and a mean at the end.
+    """
 
     def island(i: int, topology: fsdp_demo.Topology) -> Any:
         weight = nn.Parameter(torch.zeros(64, 64))
@@ -52,7 +54,8 @@ def test_every_name_that_an_exchange_gives_is_in_the_table(run_ranks: Any) -> No
         assert {n for n, of in always.items() if of != "island"} <= set(rank)
 
 
-def test_a_tracker_of_accelerate_gets_these_names(tmp_path: Path) -> None:
+def test_metrics_names_reach_a_tracker(tmp_path: Path) -> None:
+    """A tracker of Accelerate gets these names."""
     accelerate = pytest.importorskip("accelerate")
     from accelerate.tracking import GeneralTracker, on_main_process
 

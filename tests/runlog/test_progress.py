@@ -37,7 +37,8 @@ def until(holds, seconds: float = 20.0) -> None:
     assert holds()
 
 
-def test_the_line_has_what_is_known() -> None:
+def test_progress_line_has_what_is_known() -> None:
+    """The line has step, loss and activity, as far as they are known."""
     assert line(Progress(3, None), "training") == "step 3, training"
     own = line(Progress(3, 9, 2.0), "sending to 1")
     assert own == "step 3/9, loss 2.000 (this island), sending to 1"
@@ -45,13 +46,15 @@ def test_the_line_has_what_is_known() -> None:
     assert line(Progress(3, 9), "training", now + 3600, now).endswith("training, ends 13:00")
 
 
-def test_the_end_has_its_day() -> None:
+def test_progress_clock_has_the_day() -> None:
+    """A time on another day has its day."""
     now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))  # a Monday
     assert clock(now + 86_400, now) == "Tue 12:00" and clock(now + 1, now) == "12:00"
     assert clock(now + 9 * 86_400, now) == "2026-12-02 12:00"
 
 
-def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal few lines are written."""
     monkeypatch.setattr(progress, "PLAIN_EVERY", 1e9)
     out = io.StringIO()
     shown = ProgressLine(said(Activity()), 30, out)
@@ -65,7 +68,8 @@ def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last == "step 30/30, loss 1.000, training"
 
 
-def test_the_end_is_predicted_from_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_end_is_predicted_from_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end is predicted from the last steps."""
     now = SimpleNamespace(value=100.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now.value)
     shown = ProgressLine(said(Activity()), 100, io.StringIO())
@@ -77,7 +81,8 @@ def test_the_end_is_predicted_from_the_last_steps(monkeypatch: pytest.MonkeyPatc
     assert left == pytest.approx(80.0, abs=1.0)
 
 
-def test_a_long_wait_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_long_wait_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long wait is said once where there is no terminal."""
     monkeypatch.setattr(progress, "REFRESH", 0.01)
     out, state = io.StringIO(), said(Activity("waiting", (2,), 31.0))
     shown = ProgressLine(state, 9, out)
@@ -87,7 +92,8 @@ def test_a_long_wait_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(out.getvalue().splitlines()) == 1
 
 
-def test_a_terminal_has_one_line_and_the_log_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_terminal_has_one_line_below_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal has one line, and the log above it."""
     monkeypatch.setattr(progress, "REFRESH", 0.01)
     out = Terminal()
     handler, log = logging.StreamHandler(out), logging.getLogger("fsdp_demo")
@@ -107,8 +113,10 @@ def test_a_terminal_has_one_line_and_the_log_above_it(monkeypatch: pytest.Monkey
     assert out.getvalue().endswith(("\x1b[K", "something else\n"))
 
 
-def test_an_exchange_says_for_whom_it_waits(run_ranks) -> None:
-    """Island 1 comes late: island 0 waits for it, and sends while it trains."""
+def test_progress_names_whom_an_island_waits_for(run_ranks) -> None:
+    """The line names the island that is waited for. Island 1 comes late: island 0 waits for it, and
+    sends while it trains.
+    """
 
     def island(i: int, topology: fsdp_demo.Topology) -> list[str]:
         weight = nn.Parameter(torch.zeros(64, 64))

@@ -75,7 +75,9 @@ def freeze() -> None:
     time.sleep(0.1)
 
 
-def test_a_frozen_store_is_an_error_at_the_start(run_ranks, store) -> None:
+def test_store_frozen_at_the_start_is_an_error(run_ranks, store) -> None:
+    """A frozen store is an error with a cure at the start of a run."""
+
     def fn(me: Any) -> list[str]:
         freeze()
         texts = []
@@ -98,7 +100,9 @@ def test_a_frozen_store_is_an_error_at_the_start(run_ranks, store) -> None:
         assert "hangs, or another program listens there)" in text
 
 
-def test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure(run_ranks, store) -> None:
+def test_store_frozen_while_islands_meet_is_an_error(run_ranks, store) -> None:
+    """A store that freezes while islands meet is an error with a cure."""
+
     def fn(me: Any) -> str:
         topology = Topology.from_env()
         topology.prefix()
@@ -115,9 +119,9 @@ def test_a_store_that_freezes_while_islands_meet_is_an_error_with_a_cure(run_ran
     )
 
 
-def test_training_goes_on_without_the_store(run_ranks, store, everywhere: Any) -> None:
-    """It freezes after the meeting: steps and finish() need it no more, words to the others wait
-    only so long, and it is said once.
+def test_store_frozen_training_goes_on(run_ranks, store, everywhere: Any) -> None:
+    """Training goes on while the store is frozen: steps and finish() need it no more, words to the
+    others wait only so long, and it is said once.
     """
     everywhere.setattr(position, "ANSWER", 1.5)
     everywhere.setattr(attempts, "PATIENCE", 1.5)
@@ -196,13 +200,15 @@ def script(path: Path, text: str, **env: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_a_process_ends_though_its_store_is_frozen(tmp_path: Path, store) -> None:
+def test_store_frozen_process_ends(tmp_path: Path, store) -> None:
+    """A process ends though its store is frozen."""
     done = script(tmp_path / "exit.py", EXIT, **store)
     assert done.returncode == 0 and "the end" in done.stdout, done.stderr
     assert "terminate called" not in done.stderr and "Fatal Python error" not in done.stderr
 
 
-def test_no_store_is_said_in_one_line(tmp_path: Path) -> None:
+def test_store_absent_is_said_in_one_line(tmp_path: Path) -> None:
+    """An absent store ends a process with 75 and one line of an error."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -232,7 +238,8 @@ served.serve_while(lambda: True)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 @pytest.mark.slow
-def test_a_store_that_somebody_fills_takes_no_more_than_its_memory() -> None:
+def test_store_filled_stays_within_its_memory() -> None:
+    """A store that somebody fills takes no more than its bound of memory."""
     with subprocess.Popen([sys.executable, "-c", FILLED], stdout=subprocess.PIPE, text=True) as one:
         try:
             assert one.stdout is not None

@@ -55,7 +55,8 @@ def conversation(store: Any) -> list[Any]:
     return said
 
 
-def test_three_verbs_are_answered_alike_by_the_store_and_in_a_world(run_ranks) -> None:
+def test_store_verbs_are_answered_alike_by_both_stores(run_ranks) -> None:
+    """The store and the store of a world answer the three verbs alike."""
     wanted = ["", None, "", "z", "z", "z", "w", "w", None, "ä\0\n", None, "", "anew"]
     wanted += [["anew", "", "anew"], None, LARGEST, []]
 
@@ -73,7 +74,9 @@ def test_three_verbs_are_answered_alike_by_the_store_and_in_a_world(run_ranks) -
         assert said == wanted
 
 
-def test_threads_and_forks_share_a_client(run_ranks) -> None:
+def test_store_client_serves_threads_and_forks(run_ranks) -> None:
+    """Threads and forked processes share a client."""
+
     def fn(folder: Path) -> list[str]:
         store = Durable().client()
         store.set("first", "x")
@@ -101,7 +104,9 @@ def test_threads_and_forks_share_a_client(run_ranks) -> None:
 # ---- on the disk, and once ---------------------------------------------------------------------
 
 
-def test_what_was_answered_is_there_after_a_kill(run_ranks) -> None:
+def test_store_keeps_what_was_answered_after_a_kill(run_ranks) -> None:
+    """What the store has answered is there after it was killed and started again."""
+
     def fn(folder: Path) -> Any:
         store = Durable(folder / "keys")
         client = store.client()
@@ -125,7 +130,9 @@ def test_what_was_answered_is_there_after_a_kill(run_ranks) -> None:
     assert (now.name, first.generation, now.generation) == (first.name, 1, 2)
 
 
-def test_a_store_that_was_made_anew_is_noticed_before_it_is_changed(run_ranks) -> None:
+def test_store_made_anew_is_noticed(run_ranks) -> None:
+    """A store that was made anew is noticed before it is changed."""
+
     def fn(folder: Path) -> Any:
         store = Durable(folder / "keys")
         client = store.client(5.0)
@@ -151,8 +158,10 @@ def test_a_store_that_was_made_anew_is_noticed_before_it_is_changed(run_ranks) -
     assert (there, generation) == ("", 1)
 
 
-def test_a_compare_set_whose_answer_was_lost_knows_its_own_success(run_ranks) -> None:
-    """The relay holds what comes back, then all is cut, and the client comes by another way."""
+def test_store_compare_set_with_a_lost_answer(run_ranks) -> None:
+    """A compare_set whose answer was lost knows its own success. The relay holds what comes back,
+    then all is cut, and the client comes by another way.
+    """
 
     def fn(folder: Path) -> Any:
         store = Durable(folder / "keys")
@@ -197,8 +206,10 @@ def said(records: Records, asked: Question) -> list[str]:
     return answer.values
 
 
-def test_an_old_copy_of_a_question_does_not_act(tmp_path: Path) -> None:
-    """It took longer than the questions after it, and somebody else has changed the key since."""
+def test_store_old_copy_of_a_question_does_not_act(tmp_path: Path) -> None:
+    """An old copy of a question does not act: it took longer than the questions after it, and
+    somebody else has changed the key since.
+    """
     records = Records(tmp_path / "keys")
     lose = question("compare_set", records, 1, "k", "old", "new")
     assert said(records, lose) == [""]
@@ -211,8 +222,10 @@ def test_an_old_copy_of_a_question_does_not_act(tmp_path: Path) -> None:
     records.close()
 
 
-def test_many_keys_are_found_by_one_question_and_nothing_is_written(tmp_path: Path) -> None:
-    """One answer has room for 1 MiB of values, and for one value at least."""
+def test_store_get_all_finds_many_keys_and_writes_nothing(tmp_path: Path) -> None:
+    """One question finds many keys and writes nothing. One answer has room for 1 MiB of values, and
+    for one value at least.
+    """
     records = Records(tmp_path / "keys")
     values = {"a": "1" * (LARGEST // 2), "b": "2" * (LARGEST // 2), "c": "3"}
     for number, (key, value) in enumerate(values.items(), 1):
@@ -224,7 +237,9 @@ def test_many_keys_are_found_by_one_question_and_nothing_is_written(tmp_path: Pa
     records.close()
 
 
-def test_a_client_finds_all_keys_whatever_fits_in_one_answer(run_ranks: Any) -> None:
+def test_store_client_get_all_asks_until_all_are_there(run_ranks: Any) -> None:
+    """A client finds all keys, whatever fits in one answer."""
+
     def fn(folder: Path) -> bool:
         client = Durable().client()
         values = {f"k{n}": chr(97 + n % 26) * (n % 7 * 100_000) for n in range(40)}
@@ -236,7 +251,9 @@ def test_a_client_finds_all_keys_whatever_fits_in_one_answer(run_ranks: Any) -> 
     assert alone(run_ranks, fn)
 
 
-def test_two_that_race_have_one_winner(run_ranks) -> None:
+def test_store_compare_set_race_has_one_winner(run_ranks) -> None:
+    """Of two clients that race for a key one wins."""
+
     def fn(folder: Path) -> list[list[str]]:
         store = Durable(folder / "keys")
         found: list[list[str]] = [[], [], []]
@@ -260,7 +277,9 @@ def test_two_that_race_have_one_winner(run_ranks) -> None:
 # ---- a store that stands still or ends ---------------------------------------------------------
 
 
-def test_a_frozen_store_is_silent_within_the_deadline_and_answers_again(run_ranks) -> None:
+def test_store_frozen_is_silent_and_answers_again(run_ranks) -> None:
+    """A frozen store is an error within the deadline, and answers again when it goes on."""
+
     def fn(folder: Path) -> Any:
         store = Durable(folder / "keys")
         at = store.client(1.2).under("run")
@@ -281,7 +300,9 @@ def test_a_frozen_store_is_silent_within_the_deadline_and_answers_again(run_rank
     assert n == "2"
 
 
-def test_a_restart_between_questions_and_within_them_is_not_noticed(run_ranks) -> None:
+def test_store_restart_is_not_noticed(run_ranks) -> None:
+    """A restart of the store between questions, and within one, is not noticed by the client."""
+
     def fn(folder: Path) -> list[str]:
         store, ends = Durable(folder / "keys"), []
 
@@ -307,7 +328,9 @@ def test_a_restart_between_questions_and_within_them_is_not_noticed(run_ranks) -
     assert alone(run_ranks, fn) == ["60", "60", "60"]
 
 
-def test_a_dead_cable_is_silence(run_ranks) -> None:
+def test_store_dead_cable_is_silence(run_ranks) -> None:
+    """A dead cable is reported as silence within the deadline."""
+
     def fn(folder: Path) -> Any:
         store = Durable()
         relay = Relay(store.port)
@@ -324,8 +347,10 @@ def test_a_dead_cable_is_silence(run_ranks) -> None:
     assert alone(run_ranks, fn) == "v"
 
 
-def test_who_can_do_without_waits_for_an_absent_store_no_longer_than_it_said(run_ranks) -> None:
-    """And asks it again as soon as it is there, on the same client."""
+def test_store_absent_wait_is_bounded(run_ranks) -> None:
+    """A caller that can do without the store waits no longer than it said, and asks it again as
+    soon as it is there, on the same client.
+    """
 
     def fn(folder: Path) -> Any:
         store = Durable(folder / "keys")
@@ -345,7 +370,9 @@ def test_who_can_do_without_waits_for_an_absent_store_no_longer_than_it_said(run
 # ---- bounds ------------------------------------------------------------------------------------
 
 
-def test_keys_and_values_are_bounded_on_both_sides(run_ranks) -> None:
+def test_store_keys_and_values_are_bounded(run_ranks) -> None:
+    """Keys and values beyond their bounds are refused by client and store."""
+
     def fn(folder: Path) -> Any:
         store = Durable(keys=3, room=1 << 20)
         client, texts = store.client(), []
@@ -377,7 +404,9 @@ def test_keys_and_values_are_bounded_on_both_sides(run_ranks) -> None:
     assert all(part in text for part, text in zip(wanted, texts, strict=True))
 
 
-def test_a_full_disk_is_said_and_nothing_else_is_lost(run_ranks) -> None:
+def test_store_full_disk_is_said(run_ranks) -> None:
+    """A full disk is an error of the question, and nothing else is lost."""
+
     def fn(folder: Path) -> Any:
         client = Durable(folder / "keys", room=5 * LARGEST).client()
         client.set("first", "kept")
@@ -395,7 +424,8 @@ def test_a_full_disk_is_said_and_nothing_else_is_lost(run_ranks) -> None:
     )
 
 
-def test_one_question_that_fails_does_not_take_those_beside_it_along(tmp_path: Path) -> None:
+def test_store_failed_question_leaves_the_others(tmp_path: Path) -> None:
+    """A question that fails does not take those beside it along."""
     records = Records(tmp_path / "keys", room=3 * LARGEST)
     clients = [bytes([n]) * 16 for n in range(6)]
     asked = [
@@ -409,7 +439,8 @@ def test_one_question_that_fails_does_not_take_those_beside_it_along(tmp_path: P
     records.close()
 
 
-def test_a_file_that_is_no_stores_or_is_open_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_store_refuses_a_foreign_or_open_file(tmp_path: Path) -> None:
+    """A file that is no store's, or is open elsewhere, is refused."""
     import sqlite3
 
     (tmp_path / "text").write_text("no database at all, but long enough to be looked at" * 20)
@@ -439,7 +470,9 @@ def test_a_file_that_is_no_stores_or_is_open_elsewhere_is_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("there", "here"), [(TOKEN, "another token, as long"), (TOKEN, ""), ("", TOKEN)]
 )
-def test_a_token_that_is_not_the_same_is_named(run_ranks, there: str, here: str) -> None:
+def test_store_token_wrong_is_named(run_ranks, there: str, here: str) -> None:
+    """A token that is not the store's is named by the error."""
+
     def fn(folder: Path) -> Any:
         store = Durable(token=there)
         with pytest.raises(ValueError) as error:
@@ -456,8 +489,10 @@ def test_a_token_that_is_not_the_same_is_named(run_ranks, there: str, here: str)
     )
 
 
-def test_a_short_token_is_refused_and_the_client_can_be_closed(run_ranks) -> None:
-    """A socket that was left over once held the context at its end, for ever."""
+def test_store_token_short_is_refused(run_ranks) -> None:
+    """A short token is refused, and the client can be closed: a socket that was left over once held
+    the context at its end, for ever.
+    """
 
     def fn(folder: Path) -> str:
         with pytest.raises(ValueError) as error:
@@ -467,8 +502,10 @@ def test_a_short_token_is_refused_and_the_client_can_be_closed(run_ranks) -> Non
     assert "ISLAND_TOKEN has 5 characters" in alone(run_ranks, fn)
 
 
-def test_a_tunnel_without_a_store_behind_it_is_no_wrong_token(run_ranks) -> None:
-    """It takes connections and closes them: the store may come yet."""
+def test_store_tunnel_without_a_store_is_no_wrong_token(run_ranks) -> None:
+    """A tunnel without a store behind it is no wrong token: it takes connections and closes them,
+    and the store may come yet.
+    """
 
     def fn(folder: Path) -> str:
         server = socket.create_server(("127.0.0.1", 0))
@@ -485,7 +522,9 @@ def test_a_tunnel_without_a_store_behind_it_is_no_wrong_token(run_ranks) -> None
     assert "does not answer within 1.5 s (it closes the connection)" in alone(run_ranks, fn)
 
 
-def test_garbage_on_the_port_does_no_harm(run_ranks) -> None:
+def test_store_port_garbage_does_no_harm(run_ranks) -> None:
+    """Garbage on the port does the store no harm."""
+
     def fn(folder: Path) -> Any:
         store, rng = Durable(), random.Random(0)
         client = store.client()
@@ -524,8 +563,10 @@ def test_garbage_on_the_port_does_no_harm(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_a_connection_that_does_not_shake_hands_is_closed(run_ranks, token: str) -> None:
-    """Whether it says nothing or stops in the middle of its greeting."""
+def test_store_connection_without_handshake_is_closed(run_ranks, token: str) -> None:
+    """A connection without a handshake is closed, whether it says nothing or stops in the middle of
+    its greeting.
+    """
 
     def run(folder: Path) -> None:
         store = Durable(token=token)
@@ -540,7 +581,9 @@ def test_a_connection_that_does_not_shake_hands_is_closed(run_ranks, token: str)
     alone(run_ranks, run)
 
 
-def test_a_question_numbered_beyond_the_bound_is_refused_and_harms_nobody(run_ranks) -> None:
+def test_store_question_number_beyond_the_bound_is_refused(run_ranks) -> None:
+    """A question with a number beyond the bound is refused and harms nobody."""
+
     def run(folder: Path) -> None:
         store = Durable()
         client = zmq.Context().socket(zmq.DEALER)
@@ -560,7 +603,9 @@ def test_a_question_numbered_beyond_the_bound_is_refused_and_harms_nobody(run_ra
     alone(run_ranks, run)
 
 
-def test_a_store_of_another_release_is_told_apart(run_ranks) -> None:
+def test_store_of_another_release_is_refused(run_ranks) -> None:
+    """A store of another release is refused by an error that says so."""
+
     def fn(folder: Path) -> str:
         from fsdp_demo.store import connection
 
@@ -575,7 +620,9 @@ def test_a_store_of_another_release_is_told_apart(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("libuv", [True, False])
-def test_a_store_of_torch_is_recognised_and_refused_in_one_line(run_ranks, libuv: bool) -> None:
+def test_store_of_torch_is_refused(run_ranks, libuv: bool) -> None:
+    """A TCPStore of torch is recognised and refused in one line."""
+
     def fn(folder: Path) -> str:
         theirs = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=libuv)
         with pytest.raises(ValueError) as error:
@@ -587,7 +634,8 @@ def test_a_store_of_torch_is_recognised_and_refused_in_one_line(run_ranks, libuv
     assert "start there `fsdp-demo store --bind 127.0.0.1:PORT`" in text and "\n" not in text
 
 
-def test_questions_and_answers_read_back_and_torn_ones_do_not() -> None:
+def test_store_messages_read_back() -> None:
+    """Questions and answers read back from their bytes, and torn ones do not."""
     asked = Question("compare_set", 2**40, b"c" * 16, b"s" * 16, ["key"], ["", "x" * 7000])
     answered = Answer("done", 2**40, ["value"])
     assert read_question(pack(asked)) == asked and read_answer(pack(answered)) == answered
@@ -617,7 +665,8 @@ def test_questions_and_answers_read_back_and_torn_ones_do_not() -> None:
         {"verb": "get", "keys": ["k"] * 1025, "values": []},
     ],
 )
-def test_questions_beyond_their_bounds_are_none(changes: dict[str, Any]) -> None:
+def test_store_messages_beyond_their_bounds_are_refused(changes: dict[str, Any]) -> None:
+    """Questions beyond their bounds are refused."""
     good = Question("compare_set", 1, b"c" * 16, b"s" * 16, ["key"], ["", "x"])
     with pytest.raises(WireError):
         read_question(pack(msgspec.structs.replace(good, **changes)))

@@ -25,10 +25,11 @@ from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.peers import collectives
 from fsdp_demo.peers.connection import PeerConnection
-from fsdp_demo.peers.header import HEADER, PAYLOAD, QUESTION
+from fsdp_demo.peers.header import PAYLOAD, QUESTION
 from fsdp_demo.peers.zeromq import Meeting
 from fsdp_demo.store.client import WorldStore
 
+from .sealed import part_of_mean, shares
 from .threads import warm
 
 CODES = ("fp32", "bf16", "int8", "int4")
@@ -261,13 +262,12 @@ def mean_of(slots: Sequence[int], n: int, weights: Sequence[float], scale: int =
     """
     found = [vectors(s, n, scale) for s in slots]
     spans = [(v.numel(), code) for v, code in found[0]]
-    sent = [collectives.shares(own, len(slots)) for own in found]
+    sent = [shares(own, len(slots)) for own in found]
     each = [list(weights)] * len(spans)
     parts = [
-        collectives.part_of_mean([s[j][HEADER.size :] for s in sent], spans, each, j)
-        for j in range(len(slots))
+        part_of_mean([s[j] for s in sent], spans, each, j, len(slots)) for j in range(len(slots))
     ]
-    return collectives.whole([p[HEADER.size :] for p in parts], spans)
+    return collectives.whole(parts, spans)
 
 
 def exchanged(line: PeerGroup, n: int, scale: int = 1) -> tuple[tuple[int, ...], list[Tensor]]:

@@ -36,7 +36,7 @@ import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
 
 ROOT = Path(fsdp_demo.__file__).parent
-THREADS = {"CommWorker.submit": "exchange", "Driver._post": "network"}
+THREADS = {"CommWorker.submit": "exchange", "NetworkLoop.do": "network"}
 """Functions that give work to a thread: behind them stands what that thread has entered."""
 
 FOLLOW = getattr(threading, "setprofile_all_threads", threading.setprofile)  # of Python 3.12
@@ -243,8 +243,11 @@ def load(folder: str) -> Journey:
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
     with run.journey as journey:
         found = checkpoints.resolve_resume_step(resume="auto")
-        saved = load_exchange(checkpoints.path(found) / "exchange")
-        run.exchange.rejoin(saved, saved.step, run.model)
+        if found is not None and checkpoints.has(found):
+            saved = load_exchange(checkpoints.path(found) / "exchange")
+            run.exchange.rejoin(saved, saved.step, run.model)
+        else:  # this island takes over from the others
+            run.exchange.rejoin(None, 0, run.model)
     run.exchange.finish()
     checkpoints.close()
     return journey

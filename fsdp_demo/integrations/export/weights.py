@@ -20,7 +20,6 @@ from torch.distributed.checkpoint import FileSystemReader, StorageReader, load
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ...checkpoint.exchange_state import SavedExchange
-from ...checkpoint.files import read_part
 from ...checkpoint.reshard import Stretch, channels_of, gather
 from ...config.channel import covers
 from ...errors import UNREADABLE
@@ -184,29 +183,15 @@ def outer_tensors(
 
 
 def replica(folder: Path, saved: SavedExchange, island: int) -> dict[str, Tensor]:
-    """The model as one island held it. In a mesh the model file mixes the replicas: their
-    parameters lie beside the exchange states.
+    """The model as one island held it. In a mesh the model file mixes the replicas: each has its
+    own beside the exchange states.
+
+    Raises:
+        ValueError: that is missing.
     """
-    tensors = read_model(folder)
     if len(saved.islands) == 1:
-        return tensors
-    local: dict[str, list[Tensor]] = {}
-    heads = sorted(
-        (h for h in saved.heads if h["island"] == island and h["copy"] == 0),
-        key=lambda h: int(h["shard"]),
-    )
-    for head in heads:
-        path = saved.paths[island, head["rank"]].with_name(f"local{head['rank']}.json")
-        if not path.exists():
-            raise ValueError(
-                f"{folder} is of a mesh, its model file mixes replicas that differ, and {path} is "
-                "missing: take another step"
-            )
-        for p, tensor in zip(head["parameters"], read_part(path)[1]["parameters"], strict=True):
-            local.setdefault(p["name"], []).append(tensor)
-    return tensors | {
-        p["name"]: _whole(local[p["name"]], p["global_shape"]) for p in heads[0]["parameters"]
-    }
+        return read_model(folder)
+    return read_model(saved.paths[island, 0].parent)
 
 
 def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
@@ -231,19 +216,6 @@ def anchors(saved: SavedExchange, island: int) -> dict[str, Tensor]:
         for s, anchor in zip(there, found[channel]["anchor"], strict=True)
     }
     return {name: by_name[name] for name in whole if name in by_name}
-
-
-def _whole(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """A tensor from its shards, cut along dim 0 as FSDP2 does, or the same on every rank."""
-    if all(list(part.shape) == list(shape) for part in parts):
-        return parts[0]
-    whole = torch.cat(list(parts))
-    if list(whole.shape) != list(shape):
-        raise ValueError(
-            f"shards {[tuple(p.shape) for p in parts]} do not join to {tuple(shape)}: only shards "
-            "along dim 0 can be exported"
-        )
-    return whole
 
 
 def average_models(replicas: Iterable[dict[str, Tensor]], frozen: set[str]) -> dict[str, Tensor]:

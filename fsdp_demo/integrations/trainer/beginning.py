@@ -1,29 +1,45 @@
 """How a training of the Trainer begins: anew, from a checkpoint, at the step of islands that hold
 one which this island lacks, or at that of a run under way (`joining.py`).
+
+`resume_from_checkpoint` means a checkpoint on each island, so that one command line serves all.
+True ("True", "true" on a command line) is the newest checkpoint that all islands hold, or the
+newest of each between the same exchanges (`checkpoint/choice.py`). "auto" is the same, and the
+beginning where no island holds any. A path `.../checkpoint-N` is that checkpoint in this island's
+own folder, if it is there. An island that holds none takes over from the others.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ...attaching import attach
+from ...checkpoint.choice import HeldCheckpoint
 from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.manager import CheckpointManager
+from ...checkpoint.registry import CheckpointRegistry
+from ...checkpoint.taking_over import small
 from ...config.schema import ExchangeConfig
+from ...errors import NeedsDecision, see
 from ...exchange.exchange import Exchange
 from ...rendezvous.topology import Topology
-from .choosing import TakeOver, find_checkpoint, is_named
 from .engine import engine_of
 from .evaluation import Evaluations
-from .joining import load_moments, move_to
+from .joining import KINDS, TakeOver, load_moments, move_to
 from .setup import check_optimizer, clipping, warn
 from .state import manager_of, open_state, restore_local
+
+log = logging.getLogger("fsdp_demo")
 
 
 @dataclass
@@ -87,7 +103,7 @@ class Beginning:
             "lr_scheduler_kwargs": str(args.lr_scheduler_kwargs),
         }
         own = self.joins and not self.fresh and engine is None
-        moments = own and load_moments(trainer, topology)
+        moments = own and load_moments(trainer, self.manager)
         # with a state of the exchange islands may stand at unlike steps between two exchanges
         if self.fresh:
             facts["at"] = self.taken.step if self.taken else state.global_step
@@ -118,7 +134,8 @@ class Beginning:
                 f"{exchange.step}: resume all from one step"
             )
         elif state.global_step and not self.fresh:
-            restore_local(self._folder(trainer), exchange, engine is not None)
+            folder = self._folder(trainer)
+            restore_local(folder, exchange, trainer.model_wrapped, engine is not None)
             exchange.accept_parameters()
         return exchange
 
@@ -135,3 +152,159 @@ class Beginning:
         root = str(trainer.args.output_dir)
         last = get_last_checkpoint(root)
         return Path(last or f"{root}/checkpoint-{trainer.state.global_step}")
+
+
+# ---- which checkpoint `resume_from_checkpoint` means -------------------------------------------
+
+
+def is_named(wanted: Any) -> bool:
+    """Whether a person named the checkpoint."""
+    return isinstance(wanted, (str, os.PathLike)) and str(wanted).lower() not in ("true", "auto")
+
+
+def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any:
+    """What this island resumes from. All ranks of all islands ask together.
+
+    Args:
+        wanted: `resume_from_checkpoint`.
+        fresh: parts of the exchange do not count.
+
+    Returns:
+        A path, a `TakeOver`, or what the Trainer takes for none.
+
+    Raises:
+        NeedsDecision: a ValueError: there is none, or none in common; says what each island holds.
+        ValueError: a file's checksum does not fit.
+    """
+    if not is_named(wanted) and wanted is not True and not isinstance(wanted, str):
+        return wanted
+    manager.ranks.from_first(manager.adopt)
+    found = (
+        _named(str(wanted), manager)
+        if is_named(wanted)
+        else _newest(manager, fresh, auto=str(wanted).lower() == "auto")
+    )
+    if isinstance(found, str):
+        manager.verify(Path(found))
+    return found
+
+
+def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
+    """From the newest state that all islands hold which hold any. None with `auto` where nobody
+    holds any."""
+    topology = manager.topology
+    held = [HeldCheckpoint(h.step) if fresh else h for h in manager.held()]
+    # the last to end has the newest state
+    chosen = manager.agree(held, "newest" if auto and topology.elastic else "auto")
+    if chosen is not None:
+        mine = manager.mine(chosen)
+        path = None if mine is None else str(manager.path(mine.step))
+        if None not in chosen:
+            return path
+        return _with_others(path, max(h.step for h in chosen if h is not None), manager.registry)
+    if topology.islands == 1 and not auto:
+        return True  # the Trainer's own words
+    if not auto:
+        raise NeedsDecision(
+            "no island holds a checkpoint: start without resume_from_checkpoint, or with "
+            "resume_from_checkpoint='auto'"
+        )
+    if topology.islands == 1 and fresh and (last := get_last_checkpoint(str(manager.root))):
+        return last  # of a Trainer without an exchange
+    refuse_elsewhere(manager)
+    log.warning("%s: no island holds a checkpoint: training begins", topology.name)
+    return None
+
+
+def _named(wanted: str, manager: CheckpointManager) -> Any:
+    """The folder that was named: this island's own, or that very one."""
+    topology, name = manager.topology, Path(wanted).name
+    if topology.islands == 1:
+        return wanted
+
+    def look() -> str | None:
+        if (manager.root / name).is_dir():
+            return str(manager.root / name)
+        return wanted if not name.startswith("checkpoint-") or Path(wanted).is_dir() else None
+
+    found = manager.ranks.from_first(look)
+    notes = manager.registry.meet({"checkpoint": name, "found": found is not None})
+    if all(n.get("found") for n in notes):
+        return found
+    have = ", ".join(
+        f"{n.get('name')}: {n.get('checkpoint')}{'' if n.get('found') else ' (not there)'}"
+        for n in notes
+    )
+    step = re.fullmatch(r"checkpoint-(\d+)", name)
+    one = len({n.get("checkpoint") for n in notes}) == 1
+    if step is None or not one or not any(n.get("found") for n in notes):
+        cure = f"name on all the same one, which an island holds{see('no-common-checkpoint')}"
+        raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): {cure}")
+    return _with_others(found, int(step[1]), manager.registry)
+
+
+def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> str | TakeOver:
+    """Where some islands have nothing to load: tell them what the Trainer keeps, or hear it."""
+    note = registry.tell(None if found is None else {"state": told(Path(found))})
+    if found is not None:
+        return found
+    state = note.get("state", {})
+    if not isinstance(state, dict) or any(
+        not isinstance(v, KINDS.get(k, ())) for k, v in state.items()
+    ):
+        raise ValueError(
+            f"{note['name']} has left a note of another form ({state!r:.80}): use one release "
+            "everywhere"
+        )
+    return TakeOver(step, note["name"], state)
+
+
+def told(checkpoint: Path) -> dict[str, Any]:
+    """What islands that take over need of the Trainer's own state in a checkpoint; empty where it
+    cannot be read.
+    """
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        return small(
+            {
+                name: state[name]
+                for name, kinds in KINDS.items()
+                if name in state and isinstance(state[name], kinds)
+            }
+        )
+    except (OSError, ValueError, RecursionError, TypeError):
+        return {}
+
+
+def refuse_elsewhere(manager: CheckpointManager) -> None:
+    """Raise where "auto" would begin anew beside checkpoints that the same `output_dir` got from
+    another number of islands: several have a folder each below it, one has none. All islands ask
+    together.
+
+    Raises:
+        NeedsDecision: names the newest of them.
+    """
+    root, several = manager.root, manager.topology.islands > 1
+    beside = (
+        {root.parent} if several else {part.parent.parent for part in root.glob("*/*/exchange")}
+    )
+    last = [get_last_checkpoint(str(folder)) for folder in beside if folder.is_dir()]
+    mine = manager.ranks.from_first(lambda: max(filter(None, last), key=_step, default=""))
+    # another machine may not see it
+    seen = [
+        str(n["elsewhere"])
+        for n in manager.registry.meet({"elsewhere": mine})
+        if n.get("elsewhere")
+    ]
+    if seen:
+        raise NeedsDecision(
+            f"resume_from_checkpoint='auto' finds no checkpoint in {root}, but "
+            f"{'one island' if several else 'several islands'} saved {seen[-1]}. Go on from its "
+            f"parameters and optimizer state with resume_from_checkpoint='{seen[-1]}' and "
+            "ExchangeCallback(..., fresh=True), or begin in another output_dir"
+            f"{see('no-common-checkpoint')}"
+        )
+
+
+def _step(checkpoint: str) -> int:
+    return int(checkpoint.rsplit("-", 1)[-1])

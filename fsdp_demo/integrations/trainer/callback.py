@@ -29,8 +29,7 @@ from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
 from ...rendezvous.topology import Topology
 from ...status import SAVED, tell_launcher
-from .beginning import Beginning
-from .choosing import refuse_elsewhere
+from .beginning import Beginning, refuse_elsewhere
 from .session import Session
 from .setup import (
     exchange_optimizer,

@@ -12,49 +12,66 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 
-from ...checkpoint.folders import found, misfits
+from ...checkpoint.manager import CheckpointManager
 from ...checkpoint.taking_over import begins_anew, forward, moments_in, small
 from ...exchange.exchange import Exchange
-from ...peers.votes import Ranks
-from ...rendezvous.topology import Topology
-from .choosing import KINDS, TakeOver
 from .engine import engine_module_of, engine_of
 from .evaluation import Evaluations
 
+KINDS: dict[str, tuple[type, ...]] = {
+    "epoch": (int, float),
+    "best_metric": (int, float, type(None)),
+    "best_global_step": (int, type(None)),
+    "num_input_tokens_seen": (int, float),
+    "total_flos": (int, float),
+    "stateful_callbacks": (dict,),
+}
+"""What the donor's `trainer_state.json` says of all islands; its log and its paths are its own."""
 
-def load_moments(trainer: Trainer, topology: Topology) -> bool:
+
+@dataclass(frozen=True)
+class TakeOver:
+    """What an island goes on from that has no folder to load.
+
+    Attributes:
+        step: of the others.
+        donor: their name, for the log.
+        state: see `KINDS`; empty where the donor could not tell.
+    """
+
+    step: int
+    donor: str
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def load_moments(trainer: Trainer, manager: CheckpointManager) -> bool:
     """Load the newest checkpoint of this island with the Trainer's own methods; whether there is
     one that `moments_in` accepts. Before `attach`, which replaces what replicas share; all ranks of
     the island call it together.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    group = dist.new_group(backend="gloo") if world > 1 else None
-    ranks = Ranks(group, trainer.args.process_index, world)
     trained: Any = trainer
-    root = Path(str(trainer.args.output_dir))
-    step = ranks.from_first(
-        lambda: max((s for s, folder in found(root) if _whole(folder)), default=-1)
+
+    def has_optimizer(at: Path) -> bool:
+        return any(at.glob("optimizer*"))  # `save_only_model` leaves it out
+
+    step = manager.ranks.from_first(
+        lambda: max((s for s, at in manager.whole().items() if has_optimizer(at)), default=-1)
     )
-    folder = root / f"checkpoint-{step}"
-    if step < 0 or moments_in(folder, topology, ranks) is None:
+    folder = manager.path(step)
+    if step < 0 or moments_in(folder, manager.topology, manager.ranks) is None:
         return False
     trained._load_from_checkpoint(
         str(folder), *([trained.model_wrapped] if trained.is_fsdp_enabled else [])
     )
     trained._load_optimizer_and_scheduler(str(folder))
     return True
-
-
-def _whole(folder: Path) -> bool:
-    """Sealed, and with the optimizer's state (`save_only_model` leaves it out)."""
-    return not misfits(folder) and any(folder.glob("optimizer*"))
 
 
 def move_to(

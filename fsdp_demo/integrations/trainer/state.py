@@ -9,108 +9,20 @@ them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig, Trainer
 
-from ...checkpoint.exchange_state import SavedExchange, describe_part, load_exchange, save_exchange
-from ...checkpoint.files import read_head, read_part, refuse_exchange, write_part
+from ...checkpoint.exchange_state import SavedExchange, load_exchange, save_exchange
+from ...checkpoint.files import read_head, refuse_exchange
 from ...checkpoint.manager import CheckpointManager
+from ...checkpoint.sharded_state import cpu_group, load_tensors, save_tensors, tensors_of
 from ...exchange.exchange import Exchange
-from ...hosts.base import local_part, plain_parts
-from ...hosts.optimizers import holders, materialise, room, take_empty_step
 from ...rendezvous.topology import Topology
-
-# One rank's shards of a replica, for a mesh in which the host saves one model for all replicas
-# (`integrations/trainer`): local parameters and the states of the inner optimizers. No
-# collectives.
-
-
-def _parameters(
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> list[tuple[torch.optim.Optimizer, torch.Tensor]]:
-    """From the optimizers, not from the model: under FSDP2 the model shows unsharded parameters
-    between forward and backward.
-    """
-    return [(o, p) for o in optimizers for group in o.param_groups for p in group["params"]]
-
-
-def replica_tree(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """References to the live local tensors: `parameters`, and for each of them its states by name
-    in `optimizer`; of one that is of another package's class its parts by name, in a dict.
-    """
-    pairs = _parameters(optimizers)
-    states = [{k: _plain(v) for k, v in o.state.get(p, {}).items()} for o, p in pairs]
-    return {"parameters": [local_part(p) for _, p in pairs], "optimizer": states}
-
-
-def _plain(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    parts = plain_parts(local_part(value))
-    return parts.get("", parts)
-
-
-@torch.no_grad()
-def fill_replica(
-    optimizers: Sequence[torch.optim.Optimizer], tree: dict[str, Any], where: str
-) -> None:
-    """Put the values of a `replica_tree` into the live tensors.
-
-    Args:
-        where: the file it came from, for the error.
-
-    Raises:
-        ValueError: it belongs to another model or number of ranks.
-    """
-    pairs = _parameters(optimizers)
-    if [local_part(p).shape for _, p in pairs] != [saved.shape for saved in tree["parameters"]]:
-        raise ValueError(
-            f"{where} was saved by another model or number of ranks: give the same, or resume from "
-            "a checkpoint that fits any"
-        )
-    for optimizer in optimizers:
-        materialise(optimizer)
-    _make_foreign(pairs, tree["optimizer"])
-    by_id = holders(optimizers)
-    for (optimizer, p), saved, kept in zip(
-        pairs, tree["parameters"], tree["optimizer"], strict=True
-    ):
-        local_part(p).copy_(saved)
-        for key, value in kept.items():
-            live, group = optimizer.state[p].get(key), by_id[id(p)][1]
-            if isinstance(value, torch.Tensor):
-                if not isinstance(live, torch.Tensor):  # made at the first step only: by RMSprop
-                    shape = value.shape, value.dtype, local_part(p).shape
-                    live = optimizer.state[p][key] = room(group, p, key, *shape)
-                local_part(live).copy_(value)
-            elif isinstance(value, Mapping):
-                for part, t in plain_parts(local_part(live)).items():
-                    t.copy_(value[part])
-            else:
-                optimizer.state[p][key] = value
-
-
-def _make_foreign(
-    pairs: Sequence[tuple[torch.optim.Optimizer, torch.Tensor]],
-    kept: Sequence[Mapping[str, Any]],
-) -> None:
-    """States of other packages' classes are made by their optimizers, which know the class."""
-    for optimizer in dict.fromkeys(o for o, _ in pairs):
-        mine = [(p, states) for (o, p), states in zip(pairs, kept, strict=True) if o is optimizer]
-        lacking = any(
-            isinstance(value, Mapping) and key not in optimizer.state[p]
-            for p, states in mine
-            for key, value in states.items()
-        )
-        if lacking:
-            take_empty_step(optimizer, [p for p, states in mine if states])
-
 
 CURE = (
     "Resume from another checkpoint, or start the exchange's state anew with ExchangeCallback(..., "
@@ -118,22 +30,20 @@ CURE = (
 )
 
 
-def save_state(checkpoint: Path, exchange: Exchange, apart: bool = False) -> None:
-    """Write this rank's part. No collectives.
+def save_state(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = False) -> None:
+    """Write the exchange's part of this rank and, in a mesh whose replicas differ, parameters and
+    inner optimizer states of this replica. All ranks of the replica call it together.
 
     Args:
-        apart: in a mesh, the Trainer's own files are those of each replica (DeepSpeed), not a
-            mixture.
+        model: sharded or not. apart: in a mesh, the Trainer's own files are those of each replica
+            (DeepSpeed), not a mixture.
     """
-    folder = _folder(checkpoint, exchange.topology)
+    topology = exchange.topology
+    folder = _folder(checkpoint, topology)
     save_exchange(folder, exchange)
-    if exchange.topology.kind == "mesh" and not apart and _differs(exchange):
-        write_part(
-            folder,
-            f"local{exchange.topology.rank}",
-            describe_part(exchange),
-            replica_tree(exchange.optimizers),
-        )
+    if topology.kind == "mesh" and not apart and _differs(exchange):
+        live = tensors_of(model, exchange.optimizers)
+        save_tensors(folder / "model", live, cpu_group(topology), wait=True)
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
@@ -150,13 +60,13 @@ def open_state(checkpoint: Path) -> SavedExchange:
     return load_exchange(folder)
 
 
-def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> None:
+def restore_local(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = False) -> None:
     """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the
     place of the mixture that the Trainer has loaded; of a mesh of other numbers the anchors, which
     all replicas share.
 
     Args:
-        apart: as for `save_state`: in a mesh there is nothing to put right.
+        model, apart: as for `save_state`; apart, there is nothing to put right in a mesh.
 
     Raises:
         ValueError: a mesh of other numbers, whose replicas share no anchors; a checkpoint of
@@ -176,13 +86,13 @@ def restore_local(checkpoint: Path, exchange: Exchange, apart: bool = False) -> 
     if (head["islands"], head["world"]) != (topology.islands, topology.world):
         _begin_at_anchors(exchange, folder)
         return
-    path = folder / f"replica{topology.island}" / f"local{topology.rank}.json"
-    if not path.exists():
+    own = folder / f"replica{topology.island}" / "model"
+    if not own.is_dir():
         raise ValueError(
-            f"{path} is missing: what the Trainer saved in a mesh mixes replicas of preset "
+            f"{own} is missing: what the Trainer saved in a mesh mixes replicas of preset "
             f"{exchange.config.preset!r}. {CURE}"
         )
-    fill_replica(exchange.optimizers, read_part(path)[1], str(path))
+    load_tensors(own, model, exchange.optimizers, cpu_group(topology), head["optimizers"])
 
 
 def _begin_at_anchors(exchange: Exchange, folder: Path) -> None:
@@ -279,7 +189,7 @@ class Saves:
                 original(model, trial)
             except CheckpointException as error:  # torch's, of sharded states
                 raise OSError(str(error).strip().splitlines()[-1]) from error
-            save_state(folder, self._exchange, self._apart)
+            save_state(folder, self._exchange, model, self._apart)
             self._write_config(folder, model)
             self.manager.best = step_of(state.best_model_checkpoint)
 

@@ -7,16 +7,16 @@ that share a line are not measured against each other unless there are four.
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from ...elastic.descriptors import needed, num_open
 from ...errors import PeerLost, counted, see
+from ...files import to_json
 from ...net.address import route_to
 from ...net.tcp import allowed
 from ...peers.zeromq import Meeting
@@ -31,6 +31,8 @@ MEET = 15.0  # seconds that two islands have to connect
 SLACK = 30.0  # seconds beyond the budget, after which a pair is given up
 LATE = 120.0  # seconds that an island may come later to a point of the examination than another
 LOOK = 0.05  # seconds between two looks at the store
+
+T = TypeVar("T")
 
 
 def examine(
@@ -58,8 +60,7 @@ def examine(
     if topology.kind != "islands":
         return Examination((mine,))
     shared = SharedNotes(topology)
-    notes = shared.share("facts", {"island": mine.note()}, topology.timeout)
-    islands = tuple(Island.of(note["island"]) for note in notes.values())
+    islands = tuple(shared.share("facts", mine, Island, topology.timeout).values())
     reaches = _reaches(shared, topology, own)
     measured: list[Direction] = []
     rounds = list(tournament(topology.count))
@@ -68,11 +69,11 @@ def examine(
         for pair in pairs:
             if topology.island in pair:
                 measured.append(_measure(shared, topology, pair, own, reaches, islands, each))
-        shared.share(f"round/{n}", {}, 3 * each + SLACK + LATE)
-    said = shared.share("measured", {"directions": [d.note() for d in measured]}, LATE)
-    found = [Direction.of(d) for note in said.values() for d in note["directions"]]
+        shared.share(f"round/{n}", True, bool, 3 * each + SLACK + LATE)
+    found = shared.share("measured", measured, list[Direction], LATE)
     shared.leave()
-    return Examination(islands, reaches, {(d.sender, d.receiver): d for d in found})
+    directions = {(d.sender, d.receiver): d for made in found.values() for d in made}
+    return Examination(islands, reaches, directions)
 
 
 def address(topology: Topology) -> str:
@@ -121,24 +122,23 @@ def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _reaches(shared: SharedNotes, topology: Topology, own: str) -> dict[tuple[int, int], Reach]:
-    """Who reaches whom; the same on all islands."""
+    """Try a plain connection to each other island; returns what all islands found, by (sender,
+    receiver), the same on all of them.
+    """
     me, route = topology.island, route_to(topology.endpoint)
     addresses = list(dict.fromkeys((own, route)))
     secret = secrets.token_hex(16)
     listener = reach.Listener(secret, me, addresses, reach.PATIENCE)
     try:
-        told = {"secret": secret, "ports": listener.ports}
-        places = shared.share("ports", told, LATE)
-        found = []
+        places = shared.share("ports", (secret, listener.ports), tuple[str, list[str]], LATE)
+        mine = []
         for step in range(1, topology.count):  # not all at once to the same one
             other = (me + step) % topology.count
-            note = places[other]
-            found.append(reach.reach(note["secret"], me, other, note["ports"]))
-        said = shared.share("reached", {"reaches": [r.note() for r in found]}, LATE)
+            mine.append(reach.reach(places[other][0], me, other, places[other][1]))
+        found = shared.share("reached", mine, list[Reach], LATE)
     finally:
         listener.close()
-    made = [Reach.of(r) for note in said.values() for r in note["reaches"]]
-    return {(r.sender, r.receiver): r for r in made}
+    return {(r.sender, r.receiver): r for made in found.values() for r in made}
 
 
 def _measure(
@@ -220,20 +220,23 @@ class SharedNotes:
         self.store = self.store.under(attempts.join(topology, self.store).prefix)
         self.prefix = self.store.prefix.rstrip("/")
 
-    def share(self, name: str, mine: dict[str, Any], seconds: float) -> dict[int, dict[str, Any]]:
+    def share(self, name: str, mine: T, form: type[T], seconds: float) -> dict[int, T]:
         """What every island says under a name, by island, in their order.
+
+        Args:
+            form: type of `mine`, as msgspec knows types.
 
         Raises:
             PeerLost: one has not said it within so many seconds. ValueError: what it says cannot be
                 read.
         """
         t = self._topology
-        self.store.set(f"{name}/{t.island}", json.dumps(mine))
+        self.store.set(f"{name}/{t.island}", to_json(mine))
         found, end = {t.island: mine}, time.monotonic() + seconds
         while missing := [i for i in range(t.count) if i not in found]:
             for i in missing:
                 if self.store.get(f"{name}/{i}"):
-                    found[i] = self.store.note(f"{name}/{i}", f"island {i}", dict[str, Any])
+                    found[i] = self.store.note(f"{name}/{i}", f"island {i}", form)
             if len(found) < t.count and time.monotonic() > end:
                 gone = ", ".join(str(i) for i in range(t.count) if i not in found)
                 raise PeerLost(

@@ -1,31 +1,15 @@
-"""What is measured, as records that islands tell each other as JSON; and what is wrong with it."""
+"""The records of an examination: what an island knows of itself, what was measured between two
+islands, and the findings. Islands send each other these records as JSON (msgspec knows dataclasses;
+a field that another release has added is ignored).
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
-
-R = TypeVar("R", bound="Measured")
-
-
-class Measured:
-    """A dataclass whose fields JSON knows."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def note(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls: type[R], note: dict[str, Any]) -> R:
-        """The inverse of `note`; what another release added is left out."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in note.items() if key in known})
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Island(Measured):
+class Island:
     """What an island knows of itself.
 
     Attributes:
@@ -69,7 +53,7 @@ way there; somebody else answered."""
 
 
 @dataclass(frozen=True)
-class Reach(Measured):
+class Reach:
     """Whether `sender` can connect to `receiver`, by a plain TCP connection to a port of its own.
 
     Attributes:
@@ -97,7 +81,7 @@ class Reach(Measured):
 
 
 @dataclass(frozen=True)
-class Direction(Measured):
+class Direction:
     """What was measured of the messages from `sender` to `receiver`, over connections as the
     exchange's.
 
@@ -185,15 +169,5 @@ class Finding:
 
     @property
     def see(self) -> str:
-        """Where the docs say more."""
+        """The section of the docs that explains this finding."""
         return f"{PAGE}#{self.name}"
-
-    def note(self) -> dict[str, object]:
-        """As JSON."""
-        return {
-            "name": self.name,
-            "says": self.says,
-            "cure": self.cure,
-            "stops": self.stops,
-            "see": self.see,
-        }

@@ -10,20 +10,19 @@ from __future__ import annotations
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...elastic.chunks import streams
 from ...errors import PeerLost
 from ...net import tcp
 from ...net.tcp import Counted
-from ...peers.piece_header import LARGEST
+from ...peers.pieces import LARGEST
 from ...peers.zeromq import GroupConnections, Meeting, ZeroMQ
 from .measured import Direction
 
@@ -76,13 +75,16 @@ class Pair:
     # ---- messages ------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
-        """A short message."""
-        self._wait([self._post_send(torch.frombuffer(bytearray(data), dtype=torch.uint8))])
+        """Send a short message."""
+        self._tag += 1
+        piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._wait([self._groups[0].send([piece], self._other, self._tag)])
 
     def recv(self, size: int) -> bytes:
-        """The other side's short message."""
+        """The other side's short message of `size` bytes."""
+        self._tag += 1
         room = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._wait([self._post_recv(room)])
+        self._wait([self._groups[0].recv([room], self._other, self._tag)])
         return bytes(room.tolist())
 
     def plan(self, leads: bool, pieces: int = 0, more: int = 0) -> tuple[int, int]:
@@ -130,14 +132,6 @@ class Pair:
             for i, n in enumerate(sizes)
         ]
 
-    def _post_send(self, data: Tensor) -> Any:
-        self._tag += 1
-        return self._groups[0].send([data], self._other, self._tag)
-
-    def _post_recv(self, room: Tensor) -> Any:
-        self._tag += 1
-        return self._groups[0].recv([room], self._other, self._tag)
-
     def _wait(self, works: list[Any]) -> None:
         for work in works:
             left = min(SILENCE, self._end - time.monotonic())
@@ -156,11 +150,6 @@ def pieces(size: int, connections: int = 1) -> list[int]:
     most = LARGEST if connections == 1 else min(LARGEST, -(-size // (4 * connections)))
     whole, rest = divmod(size, most)
     return [most] * whole + [rest] * bool(rest)
-
-
-def repeat(step: Callable[[], float], count: int) -> list[float]:
-    """What each of `count` steps returned."""
-    return [step() for _ in range(count)]
 
 
 SIZES = (1 << 16, 1 << 20, 1 << 24)
@@ -236,7 +225,7 @@ class Probe:
         return value
 
     def _ping(self, leads: bool) -> None:
-        seen = repeat(lambda: self._round_trip(leads)[0], 3)
+        seen = [self._round_trip(leads)[0] for _ in range(3)]
         share = 0.04 * self.seconds / max(*seen, 1e-5)
         count, _ = self.pair.plan(leads, max(5, min(PINGS, int(share))))
         found = [self._round_trip(leads) for _ in range(count)]
@@ -274,7 +263,7 @@ class Probe:
             times, _ = self.pair.plan(leads, 0 if takes > 0.06 * self.seconds else 2)
             if not times:
                 return
-            took = repeat(lambda n=size: self.pair.message(leads, pieces(n)), times)  # type: ignore[misc]
+            took = [self.pair.message(leads, pieces(size)) for _ in range(times)]
             if leads:
                 best = min(took)
                 self._rate = size / max(best - self._rtt, best / 20)
@@ -284,7 +273,7 @@ class Probe:
     def _stream(self, leads: bool, connections: int) -> None:
         """The better of two messages: in the first one new connections still widen their window."""
         before = self.pair.counted()[:1] if leads and connections == 1 else []
-        rates = repeat(lambda: self._long_message(leads, connections), 2)
+        rates = [self._long_message(leads, connections) for _ in range(2)]
         if not leads:
             return
         self._note(mbit_s={**self.mine.mbit_s, str(connections): 8e-6 * max(rates)})
@@ -326,7 +315,7 @@ class Probe:
         for _ in range(rounds):
             time.sleep(PAUSE)
             first.append(self.pair.message(leads, pieces(size)))
-            warm += repeat(lambda: self.pair.message(leads, pieces(size)), 4)[1:]
+            warm += [self.pair.message(leads, pieces(size)) for _ in range(4)][1:]
         if leads:
             self._note(
                 first_after_idle_ms=1e3 * min(first),

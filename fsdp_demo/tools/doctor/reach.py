@@ -11,9 +11,9 @@ import json
 import socket
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from ...net.address import join_address, split_address
 from .measured import OK, OTHER, REFUSED, TIMEOUT, UNREACHABLE, Reach
@@ -37,33 +37,31 @@ class Listener:
     """Ports of this island at several addresses, served by threads until `close`.
 
     Args:
-        secret: what who connects must know (told in the store). island: this one.
+        secret: what a connecting island must send first (it stands in the store). island: this one.
         addresses: the first is what the island names; others are tried where that is not reached.
+        patience: seconds without a byte after which a connection counts as dead.
 
     Attributes:
-        ports: host:port of each address, "" where nobody can listen there. troubles: why.
+        ports: host:port of each address, "" where this machine cannot listen there.
     """
 
     def __init__(self, secret: str, island: int, addresses: Sequence[str], patience: float):
         self._secret, self._island, self._patience = secret, island, patience
         self._sockets: list[socket.socket] = []
         self.ports: list[str] = []
-        self.troubles: list[str] = []
         for address in addresses:
             try:
                 found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
                 made = socket.create_server(found[4][:2], family=found[0], backlog=64)
-            except OSError as error:
+            except OSError:
                 self.ports.append("")
-                self.troubles.append(error.strerror or str(error))
                 continue
             self._sockets.append(made)
             self.ports.append(join_address(str(found[4][0]), made.getsockname()[1]))
-            self.troubles.append("")
             threading.Thread(target=self._accept, args=(made,), daemon=True).start()
 
     def close(self) -> None:
-        """Take no more."""
+        """Accept no further connections."""
         for made in self._sockets:
             with suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)
@@ -86,7 +84,7 @@ class Listener:
             made.sendall(b"k")
             if made.recv(1) != b"g":
                 return
-            _give(made, BYTES)
+            made.sendall(bytes(BYTES))
             made.recv(1)  # until the other side has it, and closes
 
 
@@ -112,15 +110,12 @@ def reach(
 
 
 def largest(secret: str, other: int, place: str, patience: float) -> int:
-    """Bytes of the largest of `PACKETS` with which text passes both ways, by bisection; 0: none."""
-    low, high = 0, len(PACKETS)  # packets[high] passes, as far as known
-    while low < high:
-        middle = (low + high) // 2
-        if _try(secret, other, place, patience, PACKETS[middle]) == (OK, True, True):
-            high = middle
-        else:
-            low = middle + 1
-    return PACKETS[high] if high < len(PACKETS) else 0
+    """Bytes of the largest of `PACKETS` with which text passes both ways; 0: none."""
+
+    def passes(packet: int) -> bool:
+        return _try(secret, other, place, patience, packet) == (OK, True, True)
+
+    return next(iter(PACKETS[bisect_left(PACKETS, True, key=passes) :]), 0)
 
 
 def _try(
@@ -142,14 +137,16 @@ def _try(
             return _why(error), None, None
         except (ValueError, AttributeError):
             return OTHER, None, None
-        if not _passes(lambda: _give(made, BYTES) and made.recv(1) == b"k"):
+        forth = back = False
+        with suppress(OSError):
+            made.sendall(bytes(BYTES))
+            forth = made.recv(1) == b"k"
+        if not forth:
             return OK, False, None  # the other side sends only after it has all
-        return OK, True, _passes(lambda: _ask(made) and _take(made, BYTES))
-
-
-def _ask(made: socket.socket) -> bool:
-    made.sendall(b"g")
-    return True
+        with suppress(OSError):
+            made.sendall(b"g")
+            back = _take(made, BYTES)
+        return OK, True, back
 
 
 def _connected(place: str, patience: float, packet: int) -> socket.socket:
@@ -172,18 +169,6 @@ def _why(error: OSError) -> str:
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return TIMEOUT
     return REFUSED if isinstance(error, ConnectionError) else UNREACHABLE
-
-
-def _passes(step: Any) -> bool:
-    try:
-        return bool(step())
-    except OSError:
-        return False
-
-
-def _give(made: socket.socket, size: int) -> bool:
-    made.sendall(bytes(size))
-    return True
 
 
 def _take(made: socket.socket, size: int) -> bool:

@@ -1,5 +1,5 @@
-"""What was measured of a link, as numbers for others: for `auto`, and in `doctor.json`, which
-`fsdp-demo doctor --json` writes.
+"""An examination as a table for people and as `doctor.json`, which `fsdp-demo doctor --json` writes
+and `fsdp-demo plan` reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...files import read_json
 from ...net.link import Link
 from .measured import Direction, Examination, Finding
@@ -20,26 +22,8 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class LinkReading:
-    """What was measured of the slowest link of a peer group; equal on all islands.
-
-    Attributes:
-        bits_per_second: that one island sends to all others together, while it receives as much.
-        rtt: seconds of a round trip.
-    """
-
-    bits_per_second: float
-    rtt: float
-
-    @property
-    def link(self) -> Link:
-        """The same as a `Link`."""
-        return Link(self.bits_per_second, self.rtt)
-
-
-@dataclass(frozen=True)
 class Reading:
-    """What `doctor.json` says to who plans a run.
+    """The part of `doctor.json` that a plan needs.
 
     Attributes:
         link: slowest direction, with as many connections as the exchange uses, and longest round
@@ -164,16 +148,16 @@ def as_json(seen: Examination, found: Sequence[Finding]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "islands": [island.note() for island in seen.islands],
+        "islands": msgspec.to_builtins(seen.islands),
         "links": [_link(d) for _, d in sorted(seen.directions.items())],
-        "reached": [reach.note() for _, reach in sorted(seen.reaches.items())],
+        "reached": [msgspec.to_builtins(reach) for _, reach in sorted(seen.reaches.items())],
         "link": summary(seen),
-        "findings": [finding.note() for finding in found],
+        "findings": [{**msgspec.to_builtins(finding), "see": finding.see} for finding in found],
     }
 
 
 def _link(direction: Direction) -> dict[str, Any]:
-    note = direction.note()
+    note = msgspec.to_builtins(direction)
     return {"from": note.pop("sender"), "to": note.pop("receiver"), **note}
 
 

@@ -1,9 +1,10 @@
-"""From the words of a command line to situations: texts with units, lists, ranges, and what is
-guessed where nothing is said.
+"""The arguments of `fsdp-demo plan` as a `Situation`: texts with units, lists, ranges, and a guess
+of the step where nothing says it.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +18,14 @@ from ...files import read_json
 from ...net.link import Link, parse_rate, parse_rtt
 from ..doctor import reading
 from .line import SIMULATED, System
-from .models import Tensors, numel
+from .models import Tensors, equal_layers, load, numel
 from .rows import HSDP
-from .situation import device, guessed_step
+from .situation import Situation, check_shards, device, guessed_step
 
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
-_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "g": 1e9}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}
 LARGEST = 1e30
 """No number of a plan is larger. It also keeps infinity out."""
 
@@ -42,20 +44,27 @@ class Step:
     source: str
 
 
+def _quantity(text: str, units: dict[str, float]) -> float | None:
+    """A number with one of these units in the unit whose factor is 1; None for all other text."""
+    found = _NUMBER.fullmatch(text.strip())
+    factor = units.get(found[2].lower()) if found else None
+    if found is None or factor is None or not 0 < float(found[1]) < LARGEST:
+        return None
+    return float(found[1]) * factor
+
+
 def number(text: str, flag: str) -> float:
     """`1.3B`, `20e9` as a number.
 
     Raises:
         ValueError: no number above 0 with k, M, B (or G) or T.
     """
-    found = _NUMBER.fullmatch(text.strip())
-    word = found[2].lower() if found else "?"
-    if found is None or word not in _THOUSANDS or not 0 < float(found[1]) < LARGEST:
+    if (value := _quantity(text, _COUNTS)) is None:
         raise ValueError(
             f"{flag} {text!r}: expected a number above 0 (and below {LARGEST:g}), if you like with "
             "k, M, B or T, as in 1.3B"
         )
-    return float(found[1]) * _THOUSANDS[word]
+    return value
 
 
 def memory(text: str) -> float:
@@ -64,9 +73,8 @@ def memory(text: str) -> float:
     Raises:
         ValueError: no size of a megabyte or more.
     """
-    found = _NUMBER.fullmatch(text.strip())
-    value = float(found[1]) * _BYTES.get(found[2].lower(), 0.0) if found else 0.0
-    if not 1e6 <= value < LARGEST:
+    value = _quantity(text, _BYTES)
+    if value is None or value < 1e6:
         raise ValueError(
             f"--memory {text!r}: expected a number above 0 (and below {LARGEST:g}) with MB, GB, "
             "GiB or TB, as in 80GB"
@@ -80,14 +88,12 @@ def seconds(text: str, flag: str) -> float:
     Raises:
         ValueError: no time above 0.
     """
-    found = _NUMBER.fullmatch(text.strip())
-    per = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}
-    if found is None or found[2].lower() not in per or not 0 < float(found[1]) < LARGEST:
+    if (value := _quantity(text, _SECONDS)) is None:
         raise ValueError(
             f"{flag} {text!r}: expected a time above 0 (and below {LARGEST:g}) with s, ms, us or "
             "ns, as in 0.8s"
         )
-    return float(found[1]) * per[found[2].lower()]
+    return value
 
 
 def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
@@ -109,7 +115,7 @@ def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
         elif re.fullmatch(r"[0-9.e+-]+\s*(us|ms|s)", word, re.IGNORECASE):
             trips.append(parse_rtt(word))
         else:
-            rates.append(None if word.lower() == "none" else _rate(word))
+            rates.append(None if word.lower() == "none" else parse_rate(word))
     if len(set(trips)) > 1:
         raise ValueError(
             f"--link/--rtt name {len(set(trips))} round trips: give one, which is that of all rates"
@@ -117,7 +123,7 @@ def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
     return [Link(rate, trips[0] if trips else 0.0) for rate in rates or [None]]
 
 
-def measured_step(texts: Sequence[str]) -> Step | None:
+def step_of_doctor(texts: Sequence[str]) -> Step | None:
     """The step of the slowest island from the first doctor.json of `--link`, if it has one."""
     for word in (w.strip() for text in texts for w in text.split(",")):
         if word.endswith(".json") and (took := reading.load(word).step_seconds):
@@ -128,15 +134,6 @@ def measured_step(texts: Sequence[str]) -> Step | None:
                 "--step-time if your steps are larger",
             )
     return None
-
-
-def _rate(word: str) -> float:
-    if re.fullmatch(r"0*\.?0+\s*([kmg]?bit(/s)?|[kmg]?bps)?", word, re.IGNORECASE):
-        raise ValueError(
-            f"--link {word!r} carries nothing: give a rate above 0, as in 1Gbit, or none for no "
-            "limit"
-        )
-    return parse_rate(word)
 
 
 def islands(text: str) -> list[int]:
@@ -236,16 +233,6 @@ def _lacks(name: str, change: str) -> bool:
     return False
 
 
-def system(simulated: bool, bytes_per_parameter: float | None, compression: bool) -> System:
-    """How line and machines behave."""
-    base = SIMULATED if simulated else System()
-    return replace(
-        base,
-        bytes_per_parameter=bytes_per_parameter,
-        compression=base.compression and compression,
-    )
-
-
 def step_from(path: str) -> tuple[Step, dict[str, Any]]:
     """The step of a run of a recipe, from its summary.json, without what it waited for the link;
     and the summary.
@@ -280,3 +267,78 @@ def guess(tensors: Tensors, shards: int, name: str, tokens: float | None) -> Ste
         f"{shards} x {name} at {of.flops / 1e12:.3g} TFLOP/s and {of.mfu:.0%} MFU"
     )
     return Step(took, per_step, said)
+
+
+# ---- all arguments together --------------------------------------------------------------------
+
+
+def situation(args: argparse.Namespace) -> Situation:
+    """What the arguments say, of two islands on a link without limit.
+
+    Raises:
+        ValueError: two models or none, two steps, and what its parts refuse.
+    """
+    device(args.device)
+    if args.shards is not None and args.shards < 1:
+        raise ValueError(f"--shards {args.shards}: an island has 1 shard or more")
+    tensors, model = _model(args)
+    step, shards = _step(args, tensors)
+    tokens = number(args.tokens, "--tokens") if args.tokens else None
+    if tokens and not step.tokens:
+        raise ValueError(
+            "--tokens is the length of the run: give --tokens-per-step, too, the tokens of one "
+            "island's step"
+        )
+    system, size = System(), args.as_simulated
+    if size is not None:
+        if not 0 <= size <= 8:
+            raise ValueError(f"--as-simulated {size:g}: a value takes more than 0 and at most 8")
+        system = replace(SIMULATED, bytes_per_parameter=size or None)
+    work = args.compression_time
+    return Situation(
+        tensors,
+        islands=2,
+        step_seconds=step.seconds,
+        shards=shards,
+        device=args.device,
+        compression=seconds(work, "--compression-time") if work else None,
+        memory_bytes=memory(args.memory) if args.memory else None,
+        tokens=tokens,
+        tokens_per_step=step.tokens,
+        system=system,
+        model=model,
+        step_source=step.source,
+    )
+
+
+def _model(args: argparse.Namespace) -> tuple[Tensors, str]:
+    """The tensors of the model, and what it is called."""
+    if args.model is not None and args.params is not None:
+        raise ValueError("two models: give --model NAME or --params N, not both")
+    if args.model is None and args.params is None:
+        raise ValueError("plan needs a model: give --model NAME or --params N")
+    if args.model is not None:
+        if args.layers is not None:
+            raise ValueError(f"--layers {args.layers}: of --params alone; --model has its own")
+        tensors = load(args.model)
+        check_shards(tensors, args.shards or 1)
+        return tensors, args.model
+    layers = 24 if args.layers is None else args.layers
+    return equal_layers(round(number(args.params, "--params")), layers), f"{layers} equal layers"
+
+
+def _step(args: argparse.Namespace, tensors: Tensors) -> tuple[Step, int]:
+    """The time of a step, and the shards of an island."""
+    if args.step_time and args.step_from:
+        raise ValueError("--step-time and --step-from both say how long a step takes: give one")
+    per_step = args.tokens_per_step
+    tokens = number(per_step, "--tokens-per-step") if per_step else None
+    shards = args.shards or 1
+    if args.step_time:
+        return Step(seconds(args.step_time, "--step-time"), tokens, "given"), shards
+    if args.step_from:
+        step, summary = step_from(args.step_from)
+        return replace(step, tokens=tokens or step.tokens), args.shards or summary.get("procs", 1)
+    if (measured := step_of_doctor(args.link)) is not None:
+        return replace(measured, tokens=tokens), shards
+    return guess(tensors, shards, args.device, tokens), shards

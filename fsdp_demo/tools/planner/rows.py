@@ -9,11 +9,11 @@ from typing import Any
 
 from ...config.parts import BLOCK
 from ...config.schema import ExchangeConfig
-from ...exchange.plan import Memory, inner_state, plan_memory
+from ...exchange.plan import inner_state, plan_memory
 from ...net.link import Link
 from ...peers.meter import ring_all_reduce_bytes
 from .counting import Cycle, PlannedMessage, cycle, releases
-from .gaps import expected_gap
+from .gaps import expected_gap, gap
 from .line import BACKWARD, Played, Timed, message_seconds, play
 from .situation import Situation
 
@@ -40,8 +40,9 @@ class Row:
         exposed_seconds_per_step: in which training waits or works for the exchange. waiting: of
             these, for the line.
         compute_utilisation: step over step and exposed seconds.
-        memory: of the first rank, or None for HSDP. device_bytes, host_bytes: state, parameters,
-            gradients and workspace of one rank.
+        device_bytes, host_bytes: state, parameters, gradients and workspace of one rank.
+        expected_gap, no_gap: of the loss, see `gaps.expected_gap`.
+        days, run_bytes: of the whole run, all steps; None where its length is not known.
     """
 
     name: str
@@ -56,7 +57,6 @@ class Row:
     exposed_seconds_per_step: float
     waiting_seconds_per_step: float
     compute_utilisation: float
-    memory: Memory | None
     device_bytes: float
     host_bytes: float
     expected_gap: dict[str, Any] | None
@@ -66,24 +66,12 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, under the keys that docs/plan.md lists."""
+        renamed = ("name", "config", "device_bytes", "host_bytes")
         return {
             "preset": self.name,
-            "settings": self.settings,
-            "chosen": self.chosen,
-            "bytes_per_exchange": self.bytes_per_exchange,
-            "bytes_per_step": self.bytes_per_step,
-            "peak_gbit_s": self.peak_gbit_s,
-            "mean_gbit_s": self.mean_gbit_s,
-            "line_use": self.line_use,
-            "exposed_seconds_per_step": self.exposed_seconds_per_step,
-            "waiting_seconds_per_step": self.waiting_seconds_per_step,
-            "compute_utilisation": self.compute_utilisation,
+            **{key: value for key, value in vars(self).items() if key not in renamed},
             "memory_gb": self.device_bytes / 1e9,
             "host_gb": self.host_bytes / 1e9,
-            "expected_gap": self.expected_gap,
-            "no_gap": self.no_gap,
-            "days": self.days,
-            "run_bytes": self.run_bytes,
         }
 
 
@@ -95,7 +83,6 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         most = max(rows, key=lambda row: (row.bytes_per_step, row.device_bytes))
         return replace(most, config=config)
     s, found = situation, _counted(situation, config)
-    played = _played(s, config)
     sent = found.due.values()
     largest = max((sum(m.bytes_out for m in messages) for messages in sent), default=0.0)
     mean = sum(m.bytes_out for messages in sent for m in messages) / found.steps
@@ -109,17 +96,20 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
     device = 8 * memory.parameters + own  # parameters and gradients in fp32
     device += memory.device_state + memory.device_flight + memory.device_workspace
     host = memory.host_state + memory.host_flight + memory.host_workspace
-    gap, none = expected_gap(config, s.parameters, s.islands)
+    expected, none = expected_gap(config, s.parameters, s.islands)
     return _row(
         s,
-        played,
-        config.preset,
-        with_delay(config),
         config,
-        chosen,
-        (largest, mean, max(ways, default=0.0)),
-        (memory, device, host),
-        (gap, none),
+        name=config.preset,
+        settings=with_delay(config),
+        chosen=chosen,
+        bytes_per_exchange=largest,
+        bytes_per_step=mean,
+        peak_gbit_s=max(ways, default=0.0),
+        device_bytes=device,
+        host_bytes=host,
+        expected_gap=expected,
+        no_gap=none,
     )
 
 
@@ -128,17 +118,19 @@ def hsdp_row(situation: Situation) -> Row:
     s = situation
     size = ring_all_reduce_bytes(s.islands, 2 * s.parameters)
     share = (s.parameters * 4 + 3 * 4 * s.parameters) / s.shards  # parameters, gradient, AdamW
-    gap = {"percent": 0.0, "source": "itself", "extrapolated": "", "factor": 1.0, "period": None}
     return _row(
         s,
-        _played(s, None),
-        HSDP,
-        "every 1, bf16, all-reduce during backward",
         None,
-        False,
-        (size, size, 8e-9 * size / s.step_seconds),
-        (None, share, 0.0),
-        (gap, ""),
+        name=HSDP,
+        settings="every 1, bf16, all-reduce during backward",
+        chosen=False,
+        bytes_per_exchange=size,
+        bytes_per_step=size,
+        peak_gbit_s=8e-9 * size / s.step_seconds,
+        device_bytes=share,
+        host_bytes=0.0,
+        expected_gap=gap(0.0, "itself"),
+        no_gap="",
     )
 
 
@@ -172,37 +164,23 @@ def gbit_s(situation: Situation, config: ExchangeConfig | None, target: float) -
     return high / 1e9
 
 
-def _row(
-    s: Situation,
-    played: Played,
-    name: str,
-    words: str,
-    config: ExchangeConfig | None,
-    chosen: bool,
-    moved: tuple[float, float, float],
-    memory: tuple[Memory | None, float, float],
-    gap: tuple[dict[str, Any] | None, str],
-) -> Row:
+def _row(s: Situation, config: ExchangeConfig | None, bytes_per_step: float, **known: Any) -> Row:
+    """A row of which all is known but the times."""
+    played, steps = _played(s, config), s.length
     exposed = played.waiting + played.working
     whole = s.step_seconds + exposed
-    steps = s.length
+    crossing = 1.0 if config is None else s.crossing
     return Row(
-        name,
-        words,
-        config,
-        chosen,
-        moved[0],
-        moved[1],
-        moved[2],
-        8e-9 * (1.0 if config is None else s.crossing) * moved[1] / s.step_seconds,
-        played.line / whole,
-        exposed,
-        played.waiting,
-        s.step_seconds / whole,
-        *memory,
-        *gap,
-        None if steps is None else steps * whole / 86400,
-        None if steps is None else steps * moved[1],
+        config=config,
+        bytes_per_step=bytes_per_step,
+        mean_gbit_s=8e-9 * crossing * bytes_per_step / s.step_seconds,
+        line_use=played.line / whole,
+        exposed_seconds_per_step=exposed,
+        waiting_seconds_per_step=played.waiting,
+        compute_utilisation=s.step_seconds / whole,
+        days=None if steps is None else steps * whole / 86400,
+        run_bytes=None if steps is None else steps * bytes_per_step,
+        **known,
     )
 
 

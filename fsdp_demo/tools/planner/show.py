@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...config.load import preset
-from ...config.presets import presets
+from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import counted, size
 from ...net.link import Link
-from .choosing import Choice, said
+from ...runlog.words import table
+from .choosing import said
 from .rows import HSDP, Row, rate_words, settings, utilisation
 from .situation import Situation
 
@@ -22,18 +23,6 @@ _HEAD = (
 ).split("|")
 _SPARED = "line use|GB host|mean Gbit/s|peak Gbit/s|bytes/exchange|bytes of the run|GB device"
 """Columns that a narrow terminal does not get, the first of them first."""
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width; the first two to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
@@ -69,13 +58,13 @@ def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
         body.append(cells)
     spared: list[str] = []
     for name in _SPARED.split("|") if width else ():
-        if max(map(len, table(body).splitlines())) <= (width or 0):
+        if max(map(len, table(body, left=2).splitlines())) <= (width or 0):
             break
         if name in body[0]:
             i = body[0].index(name)
             body, spared = [row[:i] + row[i + 1 :] for row in body], [*spared, name]
-    left = f"\nleft out, as the terminal is narrow: {', '.join(spared)} (| cat shows all)"
-    return table(body) + left * bool(spared)
+    left_out = f"\nleft out, as the terminal is narrow: {', '.join(spared)} (| cat shows all)"
+    return table(body, left=2) + left_out * bool(spared)
 
 
 def summary(found: Sequence[tuple[Situation, Row]]) -> str:
@@ -87,7 +76,7 @@ def summary(found: Sequence[tuple[Situation, Row]]) -> str:
         missed = f" (below {s.target:.0%})" if r.compute_utilisation < s.target else ""
         share = f"{r.compute_utilisation:.1%}{missed}"
         body.append([*cells, _short(r.exposed_seconds_per_step), share])
-    return table(body)
+    return table(body, left=2)
 
 
 def _short(seconds: float) -> str:
@@ -107,7 +96,7 @@ def _gap(gap: dict[str, Any] | None) -> str:
     return f"{percent}{'*' * bool(gap['extrapolated'] or gap['period'])}"
 
 
-def title(situations: Sequence[Situation], model: str, source: str) -> str:
+def title(situations: Sequence[Situation]) -> str:
     """What the plan is for, and where the step's time is from.
 
     Args:
@@ -117,8 +106,8 @@ def title(situations: Sequence[Situation], model: str, source: str) -> str:
     counts = ", ".join(f"{one.islands}" for one in situations)
     link = f", {said(s)}" if len(situations) == 1 and s.link.bits_per_second else ""
     out = (
-        f"{model} ({s.parameters / 1e6:,.1f} M parameters), {counts} islands of "
-        f"{counted(s.shards, 'shard')}{link}\nstep {s.step_seconds:.4g} s ({source})"
+        f"{s.model} ({s.parameters / 1e6:,.1f} M parameters), {counts} islands of "
+        f"{counted(s.shards, 'shard')}{link}\nstep {s.step_seconds:.4g} s ({s.step_source})"
     )
     if s.system.overlap_backward:
         return (
@@ -150,11 +139,6 @@ def notes(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *(f"- {name}: {why}" for name, why in none.items())])
 
 
-def recommendation(choice: Choice) -> str:
-    """One line."""
-    return f"Recommended: {choice.reason}."
-
-
 def targets_table(rows: Sequence[dict[str, Any]], rtt: float) -> str:
     """Gbit/s for each target, of links with a round trip of `rtt` seconds."""
     wanted = list(dict.fromkeys((r["islands"], r["target_utilisation"]) for r in rows))
@@ -170,7 +154,7 @@ def targets_table(rows: Sequence[dict[str, Any]], rtt: float) -> str:
         for (name, words), by in found.items()
     ]
     link = f"a link with a round trip of {1e3 * rtt:g} ms" if rtt else "a link"
-    return f"Gbit/s of {link} for a compute utilisation of\n{table([head, *body])}"
+    return f"Gbit/s of {link} for a compute utilisation of\n{table([head, *body], left=2)}"
 
 
 def _rate(value: float | None) -> str:

@@ -144,6 +144,7 @@ class Situation:
             `models.equal_layers`, or [(n, tuple(p.shape)) for n, p in model.named_parameters()]).
         islands: replicas. shards: FSDP2 shards (ranks) of each.
         link: of one island, shared by its ranks; of a site where several islands share an uplink.
+        model, step_source: what the model is called, and where `step_seconds` is from, in words.
         islands_per_uplink: islands of a site that share its link. What they send each other does
             not cross it, and is taken to need no time.
         step_seconds: of a step without any exchange between islands.
@@ -174,6 +175,8 @@ class Situation:
     system: System = field(default_factory=System)
     islands_per_uplink: int = 1
     steps: int | None = None
+    model: str = ""
+    step_source: str = ""
 
     def __post_init__(self) -> None:
         if not self.tensors:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ...errors import counted
+from ...errors import counted, size
 from ...runlog.files import IslandFiles, Run
-from ...runlog.words import duration, short, size, times
+from ...runlog.words import duration, short, times
 
 Points = list[tuple[float, float]]
 

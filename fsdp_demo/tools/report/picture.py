@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import size
 from ...runlog.files import Run
-from ...runlog.words import size, times
+from ...runlog.words import times
 from .figures import curve, far_apart, figures, marks, still, still_everywhere, timeline_rows
 
 COLOURS = (

@@ -4,6 +4,7 @@ victim comes back.
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import socket
@@ -26,8 +27,7 @@ sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent)]
 
 import chaos  # noqa: E402
 from chaos_events import KINDS, Storm, plan  # noqa: E402
-from chaos_facts import Tape, at_tokens  # noqa: E402
-from chaos_picture import picture_of, svg  # noqa: E402
+from chaos_facts import Tape, at_tokens, draw_storm, spans  # noqa: E402
 from chaos_relay import Delay, Links, address  # noqa: E402
 
 pytestmark = [
@@ -52,7 +52,8 @@ KEYS |= {"digests_equal", "loss", "loss_undisturbed"}
 # ---- plan and words ----------------------------------------------------------------------------
 
 
-def test_a_seed_gives_one_plan_with_every_kind_as_often_as_any_other() -> None:
+def test_chaos_plan_has_each_kind_equally_often() -> None:
+    """A seed gives one plan, with every kind as often as any other."""
     events = plan(2 * len(KINDS), list(KINDS), 6.0, 3)
     assert (
         events
@@ -72,7 +73,8 @@ def test_a_seed_gives_one_plan_with_every_kind_as_often_as_any_other() -> None:
         (["--preset", "dmo"], "--preset"),
     ],
 )
-def test_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
+def test_chaos_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
+    """Wrong words end the benchmark with one line."""
     monkeypatch.setattr(sys, "argv", ["chaos.py", *words])
     with pytest.raises(SystemExit) as end:
         chaos.main()
@@ -80,7 +82,8 @@ def test_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
     assert end.value.code == 2 and message in err and len(err.splitlines()) == 1
 
 
-def test_a_slow_store_is_stopped_three_times_and_goes_on_each_time() -> None:
+def test_chaos_slow_store_is_stopped_three_times() -> None:
+    """A slow store is stopped three times and goes on each time."""
     sent: list[int] = []
     lab = SimpleNamespace(
         store="this start",
@@ -95,7 +98,8 @@ def test_a_slow_store_is_stopped_three_times_and_goes_on_each_time() -> None:
     assert sent == [signal.SIGSTOP, signal.SIGCONT] * 3 and event.over < float("inf")
 
 
-def test_a_far_store_answers_a_round_trip_later() -> None:
+def test_chaos_far_store_answers_a_round_trip_later() -> None:
+    """A far store answers a round trip later."""
     with socket.create_server(("127.0.0.1", 0)) as echo:
         way = Delay(echo.getsockname(), 0.05)
         with socket.create_connection(("127.0.0.1", way.port)) as near:
@@ -109,7 +113,8 @@ def test_a_far_store_answers_a_round_trip_later() -> None:
         way.close()
 
 
-def test_periods_are_short_enough_for_a_storm() -> None:
+def test_chaos_periods_are_short() -> None:
+    """Periods of the presets are short enough for a storm."""
     assert chaos.settings("demo") == {} and chaos.settings("diloco") == {"period": 10}
     assert chaos.settings("streaming_diloco")["period"] == 20
 
@@ -148,7 +153,8 @@ def _read(end: socket.socket, count: int) -> bytes:
     return data
 
 
-def test_a_way_can_be_held_and_the_other_is_not(relayed) -> None:
+def test_chaos_relay_holds_one_way(relayed) -> None:
+    """A relay holds one way of a connection, and the other one passes."""
     links, near, far = relayed
     links.hold((0, 2))
     near.sendall(b"there")
@@ -162,7 +168,8 @@ def test_a_way_can_be_held_and_the_other_is_not(relayed) -> None:
     assert _read(far, 5) == b"there"
 
 
-def test_a_way_that_two_faults_hold_is_free_when_both_are_over(relayed) -> None:
+def test_chaos_relay_held_twice_is_free_when_both_are_over(relayed) -> None:
+    """A way that two faults hold is free when both are over."""
     links, near, far = relayed
     for _ in range(2):
         links.hold((0, 2))
@@ -176,7 +183,8 @@ def test_a_way_that_two_faults_hold_is_free_when_both_are_over(relayed) -> None:
     assert _read(far, 5) == b"there"
 
 
-def test_one_bit_of_something_large_is_flipped_and_nothing_else(relayed) -> None:
+def test_chaos_relay_flips_one_bit(relayed) -> None:
+    """One bit of something large is flipped and nothing else."""
     links, near, far = relayed
     links.flip((2, 0))
     far.sendall(b"beat")
@@ -188,7 +196,8 @@ def test_one_bit_of_something_large_is_flipped_and_nothing_else(relayed) -> None
     assert not any(_read(near, 3000))
 
 
-def test_connections_of_a_pair_end_by_a_reset(relayed) -> None:
+def test_chaos_relay_resets_a_pair(relayed) -> None:
+    """Connections of a pair end by a reset."""
     links, near, far = relayed
     links.end((2, 0))
     for end in (near, far):
@@ -271,7 +280,8 @@ def storm_of_one_kill() -> dict[str, Any]:
     return {"facts": facts, "lives": lives, "ends": 50.0, "events": [event], "trouble": ""}
 
 
-def test_the_numbers_of_one_kill() -> None:
+def test_chaos_evaluates_one_kill() -> None:
+    """The numbers of a storm of one kill are those worked out by hand."""
     calm = {
         "facts": facts_of({(s, 0): (range(40), 0.0) for s in (0, 1)}, lambda s: [0, 1]),
         "ends": 50.0,
@@ -298,7 +308,8 @@ def test_the_numbers_of_one_kill() -> None:
     assert found["loss_undisturbed"] == pytest.approx(5.0 - 34 / 20)  # at 700 tokens: 35 steps
 
 
-def test_an_island_that_we_hold_does_not_stall_though_another_event_comes_meanwhile() -> None:
+def test_chaos_held_island_does_not_stall() -> None:
+    """An island that the storm holds does not stall, though another event comes meanwhile."""
     held = {
         "kind": "stop",
         "victims": [1],
@@ -320,7 +331,8 @@ def test_an_island_that_we_hold_does_not_stall_though_another_event_comes_meanwh
     ]  # type: ignore[arg-type]
 
 
-def test_a_digest_that_differs_and_a_survivor_that_stands_still_are_found() -> None:
+def test_chaos_finds_unequal_digests_and_a_stall() -> None:
+    """A digest that differs and a survivor that stands still are found."""
     told = storm_of_one_kill()
     told["facts"] = [
         {**f, "digest": "x"} if (f["what"], f["slot"], f.get("step")) == ("look", 1, 35) else f
@@ -340,7 +352,8 @@ def test_a_digest_that_differs_and_a_survivor_that_stands_still_are_found() -> N
     assert found["longest_stall_s"] == 50.0 - 19.0
 
 
-def test_what_an_island_did_right_before_it_was_expelled_is_not_held_against_it() -> None:
+def test_chaos_ignores_the_last_steps_of_an_expelled_island() -> None:
+    """What an island did right before it was expelled does not count as a difference."""
     told = storm_of_one_kill()
     for f in told["facts"]:
         if f["slot"] == 1 and f["life"] == 0 and f.get("step") == 20 and f["what"] == "look":
@@ -348,8 +361,10 @@ def test_what_an_island_did_right_before_it_was_expelled_is_not_held_against_it(
     assert chaos.evaluate(told, None)["digests_equal"]
 
 
-def test_a_run_that_begins_anew_tells_its_steps_twice() -> None:
-    """Its last member was killed: who tells of a step again tells of another run."""
+def test_chaos_run_begun_anew_tells_steps_twice() -> None:
+    """A run whose last member was killed begins anew: an island that tells of a step again tells of
+    another run.
+    """
     told = storm_of_one_kill()
     again = [
         {**f, "time": f["time"] + 100.0, "digest": "of another run"}
@@ -362,18 +377,23 @@ def test_a_run_that_begins_anew_tells_its_steps_twice() -> None:
     assert found["digests_equal"] and found["begun_anew"] == 1, found["mismatches"]
 
 
-def test_a_curve_between_its_points() -> None:
+def test_chaos_curve_between_its_points() -> None:
+    """A curve is interpolated between its points."""
     assert at_tokens([(0, 4.0), (10, 2.0)], 5) == 3.0 and at_tokens([(0, 4.0)], 5) is None
 
 
-def test_the_picture_is_drawn_from_what_was_seen() -> None:
+def test_chaos_picture_is_drawn_from_the_facts() -> None:
+    """The picture is drawn from the facts of the storm."""
+    pytest.importorskip("matplotlib")
     told = storm_of_one_kill()
-    data = picture_of(Tape(told["facts"], told["lives"], told["ends"]), told["events"], 2, "a < b")
-    states = [state for state, *_ in data["islands"]["1"]]
+    tape = Tape(told["facts"], told["lives"], told["ends"])
+    states = [state for state, *_ in spans(tape, 1, 0.0)]
     assert states[0] == "training" and "joining" in states
-    assert [e["kind"] for e in data["events"]] == ["kill_island"]
-    root = xml.fromstring(svg(json.loads(json.dumps(data))))
-    assert root.tag.endswith("svg") and "a < b" in {node.text for node in root.iter()}
+    out = io.StringIO()
+    draw_storm(tape, told["events"], 2, "a < b", out)
+    root = xml.fromstring(out.getvalue())
+    texts = {node.text for node in root.iter()}
+    assert root.tag.endswith("svg") and {"a < b", "kill_island", "island 1"} <= texts
 
 
 # ---- storms ------------------------------------------------------------------------------------
@@ -394,7 +414,8 @@ def _storm(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
 
 
-def test_a_killed_island_comes_back_while_the_others_train(tmp_path) -> None:
+def test_chaos_killed_island_comes_back(tmp_path) -> None:
+    """A killed island comes back while the others train."""
     words = [
         "--islands",
         "3",
@@ -425,7 +446,8 @@ def test_a_killed_island_comes_back_while_the_others_train(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["demo", "diloco", "streaming_diloco"])
-def test_a_storm_of_all_kinds(tmp_path, preset) -> None:
+def test_chaos_storm_of_all_kinds(tmp_path, preset) -> None:
+    """Islands survive a storm of all kinds with equal digests."""
     status, found, said = _storm(
         tmp_path, "--events", "12", "--seed", "1", "--preset", preset, "--gap", "10"
     )
@@ -433,7 +455,8 @@ def test_a_storm_of_all_kinds(tmp_path, preset) -> None:
     assert found["survived"] == found["events"] == 12 and found["digests_equal"]
 
 
-def test_nothing_is_left_when_the_storm_is_told_to_end(tmp_path) -> None:
+def test_chaos_leaves_nothing_when_told_to_end(tmp_path) -> None:
+    """No process is left when the storm is told to end."""
     command = [
         sys.executable,
         str(SCRIPT),
@@ -466,7 +489,8 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_relays_leave_no_thread_that_keeps_the_process() -> None:
+def test_chaos_relay_threads_are_daemons() -> None:
+    """Relays leave no thread that keeps the process."""
     links = Links()
     links.close()
     assert all(

@@ -41,24 +41,28 @@ def found(*names: str, says: str = "says") -> dict[str, Any]:
     }
 
 
-def test_without_root_it_says_so(monkeypatch, capsys) -> None:
+def test_doctor_lab_without_root_says_so(monkeypatch, capsys) -> None:
+    """Without root the lab says what it needs."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert call(monkeypatch) == 2
     err = capsys.readouterr().err
     assert "network lab needs" in err or "needs root" in err
 
 
-def test_a_fault_that_is_not_known_is_refused(monkeypatch, capsys) -> None:
+def test_doctor_lab_unknown_fault_is_refused(monkeypatch, capsys) -> None:
+    """A fault that is not known is refused."""
     assert call(monkeypatch, "--only", "none,flood") == 2
     assert "--only flood: allowed are none, one-sided-firewall" in capsys.readouterr().err
 
 
-def test_faults_provoke_what_there_is() -> None:
+def test_doctor_lab_faults_provoke_known_findings() -> None:
+    """Each fault provokes a finding of the doctor, or none."""
     assert {fault.finding for fault in lab.FAULTS.values()} <= {"", *RULES}
     assert [name for name, fault in lab.FAULTS.items() if name != (fault.finding or "none")] == []
 
 
-def test_a_row_says_whether_the_right_one_was_named() -> None:
+def test_doctor_lab_row_says_whether_the_fault_was_named() -> None:
+    """A row says whether the right finding was named."""
     fault = lab.Fault("packet-loss", "loses", about="to island 1")
     right = lab.row("x", fault, found("packet-loss", "slow-disk", says="to island 1, 5 %"))
     assert (right["named"], right["others"], right["status"]) == (True, ["slow-disk"], 1)
@@ -69,7 +73,8 @@ def test_a_row_says_whether_the_right_one_was_named() -> None:
     assert not lab.row("none", healthy, found("slow-disk"))["named"]
 
 
-def test_the_status_says_whether_all_were_named(monkeypatch, capsys, tmp_path) -> None:
+def test_doctor_lab_status_says_whether_all_were_named(monkeypatch, capsys, tmp_path) -> None:
+    """The status says whether all faults were named."""
     monkeypatch.setattr(lab, "missing", lambda: "")
     named = {"packet-loss": found("packet-loss", says="to island 1"), "none": found()}
     monkeypatch.setattr(lab, "examine", lambda fault, seconds: named[fault.finding or "none"])
@@ -89,7 +94,8 @@ def test_the_status_says_whether_all_were_named(monkeypatch, capsys, tmp_path) -
         (2, {"cpu.weight": str(100 * machine.WEIGHT), "cpu.max": "25000 100000"}),
     ],
 )
-def test_a_slow_core_is_a_control_group(monkeypatch, tmp_path, version, files) -> None:
+def test_doctor_lab_slow_core_is_a_control_group(monkeypatch, tmp_path, version, files) -> None:
+    """A slow core is a control group, of either version."""
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     if version == 1:
         (tmp_path / "cpu").mkdir()
@@ -99,7 +105,8 @@ def test_a_slow_core_is_a_control_group(monkeypatch, tmp_path, version, files) -
     assert found == {**files, "cgroup.procs": "17"}
 
 
-def test_without_control_groups_there_is_no_slow_core(monkeypatch, tmp_path) -> None:
+def test_doctor_lab_slow_core_needs_control_groups(monkeypatch, tmp_path) -> None:
+    """Without control groups there is no slow core; the other faults need none."""
     monkeypatch.setattr(machine, "CGROUP", tmp_path / "none")
     with machine.ahead() as group:
         assert group is None  # the other faults need none
@@ -110,7 +117,8 @@ def test_without_control_groups_there_is_no_slow_core(monkeypatch, tmp_path) -> 
         pass
 
 
-def test_what_is_kept_names_every_fault() -> None:
+def test_doctor_lab_kept_rows_name_every_fault() -> None:
+    """The rows that are kept name every fault."""
     rows = json.loads((ROOT / "docs" / "figures" / "doctor.json").read_text())
     faults = {name: fault.says for name, fault in lab.FAULTS.items()}
     assert {row["fault"]: row["done"] for row in rows} == faults
@@ -120,7 +128,8 @@ def test_what_is_kept_names_every_fault() -> None:
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize("name", lab.FAULTS)
-def test_each_fault_is_named(name) -> None:
+def test_doctor_lab_each_fault_is_named(name) -> None:
+    """Each fault is named by the doctor in the lab."""
     if why := lab.missing():
         pytest.skip(why)
     fault = lab.FAULTS[name]

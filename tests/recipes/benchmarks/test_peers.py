@@ -57,13 +57,15 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int
         (["--peers", "full"], "needs root"),
     ],
 )
-def test_wrong_words_and_no_lab_are_one_line(monkeypatch, capsys, words, message) -> None:
+def test_peers_benchmark_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
+    """Wrong words, and no lab, end the benchmark with one line."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     status, _, err = call(monkeypatch, capsys, *words)
     assert status == 2 and message in err and len(err.splitlines()) == 1
 
 
-def test_a_program_that_is_not_there_is_left_out_with_a_reason(monkeypatch, capsys) -> None:
+def test_peers_benchmark_leaves_out_an_absent_program(monkeypatch, capsys) -> None:
+    """A program that is not there is left out with a reason."""
     monkeypatch.setitem(sys.modules, "torchft", None)
     monkeypatch.setattr(peers, "_measured", lambda todo, args: pytest.fail("nothing to measure"))
     status, _, err = call(monkeypatch, capsys, "--peers", "diloco")
@@ -78,7 +80,8 @@ def row(name: str, off: float = 0.0) -> dict[str, Any]:
     return peers._row(PEERS[name], Link(1e8, 0.02), took, off, 4)
 
 
-def test_rows_and_both_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_benchmark_rows_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and both tables have the numbers of the runs."""
     rows = [row("full"), row("diloco", 3e-8), row("demo", 0.5)]
     assert rows[0]["seconds_ratio"] == 1.0 and rows[0]["cpu_range"] == [0.5, 1.5]
     assert [r["off"] for r in rows] == [0.0, 3e-8, None]
@@ -95,7 +98,8 @@ def test_rows_and_both_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_cells_in_the_file_are_not_measured_again(monkeypatch, capsys, tmp_path) -> None:
+def test_peers_benchmark_keeps_measured_cells(monkeypatch, capsys, tmp_path) -> None:
+    """Cells in the file are not measured again."""
     path, seen = tmp_path / "rows.json", list[str]()
     args = peers._parser().parse_args([])
     shared = peers.facts(args, peers.NAMES)
@@ -119,13 +123,16 @@ def test_cells_in_the_file_are_not_measured_again(monkeypatch, capsys, tmp_path)
     assert status == 2 and "other settings" in err
 
 
-def test_turns_are_an_even_number_and_few_where_they_take_long() -> None:
+def test_peers_benchmark_turns() -> None:
+    """Turns are an even number, and few where they take long."""
     args = SimpleNamespace(repeat=6, patience=50.0)
     assert [peers._repeats(s, args) for s in (1.0, 12.0, 16.0, 60.0)] == [6, 4, 2, 2]
 
 
-def test_the_published_form_takes_shapes_that_64_does_not_divide() -> None:
-    """The transform and its inverse, and blocks of the largest divisor."""
+def test_peers_benchmark_published_form_takes_any_shape() -> None:
+    """The published form takes shapes that 64 does not divide: the transform and its inverse, and
+    blocks of the largest divisor.
+    """
     shapes = [(128, 64), (37 * 2, 320), (1, 320), (1, 7)]
     assert [hotpath.edge(n) for n in (320, 896, 74, 7, 259)] == [64, 64, 37, 7, 37]
     form = hotpath.Published(shapes, 4, "cpu")
@@ -173,8 +180,10 @@ def free_ports(count: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
-def test_both_sides_train_and_end_as_equal_as_is_said(name: str, tmp_path, monkeypatch) -> None:
-    """Two steps and a period of each on a tiny model, in two processes."""
+def test_peers_benchmark_both_sides_train(name: str, tmp_path, monkeypatch) -> None:
+    """Both sides train and end as equal as the table says: two steps and a period of each on a tiny
+    model, in two processes.
+    """
     if importlib.util.find_spec(PEERS[name].module.partition(".")[0]) is None:
         pytest.skip(PEERS[name].missing())
     monkeypatch.setattr(lab, "PORT", free_ports(6))

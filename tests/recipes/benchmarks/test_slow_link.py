@@ -41,7 +41,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int
     return status, out, err
 
 
-def test_without_root_or_programs_it_says_so(monkeypatch, capsys) -> None:
+def test_slow_link_without_root_says_so(monkeypatch, capsys) -> None:
+    """Without root, or a program, the benchmark says what it needs."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     status, _, err = call(monkeypatch, capsys)
     assert status == 2 and "needs root" in err and len(err.splitlines()) == 1
@@ -64,12 +65,14 @@ def test_without_root_or_programs_it_says_so(monkeypatch, capsys) -> None:
         (["--islands", "1"], "--islands from 2"),
     ],
 )
-def test_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
+def test_slow_link_wrong_words_are_one_line(monkeypatch, capsys, words, message) -> None:
+    """Wrong words end the benchmark with one line."""
     status, _, err = call(monkeypatch, capsys, *words)
     assert status == 2 and message in err and len(err.splitlines()) == 1
 
 
-def test_the_grid_has_all_presets_and_runs_whole_cycles() -> None:
+def test_slow_link_grid_runs_whole_cycles() -> None:
+    """The grid has all presets and runs whole cycles."""
     grid = slow_link.cases(20, 15)
     late = {"demo", "diloco", "streaming_diloco", "local_sgd", "decoupled_momentum", "desloc"}
     assert {c.preset for c in grid} == late | {"full"}
@@ -82,7 +85,8 @@ def test_the_grid_has_all_presets_and_runs_whole_cycles() -> None:
         assert len({c.name for c in grid}) == len(grid)
 
 
-def test_runs_begin_where_the_least_is_under_way() -> None:
+def test_slow_link_runs_begin_in_the_quiet_phase() -> None:
+    """Runs begin where the least is under way."""
     assert slow_link.quiet_phase(preset("demo")) == (0, 0)
     assert slow_link.quiet_phase(preset("demo", **{"schedule.delay": 2})) == (0, 2)
     # Period 10: a payload leaves in step 9 and lands in step 9 + 4 = 13, so the first quiet step of
@@ -90,9 +94,9 @@ def test_runs_begin_where_the_least_is_under_way() -> None:
     assert slow_link.quiet_phase(preset("diloco", period=10, **{"schedule.delay": 4})) == (4, 0)
 
 
-def test_a_site_has_one_limited_cable_and_no_delay_inside(monkeypatch) -> None:
-    """Four nodes in two sites: only the ends of the two uplinks get the rate, and a node delays
-    what comes from the other site.
+def test_slow_link_site_has_one_limited_cable(monkeypatch) -> None:
+    """A site has one limited cable and no delay inside. Four nodes in two sites: only the ends of
+    the two uplinks get the rate, and a node delays what comes from the other site.
     """
     said: list[str] = []
     monkeypatch.setattr(lab, "command", lambda *words, check=True: said.append(" ".join(words)))
@@ -115,7 +119,9 @@ def test_a_site_has_one_limited_cable_and_no_delay_inside(monkeypatch) -> None:
     assert plain._far(1) == [] and {plain._bridge(i) for i in range(4)} == {"br0"}
 
 
-def test_numbers_of_parked_packets_are_read_from_netlink() -> None:
+def test_slow_link_reads_queues_from_netlink() -> None:
+    """Numbers of parked packets are read from netlink."""
+
     def packet(number: int, extra: bytes = b"") -> bytes:
         inner = (
             struct.pack("=BBH", 0, 0, 0)
@@ -150,8 +156,10 @@ def cell(link: Link, rate: float, steps: int) -> slow_link.Cell:
     return made
 
 
-def test_only_runs_of_equal_steps_are_made_shorter() -> None:
-    """A run of a part of a cycle would have an exchange too many or too few for its steps."""
+def test_slow_link_shortens_runs_of_equal_steps_only() -> None:
+    """Only runs of equal steps are made shorter: a run of a part of a cycle would have an exchange
+    too many or too few for its steps.
+    """
     slow, args = Link(1e3, 0.02), argparse.Namespace(patience=30.0)
     for name, settings, steps in (("full", {}, 1), ("diloco", {"period": 5}, 5)):
         case = slow_link.Case(name, name, settings, 5)
@@ -160,7 +168,8 @@ def test_only_runs_of_equal_steps_are_made_shorter() -> None:
         assert late.steps == steps, name
 
 
-def test_rows_and_the_table() -> None:
+def test_slow_link_rows_and_table() -> None:
+    """Rows and the table have the numbers of the runs."""
     case, args = (
         slow_link.Case("full", "full", {"value_dtype": "bf16"}, 6),
         slow_link._parser().parse_args([]),
@@ -196,7 +205,8 @@ def test_rows_and_the_table() -> None:
     assert "*" not in slow_link.show(rows[:1])
 
 
-def test_a_cell_longer_than_the_patience_is_left_out_or_made_shorter() -> None:
+def test_slow_link_cell_beyond_the_patience() -> None:
+    """A cell longer than the patience is left out or made shorter."""
     args = slow_link._parser().parse_args(["--patience", "60"])
     slow, long, short = Link(10e6, 0.02), cell(Link(), 1000.0, 120), cell(Link(), 1000.0, 6)
     for run in (*long.runs, *short.runs):
@@ -211,10 +221,8 @@ def test_a_cell_longer_than_the_patience_is_left_out_or_made_shorter() -> None:
     assert slow_link._fits(full, made, short, args) and made.steps == 1
 
 
-def test_a_finished_file_is_shown_and_another_setting_refused(
-    monkeypatch, capsys, tmp_path
-) -> None:
-    """No root needed for that."""
+def test_slow_link_finished_file_is_shown(monkeypatch, capsys, tmp_path) -> None:
+    """A finished file is shown without root, and another setting is refused."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     args, path = slow_link._parser().parse_args([]), tmp_path / "rows.json"
     case = slow_link.cases(args.period, args.delay)[0]
@@ -232,8 +240,10 @@ def test_a_finished_file_is_shown_and_another_setting_refused(
 
 @pytest.mark.root
 @pytest.mark.skipif(bool(lab.missing()), reason=lab.missing() or "-")
-def test_a_small_run_in_the_lab(tmp_path) -> None:
-    """Two presets on two links; the interface has sent what the meter counted, and headers."""
+def test_slow_link_small_run_in_the_lab(tmp_path) -> None:
+    """A small run in the lab has two presets on two links; the interface has sent what the meter
+    counted, and headers.
+    """
     path = tmp_path / "rows.json"
     small = [
         "--only",

@@ -19,14 +19,17 @@ pytestmark = pytest.mark.slow
 MEASURED = ROOT / "docs" / "figures" / "slow_link.json"
 
 
-def test_the_kept_measurement_is_met() -> None:
-    """Seconds per step on other links from those without a limit; 2026-11-23's cells."""
+def test_slow_link_predict_meets_the_measurement() -> None:
+    """Predicted seconds per step on other links, from those without a limit, meet the measurement
+    of 2026-11-23.
+    """
     text = predict.offline(MEASURED)
     met, of = (int(n) for n in text.splitlines()[-1].split(" cells")[0].split(" of "))
     assert of == 29 and met >= 27, text
 
 
-def test_the_grid_has_36_cells() -> None:
+def test_slow_link_predict_grid_has_36_cells() -> None:
+    """The grid has 36 cells."""
     cases = predict.grid()
     links = [Link.parse(text) for text in predict.LINKS.split(",")]
     rows = predict.predicted(cases, {c.name: 0.2 for c in cases}, links, 2, predict.LAYERS)
@@ -42,8 +45,10 @@ def test_the_grid_has_36_cells() -> None:
     assert "0 of 36 cells within 20%" in predict.show(found, "")
 
 
-def test_a_shared_uplink_adds_what_crosses_it() -> None:
-    """Two sites of two islands: 4/3 of the bytes of one island cross each uplink."""
+def test_slow_link_predict_shared_uplink_adds_up() -> None:
+    """A shared uplink adds what crosses it. Two sites of two islands: 4/3 of the bytes of one
+    island cross each uplink.
+    """
     cases = [c for c in predict.grid(5) if c.name in ("full", "diloco, period 5")]
     assert len(cases) == 2
     steps, link = {c.name: 0.1 for c in cases}, [Link(1e6)]
@@ -56,9 +61,10 @@ def test_a_shared_uplink_adds_what_crosses_it() -> None:
 
 
 @pytest.mark.parametrize("number", ["0", "4"])
-def test_uplinks_that_nothing_crosses_are_refused(
+def test_slow_link_predict_refuses_idle_uplinks(
     number: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Uplinks that nothing crosses are refused."""
     words = ["--predict", "x.json", "--islands", "4", "--islands-per-uplink", number]
     monkeypatch.setattr(sys, "argv", ["slow_link_predict.py", *words])
     with pytest.raises(SystemExit) as ended:
@@ -67,9 +73,10 @@ def test_uplinks_that_nothing_crosses_are_refused(
     assert "from 1 to 3 of 4 islands" in capsys.readouterr().err
 
 
-def test_a_file_for_the_predictions_is_needed(
+def test_slow_link_predict_needs_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A file for the predictions is needed."""
     monkeypatch.setattr(sys, "argv", ["slow_link_predict.py"])
     with pytest.raises(SystemExit) as ended:
         predict.main()

@@ -20,7 +20,8 @@ def event(name: str, start: float, seconds: float, thread: int = 1) -> dict:
     return {"ph": "X", "name": name, "ts": 1e6 * start, "dur": 1e6 * seconds, "tid": thread}
 
 
-def test_ranges_are_those_of_the_exchange_in_one_clock() -> None:
+def test_trace_ranges_are_in_one_clock() -> None:
+    """The ranges of a trace are those of the exchange, in one clock."""
     events = [event("aten::mm", 0, 1), event("fsdp_demo::send", 0.5, 1, 2), event("wait", 0, 1)]
     events += [event("trace::forward", 0.25, 0.5), {"ph": "M", "name": "fsdp_demo::send"}]
     found = drawn.ranges({"baseTimeNanoseconds": 2e9, "traceEvents": events})
@@ -31,7 +32,8 @@ def test_ranges_are_those_of_the_exchange_in_one_clock() -> None:
     assert drawn.summed(found)["send"] == 1.0
 
 
-def test_the_picture_is_to_scale() -> None:
+def test_trace_picture_is_to_scale() -> None:
+    """The picture of a trace is to scale."""
     one = [drawn.Range("forward", 1, 0.0, 1.0), drawn.Range("send", 2, 0.5, 2.5)]
     two = [drawn.Range("wait", 1, 1.0, 4.0)]
     tree = ElementTree.fromstring(drawn.draw([one, two], "a & b"))

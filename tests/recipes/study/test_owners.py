@@ -22,8 +22,10 @@ def own_appliers(monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [None, 0.6])
-def test_owners_send_the_largest_sums_back(kept):
-    """Written out place by place, for one block of three replicas."""
+def test_study_owners_send_the_largest_sums_back(kept):
+    """Owners send the largest sums back, as written out place by place for one block of three
+    replicas.
+    """
     generator = torch.Generator().manual_seed(0)
     places = torch.cat([torch.randperm(BLOCK, generator=generator)[:40] for _ in range(3)])
     places[40:60], places[90:100] = places[:20], places[:10]  # some are sent by two or three
@@ -50,8 +52,10 @@ def _row(left):
     return None if left is None else left[None]
 
 
-def test_owners_that_send_all_back_change_nothing(run_ranks):
-    """Nor does what they keep, since it is nothing; with fewer values it is another run."""
+def test_study_owners_that_send_all_back_change_nothing(run_ranks):
+    """Owners that send all back change nothing, nor does what they keep, since it is nothing; with
+    fewer values it is another run.
+    """
     plain = Cell("gather", "sign_loco", {"period": 2, "topk": 32, "value_dtype": "fp32"})
     cells = [dataclasses.replace(plain, owners=o) for o in (None, (BLOCK, 0.0), (BLOCK, 0.6))]
     few = dataclasses.replace(plain, owners=(32, 0.6))
@@ -67,8 +71,10 @@ def test_owners_that_send_all_back_change_nothing(run_ranks):
 
 
 @pytest.mark.parametrize(("replicas", "back", "share"), [(4, 90, 0.5), (16, 90, 0.125)])
-def test_the_bytes_of_owners(replicas, back, share):
-    """As many values there and back: 2 (R - 1) / R payloads in place of R - 1."""
+def test_study_owners_bytes(replicas, back, share):
+    """The bytes of owners: as many values there and back are 2 (R - 1) / R payloads in place of R -
+    1.
+    """
     cell = Cell("owners", "sign_loco", {"topk": 90}, replicas=replicas, owners=(back, 0.0))
     shapes = [("weight", (256, 256))]
     assert study_owners.share_of_gather(cell.config(), shapes, replicas) == share
@@ -79,7 +85,8 @@ def test_the_bytes_of_owners(replicas, back, share):
     assert found["curve"]["bytes"] == [500 * share, 1000 * share]
 
 
-def test_more_values_back_cost_more():
+def test_study_owners_more_values_back_cost_more():
+    """More values back cost more bytes."""
     cell = Cell("owners", "sign_loco", {"topk": 90}, replicas=4, owners=(360, 0.0))
     share = study_owners.share_of_gather(cell.config(), [("weight", (256, 256))], 4)
     assert 0.9 < share < 1.25  # (1 + 3 to 4) / 4

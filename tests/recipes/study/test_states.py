@@ -42,8 +42,10 @@ def interrupted(folder: Path, cell: Cell, counted: list) -> list:
 
 
 @pytest.mark.parametrize("cell", [*CELLS, LATE, MUON], ids=lambda c: c.name)
-def test_an_interrupted_run_ends_as_without(tmp_path, run_ranks, cell):
-    """Between two rounds, with feedback, momentum, Muon, and a payload under way."""
+def test_study_states_interrupted_run_ends_as_without(tmp_path, run_ranks, cell):
+    """A run that was interrupted between two rounds ends as without, with feedback, momentum, Muon,
+    and a payload under way.
+    """
 
     def both():
         counted = []
@@ -60,7 +62,8 @@ def test_an_interrupted_run_ends_as_without(tmp_path, run_ranks, cell):
         assert resumed[name] == straight[name], name
 
 
-def test_states_of_a_run(tmp_path):
+def test_study_states_of_a_run(tmp_path):
+    """Long runs save their states at fixed parts, and short ones do not."""
     run = Run(CELLS[0], SHORT, 0)
     assert not study_states.States(tmp_path, run).due(3)  # a short run is not saved
     long = dataclasses.replace(run, setting=dataclasses.replace(SHORT, steps=10**10))

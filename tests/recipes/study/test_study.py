@@ -106,7 +106,8 @@ def as_threads(rank, cell):
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)
-def test_replicas_as_threads_equal_replicas_as_processes(run_ranks, cell):
+def test_study_threads_equal_processes(run_ranks, cell):
+    """Replicas as threads equal replicas as processes."""
     (found,) = run_ranks(as_threads, 1, 1, args=(cell,))
     others = run_ranks(as_processes, 4, 1, args=(cell,))
     losses = np.mean([losses for losses, _, _ in others], axis=0)
@@ -119,8 +120,10 @@ def test_replicas_as_threads_equal_replicas_as_processes(run_ranks, cell):
     assert found["curve"]["bytes"][-1] == found["bytes_sent"] and found["drift"] < 1e-2
 
 
-def test_mixed_precision_trains_the_same_model(run_ranks):
-    """bf16 products, and attention written out: near fp32, and not equal to it."""
+def test_study_mixed_precision_trains_the_same_model(run_ranks):
+    """bf16 products, and attention written out, train the same model: near fp32, and not equal to
+    it.
+    """
 
     def losses():
         study_run.load_texts = texts
@@ -132,7 +135,8 @@ def test_mixed_precision_trains_the_same_model(run_ranks):
     assert bf16 != fp32
 
 
-def test_a_method_attached_at_half_and_a_slow_island(run_ranks):
+def test_study_late_method_and_slow_island(run_ranks):
+    """A method may be attached at half of a run, and an island may be slow."""
     late = dataclasses.replace(CELLS[1], attach_at=2, lr=CELLS[0].lr)
     slow = dataclasses.replace(CELLS[0], changes={"reducer.weight": "tokens"}, slow=True)
     found = run_ranks(lambda: [as_threads(None, cell) for cell in (CELLS[0], late, slow)], 1, 1)
@@ -144,8 +148,10 @@ def test_a_method_attached_at_half_and_a_slow_island(run_ranks):
     assert all(math.isfinite(r["loss"]["finished"]) for r in (after, halved))
 
 
-def test_the_cosines_of_deltas_are_those_before_the_exchange(run_ranks):
-    """Deltas by hand; then a run: after an exchange all deltas would be equal."""
+def test_study_cosines_are_those_before_the_exchange(run_ranks):
+    """The cosines of deltas are those before the exchange. Deltas by hand; then a run: after an
+    exchange all deltas would be equal.
+    """
     deltas = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     together = types.SimpleNamespace(vectors=torch.zeros(3, 2), meet=lambda: None)
     config = CELLS[1].config()
@@ -161,8 +167,10 @@ def test_the_cosines_of_deltas_are_those_before_the_exchange(run_ranks):
     assert all(abs(v) < 0.9 for v in found["islands"]), found  # the texts are noise
 
 
-def test_a_cap_on_the_gain_sets_the_momentum():
-    """Where it binds, the steady step of a round is the cap; it needs a round before."""
+def test_study_gain_cap_sets_the_momentum():
+    """A cap on the gain sets the momentum. Where it binds, the steady step of a round is the cap;
+    it needs a round before.
+    """
     for lr, gain, rho in ((0.7, 1.3, 0.5), (0.7, 2.0, 0.9), (0.7, 1.0, 0.0)):
         mu = study_gain.allowed(0.99, lr, gain, rho)
         assert lr * (1 + mu / (1 - mu * rho)) == pytest.approx(gain)
@@ -175,7 +183,7 @@ def test_a_cap_on_the_gain_sets_the_momentum():
     assert applier.momentum_in(2) == study_gain.allowed(0.9, 0.7, 1.3, 0.9)
 
 
-def test_a_capped_run_steps_by_what_it_measures(run_ranks):
+def test_study_gain_capped_run(run_ranks):
     """A cap at the outer rate leaves no momentum, and a higher one leaves some."""
     plain = {"period": 1, "momentum_warmup": 0}
     none = Cell("none", "diloco", {**plain, "momentum": 0.0})
@@ -191,9 +199,10 @@ def test_a_capped_run_steps_by_what_it_measures(run_ranks):
 
 
 @pytest.mark.parametrize("name", study_transforms.TRIALS)
-def test_a_trial_transforms_block_by_block(name):
-    """Written out for every block of 64 rows and columns, the last one of 2 rows; both directions,
-    and into an accumulator, as the library calls it."""
+def test_study_transform_works_block_by_block(name):
+    """A trial transforms block by block. Written out for every block of 64 rows and columns, the
+    last one of 2 rows; both directions, and into an accumulator, as the library calls it.
+    """
 
     def matrix(n):
         if name == "rotation":
@@ -237,7 +246,9 @@ def test_a_trial_transforms_block_by_block(name):
     torch.testing.assert_close(unpacked(work), x, atol=1e-5, rtol=1e-5)
 
 
-def test_a_replica_that_fails_ends_the_run(run_ranks):
+def test_study_failed_replica_ends_the_run(run_ranks):
+    """A replica that fails ends the run."""
+
     def fails():
         good = study_run.Loop.step
 
@@ -257,7 +268,8 @@ def test_a_replica_that_fails_ends_the_run(run_ranks):
 # -- keys and tables ------------------------------------------------------------------------------
 
 
-def test_keys_follow_the_settings_and_not_the_name(monkeypatch):
+def test_study_keys_follow_the_settings(monkeypatch):
+    """Keys of runs follow their settings and not their names."""
     monkeypatch.setattr(study_cells, "digest", lambda data, *_: f"the texts of {data}")
     cell, setting = Cell("a", "diloco", {"period": 20}), Setting()
     key = Run(cell, setting, 0).key("v")
@@ -290,7 +302,8 @@ def test_keys_follow_the_settings_and_not_the_name(monkeypatch):
         *((name, False) for name in ("show.py", "presets.py", "driver.py")),
     ],
 )
-def test_what_calculates_is_part_of_the_version(monkeypatch, name, counts):
+def test_study_version_covers_what_calculates(monkeypatch, name, counts):
+    """The version covers the files that calculate."""
     read = Path.read_bytes
     version = study_cells.code_version.__wrapped__()
 
@@ -302,7 +315,8 @@ def test_what_calculates_is_part_of_the_version(monkeypatch, name, counts):
 
 
 @pytest.mark.parametrize("name", chosen.TABLES)
-def test_every_cell_of_a_table_is_taken_by_the_library_under_one_name(name):
+def test_study_cells_are_taken_by_the_library(name):
+    """Each cell of a table is taken by the library, under one name."""
     table, keys = chosen.TABLES[name], {}
     cells = [cell for part in table.groups.values() for cell in part]
     cells += [cell for m in table.methods for cell in (m.published, *m.grid)]
@@ -314,7 +328,8 @@ def test_every_cell_of_a_table_is_taken_by_the_library_under_one_name(name):
 
 
 @pytest.mark.parametrize("model", ["study", "study-small", "study-large", "small", "tiny"])
-def test_parameters_by_the_file(model):
+def test_study_parameters_by_the_file(model):
+    """The count of parameters by the file is that of the model."""
     with torch.device("meta"):
         built = load_model(model, 258)
     assert study_cells.parameters(model) == sum(p.numel() for p in built.parameters())
@@ -323,7 +338,8 @@ def test_parameters_by_the_file(model):
 # -- numbers --------------------------------------------------------------------------------------
 
 
-def test_the_interval_of_a_mean():
+def test_study_interval_of_a_mean():
+    """The interval of a mean is that worked out by hand."""
     # by hand: mean 2, deviation 1, 2.920 of Student's t with two degrees of freedom
     assert study_stats.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.920 / math.sqrt(3)))
     mean, half = study_stats.interval([5.0])
@@ -345,7 +361,8 @@ def result(loss, sent=1000):
     }
 
 
-def test_differences_are_paired_by_seed():
+def test_study_differences_are_paired_by_seed():
+    """Differences are paired by seed."""
     reference = {0: result(1.0), 1: result(3.0), 2: result(2.0)}
     found = {0: result(1.1), 1: result(3.1), 2: result(2.1)}
     row = study_stats.summarise("a", "", found, reference)
@@ -356,7 +373,8 @@ def test_differences_are_paired_by_seed():
     assert math.isnan(study_stats.summarise("c", "", reference, reference).difference)
 
 
-def test_the_pareto_line():
+def test_study_pareto_line():
+    """The line holds the rows that no other one beats."""
     rows = [
         study_stats.summarise(name, "", {0: result(loss, sent)}, {})
         for name, loss, sent in (("a", 1.0, 9), ("b", 1.2, 5), ("c", 1.3, 6), ("d", 1.1, 0))
@@ -389,7 +407,8 @@ def command(monkeypatch, output, *words):
     return script.main()
 
 
-def test_a_table_is_tuned_on_other_seeds_and_goes_on_where_it_stood(tmp_path, monkeypatch, played):
+def test_study_table_is_tuned_and_resumed(tmp_path, monkeypatch, played):
+    """A table is tuned on other seeds and goes on where it stood."""
     words = ("--table", "main", "--seeds", "2", "--only", "desloc,local_sgd", "--no-pictures")
     assert command(monkeypatch, tmp_path, *words) == 1  # desloc failed
     grids = {m.published.preset: len(m.grid) for m in study_methods.METHODS}
@@ -417,7 +436,8 @@ def test_a_table_is_tuned_on_other_seeds_and_goes_on_where_it_stood(tmp_path, mo
     assert {run.cell.preset for run in played[count + 1 :]} == {"desloc"}
 
 
-def test_the_list_counts_what_is_missing(tmp_path, monkeypatch, capsys, played):
+def test_study_list_counts_missing_runs(tmp_path, monkeypatch, capsys, played):
+    """`--list` counts the missing runs."""
     words = ("--table", "robust", "--only", "R=2")
     command(monkeypatch, tmp_path, *words, "--list")
     assert not played and "table robust: 21 runs are missing" in capsys.readouterr().out
@@ -427,7 +447,8 @@ def test_the_list_counts_what_is_missing(tmp_path, monkeypatch, capsys, played):
     assert "table robust: 14 runs are missing" in capsys.readouterr().out
 
 
-def test_without_the_grid_of_the_reference_nothing_stands_beside_it(tmp_path, monkeypatch, played):
+def test_study_table_without_the_reference(tmp_path, monkeypatch, played):
+    """Without the grid of the reference no row is compared."""
     words = ("--table", "main", "--seeds", "1", "--only", "local_sgd", "--no-pictures")
     command(monkeypatch, tmp_path, *words)
     one = Run(study_methods.METHODS[0].grid[0], Setting(), study_methods.TUNING_SEEDS[0])
@@ -438,7 +459,8 @@ def test_without_the_grid_of_the_reference_nothing_stands_beside_it(tmp_path, mo
     assert math.isnan(rows[0].difference) and rows[1].difference == 0.0
 
 
-def test_a_table_is_published_whole_or_not_at_all(tmp_path, monkeypatch, played):
+def test_study_table_is_published_whole(tmp_path, monkeypatch, played):
+    """A table is published whole or not at all."""
     monkeypatch.setattr(study_show, "FIGURES", tmp_path)
     (tmp_path / "study-precision.json").write_text('{"rows": [{"seeds": 15}]}')
     words = ("--table", "precision", "--no-pictures")
@@ -461,13 +483,15 @@ def test_a_table_is_published_whole_or_not_at_all(tmp_path, monkeypatch, played)
         (["--keep", "--table", "text"], "the table text has another text"),
     ],
 )
-def test_odd_words_are_refused(tmp_path, monkeypatch, capsys, words, says):
+def test_study_odd_words_are_refused(tmp_path, monkeypatch, capsys, words, says):
+    """Odd words are refused."""
     with pytest.raises(SystemExit):
         command(monkeypatch, tmp_path, *words)
     assert says in capsys.readouterr().err
 
 
-def test_an_idle_process_that_died_is_replaced(monkeypatch):
+def test_study_dead_idle_process_is_replaced(monkeypatch):
+    """An idle process that died is replaced."""
     made, results = [], []
 
     class Pipe:
@@ -494,7 +518,8 @@ def test_an_idle_process_that_died_is_replaced(monkeypatch):
     assert results == [("a", {"loss": 1}), ("b", {"loss": 1})] and len(made) == 2
 
 
-def test_kept_results_count_for_code_that_ends_alike(tmp_path, monkeypatch, played):
+def test_study_kept_results_count_for_equal_code(tmp_path, monkeypatch, played):
+    """Kept results count for code that ends alike."""
     kept, alike = tmp_path / "kept.jsonl", tmp_path / "codes.json"
     runs = [Run(CELLS[0], Setting(), seed) for seed in (1, 0)]
     first = study_results.Results(tmp_path / "a", "one", kept, alike)
@@ -512,7 +537,8 @@ def test_kept_results_count_for_code_that_ends_alike(tmp_path, monkeypatch, play
     assert second.get(runs[0])["loss"] == {"finished": 2.0}
 
 
-def test_verify_names_what_ends_elsewhere(tmp_path, monkeypatch, capsys, played):
+def test_study_verify_names_differences(tmp_path, monkeypatch, capsys, played):
+    """`--verify` names the runs that end elsewhere."""
     words = ("--table", "front", "--seeds", "1", "--only", "local_sgd", "--no-pictures")
     assert command(monkeypatch, tmp_path, *words) == 0
     assert command(monkeypatch, tmp_path, *words, "--verify", "2") == 0
@@ -523,21 +549,24 @@ def test_verify_names_what_ends_elsewhere(tmp_path, monkeypatch, capsys, played)
     assert " seed 0: 1.01200 by played, 1.00200 now; bytes equal" in capsys.readouterr().out
 
 
-def test_pictures_of_a_table(tmp_path, monkeypatch, played):
+def test_study_pictures_of_a_table(tmp_path, monkeypatch, played):
+    """A table has its three pictures."""
     pytest.importorskip("matplotlib")
     command(monkeypatch, tmp_path, "--table", "front", "--seeds", "2", "--only", "local_sgd,demo")
     for name in ("bytes", "intervals", "tokens"):
         assert "<svg" in (tmp_path / f"front-{name}.svg").read_text()
 
 
-def test_a_process_that_was_killed_is_a_result():
+def test_study_killed_process_is_a_result():
+    """A process that was killed is a result."""
     here, there = multiprocessing.Pipe()
     there.close()
     gone = types.SimpleNamespace(join=lambda: None, exitcode=-9)
     assert study_jobs.Worker(gone, here).result() == {"error": "its process ended with status -9"}
 
 
-def test_wrong_words_are_told(tmp_path, monkeypatch, capsys):
+def test_study_wrong_words_are_told(tmp_path, monkeypatch, capsys):
+    """Wrong words are refused with what is allowed."""
     with pytest.raises(SystemExit):
         command(monkeypatch, tmp_path, "--table", "mian")
     assert "--table mian: expected main, front" in capsys.readouterr().err
@@ -565,7 +594,8 @@ def call(output, *words):
 
 
 @pytest.mark.slow
-def test_two_processes_train_a_table(tmp_path):
+def test_study_two_processes_train_a_table(tmp_path):
+    """Two processes train a table."""
     words = ("--table", "front", "--only", "local_sgd H=5", "--seeds", "1", "--no-pictures")
     done = call(tmp_path, *words, "--jobs", "2")
     assert done.returncode == 0, done.stderr
@@ -578,7 +608,9 @@ def test_two_processes_train_a_table(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_compiled_pass_is_the_eager_one(run_ranks):
+def test_study_compiled_pass_is_the_eager_one(run_ranks):
+    """The compiled pass has the losses of the eager one."""
+
     def both():
         study_run.load_texts = texts
         run = Run(CELLS[1], SHORT, 3)
@@ -590,7 +622,8 @@ def test_the_compiled_pass_is_the_eager_one(run_ranks):
 
 
 @pytest.mark.parametrize("shape", [(48, 130), (130, 48), (64, 64)])
-def test_muons_iteration_is_torchs_but_for_the_order_of_sums(shape):
+def test_study_muon_iteration_is_torchs(shape):
+    """Muon's iteration is torch's but for the order of sums."""
     gradient = 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     given = (gradient, (3.4445, -4.775, 2.0315), 5, 1e-7)
     torchs = torch.optim._muon._zeropower_via_newtonschulz(*given)
@@ -602,9 +635,9 @@ def test_muons_iteration_is_torchs_but_for_the_order_of_sums(shape):
 
 
 @pytest.mark.parametrize("name", ["study-small", "small"])
-def test_both_ways_of_bf16_give_one_loss_and_one_gradient(name):
-    """Their gradients are nearer to each other than to those of fp32. Between products autocast
-    rounds more, unless it is compiled.
+def test_study_bf16_both_ways_agree(name):
+    """Both ways of bf16 give one loss and one gradient: these are nearer to each other than to
+    those of fp32. Between products autocast rounds more, unless it is compiled.
     """
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 64)))
     found = {}
@@ -626,7 +659,8 @@ def test_both_ways_of_bf16_give_one_loss_and_one_gradient(name):
     assert apart["rounded"] < 0.9 * apart["fp32"] < 0.05, apart
 
 
-def test_nearest_rounds_as_a_cast_to_bf16():
+def test_study_nearest_rounds_as_a_cast_to_bf16():
+    """`nearest` rounds as a cast to bf16."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     x[:3] = torch.tensor([0.0, -0.0, 1.00390625])  # the last lies between two values of bf16
     assert torch.equal(study_precision.nearest(x), x.bfloat16().float())

@@ -1,0 +1,135 @@
+"""The commands for a run that has ended, or was killed: `report` makes a page of its files,
+`inspect` says what a checkpoint holds, `export` writes its model for `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from ..launch.command_line import Commands
+
+
+def add_report(commands: Commands) -> None:
+    """Add the parser of `fsdp-demo report`."""
+    sub = commands.add_parser(
+        "report",
+        help="make one html file of a run, or of several to compare",
+        description="Reads what the recipes and ExchangeCallback leave in the output folder of a "
+        "run, also of one that was killed or still trains. The html needs no other file.",
+    )
+    sub.example("fsdp-demo report outputs/demo outputs/diloco --out compare.html --md compare.md")
+    sub.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run")
+    sub.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the html (default: report.html in RUN, or in this folder for several)",
+    )
+    sub.add_argument("--png", metavar="FILE", help="a picture, too; needs matplotlib")
+    sub.add_argument("--md", metavar="FILE", help="the comparison as a markdown table, too")
+    sub.set_defaults(run_command=report)
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the files and name them."""
+    from ..tools.report.page import make
+
+    for flag, name in (("--out", args.out), ("--png", args.png), ("--md", args.md)):
+        if name and not Path(name).parent.is_dir():
+            raise ValueError(f"{flag} {name}: there is no folder {Path(name).parent}")
+    for path in make(args.runs, args.out, args.png, args.md):
+        print(path)
+    return 0
+
+
+def add_inspect(commands: Commands) -> None:
+    """Add the parser of `fsdp-demo inspect`."""
+    sub = commands.add_parser(
+        "inspect",
+        help="say what a checkpoint holds: step, preset, islands, states and sizes, what is "
+        "missing",
+    )
+    sub.example("fsdp-demo inspect outputs/pretrain")
+    sub.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a checkpoint-N, or the folder of a run for all of its checkpoints",
+    )
+    sub.add_argument(
+        "--json", action="store_true", help="print a list of objects, one per checkpoint"
+    )
+    sub.set_defaults(run_command=inspect)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
+    from ..checkpoint.inspect import inspect as look
+    from ..checkpoint.inspect import shared, texts
+
+    found = look(args.checkpoint)
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(texts(found))
+        if len(found) > 1:
+            print(f"\n{shared(found)}")
+    return 0 if all(one["complete"] for one in found) else 1
+
+
+def add_export(commands: Commands) -> None:
+    """Add the parser of `fsdp-demo export`."""
+    sub = commands.add_parser(
+        "export",
+        help="write a run's outer parameters as a folder for from_pretrained, with a model card",
+    )
+    sub.example("fsdp-demo export outputs/pretrain outputs/model")
+    sub.add_argument(
+        "folder",
+        metavar="RUN",
+        help="output folder of the run, with those of all islands, or one checkpoint of it",
+    )
+    sub.add_argument("out", metavar="OUT", help="folder to write; new or empty")
+    sub.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="of the checkpoints (default: the newest that suffices for the model)",
+    )
+    sub.add_argument("--island", type=int, metavar="I", help="this island's replica alone")
+    sub.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="config.json, folder or hub id of the architecture, if the checkpoints hold none",
+    )
+    sub.add_argument(
+        "--tokenizer", metavar="ID", help="hub id or folder (default: the one saved with the run)"
+    )
+    sub.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this repository")
+    sub.set_defaults(run_command=export)
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a run's model as a folder for `from_pretrained`."""
+    # on the CPU; else DeepSpeed, which transformers imports if it is there, warns that it found no
+    # GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from ..integrations.export.pretrained import export as write
+    except ImportError as error:
+        raise ValueError(
+            f"export needs transformers ({error}): pip install 'fsdp_demo[hf]'"
+        ) from None
+    chosen = write(
+        args.folder,
+        args.out,
+        step=args.step,
+        island=args.island,
+        model=args.model,
+        tokenizer=args.tokenizer,
+        push_to_hub=args.push_to_hub,
+    )
+    uploaded = f"; uploaded to {args.push_to_hub}" if args.push_to_hub else ""
+    print(f"{args.out}: step {chosen.step}, {chosen.says}{uploaded}")
+    return 0
