@@ -49,7 +49,7 @@ class _Piece:
 
 class ZeroHost:
     """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements
-    `fsdp_demo.hosts.base.TrainingHost`.
+    `fsdp_demo.hosts.base.TrainingHost`, which says what each method does.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -91,13 +91,11 @@ class ZeroHost:
 
     @property
     def clips(self) -> str:
-        """See `fsdp_demo.hosts.base.TrainingHost.clips`."""
         norm = self.partitions.zero.clip_grad
         return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
 
     @property
     def optimizer_names(self) -> list[str]:
-        """See `fsdp_demo.hosts.base.TrainingHost.optimizer_names`."""
         return [optimizer_kind(self.partitions.inner)]
 
     def _flats(self, source: str) -> list[Tensor | None]:
@@ -120,17 +118,13 @@ class ZeroHost:
         return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
 
     def tensors(self, source: str) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.tensors`: fp32 views into the masters, their
-        gradients and their states.
-        """
+        """fp32 views into the masters, their gradients and their states."""
         return self._views(self._flats(source))
 
     def rates(self) -> list[float]:
-        """See `fsdp_demo.hosts.base.TrainingHost.rates`."""
         return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
 
     def states(self) -> list[str]:
-        """See `fsdp_demo.hosts.base.TrainingHost.states`."""
         pairs = self.optimizer_states()
         return sorted(
             {
@@ -142,12 +136,12 @@ class ZeroHost:
         )
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """See `fsdp_demo.hosts.base.TrainingHost.optimizer_states`: one pair per master."""
+        """One pair per master."""
         state = self.partitions.inner.state
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
     def init_optimizer_state(self) -> None:
-        """See `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a
+        """As `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a
         step on zero gradients, with learning rate and decay zero, one master at a time; then
         step counters are set back."""
         inner, masters = self.partitions.inner, self.partitions.masters()
@@ -175,9 +169,7 @@ class ZeroHost:
                 counted["step"] = counted["step"] * 0
 
     def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """See `fsdp_demo.hosts.base.TrainingHost.untrained_tensors`. Under ZeRO-3 parameters lie in
-        parts (`ds_tensor`).
-        """
+        """Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
         stepped = {s.name for s in self.params}
         named = ((plain_name(n), p) for n, p in model.named_parameters())
         left = {n: p for n, p in named if n not in stepped} | named_buffers(model)
@@ -189,8 +181,9 @@ class ZeroHost:
         }
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.prepare_gradients`. A master has one gradient: it
-        goes when nothing in it is wanted, else what is not wanted becomes zeros."""
+        """A master has one gradient: it goes when nothing in it is wanted, else what is not wanted
+        becomes zeros.
+        """
         for index, master in enumerate(self.partitions.masters()):
             here = [
                 (p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index
@@ -206,7 +199,6 @@ class ZeroHost:
         return self.tensors("gradient")
 
     def base_step(self) -> None:
-        """See `fsdp_demo.hosts.base.TrainingHost.base_step`."""
         self.partitions.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
@@ -217,7 +209,6 @@ class ZeroHost:
             self.partitions.push()
 
     def outside(self, model: torch.nn.Module) -> list[str]:
-        """See `fsdp_demo.hosts.base.TrainingHost.outside`."""
         mine = {s.name for s in self.params}
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
         return [n for n, p in named if p.requires_grad and n not in mine]

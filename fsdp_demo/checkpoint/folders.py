@@ -203,19 +203,13 @@ def put_aside(root: Path, step: int, given_up: bool = False) -> list[str]:
     Args:
         given_up: a person named this step: what is newer does not come back by itself.
     """
-    newer = [folder for s, folder in found(root) if s > step]
-    for folder in newer:
-        os.replace(folder / MANIFEST, folder / (GIVEN_UP if given_up else ASIDE))
-        sync_folder(folder)
-    names = [folder.name for folder in newer]
+    aside = GIVEN_UP if given_up else ASIDE
+    names = _rename([folder for s, folder in found(root) if s > step], MANIFEST, aside)
     if names:
         log.warning(
             "%s: newer than step %d, from which training goes on: %s. Put aside (%s), deleted at "
             "the next checkpoint that all islands hold",
-            root,
-            step,
-            ", ".join(names),
-            GIVEN_UP if given_up else ASIDE,
+            *(root, step, ", ".join(names), aside),
         )
     return names
 
@@ -224,19 +218,19 @@ def take_back(root: Path) -> list[str]:
     """What lives that never made a common checkpoint have put aside is held again; returns the
     names.
     """
-    back = [folder for _, folder in found(root, ASIDE)]
-    for folder in back:
-        os.replace(folder / ASIDE, folder / MANIFEST)
-        sync_folder(folder)
-    names = [folder.name for folder in back]
+    names = _rename([folder for _, folder in found(root, ASIDE)], ASIDE, MANIFEST)
     if names:
-        log.warning(
-            "%s: the start that put %s aside did not get to a checkpoint of all islands: held "
-            "again",
-            root,
-            ", ".join(names),
-        )
+        text = "%s: the start that put %s aside got to no checkpoint of all islands: held again"
+        log.warning(text, root, ", ".join(names))
     return names
+
+
+def _rename(places: list[Path], manifest: str, to: str) -> list[str]:
+    """Give the manifests of checkpoints another name; returns the names of the checkpoints."""
+    for folder in places:
+        os.replace(folder / manifest, folder / to)
+        sync_folder(folder)
+    return [folder.name for folder in places]
 
 
 def forget_asides(root: Path) -> None:
