@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -76,6 +77,8 @@ class Beginning:
         """
         joins, manager = topology.under_way(), manager_of(trainer, topology)
         where = None if joins else find_checkpoint(wanted, manager, fresh)
+        if isinstance(where, str) and not trainer.is_fsdp_enabled:
+            refuse_sharded(Path(where))
         taken = where if isinstance(where, TakeOver) else None
         after = ExitStack()
         after.callback(manager.close)
@@ -241,6 +244,18 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
         cure = f"name on all the same one, which an island holds{see('no-common-checkpoint')}"
         raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): {cure}")
     return _with_others(found, int(step[1]), manager.registry)
+
+
+def refuse_sharded(checkpoint: Path) -> None:
+    """Raise NeedsDecision for a checkpoint that the Trainer loads with FSDP alone, as transformers
+    does with a ValueError.
+    """
+    if any(FSDP_MODEL_NAME in path.name for path in checkpoint.iterdir()):
+        raise NeedsDecision(
+            f"{checkpoint} was saved by ranks that shard with FSDP2, and the Trainer does not here: "
+            "start at least two ranks per island, with fsdp=True, or begin a new run from the model "
+            "(`fsdp-demo export RUN OUT`)"
+        )
 
 
 def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> str | TakeOver:
