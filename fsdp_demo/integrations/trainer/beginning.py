@@ -253,7 +253,7 @@ def refuse_sharded(checkpoint: Path) -> None:
     if any(FSDP_MODEL_NAME in path.name for path in checkpoint.iterdir()):
         raise NeedsDecision(
             f"{checkpoint} was saved by ranks with FSDP2, and the Trainer does not shard here: "
-            "start at least two ranks per island, with fsdp=True, or begin a new run from the model "
+            "start two ranks per island or more, with fsdp=True, or begin anew from the model "
             "(`fsdp-demo export RUN OUT`)"
         )
 
