@@ -85,7 +85,7 @@ class Snapshot:
     tree: Any
 
     def write(self, folder: Path) -> None:
-        """As `save_exchange`."""
+        """Write the part into `folder`, as `save_exchange` does."""
         write_part(folder, f"rank{self.head['rank']}", self.head, self.tree)
 
 
@@ -210,7 +210,7 @@ class SavedExchange:
         return self.islands[0] if island is None else island
 
     def where(self) -> str:
-        """Where they lie, for errors."""
+        """The folders as text, for errors."""
         return ", ".join(str(f) for f in self.folders)
 
     def state_for(self, exchange: Exchange) -> dict[str, Any]:

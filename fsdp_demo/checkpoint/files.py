@@ -243,7 +243,7 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def refuse_not_finite(*trees: tuple[str, Any]) -> None:
-    """For each (name, tree of tensors): raise if any of the tensors holds NaN or Inf.
+    """Raise if a tensor in one of the (name, tree of tensors) holds NaN or Inf.
 
     Raises:
         NotFinite: names the first one.

@@ -79,7 +79,7 @@ def remove(folder: Path) -> None:
 
 
 def is_put_off(folder: Path) -> bool:
-    """Whether it is put aside, or was not finished."""
+    """Whether a checkpoint is put aside, or its save was cut off."""
     return not (folder / MANIFEST).exists() and any((folder / n).exists() for n in MANIFESTS)
 
 
@@ -215,8 +215,8 @@ def put_aside(root: Path, step: int, given_up: bool = False) -> list[str]:
 
 
 def take_back(root: Path) -> list[str]:
-    """What lives that never made a common checkpoint have put aside is held again; returns the
-    names.
+    """Make checkpoints that were put aside valid again: the life that did so made no checkpoint
+    that all islands hold. Returns their names.
     """
     names = _rename([folder for _, folder in found(root, ASIDE)], ASIDE, MANIFEST)
     if names:
@@ -264,14 +264,14 @@ class Fence:
         self.root, self.run, self.name, self.token = root, run, name, ""
 
     def take(self, ranks: Ranks) -> None:
-        """From now on this life owns the folder. All ranks of the replica come together; the first
-        one writes the lock.
+        """Make this life the owner of the folder. All ranks of the replica call it together; the
+        first one writes the lock.
         """
         token = ranks.from_first(lambda: secrets.token_hex(6))
         ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.root))
 
     def begin(self, token: str, writes: bool = True) -> None:
-        """From now on this life owns the folder. `writes`: this rank writes the lock, for all of
+        """Make this life the owner of the folder. `writes`: this rank writes the lock, for all of
         its replica.
         """
         self.token = token

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one rank holds of a tensor: elements begin..end of it, flattened; here in `shape`."""
+    """Elements begin..end of a flattened tensor, which one rank holds as a tensor of `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -180,7 +180,7 @@ def _overlaps(here: Sequence[Stretch], there: Sequence[Stretch]) -> list[tuple[i
 def reshard(
     saved: SavedExchange, island: int, exchange: Exchange, own: Mapping[str, Any], shared: bool
 ) -> ExchangeState:
-    """What this rank goes on with, made of all parts of one island.
+    """The state that this rank goes on with, made of all parts of one island.
 
     Args:
         own: the head that this rank would write now.

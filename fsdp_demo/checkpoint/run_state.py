@@ -154,7 +154,7 @@ class RunState:
             self.saved = None
 
     def _load_moments(self) -> None:
-        """Of the newest checkpoint of an island that joins a run under way."""
+        """Load the newest checkpoint of an island that joins a run under way."""
         saves = self.checkpoints
         step = saves.ranks.from_first(lambda: max(saves.whole(), default=-1))
         folder = saves.path(step)
@@ -179,7 +179,7 @@ class RunState:
             set_random_states(states)
 
     def _load(self, folder: Path, fresh: bool) -> None:
-        """From a checkpoint of this replica."""
+        """Load a checkpoint of this replica."""
         topology = self.checkpoints.topology
         self.checkpoints.verify(folder)
         self.saved = saved = load_exchange(folder / "exchange")
@@ -312,7 +312,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, bool | int | float]:
 
 
 def random_states() -> dict[str, Any]:
-    """Of python, torch, this rank's GPU, and numpy where the process has it loaded."""
+    """The states of python, torch, this rank's GPU, and numpy where the process has it loaded."""
     version, words, gauss = random.getstate()
     out: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]

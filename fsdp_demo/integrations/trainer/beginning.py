@@ -70,7 +70,7 @@ class Beginning:
 
     @classmethod
     def find(cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool) -> Beginning:
-        """From what the user gave to `train`; what is set up for it is undone by `after`.
+        """The beginning that the user asks for in `train`; `after` undoes what it has set up.
 
         Raises:
             NeedsDecision, ValueError: as `find_checkpoint`.
@@ -166,7 +166,7 @@ def is_named(wanted: Any) -> bool:
 
 
 def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any:
-    """What this island resumes from. All ranks of all islands ask together.
+    """The checkpoint that this island resumes from. All ranks of all islands call it together.
 
     Args:
         wanted: `resume_from_checkpoint`.

@@ -102,7 +102,7 @@ class ExchangeCallback(TrainerCallback):
 
     @property
     def exchange(self) -> Exchange | None:
-        """Of the last training; None before it, and where there was none."""
+        """The exchange of the last training; None before it, and where there was none."""
         return None if self._beginning is None else self._beginning.exchange
 
     @property

@@ -47,7 +47,7 @@ def save_state(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = F
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
-    """What `attach(state=...)` takes: the part of this island, in a mesh those of all replicas.
+    """The saved exchange for `attach(state=...)`: of this island, in a mesh of all replicas.
 
     Raises:
         ValueError: there is none; parts that are half-written or damaged.
@@ -139,7 +139,7 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
 
 
 def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
-    """Of the Trainer's folder, which a mesh has as one: there all ranks save together."""
+    """The manager of the Trainer's folder. A mesh has one folder: there all ranks save together."""
     args: Any = trainer.args
     if topology.kind != "islands":
         together = {"rank": args.process_index, "world": args.world_size, "group": None}
@@ -210,5 +210,5 @@ class Saves:
 
 
 def step_of(checkpoint: str | None) -> int | None:
-    """Of the path of one of the Trainer's checkpoints."""
+    """The step in the path of one of the Trainer's checkpoints; None without a path."""
     return None if checkpoint is None else int(checkpoint.rsplit("-", 1)[-1])
