@@ -25,9 +25,14 @@ import torch
 from deepspeed import comm
 from torch import Tensor
 
-from fsdp_demo.hosts.base import LocalParam, foreign_tensors, named_buffers, plain_name
-from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
-from fsdp_demo.rendezvous.island import IslandGroup
+from fsdp_demo.hosts.base import (
+    LocalParam,
+    TrainingHost,
+    foreign_tensors,
+    named_buffers,
+    plain_name,
+)
+from fsdp_demo.hosts.optimizers import fresh_state
 from fsdp_demo.rendezvous.position import ShardPosition
 
 from .step_hooks import EngineStepHooks
@@ -47,9 +52,8 @@ class _Piece:
         return flat.detach().narrow(0, self.offset, prod(self.shape)).view(self.shape)
 
 
-class ZeroHost:
-    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements
-    `fsdp_demo.hosts.base.TrainingHost`, which says what each method does.
+class ZeroHost(TrainingHost):
+    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -85,7 +89,7 @@ class ZeroHost:
         self._trained = [p.requires_grad for p in self._parameters.values()]
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
         """The optimizer that ZeRO steps; DeepSpeed may exchange the object."""
         return [self.partitions.inner]
 
@@ -93,10 +97,6 @@ class ZeroHost:
     def clips(self) -> str:
         norm = self.partitions.zero.clip_grad
         return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
-
-    @property
-    def optimizer_names(self) -> list[str]:
-        return [optimizer_kind(self.partitions.inner)]
 
     def _flats(self, source: str) -> list[Tensor | None]:
         """One flat tensor per master."""
@@ -124,24 +124,13 @@ class ZeroHost:
     def rates(self) -> list[float]:
         return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
 
-    def states(self) -> list[str]:
-        pairs = self.optimizer_states()
-        return sorted(
-            {
-                k
-                for m, state in pairs
-                for k, v in state.items()
-                if isinstance(v, Tensor) and v.shape == m.shape and k != "step"
-            }
-        )
-
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """One pair per master."""
         state = self.partitions.inner.state
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
     def init_optimizer_state(self) -> None:
-        """As `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a
+        """See `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a
         step on zero gradients, with learning rate and decay zero, one master at a time; then
         step counters are set back."""
         inner, masters = self.partitions.inner, self.partitions.masters()
@@ -181,8 +170,8 @@ class ZeroHost:
         }
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """A master has one gradient: it goes when nothing in it is wanted, else what is not wanted
-        becomes zeros.
+        """A master has one gradient: it is removed when nothing in it is wanted, else what is not
+        wanted becomes zeros.
         """
         for index, master in enumerate(self.partitions.masters()):
             here = [
@@ -253,7 +242,6 @@ class ZeroHost:
 
     def hooks(
         self,
-        island: IslandGroup,
         before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .attaching import attach
     from .config.channel import Channel, Phase
     from .config.load import load_config, preset
+    from .config.methods import presets
     from .config.methods.averages import half_life_multiples
     from .config.parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule
-    from .config.presets import presets
     from .config.schema import ExchangeConfig
     from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
     from .exchange.exchange import Exchange
@@ -71,7 +71,7 @@ _HOMES = {
     "config.load": ("load_config", "preset"),
     "config.parts": ("Accumulator", "Applier", "Codec", "Fragments", "Reducer", "SyncSchedule"),
     "config.methods.averages": ("half_life_multiples",),
-    "config.presets": ("presets",),
+    "config.methods": ("presets",),
     "config.schema": ("ExchangeConfig",),
     "errors": ("Mismatch", "NeedsDecision", "NotFinite", "PeerLost", "Stopped", "WireError"),
     "exchange.exchange": ("Exchange",),

@@ -12,51 +12,31 @@ from .errors import PeerLost
 from .launch.command_line import USAGE_ERROR, CommandParser
 from .version import __version__
 
-DAY = {
-    "before a run": {
-        "presets": before_run.add_presets,
-        "plan": plan.add,
-        "doctor": doctor.add,
-        "rehearse": before_run.add_rehearse,
-    },
-    "during a run": {"store": during_run.add_store, "status": during_run.add_status},
-    "after a run": {
-        "report": after_run.add_report,
-        "inspect": after_run.add_inspect,
-        "export": after_run.add_export,
-    },
-}
-"""The functions that add each command's parser, in the order of a user's day."""
+COMMANDS = (
+    *(before_run.add_presets, plan.add, doctor.add, before_run.add_rehearse),
+    *(during_run.add_store, during_run.add_status),
+    *(after_run.add_report, after_run.add_inspect, after_run.add_export),
+)
+"""The functions that add a command's parser, in the order of a user's day."""
 
-LAUNCH = "python -m fsdp_demo.launch"
-LAUNCH_HELP = "run one island's launcher (torchrun, accelerate, deepspeed) and keep its exit status"
+EPILOG = (
+    "fsdp-demo COMMAND --help shows flags and an example. Beside these python -m fsdp_demo.launch "
+    "runs one island's launcher (torchrun, accelerate, deepspeed) and keeps its exit status."
+)
 
 
 def parser() -> CommandParser:
     """The command table."""
     top = CommandParser(
-        prog="fsdp-demo", description="One model on several islands that a slow network joins."
+        prog="fsdp-demo",
+        description="One model on several islands that a slow network joins.",
+        epilog=EPILOG,
     )
     top.add_argument("--version", action="version", version=f"fsdp-demo {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=CommandParser)
-    for adders in DAY.values():
-        for add in adders.values():
-            add(commands)
+    for add in COMMANDS:
+        add(commands)
     return top
-
-
-def overview(top: CommandParser) -> str:
-    """What there is, in the order of a user's day: what `fsdp-demo` alone prints."""
-    (action,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    helps = {a.dest: a.help or "" for a in action._choices_actions}
-    width = max(map(len, helps))
-    lines = [f"fsdp-demo {__version__}: {top.description}"]
-    for title, adders in DAY.items():
-        lines += ["", f"{title}:"]
-        lines += [f"  fsdp-demo {name:{width}}  {helps[name]}" for name in adders]
-        if title == "during a run":
-            lines += [f"  {LAUNCH}", f"  {'':{width + 10}}  {LAUNCH_HELP}"]
-    return "\n".join([*lines, "", "fsdp-demo COMMAND --help shows flags and an example."])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     args = top.parse_args(argv[:cut], argparse.Namespace(script=script))
     try:
         if "run_command" not in args:
-            print(overview(top))
+            top.print_help()
             return 0
         if script and not getattr(args, "takes_script", False):
             top.error(f"{argv[0]} takes no script behind --, found {script[0]!r}")

@@ -106,7 +106,7 @@ def test_packaging_commands_start_without_torch() -> None:
         "launch.rehearse",
         "launch.restarts",
         "launch.run",
-        "config.presets",
+        "config.methods",
         "status",
     )
     assert not imported(

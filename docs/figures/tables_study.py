@@ -14,7 +14,7 @@ from study.stats import interval
 from study.tables import SIZES
 
 from fsdp_demo import preset
-from fsdp_demo.config.presets import UNPUBLISHED
+from fsdp_demo.config.methods import UNPUBLISHED
 from fsdp_demo.runlog.words import times
 
 STUDY = {

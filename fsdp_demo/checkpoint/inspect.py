@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..config.load import preset
-from ..config.presets import presets
+from ..config.methods import presets
 from ..config.schema import ExchangeConfig
 from ..errors import UNREADABLE, NeedsDecision, counted, size
 from .choice import HeldCheckpoint, choose, held_by

@@ -26,7 +26,7 @@ def presets(args: argparse.Namespace) -> int:
     """List the presets, the recommended ones first, or describe one."""
     import fsdp_demo
 
-    from ..config.presets import RECOMMENDED, UNPUBLISHED
+    from ..config.methods import RECOMMENDED, UNPUBLISHED
 
     known = fsdp_demo.presets()
     if args.name is None:

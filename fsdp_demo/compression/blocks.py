@@ -37,14 +37,20 @@ WINDOW, WINDOW_GPU = 512, 2048
 CODED, CODED_GPU = 1 << 18, 1 << 20
 
 T = TypeVar("T")
+P = TypeVar("P", "BlockRange", "DensePiece")
 
 
 @dataclass(frozen=True)
 class Region:
-    """y x `x` blocks of r x s elements of one tensor.
+    """A rectangle of blocks of one tensor, which is seen as a matrix.
 
-    The upper left corner is (row, col) of the tensor seen with `cols` columns: those of its matrix
-    view, or 64 where blocks are flat.
+    Attributes:
+        tensor: index of the tensor.
+        row, col: upper left corner in the matrix.
+        y, x: number of blocks down and across.
+        r, s: elements of each block down and across, at most 64.
+        transform: whether the blocks are transformed.
+        cols: columns of the matrix: those of `matrix_shape`, or 64 where blocks are flat.
     """
 
     tensor: int
@@ -63,8 +69,8 @@ class Region:
         return self.y * self.x
 
     def cut(self, lo: int, hi: int) -> Iterator[Box]:
-        """Where blocks lo..hi (row-major) lie, in at most three boxes: the end of a row of blocks,
-        whole rows, the start of one.
+        """The places of blocks lo..hi (row-major) in the tensor, as at most three boxes: the end of
+        a row of blocks, whole rows, the start of a row.
         """
         at, r, s, cols = lo, self.r, self.s, self.cols
         while at < hi:
@@ -141,13 +147,14 @@ def _regions(index: int, shape: Sequence[int], transform: bool) -> tuple[list[Re
 
 
 class Layout:
-    """Where every element of a list of local tensors lives in the workspace of one active copy.
+    """The place of every element of a list of local tensors in the workspace of one active copy.
 
     Args:
         shapes: local shape of each tensor.
         blocked: per tensor: "transform" (blocks, transformed), "plain" (flat blocks of 4096, not
             transformed) or "dense".
-        active_copy, active_copies: which share of the blocks this is.
+        active_copy, active_copies: number of this copy, from 0, and of all: its share of the
+            blocks.
     """
 
     def __init__(
@@ -202,8 +209,8 @@ class Layout:
         return work[self.num_blocks * BLOCK :]
 
     def windows(self, device: torch.device | str) -> list[Window]:
-        """The workspace in stretches that are worked on at once on `device`, each in parts that are
-        packed and transformed at once.
+        """Windows that cover the workspace: each is as much as `device` works on at once, in parts
+        that are packed and transformed at once.
         """
         cpu = torch.device(device).type == "cpu"
         if cpu not in self._windows:
@@ -213,11 +220,12 @@ class Layout:
         return self._windows[cpu]
 
     def stretches(self, device: torch.device | str, topk: int, size: int = 1) -> list[Window]:
-        """The blocks in stretches whose selected coefficients, those of `size` replicas, are coded
-        at once; their parts are `windows`.
+        """Stretches that cover the blocks: each is as much as is coded at once, of `topk`
+        coefficients of a block from each of `size` replicas. Their parts are `windows`.
 
-        They have several windows, for the sake of few operations: on a CPU as long as what is
-        coded stays in the cache."""
+        A stretch has several windows, so that coding takes few operations: on a CPU as many as
+        leave what is coded in the cache.
+        """
         out: list[Window] = []
         cpu = torch.device(device).type == "cpu"
         coded, window = (CODED, WINDOW) if cpu else (CODED_GPU, WINDOW_GPU)
@@ -239,26 +247,19 @@ class Layout:
                 out.append(Window(g, lo * BLOCK, hi * BLOCK, parts=inner))
         for lo in range(0, self.num_dense, size * BLOCK):
             hi = min(lo + size * BLOCK, self.num_dense)
-            rows = []
-            for d in self.dense[
-                bisect_right(self.dense, lo, key=_end) : bisect_left(self.dense, hi, key=_start)
-            ]:
-                a, b = max(lo, d.start), min(hi, _end(d))
-                if a < b:
-                    rows.append((d.tensor, d.lo + a - d.start, d.lo + b - d.start, a - lo))
-            out.append(Window(None, base + lo, base + hi, rows=tuple(rows)))
+            rows = tuple(
+                (d.tensor, d.lo + a - d.start, d.lo + b - d.start, a - lo)
+                for d, a, b in _within(self.dense, lo, hi)
+            )
+            out.append(Window(None, base + lo, base + hi, rows=rows))
         return out
 
     def _window(self, group: Group, lo: int, hi: int) -> Window:
         """Slots lo..hi of a group."""
         boxes = []
-        for p in self.pieces[
-            bisect_right(self.pieces, lo, key=_end) : bisect_left(self.pieces, hi, key=_start)
-        ]:
-            a, b = max(lo, p.start), min(hi, _end(p))
-            if a < b:
-                cut = p.region.cut(p.lo + a - p.start, p.lo + b - p.start)
-                boxes += [replace(box, lo=box.lo + a - lo, hi=box.hi + a - lo) for box in cut]
+        for p, a, b in _within(self.pieces, lo, hi):
+            cut = p.region.cut(p.lo + a - p.start, p.lo + b - p.start)
+            boxes += [replace(box, lo=box.lo + a - lo, hi=box.hi + a - lo) for box in cut]
         return Window(group, lo * BLOCK, hi * BLOCK, tuple(boxes))
 
     def pack(self, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
@@ -285,19 +286,22 @@ class Layout:
         return torch.zeros(self.numel, dtype=torch.float32, device=device)
 
 
-def _start(piece: BlockRange | DensePiece) -> int:
-    return piece.start
+def _within(pieces: Sequence[P], lo: int, hi: int) -> Iterator[tuple[P, int, int]]:
+    """Yield (piece, a, b) for each piece that has a part, a..b, in lo..hi of the workspace."""
 
+    def end(piece: P) -> int:
+        return piece.start + piece.hi - piece.lo
 
-def _end(piece: BlockRange | DensePiece) -> int:
-    return piece.start + piece.hi - piece.lo
+    first = bisect_right(pieces, lo, key=end)
+    for piece in pieces[first : bisect_left(pieces, hi, key=lambda p: p.start)]:
+        yield piece, max(lo, piece.start), min(hi, end(piece))
 
 
 def _share(
     items: Sequence[T], sizes: Sequence[int], active_copy: int, active_copies: int
 ) -> Iterator[tuple[T, int, int]]:
-    """Yield (item, lo, hi) for the part of each item that falls into the share of `active_copy` of
-    the concatenation of all.
+    """Yield (item, lo, hi) for each item of which elements lo..hi belong to `active_copy`, where
+    all items, one after the other, are cut into `active_copies` equal shares.
     """
     total = sum(sizes)
     begin, end, at = (

@@ -1,5 +1,5 @@
-"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `values`; how
-they are cut into parts for a reduce.
+"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `quantize.py`;
+and the parts into which a reduce cuts them.
 
 Codes under 8 bits are never summed in their own code: either all codes reach everybody (`gathers`),
 or the parts travel in the code, are added in fp32, and the mean comes back in int8 (`mean_code`),
@@ -30,10 +30,7 @@ def gathers(code: str, size: int) -> bool:
     """Whether sending all codes to everybody costs no more bytes than a reduce: b (R - 1) <= (b +
     1) (R - 1) / R, so R <= (b + 1) / b for b bytes per value; only for codes under 8 bits, where
     a reduce would round twice."""
-    return (
-        FORMATS[code].low
-        and size * quantize.bytes_per_value(code) <= quantize.bytes_per_value(code) + 1
-    )
+    return FORMATS[code].low and size * FORMATS[code].bits <= FORMATS[code].bits + 8
 
 
 def num_bytes(code: str, n: int) -> int:
@@ -45,7 +42,7 @@ def num_bytes(code: str, n: int) -> int:
 
 
 def encode(code: str, v: Tensor) -> Tensor:
-    """Code a vector fp32 [n] as uint8 [num_bytes]."""
+    """The bytes of a vector fp32 [n]: uint8 [num_bytes]."""
     rows, rest = divmod(v.numel(), BLOCK)
     parts = [quantize.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
     return (
@@ -58,12 +55,14 @@ def encode(code: str, v: Tensor) -> Tensor:
 def decode(code: str, data: Tensor, n: int) -> Tensor:
     """The inverse of `encode`: fp32 [n]."""
     out = torch.empty(n, device=data.device, dtype=torch.float32)
-    _into(out, code, data, None)
+    decode_into(code, data, out)
     return out
 
 
 def encode_into(code: str, v: Tensor, data: Tensor) -> None:
-    """Write what `encode` would have made of a vector fp32 [n] into `data`, uint8 [num_bytes]."""
+    """Write the bytes of a vector fp32 [n] into `data`, uint8 [num_bytes]; the same as of
+    `encode`, without a copy of them where the code is a number format of torch.
+    """
     values = as_values(code, data)
     if values is None:
         data.copy_(encode(code, v))
@@ -71,38 +70,36 @@ def encode_into(code: str, v: Tensor, data: Tensor) -> None:
         values.copy_(v)
 
 
-def decode_into(code: str, data: Tensor, out: Tensor) -> None:
-    """`decode` into `out`, fp32 [n]."""
-    values = as_values(code, data)
-    if values is None:
-        _into(out, code, data, None)
-    else:
-        out.copy_(values)
+def decode_into(code: str, data: Tensor, out: Tensor, alpha: float | None = None) -> None:
+    """Write the decoded vector into `out` (fp32 [n]), or add `alpha` times it, without one more
+    vector of its length.
+    """
+    rows, rest = divmod(out.numel(), BLOCK)
+    size = quantize.num_bytes(code, rows, BLOCK)
+    quantize.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
+    if rest:
+        quantize.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
 
 
 def rounded(code: str, v: Tensor) -> Tensor:
-    """A vector fp32 [n] as whoever receives it decodes it, in fp32 or in its number format: itself
-    in fp32.
+    """The values of a vector fp32 [n] after it was coded and decoded: [n], in the dtype of the code
+    where that is a number format of torch, else fp32. In code "fp32" it is the vector itself.
     """
     return v.to(EXACT[code]) if code in EXACT else decode(code, encode(code, v), v.numel())
 
 
 def as_values(code: str, data: Tensor) -> Tensor | None:
-    """A coded vector as a view of its own values, where the code is a number format of torch and
-    the bytes lie so that it can read them; else None.
+    """The values of a coded vector, a view of its bytes; None where the code is no number format of
+    torch, or where the bytes are not aligned to it.
     """
     form = EXACT.get(code)
     return None if form is None or data.storage_offset() % form.itemsize else data.view(form)
 
 
-def add(code: str, data: Tensor, target: Tensor, alpha: float) -> None:
-    """target += alpha times the decoded vector, without one more vector of its length; fp32 [n]."""
-    _into(target, code, data, alpha)
-
-
 def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha: float) -> None:
-    """target += alpha times the elements from `begin` on of a coded vector of n values; both ends
-    are multiples of 4096, or that of the vector."""
+    """Add `alpha` times a part of a coded vector of n values, from element `begin` on, to `target`
+    (fp32). `begin` is a multiple of 4096, and so is the end, or it is that of the vector.
+    """
     rows, size = target.numel() // BLOCK, quantize.num_bytes(code, n // BLOCK, BLOCK)
     if rows:
         split = [quantize.split_bytes(code, data[:size], n // BLOCK, BLOCK)]
@@ -116,8 +113,12 @@ def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha:
 
 
 def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Tensor:
-    """Several vectors (values, code) as bytes one after the other, without a second copy of
-    them.
+    """The bytes of several vectors, one after the other: uint8 [total_bytes]. They are coded a
+    stretch at a time, so that no second copy of them is in memory.
+
+    Args:
+        spans: number of values and code of each vector.
+        parts: the vectors, fp32.
     """
     data, at = torch.empty(total_bytes(spans), dtype=torch.uint8, device=parts[0].device), 0
     for (n, code), v in zip(spans, parts, strict=True):
@@ -133,25 +134,19 @@ def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Ten
 
 
 def add_round_trip(code: str, v: Tensor, size: int, target: Tensor, alpha: float) -> None:
-    """target += alpha times `round_trip`, a stretch at a time."""
+    """Add `alpha` times `round_trip` of a vector fp32 [n] to `target` (fp32 [n]), a stretch at a
+    time.
+    """
     at = cuts(v.numel(), code, size)
     for a, b in zip(at, at[1:], strict=False):
         for lo in range(a, b, STEP * BLOCK):
             hi = min(lo + STEP * BLOCK, b)
-            add(code, encode(code, v[lo:hi]), target[lo:hi], alpha)
-
-
-def _into(out: Tensor, code: str, data: Tensor, alpha: float | None) -> None:
-    rows, rest = divmod(out.numel(), BLOCK)
-    size = quantize.num_bytes(code, rows, BLOCK)
-    quantize.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
-    if rest:
-        quantize.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
+            decode_into(code, encode(code, v[lo:hi]), target[lo:hi], alpha)
 
 
 def cuts(n: int, code: str, size: int) -> list[int]:
-    """Where a vector of n values is cut into `size` parts: R + 1 bounds; where scales are shared,
-    between rows of 4096.
+    """The `size` + 1 bounds at which a reduce cuts a vector of n values into `size` parts; where
+    values share scales, at multiples of 4096.
     """
     unit = 1 if FORMATS[code].exact else BLOCK
     units = -(-n // unit)
@@ -159,15 +154,15 @@ def cuts(n: int, code: str, size: int) -> list[int]:
 
 
 def round_trip(code: str, v: Tensor, size: int) -> Tensor:
-    """What the others receive of one's own vector: coded and decoded in the parts a reduce among
-    `size` replicas sends (fp32 [n]).
+    """The values, fp32 [n], that other replicas receive of a vector fp32 [n]: coded and decoded in
+    the parts that a reduce among `size` replicas sends.
     """
     at, out = cuts(v.numel(), code, size), torch.empty_like(v)
     for a, b in zip(at, at[1:], strict=False):
-        _into(out[a:b], code, encode(code, v[a:b]), None)
+        decode_into(code, encode(code, v[a:b]), out[a:b])
     return out
 
 
 def total_bytes(spans: Sequence[tuple[int, str]]) -> int:
-    """Bytes of several coded vectors (values, code) one after the other."""
+    """Bytes of several coded vectors, each (number of values, code)."""
     return sum(num_bytes(code, n) for n, code in spans)

@@ -21,7 +21,7 @@ from .staging import upload
 
 
 class Coder(Protocol):
-    """Groups of values, each with scales of its own.
+    """A number format whose values share scales: groups of values as scales and codes.
 
     A group of zeros has scales of 0 and stays zero. A group that is not finite has scales that are
     not, so that all of it is decoded so. The same bytes of finite values on every device: only
@@ -38,15 +38,16 @@ class Coder(Protocol):
 
 
 @dataclass(frozen=True)
-class Integer:
+class Integer(Coder):
     """Whole multiples of a scale that a group of values shares, in two's complement of 8 or 4 bits.
-    `largest` is the largest magnitude in units of the scale. See `Coder`.
+
+    Attributes:
+        largest: the largest magnitude, in units of the scale.
     """
 
     largest: float
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         scale, step, size = scales(v, self.largest)
         q = (
             torch.div(v, step, out=size)
@@ -59,15 +60,18 @@ class Integer:
         return scale, q if self.largest > 7 else q & 15
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         signed = q if self.largest > 7 else (q ^ 8) - 8
         return signed.view(torch.int8).float().mul_(scales)
 
 
 def scales(v: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The scale (bf16 [n, groups, 1]) by which the largest magnitude of a group becomes `largest`;
-    what to divide by (fp32, the scale, or infinity in a group of zeros); and the magnitudes
-    (fp32, the shape of v), the caller's to use up."""
+    """Scales by which the largest magnitude of each group becomes `largest`.
+
+    Returns:
+        The scales, bf16 [n, groups, 1]; the divisors, fp32 of the same shape: the scale, or
+        infinity in a group of zeros; the magnitudes, fp32 of the shape of v, which the caller may
+        overwrite.
+    """
     size = v.abs()
     top = size.amax(-1, keepdim=True)
     # a tensor: CUDA would multiply by a scalar's reciprocal
@@ -77,14 +81,14 @@ def scales(v: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class SmallFloat:
-    """Eight magnitudes and a sign, the highest bit. See `Coder`.
+class SmallFloat(Coder):
+    """Codes of 4 bits: one of eight magnitudes, and a sign as the highest bit.
 
     Attributes:
         magnitudes: in units of the scale, ascending, the first is 0.
-        lines: (slope, start): from magnitude to magnitude the code rises by one, by less and less
-            per unit, so it is the least of some straight lines slope * magnitude + start, each
-            rounded.
+        lines: straight lines (slope, start), by which a magnitude becomes a code: the least of
+            slope * magnitude + start, each rounded. The code rises by one from magnitude to
+            magnitude, and the magnitudes lie ever further apart, so lines are enough.
     """
 
     magnitudes: tuple[float, ...]
@@ -96,12 +100,10 @@ class SmallFloat:
         return self.magnitudes[-1]
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         scale, step, size = scales(v, self.largest)
         return scale, self._nearest(v, size.div_(step))
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         return (
             table(self.magnitudes, q.device)
             .index_select(0, q.int().view(-1))
@@ -127,7 +129,7 @@ class SmallFloat:
 
 @cache
 def table(magnitudes: tuple[float, ...], device: torch.device) -> Tensor:
-    """What each of the 16 codes stands for, in units of the scale (fp32)."""
+    """The values of the 16 codes of a `SmallFloat`, in units of the scale: fp32 [16]."""
     return torch.tensor(
         [*magnitudes, *(-m for m in magnitudes)], dtype=torch.float32, device="cpu"
     ).to(device)
@@ -140,28 +142,25 @@ E3M0 = SmallFloat(
 E2M1 = SmallFloat((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), ((2.0, 0), (1.0, 2), (0.5, 4)))
 
 
-class OneLevel:
-    """The bit is the sign, the scale of a group the mean of its magnitudes. See `Coder`."""
+class OneLevel(Coder):
+    """Codes of 1 bit: the sign. The scale of a group is the mean of its magnitudes."""
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         mean = _sum(v.abs())
         # a tensor: CUDA would multiply by a scalar's reciprocal
         mean = mean / torch.full_like(mean, v.shape[-1])
         return mean.to(torch.bfloat16), (v.view(torch.int32) >> 31 & 1).to(torch.uint8)
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         return q.float().mul_(-2).add_(1).mul_(scales)
 
 
-class TwoLevels:
-    """Bit 1 is the sign, bit 0 the level. A group has two scales, the lower level and the upper
-    one. See `Coder`.
+class TwoLevels(Coder):
+    """Codes of 2 bits: bit 1 is the sign, bit 0 the level. A group has two scales, the lower level
+    and the upper one.
     """
 
     def encode(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Coder.encode`."""
         size = v.abs()
         count = torch.full_like(size[..., :1], v.shape[-1])
         threshold = _sum(size) / count
@@ -175,7 +174,6 @@ class TwoLevels:
         )
 
     def decode(self, scales: Tensor, q: Tensor) -> Tensor:
-        """See `Coder.decode`."""
         levels = torch.cat([scales, -scales], -1)  # of each group, by code
         start = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=q.device).view(
             *q.shape[:2], 1
@@ -206,7 +204,7 @@ CODERS: dict[str, Coder] = {
 # ---- codes in bytes ----------------------------------------------------------------------------
 
 WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
-"""What holds as many bytes as there are numbers of so many bits in one."""
+"""By bits of a code the dtype with as many bytes as a byte holds codes."""
 # A product by it brings the bits of each byte of a word next to each other, into its highest byte.
 JOINED = {
     bits: sum(1 << 64 // bits - 8 - (8 - bits) * i for i in range(8 // bits)) for bits in WORDS

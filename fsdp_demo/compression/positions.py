@@ -38,11 +38,12 @@ THIRD = 21846
 
 @dataclass(frozen=True)
 class Form:
-    """How k positions below n are sent.
+    """The form in which k positions below n are sent.
 
     Attributes:
-        low: lowest bits of a position that are sent as they are; all of them without flags.
-        flags: of a block; 0 where the numbers themselves are sent.
+        n, k: elements of a block, and positions of it.
+        low: number of lowest bits of a position that are sent as they are; all without flags.
+        flags: number of flags of a block; 0 where the numbers themselves are sent.
     """
 
     n: int
@@ -60,22 +61,22 @@ class Form:
 
     @property
     def bits(self) -> int:
-        """Of one block."""
+        """Bits of one block."""
         return sum(self.planes)
 
     def num_bytes(self, rows: int) -> int:
-        """Of `rows` blocks."""
+        """Bytes of `rows` blocks."""
         return sum((rows * bits + 7) // 8 for bits in self.planes)
 
     def split(self, data: Tensor, rows: int) -> list[Tensor]:
-        """The planes of `rows` blocks (views)."""
+        """The planes of `rows` blocks: views of their bytes `data`."""
         return list(data.split([(rows * bits + 7) // 8 for bits in self.planes]))
 
 
 @cache
 def form(n: int, k: int) -> Form:
-    """The shortest form of k positions below n. Also of one block or two it fills no more bytes
-    than 12 bits for each.
+    """The shortest form of k positions below n. Even for one block or two it takes no more bytes
+    than 12 bits for each position.
 
     >>> form(4096, 32), form(4096, 32).bits, form(4096, 2).bits
     (Form(n=4096, k=32, low=5, flags=53), 277, 24)
@@ -89,7 +90,7 @@ def form(n: int, k: int) -> Form:
 
 
 def cut(bits: int) -> list[int]:
-    """Numbers of so many bits in parts of 8, 4, 2 and 1 bit, the lowest first.
+    """The parts, of 8, 4, 2 and 1 bit, into which numbers of `bits` bits are cut; the lowest first.
 
     >>> cut(12), cut(7)
     ([8, 4], [4, 2, 1])

@@ -47,34 +47,17 @@ CHUNK = 1 << 18
 CHUNK_GPU = 1 << 24  # elsewhere: few launches, memory in between that is still bounded
 
 
-def bytes_per_value(code: str) -> float:
-    """Bytes of one value, without scales.
-
-    Example:
-        >>> [bytes_per_value(code) for code in ("fp32", "bf16", "int8", "int4", "2bit")]
-        [4.0, 2.0, 1.0, 0.5, 0.25]
-    """
-    return FORMATS[code].bits / 8
-
-
 def num_bytes(code: str, rows: int, cols: int) -> int:
     """Bytes of `rows` rows of `cols` values each."""
     return FORMATS[code].num_bytes(rows, cols)
 
 
-def as_bytes(t: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8 [numel * itemsize]."""
-    return t.contiguous().view(-1).view(torch.uint8)
-
-
 def encode(code: str, v: Tensor) -> Tensor:
-    """Code values [rows, cols] fp32 as uint8 [num_bytes]."""
+    """The bytes of values fp32 [rows, cols]: uint8 [num_bytes]."""
     if code in EXACT:
-        return as_bytes(v.to(EXACT[code]))
-    coder, data = (
-        CODERS[code],
-        torch.empty(num_bytes(code, *v.shape), dtype=torch.uint8, device=v.device),
-    )
+        return v.to(EXACT[code]).contiguous().view(-1).view(torch.uint8)
+    coder = CODERS[code]
+    data = torch.empty(num_bytes(code, *v.shape), dtype=torch.uint8, device=v.device)
     for part, scales, codes in _chunks(code, data, v):
         coded = [coder.encode(groups) for groups in _groups(code, part)]
         scales.copy_(torch.cat([s for s, _ in coded], 1))
@@ -95,9 +78,12 @@ def decode(
     """The inverse of `encode`: fp32 [rows, cols] from uint8 [num_bytes]. A non-finite scale makes
     its whole group non-finite.
 
-    out: where to write the values, or, with `alpha`, to add alpha times them."""
-    # a slice may start at any byte, a view of another dtype may not
-    data = data.clone() if data.storage_offset() % 4 else data
+    Args:
+        out: where to write the values, or, with `alpha`, to add alpha times them.
+    """
+    # a slice may start at any byte, a view of another dtype (values or scales) may not
+    viewed = EXACT.get(code, torch.bfloat16)
+    data = data.clone() if data.storage_offset() % viewed.itemsize else data
     out = torch.empty(rows, cols, device=data.device, dtype=torch.float32) if out is None else out
     if code in EXACT:
         _write(out, data.view(EXACT[code]).view(rows, cols), alpha)
@@ -115,9 +101,15 @@ def decode(
 
 
 def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> None:
-    """Write what `encode` would have made of `v` [n, cols] as rows first, first + 1, ... of `rows`
-    into its bytes `data`; what comes before `first` fills whole bytes (any multiple of 8 rows
-    does)."""
+    """Code some rows of a larger tensor into the bytes of the whole.
+
+    Args:
+        v: the rows, fp32 [n, cols].
+        data: the bytes of the whole, uint8 [num_bytes(code, rows, cols)].
+        rows: rows of the whole.
+        first: number of the first row of `v` in the whole. The rows before it must fill whole bytes
+            (any multiple of 8 does).
+    """
     scales, codes = split_bytes(code, data, rows, v.shape[1])
     coded, size = encode(code, v), len(scales) // max(rows, 1)
     scales[first * size : (first + len(v)) * size] = coded[: len(v) * size]
@@ -128,8 +120,12 @@ def encode_rows(code: str, v: Tensor, data: Tensor, rows: int, first: int) -> No
 def decode_rows(
     code: str, split: Sequence[tuple[Tensor, Tensor]], rows: int, cols: int, first: int, count: int
 ) -> Tensor:
-    """Rows first, first + 1, ... of what several encoded with equal shapes, each `split_bytes`:
-    fp32 [len(split), count, cols].
+    """Some rows of several coded tensors of equal shape: fp32 [len(split), count, cols].
+
+    Args:
+        split: bytes of each tensor, as `split_bytes` gives them.
+        rows, cols: shape of each.
+        first, count: number of the first row, and how many.
     """
     size, bits = len(split[0][0]) // max(rows, 1), cols * FORMATS[code].bits
     at, end = first * bits // 8, ((first + count) * bits + 7) // 8

@@ -1,13 +1,13 @@
-"""What chooses the coefficients of a block that are sent: their values, or the number of the
-exchange alone. Who it is that chooses is a fact of the configuration (`config/names.py`).
+"""Selections: which coefficients of a block are sent. They are chosen by their values
+(`BY_DATA`), or by the number of the exchange alone (`BY_STEP`).
 
 A new selection is a function here or in a file of its own, a line in `config/names.py` and a line
 in `BY_DATA` or `BY_STEP`.
 
-Of those by number ceil(size / k) consecutive exchanges from a multiple of that number on are a
-pass, which sends every coefficient of every block at least once (the published Striding repeats the
-same ones where k divides the size; drawing anew each time, as the published Random does, misses a
-share of exp(-1) of them in a pass).
+A selection by number has passes: ceil(size / k) consecutive exchanges, from a multiple of that
+number on, send every coefficient of every block at least once. (The published Striding repeats the
+same ones where k divides the size. The published Random draws anew each time and misses a share of
+exp(-1) of them in a pass.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..config.parts import BLOCK
 from .staging import upload
 from .windows import CACHED
 
-# ---- the largest coefficients of a block (`selection.py` has what else may be sent) --------------
+# ---- the largest coefficients of a block -------------------------------------------------------
 
 try:
     from . import _topk  # type: ignore[attr-defined, unused-ignore]
@@ -163,8 +163,9 @@ def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
 
 
 def random(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:
-    """One permutation per pass, of which each exchange takes the next k; every block's is shifted
-    by an offset of its own. See `seeded`."""
+    """Positions int64 [count, k] as `seeded` describes: one permutation per pass, of which each
+    exchange takes the next k; every block's is shifted by an offset of its own.
+    """
     pass_, turn = divmod(number, ceil(size / k))
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + pass_) * 4099 + size) % 2**63)
     order = torch.randperm(size, generator=generator, device="cpu")
@@ -176,8 +177,8 @@ def random(size: int, k: int, count: int, number: int, seed: int, device: torch.
 
 
 def stride(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:
-    """floor(j size / k) + i for the i-th exchange of a pass, the same in every block. See
-    `selection.seeded`.
+    """Positions int64 [count, k] as `seeded` describes: floor(j size / k) + i for the i-th exchange
+    of a pass, the same in every block.
     """
     return upload(
         (torch.arange(k, device="cpu") * size // k + number % ceil(size / k)) % size, device
@@ -193,21 +194,21 @@ BY_STEP: dict[str, Callable[[int, int, int, int, int, torch.device], Tensor]] = 
     "random": random,
     "stride": stride,
 }
-"""See `seeded`."""
+"""Positions that the number of the exchange chooses, with the arguments of `seeded`."""
 
 CPU = torch.device("cpu")
-
-
-def choose(select: str, rows: Tensor, k: int) -> Tensor:
-    """Positions that the values themselves choose: int64 [n, k], ascending and distinct, of fp32
-    [n, m].
-    """
-    return BY_DATA[select](rows, k)
 
 
 def seeded(
     select: str, size: int, k: int, count: int, number: int, seed: int, device: torch.device = CPU
 ) -> Tensor:
-    """Positions that exchange `number` = 0, 1, ... sends of `count` blocks of `size` coefficients,
-    k of each: int64 [count, k] on `device`, a pure function of the other arguments."""
+    """The positions that a selection of `BY_STEP` chooses: int64 [count, k] on `device`.
+
+    Args:
+        select: name of the selection.
+        size, k: coefficients of a block, and those of them that are sent.
+        count: number of blocks.
+        number: 0, 1, ...: number of the exchange.
+        seed: seed of the configuration, the same on all replicas.
+    """
     return BY_STEP[select](size, k, count, number, seed, device)

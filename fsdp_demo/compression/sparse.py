@@ -18,43 +18,38 @@ from ..config.parts import BLOCK, Codec
 from . import positions
 from . import quantize as values
 from .blocks import Layout
-from .selection import choose
+from .selection import BY_DATA
 from .windows import EDGE, Group, Window
 
 
 def position_form(group: Group, topk: int) -> positions.Form:
-    """How the positions of a group's blocks are sent."""
+    """The form in which the positions of a group's blocks are sent."""
     return positions.form(group.r * group.s, group.k(topk))
 
 
 def dense_code(codec: Codec) -> str:
-    """How a sparse channel codes the tensors it sends whole: a scale shared by small tensors would
-    hurt, so bf16 unless it is fp32.
+    """The code of the tensors that a sparse channel sends whole: bf16, or fp32 where the values
+    are. Codes with scales would hurt here: small tensors would share one.
     """
     return "fp32" if codec.value_dtype == "fp32" else "bf16"
 
 
 def sparse_bytes(layout: Layout, codec: Codec) -> int:
     """Bytes of a sparse channel's section, without the header."""
-    total = values.num_bytes(dense_code(codec), 1, layout.num_dense)
-    for g in layout.groups:
-        k = g.k(codec.topk)
-        total += values.num_bytes(codec.value_dtype, g.count, k)
-        total += position_form(g, codec.topk).num_bytes(g.count)
-    return total
+    blocks = spans(layout, codec)[-1][2] if layout.groups else 0
+    return blocks + values.num_bytes(dense_code(codec), 1, layout.num_dense)
 
 
 def spans(layout: Layout, codec: Codec) -> list[tuple[int, int, int]]:
-    """Of each group: where its values begin in the section, where its positions, and where they
-    end.
+    """The bytes of each group in a section: where its values begin, where its positions begin, and
+    where these end.
     """
     out, at = [], 0
     for g in layout.groups:
-        k = g.k(codec.topk)
-        size = values.num_bytes(codec.value_dtype, g.count, k)
-        end = at + size + position_form(g, codec.topk).num_bytes(g.count)
-        out.append((at, at + size, end))
-        at = out[-1][2]
+        middle = at + values.num_bytes(codec.value_dtype, g.count, g.k(codec.topk))
+        end = middle + position_form(g, codec.topk).num_bytes(g.count)
+        out.append((at, middle, end))
+        at = end
     return out
 
 
@@ -83,14 +78,18 @@ def _select(window: Window, codec: Codec, work: Tensor) -> tuple[Tensor, Tensor]
     g = window.group
     assert g is not None
     rows = work.view(-1, EDGE, EDGE)[:, : g.r, : g.s].reshape(window.count, -1)
-    index = choose(codec.select, rows, g.k(codec.topk))
+    index = BY_DATA[codec.select](rows, g.k(codec.topk))
     return index, rows.gather(1, index)
 
 
 @dataclass(frozen=True)
 class Coded:
-    """What several sections hold for one group: scales and codes of the values, and the planes of
-    the positions, in rank order.
+    """The bytes of one group in several sections, in rank order.
+
+    Attributes:
+        group: the group.
+        values: scales and codes of the values in each section.
+        positions: planes of the positions in each section (`positions.py`).
     """
 
     group: Group
@@ -99,7 +98,7 @@ class Coded:
 
 
 def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, Coded]:
-    """Cut sections into their groups (views)."""
+    """The bytes of sections by group, as views."""
     out = {}
     for g, (begin, middle, end) in zip(layout.groups, spans(layout, codec), strict=True):
         found = [
@@ -112,8 +111,11 @@ def split(layout: Layout, codec: Codec, datas: Sequence[Tensor]) -> dict[Group, 
 
 
 def decode_window(window: Window, coded: Coded, codec: Codec) -> tuple[Tensor, Tensor]:
-    """What R sections hold for a window of n blocks: places in the block (int64 [R, n, k], distinct
-    in each that was encoded, and below 4096 whatever the bytes), values (fp32 [R, n, k]).
+    """Places and values of a window of n blocks in R sections.
+
+    Returns:
+        Places in the block, int64 [R, n, k]: below 4096 whatever the bytes, and distinct in a block
+        that was encoded; values fp32 [R, n, k].
     """
     g, first, n = coded.group, window.first, window.count
     k = g.k(codec.topk)
@@ -172,7 +174,7 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
 
 
 def decode_dense(layout: Layout, codec: Codec, data: Tensor) -> Tensor:
-    """The elements that are sent whole, fp32 [num_dense]."""
+    """The elements that are sent whole, fp32 [num_dense], from the bytes of a section."""
     size = values.num_bytes(dense_code(codec), 1, layout.num_dense)
     return values.decode(dense_code(codec), data[data.numel() - size :], 1, layout.num_dense).view(
         -1

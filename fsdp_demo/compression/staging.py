@@ -1,4 +1,4 @@
-"""Between the device of the shards and the host, without a wait in the thread that trains.
+"""Copies between the device of the shards and the host, without a wait in the thread that trains.
 
 Outgoing tensors are copied to pinned memory on a side stream: after the work that is already
 queued, and concurrently with later work. The thread that sends waits for the copy. Incoming
@@ -27,11 +27,11 @@ class Staging:
         self._stream: Any = None
 
     def to_host(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start copying `tensors` (on the device, not written to any more); the function returned
-        waits and gives them on the CPU.
+        """Start copying `tensors` (on the device, not written to any more) to the CPU.
 
-        It is to be called in another thread than the one that trains. Where the device is the CPU
-        they are handed back as they are.
+        Returns:
+            A function that waits for the copies and returns them; to be called in another thread
+            than the one that trains. Where the device is the CPU it returns `tensors` themselves.
         """
         if self.device.type == "cpu":
             return lambda: list(tensors)
@@ -57,8 +57,9 @@ class Staging:
         return wait
 
     def pin(self, tensors: list[Tensor]) -> list[Tensor]:
-        """CPU tensors where the device can fetch them by itself, in the same list: each is let go
-        as soon as it has been copied.
+        """Copies of CPU tensors in pinned memory, from which the device fetches them by itself; the
+        tensors themselves where the device is the CPU. They replace the tensors in the list, so
+        that each is freed as soon as it has been copied.
         """
         if self.device.type != "cpu":
             with torch.get_device_module(self.device).device(self.device):
@@ -74,13 +75,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`, without waiting for what is queued there; itself where that is the
-    CPU.
+    """A copy of a CPU tensor on `device`, made without waiting for what is queued there; the tensor
+    itself where `device` is the CPU.
     """
     return t if device.type == "cpu" else pinned(t).copy_(t).to(device, non_blocking=True)
 
 
 def pinned(like: Tensor) -> Tensor:
-    """Room on the host for a tensor, in memory that is not moved: a device copies from and to it by
-    itself. torch keeps such memory and hands it out again."""
+    """An empty CPU tensor of the shape and dtype of `like`, in pinned memory: a device copies from
+    and to it by itself. torch keeps such memory and hands it out again.
+    """
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

@@ -1,5 +1,5 @@
-"""The orthonormal transform of the blocks of a workspace, and its inverse: which one is the codec's
-affair.
+"""The orthonormal transform of the blocks of a workspace, and its inverse, by the name that the
+codec gives.
 
 coefficients = D_r X D_s^T for a block X of r x s elements, where D_n is the matrix [n, n] of a
 transform of n points (`MATRICES`). Edge blocks use their own r and s, so the padding of their slot
@@ -51,16 +51,16 @@ def kernels() -> str:
 
 
 def intel() -> bool:
-    """Whether it is Intel's: there MKL multiplies in fp32 faster than oneDNN, elsewhere half as
-    fast.
+    """Whether the processor is Intel's: there MKL multiplies in fp32 faster than oneDNN, on others
+    half as fast.
     """
     return "intel" in cpu_name().lower()
 
 
 @lru_cache(maxsize=1)
 def fast_bf16() -> bool:
-    """Whether products in bf16 take less time than in fp32. Without AMX Intel's take as long, and
-    conversions come on top.
+    """Whether products in bf16 take less time than in fp32 on this processor. On Intel's without
+    AMX they take as long, and conversions come on top.
     """
     return _supports("amx_tile") or (_supports("avx512_bf16") and not intel())
 
@@ -105,7 +105,7 @@ def _matrix(name: str, n: int, device: torch.device, dtype: torch.dtype) -> Tens
 
 
 def whole(group: Group | None) -> bool:
-    """Whether blocks are transformed and fill their slots."""
+    """Whether the blocks of a group are transformed and fill their slots of 64 x 64."""
     return group is not None and group.transform and group.r * group.s == BLOCK
 
 
@@ -137,21 +137,25 @@ class Transform:
         self._precision = ExitStack()
 
     def room(self, window: Window, exact: bool = False) -> Tensor:
-        """Memory [numel] for a window that is to be transformed, until the next one: in the
-        precision of the first product, which is what copies of gradients are best made in, or
-        fp32 where `exact`."""
+        """Memory [numel] for a window that is to be transformed; the next call hands it out again.
+
+        Its dtype is that of the factors of the first product, so that a gradient is copied into it
+        once, or fp32 where `exact`.
+        """
         low = whole(window.group) and not exact
         return self._buffer(0, window.numel, self._forward if low else torch.float32)[0]
 
     def shortens(self, group: Group | None, terms: int) -> bool:
         """Whether `sparse_inverse` may stand in for `inverse_` where `terms` coefficients of a
-        block are not zero. Not in fp32, where the update is one function of the mean, whatever the
-        number of replicas."""
+        block are not zero. Not in fp32: there the update is the same function of the mean for any
+        number of replicas.
+        """
         return self._short and whole(group) and terms <= FEW
 
     def reads(self, window: Window, tensors: ContiguousViews) -> bool:
-        """Whether `add_from` takes a window from where it lies: blocks in fp32, on a CPU, not in
-        many small tensors."""
+        """Whether `add_from` can read a window where it lies in the tensors: in fp32, on a CPU, and
+        not in many small tensors.
+        """
         group = window.group
         if group is None or not self._cpu:
             return False
@@ -165,8 +169,9 @@ class Transform:
     def add_from(
         self, window: Window, tensors: ContiguousViews, work: Tensor, beta: float, gain: float
     ) -> None:
-        """`add`, of the elements of `tensors` that are the window's (None counts as zeros), which
-        are not copied; the same bits."""
+        """`add` with the window's elements of `tensors` as the source (None counts as zeros): they
+        are read where they lie. The bits are those of `add`.
+        """
         if not whole(window.group):
             for box in window.boxes:
                 source, slots = tensors[box.tensor], box.slots(work)
@@ -226,9 +231,13 @@ class Transform:
         return self._put(self._from_left(1, half, source.view_as(half)), work)
 
     def sparse_inverse(self, place: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        """The inverse transform of whole blocks of which few coefficients are not zero, into `out`
-        (fp32 [n * 4096]): sums of m outer products of rows of D. `values`: fp32 [n, m], at
-        places [n, m] in the block, added where a place comes again."""
+        """The inverse transform of n whole blocks of which few coefficients are not zero, as sums
+        of m outer products of rows of D, into `out` (fp32 [n * 4096]).
+
+        Args:
+            place: place of each coefficient in its block, int64 [n, m].
+            values: the coefficients, fp32 [n, m]; those of one place are added.
+        """
         n, d = len(place), self._matrices(self._inverse)[0]
         left = d.index_select(0, (place >> 6).view(-1)).view(n, -1, EDGE).transpose(1, 2)
         right = d.index_select(0, (place & 63).view(-1)).view(n, -1, EDGE)
@@ -324,8 +333,8 @@ def _add(source: Tensor, work: Tensor, beta: float, gain: float) -> None:
 
 
 def make_transform(codec: Codec, device: torch.device | str) -> Transform:
-    """The transform of a codec on a device. Under "none" no block is one to be transformed, so
-    every method leaves it as it is.
+    """The transform of a codec on a device. With the transform "none" no group is one that is
+    transformed, so every method leaves blocks as they are.
     """
     return Transform(codec.transform, device, codec.transform_precision)
 
@@ -350,6 +359,9 @@ _HELD: dict[int, list[Any]] = {}
 
 @contextmanager
 def set_precision(backend: Any, precision: str) -> Iterator[None]:
+    """A context in which torch multiplies fp32 matrices in `precision` on a backend, such as
+    `torch.backends.cuda.matmul`.
+    """
     # the setting is the process's: it stays until the last thread that wants it has ended
     with _LOCK:
         held = _HELD.setdefault(id(backend), [])
@@ -374,8 +386,9 @@ def onednn() -> bool:
     """Whether torch makes fp32 products on this CPU in oneDNN, and still in fp32, when oneDNN is
     allowed bf16.
 
-    That is how one chooses it over MKL, whose kernels are half as fast on AMD; so it is on CPUs
-    without AMX. Tried, not assumed."""
+    So one chooses oneDNN over MKL, whose kernels are half as fast on AMD. It works on CPUs without
+    AMX. The function tries it, since torch does not say.
+    """
     x = (
         torch.linspace(-9.0, 9.0, 4 * BLOCK, dtype=torch.float32, device="cpu")
         .sin_()
@@ -397,8 +410,8 @@ def onednn() -> bool:
 
 
 def products_on(device: torch.device, tf32: bool) -> AbstractContextManager[None]:
-    """The precision that the transform's products are made in on `device`, whatever the training
-    asks for elsewhere.
+    """A context in which products on `device` have the precision that the transform needs, whatever
+    the training asks for elsewhere.
     """
     if device.type == "cuda":
         return set_precision(torch.backends.cuda.matmul, "tf32" if tf32 else "ieee")

@@ -1,8 +1,8 @@
-"""Stretches of a workspace of blocks that are worked on at once, and where their elements lie in
-the tensors.
+"""Windows: stretches of a workspace of blocks that are worked on at once, and the places of their
+elements in the tensors.
 
-A workspace (`blocks.py`) is never made where a window of it will do: windows are packed,
-transformed, selected, decoded and applied one after the other, in memory that is used again.
+A workspace (`blocks.py`) is seldom made as a whole: its windows are packed, transformed, selected,
+decoded and applied one after the other, in memory that is used again.
 """
 
 from __future__ import annotations
@@ -49,8 +49,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Box:
-    """Blocks [y, x, r, s] in the memory of a contiguous tensor, from element `offset`, with
-    strides; they are its blocks lo..hi of what was asked for."""
+    """The place of some blocks in the memory of a contiguous tensor.
+
+    Attributes:
+        tensor: index of the tensor.
+        offset: element of the tensor with which the first block begins.
+        shape: [y, x, r, s]: y x `x` blocks of r x s elements.
+        strides: of `shape`, in elements of the tensor.
+        lo, hi: numbers of the blocks in the window.
+    """
 
     tensor: int
     offset: int
@@ -60,27 +67,27 @@ class Box:
     hi: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The blocks in a contiguous tensor."""
+        """The blocks of a contiguous tensor, a view [y, x, r, s]."""
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
     def slots(self, work: Tensor) -> Tensor:
-        """The same blocks in a contiguous stretch of slots."""
+        """The same blocks in the memory of the window, a view [y, x, r, s]."""
         strides = (self.shape[1] * BLOCK, BLOCK, EDGE, 1)
         return work.as_strided(self.shape, strides, work.storage_offset() + self.lo * BLOCK)
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a workspace that is worked on at once: slots of one group, or dense elements
-    (`group` is None).
+    """A stretch of a workspace that is worked on at once: blocks of one group, or dense elements.
 
     Attributes:
+        group: group of the blocks; None of dense elements.
         begin, end: elements of the workspace.
-        boxes: where its blocks lie in the tensors.
-        rows: of a dense one, what lies where: (tensor, from, to, place in the window).
-        parts: the same stretch in parts: of a window those that fit into the cache of a core, none
-            where it is one itself (`inner`); of what is coded at once (`Layout.stretches`) its
-            windows.
+        boxes: places of the blocks in the tensors.
+        rows: places of dense elements: (tensor, first element, end, place in the window).
+        parts: smaller windows that cover this one: of `Layout.windows` those that fit into the
+            cache of a core; of `Layout.stretches` the windows of `Layout.windows`; empty in a
+            window that is a part itself.
     """
 
     group: Group | None
@@ -92,17 +99,17 @@ class Window:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.end - self.begin
 
     @property
     def inner(self) -> tuple[Window, ...]:
-        """Its parts."""
+        """The parts of the window, or itself where it has none."""
         return self.parts or (self,)
 
     @property
     def first(self) -> int:
-        """Number of its first block in its group."""
+        """Number of the first block, counted in the group."""
         return self.begin // BLOCK - self.group.start if self.group is not None else 0
 
     @property
@@ -111,12 +118,12 @@ class Window:
         return self.numel // BLOCK
 
     def of(self, work: Tensor) -> Tensor:
-        """Its elements of a workspace, a view."""
+        """The elements of the window in a workspace, a view [numel]."""
         return work[self.begin : self.end]
 
     def pack(self, tensors: ContiguousViews, out: Tensor) -> Tensor:
-        """Copy its elements of the tensors (any float dtype; None counts as zeros) into `out`
-        [numel].
+        """Copy the elements of the window from the tensors (any float dtype; None counts as zeros)
+        into `out` fp32 [numel].
         """
         for tensor, lo, hi, at in self.rows:
             _copy(out[at : at + hi - lo], tensors.flat(tensor, lo, hi))
@@ -128,7 +135,9 @@ class Window:
         return out
 
     def scale(self, out: Tensor, factors: Sequence[float]) -> Tensor:
-        """Multiply what was packed of each tensor by a factor of its own, in place."""
+        """Multiply the elements of each tensor in `out` [numel] by the factor of that tensor, in
+        place.
+        """
         for tensor, lo, hi, at in self.rows:
             out[at : at + hi - lo].mul_(factors[tensor])
         for box in self.boxes:
@@ -150,8 +159,11 @@ class Window:
 
 
 class ContiguousViews:
-    """Tensors, each as contiguous memory: itself, or the latest one that is not as a copy, which
-    goes back when another is asked for or the context ends (`back`)."""
+    """Tensors, each as contiguous memory: a contiguous one as it is, another as a copy.
+
+    One copy is kept at a time. With `back` it is written back into its tensor when the next one is
+    made, and at the end of the context.
+    """
 
     def __init__(self, tensors: Sequence[Tensor | None], back: bool = False):
         self._tensors, self._back = tensors, back
@@ -167,7 +179,7 @@ class ContiguousViews:
         return self._copied[1]
 
     def flat(self, index: int, lo: int, hi: int) -> Tensor | None:
-        """Elements lo..hi of one."""
+        """Elements lo..hi of the tensor of this index, a view; None where there is none."""
         tensor = self[index]
         return None if tensor is None else tensor.view(-1)[lo:hi]
 

@@ -1,4 +1,4 @@
-"""What a method is: channels, presets, rules, parsing. Nothing here touches a tensor.
+"""Configurations of methods: channels, presets, rules, parsing. Nothing here touches a tensor.
 
 Imports nothing of the package but `errors`.
 """

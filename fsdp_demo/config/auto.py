@@ -22,16 +22,17 @@ KEPT = ("clip", "clip_scope", "norm_limit", "offload_outer_state", "own_tensors"
 
 @dataclass(frozen=True)
 class AutoConfig(ExchangeConfig):
-    """What a run has until its method is chosen: one gradient channel that is never due.
+    """The configuration of a run until its method is chosen: one gradient channel that is never
+    due.
 
     So the base optimizer takes no step meanwhile, and all replicas keep equal parameters and fresh
-    optimizer states: whatever is chosen begins as it would have at the start. The gradients of
+    optimizer states: the chosen method begins as it would have at the start. The gradients of
     these steps are lost.
 
-    Args:
-        target: share of the time that training shall go on, not wait: 0.95 of it.
+    Attributes:
+        target: share of the time that a run shall spend in training, not waiting.
         measured: steps until the choice, 3 or more.
-        given: those of `KEPT` that were set; `changed` keeps count.
+        given: the settings of `KEPT` that were set; `changed` adds to them.
 
     Example:
         >>> from fsdp_demo import preset
@@ -51,8 +52,8 @@ class AutoConfig(ExchangeConfig):
             raise ValueError(f"measured={self.measured} is out of range: allowed is 3 or more")
 
     def changed(self, changes: Mapping[str, Any]) -> ExchangeConfig:
-        """A copy with other settings: those that the chosen method takes over, `target`,
-        `measured`.
+        """A copy with other values of `target`, `measured`, and of the settings that the chosen
+        method takes over.
 
         Raises:
             ValueError: a setting of a method, which is not chosen yet; a value that is not allowed.
@@ -81,12 +82,13 @@ class AutoConfig(ExchangeConfig):
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """What `auto` has planned with, and why it took the method. Saved with the run.
+    """The method that `auto` took: figures it planned with, and why. Saved with the run.
 
     Attributes:
         reason: a sentence: what was measured, what was planned with, and why this method.
-        link: in the words of `Link.parse`, rounded. step_seconds: of a step without an exchange,
-            rounded. steps: of the run, or None where that was not known.
+        link: the link, rounded, as `Link.parse` reads it.
+        step_seconds: seconds of a step without an exchange, rounded.
+        steps: steps of the run, or None where that was not known.
     """
 
     reason: str
@@ -108,5 +110,5 @@ def auto(**changes: Any) -> AutoConfig:
 
 
 def undecided(config: ExchangeConfig) -> bool:
-    """Whether the method is still to be chosen; also of a configuration that was saved before."""
+    """Whether the method of a configuration is still to be chosen."""
     return config.preset == AUTO

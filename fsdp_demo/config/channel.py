@@ -1,4 +1,4 @@
-"""One thing that is exchanged: a source, and the parts (`parts.py`) that say when and how. Plain
+"""A channel: one thing that is exchanged, with the parts (`parts.py`) that say when and how. Plain
 data; nothing here touches tensors.
 
 A wrong value is refused when it is read, with the field, the value found and what is allowed.
@@ -119,8 +119,8 @@ class Channel:
     # ---- what changes in the run ---------------------------------------------------------------
 
     def stages(self) -> list[tuple[int, Channel]]:
-        """The first step of each of its phases, and the channel as it is from there on; a phase
-        that begins at a share of the run, not a step, is left out.
+        """(first step, channel as it is from there on) of the channel and of each of its phases; a
+        phase that begins at a share of the run, not at a step, is left out.
         """
         found = [(0, replace(self, later=()) if self.later else self)]
         for p in self.later:
@@ -130,55 +130,57 @@ class Channel:
         return found
 
     def at(self, step: int) -> Channel:
-        """The channel as it is for what is sent at `step`."""
+        """The channel as it is for a message that is sent at `step`."""
         return [c for begin, c in self.stages() if begin <= step][-1]
 
     # ---- what follows from the fields: derived here and nowhere else, never set ----------------
 
     @property
     def before_step(self) -> bool:
-        """Gradient channels act before the base optimizer's step, all others after it."""
+        """Whether the channel acts before the base optimizer's step, as those of gradients do, or
+        after it.
+        """
         return self.source == "gradient"
 
     @property
     def state_name(self) -> str:
-        """The state of the optimizer that it averages ("exp_avg"); empty for gradients, deltas and
-        parameters.
+        """Name of the optimizer's state that the channel averages ("exp_avg"); empty for gradients,
+        deltas and parameters.
         """
         return self.source.removeprefix("state:") if self.source.startswith("state:") else ""
 
     @property
     def target(self) -> str:
-        """The tensors that it reads and writes, as a host's `tensors` calls them: a delta is read
-        from the parameters.
+        """The tensors that the channel reads and writes, as a host's `tensors` calls them: a delta
+        is read from the parameters.
         """
         return "parameter" if self.source == "delta" else self.source
 
     @property
     def writes_parameters(self) -> bool:
-        """Whether what comes back sets parameters. Gradients act through the base optimizer
+        """Whether the channel sets parameters itself. Gradients act through the base optimizer
         instead.
         """
         return self.target == "parameter"
 
     @property
     def sums_steps(self) -> bool:
-        """Whether what is sent is the sum of the steps of a round: of a delta, or of gradients that
-        are accumulated.
+        """Whether a message is the sum of the steps of a round: a delta, or gradients that are
+        accumulated.
         """
         return self.source in ("delta", "gradient") and self.schedule.sync_every > 1
 
     @property
     def queues(self) -> bool:
-        """Whether a delta is sent while earlier ones are under way: those stay in the parameters
-        until they arrive.
+        """Whether a delta is sent while earlier ones are under way; these stay in the parameters
+        until their means arrive.
         """
         return self.source == "delta" and self.schedule.delay >= self.schedule.sync_every
 
     @property
     def corrects(self) -> bool:
-        """Whether a mean of parameters corrects what was sent, so that steps taken while it was
-        under way are kept.
+        """Whether the difference between a mean of parameters and the parameters that were sent is
+        added, so that steps taken while it was under way are kept.
         """
         return self.source == "parameter" and self.schedule.delay > 0
 
@@ -189,13 +191,13 @@ class Channel:
 
     @property
     def needs_own(self) -> bool:
-        """Whether a replica needs what it has sent itself when the mean of it arrives."""
+        """Whether a replica needs its own contribution again when the mean of it arrives."""
         return self.corrects or self.queues or self.keeps_steps or self.applier.local_delta
 
     @property
     def taken(self) -> float:
-        """The share of what is sent that leaves the accumulator; 0 where nothing leaves it, or
-        there is none.
+        """The share of the values sent that leaves the accumulator; 0 without an accumulator, or
+        where nothing leaves it.
         """
         if self.accumulator is None or self.feedback == "none":
             return 0.0
@@ -203,8 +205,8 @@ class Channel:
 
     @property
     def equal_after_exchange(self) -> bool:
-        """Whether the parameters it covers are equal on all replicas after an exchange of this
-        channel; fragments are not, all at once.
+        """Whether the parameters that the channel covers are equal on all replicas right after one
+        of its exchanges; those of fragments never are, all at once.
         """
         return (
             self.equal_at_end
@@ -214,7 +216,9 @@ class Channel:
 
     @property
     def equal_at_end(self) -> bool:
-        """Whether a last exchange leaves all replicas equal: not if each applies its own delta."""
+        """Whether a last exchange leaves the parameters that the channel covers equal on all
+        replicas; not if each applies its own delta.
+        """
         return not self.state_name and not self.applier.local_delta
 
 
@@ -249,8 +253,8 @@ def covers(channel: Channel, name: str) -> bool:
 
 
 def tensor_layout_kind(channel: Channel, name: str) -> str:
-    """How a covered tensor is laid out (`blocks.Layout`): "dense" (sent whole), "plain" (blocks,
-    not transformed) or "transform".
+    """The kind of a covered tensor in a `blocks.Layout`: "dense" (sent whole), "plain" (blocks, not
+    transformed) or "transform" (blocks, transformed).
     """
     if not channel.codec.sparse or matches(name, channel.uncompressed):
         return "dense"
@@ -262,5 +266,5 @@ def tensor_layout_kind(channel: Channel, name: str) -> str:
 
 
 def literal(name: str) -> str:
-    """The pattern that fits this name alone."""
+    """The shell pattern that fits this parameter name alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -35,8 +35,8 @@ def layer_of(name: str) -> int | None:
 
 
 def expand(config: ExchangeConfig, names: Sequence[str]) -> list[Channel]:
-    """The channels to run on a model with these parameter names: each one with `fragments` becomes
-    one channel per fragment.
+    """The channels of a configuration on a model with these parameter names: a channel with
+    `fragments` becomes one channel per fragment.
 
     With n fragments, fragment p has the offset floor(p period / n). `after` a channel with
     fragments means after all of them.

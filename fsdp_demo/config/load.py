@@ -7,26 +7,18 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 from ..errors import see
 from . import rules
 from .auto import AUTO, auto
-from .parsing import MEANT, nearest, one_of, paths_of, read_yaml, typed
-from .presets import presets
+from .methods import presets
+from .parsing import MEANT, by_path, nearest, one_of, read_yaml, typed
 from .schema import ExchangeConfig
 
-TOP = (
-    "clip",
-    "clip_scope",
-    "inner_optimizers",
-    "lr",
-    "max_in_flight",
-    "norm_limit",
-    "offload_outer_state",
-    "own_tensors",
-    "seed",
-)
+TOP = tuple(sorted({f.name for f in fields(ExchangeConfig)} - {"preset", "channels"}))
+"""The keys of the top level that a change may name."""
 
 
 def preset(name: str, **changes: Any) -> ExchangeConfig:
@@ -90,7 +82,7 @@ def changed(config: ExchangeConfig, changes: Mapping[str, Any]) -> ExchangeConfi
     for key, value in changes.items():
         word = "period" if key == "sync_every" else key
         if word in takes and word not in TOP:
-            paths = paths_of(config.to_dict()["channels"][0]) if len(config.channels) == 1 else []
+            paths = [*by_path(config.to_dict()["channels"][0])] if len(config.channels) == 1 else []
             path = MEANT.get(word) or next((p for p in paths if p.endswith(f".{word}")), "")
             other = f"{path}={value!r}, or " if path in paths else ""
             raise ValueError(
@@ -129,7 +121,7 @@ def _meant(key: str, options: list[str], config: ExchangeConfig) -> str:
         return f"; did you mean {word!r}?"
     if word == "period":
         return f"; did you mean {path!r}?"
-    paths = paths_of(config.to_dict()["channels"][0])
+    paths = [*by_path(config.to_dict()["channels"][0])]
     same = [path] if path else [p for p in paths if p.endswith(f".{key}")]
     if len(same) != 1:
         return nearest(key, options, 0.5)
@@ -139,7 +131,7 @@ def _meant(key: str, options: list[str], config: ExchangeConfig) -> str:
 
 
 def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ExchangeConfig:
-    """Read what `--exchange` and `--set` say.
+    """The configuration that `--exchange` and `--set` say.
 
     Args:
         source: a preset name, or the path of a yaml file: a whole configuration
@@ -186,7 +178,7 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
         )
     if "channels" in data:
         return changed(_in_file(source, lambda: ExchangeConfig.from_dict(data)), changes)
-    name, flat = data.pop("preset"), _flatten(data)
+    name, flat = data.pop("preset"), by_path(data)
     _in_file(source, lambda: _refuse_twice(flat))
     _refuse_twice(changes)
     words = {"period", "sync_every"} if {"period", "sync_every"} & {*changes} else set()
@@ -210,14 +202,3 @@ def _in_file(source: str, read: Callable[[], Any]) -> Any:
         return read()
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-
-
-def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in node.items():
-        out.update(
-            _flatten(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {prefix + str(key): value}
-        )
-    return out

@@ -1,8 +1,8 @@
-"""What a configuration may name, with the facts about it that need no tensor: number formats,
+"""Names that a configuration may have, and facts about them that need no tensor: number formats,
 transforms, selections, appliers.
 
-Each table is the one list of its names. What a name does is registered under it further up, and
-`tests/test_registries.py` keeps both sides equal:
+Each table is the one list of its names. The code behind a name is registered under it in a package
+further up, and `tests/test_registries.py` keeps both sides equal:
 
 * FORMATS, TRANSFORMS, SELECTIONS: `compression/formats.py`, `compression/transform.py`,
   `compression/selection.py`.
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Format:
-    """How many bits a value takes (`codec.value_dtype`).
+    """Sizes of a number format (`codec.value_dtype`).
 
     Attributes:
-        bits: of one value: 1, 2, 4 or 8, or those of a dtype where there are no scales.
-        group: consecutive values that share scales; 0: there are none, each value stands for
-            itself.
-        scales: of one group, each bf16.
+        bits: bits of one value: 1, 2, 4 or 8, or those of a dtype where there are no scales.
+        group: number of consecutive values that share scales; 0: there are none, each value stands
+            for itself.
+        scales: number of scales of one group, each bf16.
     """
 
     bits: int
@@ -31,23 +31,23 @@ class Format:
 
     @property
     def exact(self) -> bool:
-        """A float of its own for each value: fit for parameters and for what has no error feedback;
-        a vector may be cut anywhere.
+        """Whether each value is a float of its own: fit for parameters and for channels without
+        error feedback. A vector of such values may be cut anywhere.
         """
         return not self.group
 
     @property
     def low(self) -> bool:
-        """Under 8 bits: never summed in its own code."""
+        """Whether a value has fewer than 8 bits; such values are never summed in their own code."""
         return self.bits < 8
 
     @property
     def has_zero(self) -> bool:
-        """A zero is sent as a zero. Where it is not, it gets the level of its group."""
+        """Whether a zero is sent as a zero. If not, it gets the level of its group."""
         return self.bits > 2
 
     def num_scales(self, cols: int) -> int:
-        """Scales of a row of `cols` values."""
+        """Number of scales of a row of `cols` values."""
         return -(-cols // self.group) * self.scales if self.group else 0
 
     def num_bytes(self, rows: int, cols: int) -> int:
@@ -57,13 +57,13 @@ class Format:
 
 @dataclass(frozen=True)
 class Selection:
-    """Who chooses the elements of a block that are sent (`codec.select`).
+    """The way in which the elements of a block that are sent are chosen (`codec.select`).
 
     Attributes:
-        by: "nobody", everything is sent; "data", the values themselves, so that positions travel
-            with them and payloads cannot be summed on the way; "step", the number of the exchange,
-            so that all replicas know the positions.
-        alike: the same positions in every block.
+        by: "nobody": everything is sent; "data": by the values themselves, so that positions travel
+            with them and messages cannot be summed on the way; "step": by the number of the
+            exchange, so that all replicas know the positions.
+        alike: whether the positions are the same in every block.
     """
 
     by: str
@@ -72,11 +72,11 @@ class Selection:
 
 @dataclass(frozen=True)
 class Acts:
-    """What a way of applying the mean is for (`applier.acts_as`).
+    """The channels that a way of applying the mean is for (`applier.acts_as`).
 
     Attributes:
-        sources: of the channels that it can apply; "state" is any state of the optimizer.
-        whole: it needs the mean of everything, in an exact format and without an accumulator.
+        sources: their sources; "state" is any state of the optimizer.
+        whole: whether they must send everything, in an exact format and without an accumulator.
     """
 
     sources: tuple[str, ...]

@@ -21,14 +21,16 @@ MEANT = {"period": "schedule.sync_every", "h": "schedule.sync_every", "k": "code
 
 
 def nearest(found: Any, known: Sequence[str], cutoff: float = 0.4) -> str:
-    """`; did you mean ...?` if one of `known` is like what was found, else nothing."""
+    """The text `; did you mean ...?` with the name of `known` that is most like `found`; empty if
+    none is.
+    """
     near = difflib.get_close_matches(str(found), known, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def proposal(found: str, known: Sequence[str]) -> str:
-    """`nearest` for a key: what papers call it (`MEANT`) comes first, then the one path of `known`
-    that ends in the same word.
+    """The text `; did you mean ...?` for a key: with the path of what papers call so (`MEANT`),
+    else the one path of `known` that ends in the same word, else the nearest.
     """
     leaf = found.rpartition(".")[2]
     if meant := MEANT.get(leaf.lower(), ""):
@@ -59,8 +61,12 @@ def in_range(where: str, value: float, low: float, high: float = float("inf")) -
 
 
 def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) -> None:
-    """Set one dotted path in the dict form: a field named in `top`, or one of a channel if the path
-    starts with its name, else of all.
+    """Set one dotted path in a configuration as plain data, in place: a key of the top level, or a
+    key of one channel where the path begins with its name, else of all channels.
+
+    Args:
+        data: the configuration, as of `ExchangeConfig.to_dict`.
+        top: keys of the top level that may be set.
 
     Raises:
         ValueError: there is no such key; offers the nearest.
@@ -94,11 +100,11 @@ def _no_key(path: str, top: Sequence[str], by_name: Mapping[str, Any]) -> str:
     as the path does.
     """
     head, _, rest = path.partition(".")
-    paths = sorted({p for channel in by_name.values() for p in paths_of(channel)})
+    paths = sorted({p for channel in by_name.values() for p in by_path(channel)})
     sections = {p.partition(".")[0] for p in paths if "." in p}
     near = difflib.get_close_matches(head, list(by_name), n=1)
     if rest and near and head not in sections:  # NAME.path, with NAME as it is or misspelt
-        known = [f"{near[0]}.{p}" for p in sorted(paths_of(by_name[near[0]]))]
+        known = [f"{near[0]}.{p}" for p in sorted(by_path(by_name[near[0]]))]
         meant = proposal(f"{near[0]}.{rest}", known)
     else:
         meant = proposal(path, known := [*top, *paths])
@@ -108,22 +114,27 @@ def _no_key(path: str, top: Sequence[str], by_name: Mapping[str, Any]) -> str:
     return f"{found} (known: {', '.join(known)}{here}){see('unknown-key')}"
 
 
-def paths_of(node: Mapping[str, Any], prefix: str = "") -> list[str]:
-    out = []
+def by_path(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their dotted paths."""
+    out: dict[str, Any] = {}
     for key, value in node.items():
-        out += paths_of(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+        inner = isinstance(value, dict)
+        out |= by_path(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return out
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    """Types of a dataclass's fields. Kept: to evaluate them takes longer than all the rest."""
-    return get_type_hints(cls)
+# kept: to evaluate the types of a dataclass's fields takes longer than all the rest
+_hints = functools.cache(get_type_hints)
 
 
 def build(cls: Any, data: Any, where: str) -> Any:
-    """Build dataclass `cls` from plain data, checking keys and types and naming the field in every
-    error.
+    """An instance of dataclass `cls` from plain data.
+
+    Args:
+        where: dotted path of the data, for errors; empty for the whole configuration.
+
+    Raises:
+        ValueError: an unknown or missing key, or a value of another type; names the field.
     """
     if not isinstance(data, Mapping):
         raise ValueError(
@@ -165,11 +176,15 @@ _WORDS: dict[Any, str] = {
 
 
 def typed(hint: Any, value: Any, where: str, more: str = "") -> Any:
-    """Convert one plain value to the type a field declares, or raise ValueError that names the
-    field.
+    """One plain value as the type that a field declares.
 
     Args:
-        more: what else is allowed there, for the message.
+        hint: the type.
+        where: name of the field, for errors.
+        more: further words on what is allowed, for errors.
+
+    Raises:
+        ValueError: the value has another type; names the field.
     """
     args = get_args(hint)
     if type(None) in args:

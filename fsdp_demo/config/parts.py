@@ -60,7 +60,7 @@ class SyncSchedule:
 
     @property
     def in_flight(self) -> int:
-        """The largest number of payloads that are under way at once."""
+        """The largest number of messages that are under way at once."""
         return self.delay // self.sync_every + 1
 
 
@@ -146,29 +146,29 @@ class Codec:
 
     @property
     def format(self) -> Format:
-        """Bits, groups and scales of the values."""
+        """The number format of the values."""
         return FORMATS[self.value_dtype]
 
     @property
     def selection(self) -> Selection:
-        """Who chooses what is sent."""
+        """The way in which the values that are sent are chosen."""
         return SELECTIONS[self.select]
 
     @property
     def sparse(self) -> bool:
-        """True if only a part of each block is sent."""
+        """Whether only a part of each block is sent."""
         return self.selection.by != "nobody"
 
     @property
     def indexed(self) -> bool:
-        """True if positions are chosen by the data, so that indices travel and payloads cannot be
-        summed on the way.
+        """Whether positions are chosen by the data, so that they travel with the values and
+        messages cannot be summed on the way.
         """
         return self.selection.by == "data"
 
     @property
     def seeded(self) -> bool:
-        """True if positions follow from the step alone."""
+        """Whether positions follow from the step alone."""
         return self.selection.by == "step"
 
 
@@ -260,11 +260,11 @@ class Applier:
 
     @property
     def acts(self) -> Acts:
-        """What `acts_as` is for."""
+        """The channels that `acts_as` is for."""
         return APPLIERS[self.acts_as]
 
     def momentum_in(self, round: int) -> float:
-        """The momentum of round 1, 2, ...: the first of a warm-up has none."""
+        """The momentum in a round, counted from 1: the first of a warm-up has none."""
         return (
             self.momentum * min(1.0, max(round - 1, 0) / self.momentum_warmup)
             if self.momentum_warmup

@@ -1,5 +1,5 @@
-"""What has no meaning in a configuration: one channel's settings, and two channels' together; and
-settings that a method does not use, which are refused where somebody sets one. Each finding says
+"""Rules of a configuration: settings of one channel, or of two, that contradict each other; and
+settings that a method does not use, which are refused where a change sets one. Each finding says
 why and what to do.
 """
 
@@ -17,7 +17,7 @@ from .parts import NEVER
 
 
 def problems(c: Channel) -> list[str]:
-    """What has no meaning in one channel, each with the reason and the cure."""
+    """Contradictions within one channel, each a text with the reason and the cure."""
     return [text for wrong, text in (*_codec_rules(c), *_applier_rules(c)) if wrong]
 
 
@@ -118,7 +118,7 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
 
 
 def phase_problems(c: Channel) -> list[str]:
-    """What has no meaning in the phases of a channel (`Channel.later`), each with the cure."""
+    """Contradictions in the phases of a channel (`Channel.later`), each a text with the cure."""
     found: list[str] = []
     begins = [p.begin for p in c.later]
     for kind in ([b for b in begins if b < 1], [b for b in begins if b >= 1]):
@@ -157,7 +157,7 @@ def _kept_in_phases(a: Channel, b: Channel) -> list[tuple[str, Any, Any]]:
 
 
 def order_problems(c: Channel, first: Channel | None) -> list[str]:
-    """Why `c` cannot come after channel `first`."""
+    """The reasons why channel `c` cannot come after channel `first`; none where `first` is None."""
     if first is None:
         return []
     found = []
@@ -180,8 +180,8 @@ def order_problems(c: Channel, first: Channel | None) -> list[str]:
 
 
 def overlap(a: Channel, b: Channel) -> str | None:
-    """A pattern that both channels surely cover, as far as patterns alone can tell (`attach`
-    compares names).
+    """A pattern of parameter names that both channels surely cover; None where the patterns alone
+    do not tell (`attach` compares names).
     """
     for p in a.include:
         for q in b.include:
@@ -195,8 +195,8 @@ def overlap(a: Channel, b: Channel) -> str | None:
 
 
 def conflict(a: Channel, b: Channel) -> str | None:
-    """Why two channels that cover a common parameter cannot both act on it, or None if they can:
-    two that write the same need an order.
+    """The reason why two channels that cover a common parameter cannot both act on it, or None if
+    they can. Channels that write it on the same step need an order.
     """
     if a.target != b.target:
         return None
@@ -262,7 +262,7 @@ def refuse_unused(
 
 
 def no_effect(channels: Sequence[Channel], path: str) -> str:
-    """Why a path for all channels would have no effect; empty where any channel uses it."""
+    """The reason why a path for all channels has no effect; empty where any channel uses it."""
     reasons = [_unused(c).get(path, "") for c in channels]
     return reasons[0] if all(reasons) else ""
 

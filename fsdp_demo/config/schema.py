@@ -1,8 +1,8 @@
-"""What is exchanged, when, how compressed and how applied: the configuration of a method, its
+"""The configuration of a method: what is exchanged, when, how compressed and how applied; its
 checks and its yaml form.
 
-Every published method is a list of `Channel`s (see `presets.py`); nothing here touches tensors.
-What has no meaning together is refused when the configuration is made (`rules.py`).
+Every published method is a list of `Channel`s (`methods`); nothing here touches tensors. Settings
+that contradict each other are refused when the configuration is made (`rules.py`).
 """
 
 from __future__ import annotations
@@ -128,8 +128,11 @@ class ExchangeConfig:
                 )
 
     def fixed(self, steps: int | None) -> ExchangeConfig:
-        """A copy whose phases begin at steps: a share of the run becomes one of its `steps`. Where
-        these are not known, what would begin at a share never begins.
+        """A copy whose phases begin at steps.
+
+        Args:
+            steps: steps of the run, of which a phase that begins at a share of the run takes its
+                share; None: they are not known, and such phases are left out.
         """
 
         def begins(p: Phase) -> list[Phase]:
@@ -144,8 +147,8 @@ class ExchangeConfig:
 
     def begun_as(self, earlier: ExchangeConfig) -> ExchangeConfig:
         """A copy whose phases begin where they began in `earlier`, the configuration with which
-        this run was started first; a channel that had none then, since the steps of the run were
-        not known, has none.
+        this run was started first. A channel that had none then has none: the steps of the run were
+        not known.
 
         Raises:
             ValueError: a channel had another number of phases then.
@@ -170,7 +173,7 @@ class ExchangeConfig:
         return any(p.begin < 1 for c in self.channels for p in c.later)
 
     def at(self, step: int) -> ExchangeConfig:
-        """The configuration of what is sent at `step`, as one without phases."""
+        """The configuration of messages that are sent at `step`, without phases."""
         return replace(self, channels=tuple(c.at(step) for c in self.channels))
 
     @property
@@ -198,20 +201,27 @@ class ExchangeConfig:
         return [c for c in self.channels if not c.state_name]
 
     def result(self, islands: int) -> str:
-        """What the method calls its model on so many islands, on the way: each replica's own
-        "parameters" (gradient channels keep them equal), the "anchor" that all replicas share,
-        or the "mean" of the replicas' parameters."""
+        """The tensors that are the trained model in the middle of a run of so many islands.
+
+        "parameters": those of any replica, since gradient channels keep them equal; "anchor": the
+        one that all replicas share; "mean": the mean of the replicas' parameters.
+        """
         moving = [c for c in self.channels if c.writes_parameters]
         if not moving or (islands == 1 and not any(c.source == "delta" for c in moving)):
             return "parameters"
         return "anchor" if all(c.source == "delta" and c.equal_at_end for c in moving) else "mean"
 
     @property
+    def clips_together(self) -> bool:
+        """Whether each replica's own gradients are clipped by their norm over all islands."""
+        return self.clip_scope == "islands" and self.clip is not None and not self.clips_mean
+
+    @property
     def clips_mean(self) -> bool:
         """Whether `clip` acts on the mean gradient over the islands; else on each replica's own.
 
-        Beside other channels it does not: the norm would have each replica's own gradients in it,
-        so that islands scaled one mean by unlike factors.
+        It cannot act on the mean where other channels carry a part of the training: the norm would
+        contain each replica's own gradients, so islands would scale one mean by unlike factors.
         """
         return bool(self._training) and all(
             c.before_step and c.accumulator is None and not c.applier.sign for c in self._training
@@ -232,7 +242,11 @@ class ExchangeConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ExchangeConfig:
-        """Build and check; unknown keys raise ValueError with the nearest right name."""
+        """The configuration that `to_dict` gave, or that was written by hand, checked.
+
+        Raises:
+            ValueError: unknown keys, wrong values or contradictions; offers the nearest right name.
+        """
         # one that was saved before its method was chosen (`auto.py`) has fields of its own
         own = {f.name for f in fields(cls)}
         there = {*data} if isinstance(data, Mapping) else set()
@@ -241,30 +255,23 @@ class ExchangeConfig:
 
     @classmethod
     def from_yaml(cls, text: str) -> ExchangeConfig:
-        """Read `to_yaml`'s form. A file may also say `preset: NAME` and dotted or nested changes:
-        see `load_config`.
+        """The configuration that `to_yaml` gave. Files of the short form, `preset: NAME` with
+        changes, are read by `load_config`.
         """
         return cls.from_dict(read_yaml(text, "the configuration"))
 
     def digest(self) -> int:
-        """64 bits of SHA-256 over the canonical form; in every payload header, so that peers on
-        another configuration are refused.
+        """The first 64 bits of SHA-256 over the canonical form. They are in the header of every
+        message, so that peers on another configuration are refused.
         """
         text = json.dumps(self.to_dict(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def parts(self) -> list[str]:
         """A phrase for each channel, and for each of its phases."""
-        named = [
-            (when, late)
-            for c in self.channels
-            for when, late in [
-                ("", c),
-                *((f"from step {begin} on ", late) for begin, late in c.stages()[1:]),
-            ]
-        ]
         parts = []
-        for when, c in named:
+        for begin, c in (stage for channel in self.channels for stage in channel.stages()):
+            when = f"from step {begin} on " if begin else ""
             select = (
                 f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
             )

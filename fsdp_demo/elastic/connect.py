@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..errors import PeerLost, see
 from ..membership.machine import entered
@@ -15,15 +14,18 @@ from ..membership.protocol_types import Member, Record, first_record
 from ..net.address import Keys
 from ..net.link import Link
 from ..peers.connection import PeerConnection
+from ..peers.join_messages import listener_key
 from ..peers.poller import Poller
 from ..peers.zeromq import GroupConnections, Meeting, ZeroMQ
 from ..status import SAVED, leave, tell_launcher
 from ..store.client import Store
-from . import descriptors, newcomer
-from .chunks import most_streams
+from . import descriptors
+from .agreement import round_trip
+from .chunks import streams
 from .driver import Driver
 from .failure_detector import FailureDetector
 from .join_server import JoinServer
+from .newcomer import Following, JoinHeartbeats, MemberSearch
 from .peer_group import PeerGroup
 from .store_session import StoreSession
 
@@ -51,7 +53,7 @@ class PeerPosition:
 
     Attributes:
         slot: of this island. rank, ranks: this peer group, and how many an island has. names: of
-            the islands, by slot; who joins adds its own.
+            the islands, by slot; one that joins adds its own.
         share: ranks of an island that use its link at once. process: this rank, as its launcher
             counts.
     """
@@ -85,26 +87,16 @@ def elastic_peers(
     Raises:
         ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
     """
-    poller = hub_of(meeting, place)
+    poller = new_poller(meeting, place)
     try:
         members = {slot: Member(slot) for slot in meeting.ranks}
-        at_peer_group = replace(meeting, prefix=f"{meeting.prefix}/line/{place.rank}")
+        me = members[place.slot]
+        at_peer_group = replace(meeting, prefix=f"{meeting.prefix}/peer_group/{place.rank}")
         transport = ZeroMQ(at_peer_group, poller)
         notes, connections = (by_member(transport.open(k), members) for k in ("notes", 0))
-        siblings = _siblings(poller, meeting, place, members[place.slot])
-        peers = PeerGroup(
-            members[place.slot], place.names, meeting.ranks, meeting.timeout, link, place.share
-        )
-        start = Starter(
-            poller,
-            meeting,
-            place,
-            members[place.slot],
-            siblings,
-            open_store,
-            limits,
-            peers,
-        )
+        siblings = _siblings(poller, meeting, place, me)
+        peers = PeerGroup(me, place.names, meeting.ranks, meeting.timeout, link, place.share)
+        start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
         start.member(
             first_record(members.values()), notes, {m: [wire] for m, wire in connections.items()}
         )
@@ -112,12 +104,24 @@ def elastic_peers(
         poller.close(0)
         raise
     try:
-        peers.widen(lambda k: by_member(transport.open(k), members))
-        start.open_listener()  # not before: who comes in has as many connections as the others
+        widen(peers, lambda k: by_member(transport.open(k), members))
+        start.open_listener()  # not before: a newcomer gets as many connections as the others
     except BaseException:
         peers.release()
         raise
     return peers
+
+
+def widen(peers: PeerGroup, connect: Callable[[int], Mapping[Member, PeerConnection]]) -> None:
+    """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by member,
+    as many on all ranks (`chunks.streams`). Raises PeerLost: an island was lost.
+    """
+    if peers.size > 1:
+        rtt = round_trip(peers)
+        count = streams(rtt, peers.size - 1)
+        peers.add_connections([connect(k) for k in range(1, count)])
+        if count > 1:
+            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
 
 
 def newcomer_peers(
@@ -138,41 +142,28 @@ def newcomer_peers(
         PeerLost: a member cannot be reached, or another island joins, for too long. ValueError: a
             member refuses this island for good.
     """
-    poller = hub_of(meeting, place)
+    poller = new_poller(meeting, place)
     me = Member(place.slot, life)
     labels, name = place.label, place.names[place.slot]
     try:
         siblings = _siblings(poller, meeting, place, me)
         at = meeting.store.under(meeting.prefix)
-        signs = newcomer.JoinHeartbeats(poller)
+        heartbeats = JoinHeartbeats(poller)
+        search = MemberSearch(poller, at, meeting.prefix, me, place.rank, name, labels, heartbeats)
         peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share)
         start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
 
         def follow(turn: int, seconds: float, since: Record | None, lost: Member | None) -> None:
-            reached, record = newcomer.reach(
-                poller,
-                at,
-                meeting.prefix,
-                me,
-                place.rank,
-                name,
-                labels,
-                seconds,
-                signs,
-                turn,
-                since,
-            )
+            """Follow a donor; `lost` is the one before it, `since` the record it was found in."""
+            reached, record = search.reach(seconds, turn, since)
             donor = reached[0]
             who = labels(donor.member.slot)
             if donor.member == lost:
                 raise PeerLost(f"{who} lives, and hands over nothing more")
 
             def become(record: Record) -> None:
-                start.member(
-                    record,
-                    {r.member: r.wires["notes"] for r in reached},
-                    {r.member: r.connections for r in reached},
-                )
+                notes = {r.member: r.wires["notes"] for r in reached}
+                start.member(record, notes, {r.member: r.connections for r in reached})
                 start.open_listener()
 
             def another() -> None:
@@ -181,10 +172,8 @@ def newcomer_peers(
                 patience = min(meeting.timeout, 3 * limits.dead)
                 follow(turn + 1, patience, record, donor.member)
 
-            peers.follow(
-                newcomer.Follow(poller, donor, place.rank == 0, at, me, who, become, another),
-                [r.member.slot for r in reached],
-            )
+            following = Following(poller, donor, place.rank == 0, at, me, who, become, another)
+            peers.follow(following, [r.member.slot for r in reached])
 
         follow(0, meeting.timeout, None, None)
     except BaseException:
@@ -193,13 +182,15 @@ def newcomer_peers(
     return peers
 
 
-def hub_of(meeting: Meeting, place: PeerPosition) -> Any:
-    """What moves all connections of this rank. Raises ValueError where it may not have so many."""
+def new_poller(meeting: Meeting, place: PeerPosition) -> Poller:
+    """The poller of this rank. Raises ValueError where it may not have so many connections."""
     descriptors.allow(meeting.size, place.ranks)
     return Poller(Keys(meeting.token, meeting.prefix) if meeting.token else None)
 
 
-def _siblings(poller: Any, meeting: Meeting, place: PeerPosition, me: Member) -> dict[int, Any]:
+def _siblings(
+    poller: Poller, meeting: Meeting, place: PeerPosition, me: Member
+) -> dict[int, PeerConnection]:
     """Connections to the other ranks of this island that have a peer group, by peer group."""
     if place.ranks == 1:
         return {}
@@ -208,93 +199,69 @@ def _siblings(poller: Any, meeting: Meeting, place: PeerPosition, me: Member) ->
     inside = replace(
         meeting, prefix=prefix, rank=place.rank, size=place.ranks, names=own, among=None
     )
-    return dict(ZeroMQ(inside, poller).open("siblings").wires)
+    return ZeroMQ(inside, poller).open("siblings").wires
 
 
+@dataclass
 class Starter:
     """Makes the driver of one rank, once it is a member."""
 
-    def __init__(
-        self,
-        poller: Any,
-        meeting: Meeting,
-        place: PeerPosition,
-        me: Member,
-        siblings: Mapping[int, Any],
-        open_store: Callable[[], Store],
-        limits: Limits,
-        peers: PeerGroup,
-    ):
-        self._poller = poller
-        self._meeting = meeting
-        self._place = place
-        self._me = me
-        self._siblings = siblings
-        self._open_store, self._limits, self._peers = open_store, limits, peers
-        self._join_server: JoinServer | None = None
+    poller: Poller
+    meeting: Meeting
+    place: PeerPosition
+    me: Member
+    siblings: Mapping[int, PeerConnection]
+    open_store: Callable[[], Store]
+    limits: Limits
+    peers: PeerGroup
+    join_server: JoinServer | None = None
 
     def member(
         self,
         record: Record,
-        notes: Mapping[Member, Any],
-        connections: Mapping[Member, Sequence[Any]],
+        notes: Mapping[Member, PeerConnection],
+        connections: Mapping[Member, Sequence[PeerConnection]],
     ) -> None:
         """This rank takes part in `record`, over these connections; the peer group has its
-        driver."""
-        meeting, place, limits = self._meeting, self._place, self._limits
-        driver: list[Driver] = []
-        join_server = self._join_server = JoinServer(
-            self._poller,
-            meeting.prefix,
-            self._me,
-            place.rank,
-            meeting.address,
-            lambda: _connections_to_guest(driver[0].connections) if driver else 1,
-            lambda who: driver[0].busy(who) if driver else "it starts",
-            lambda: driver[0].status() if driver else {"silent": True},
-            place.names,
-            limits.dead,
-        )
+        driver.
+        """
+        meeting, place, dead = self.meeting, self.place, self.limits.dead
         notes = {m: wire for m, wire in notes.items() if m in record.members}
         connections = {m: wires for m, wires in connections.items() if m in record.members}
-        signs = FailureDetector(
-            self._poller,
+        machine = entered(self.me, place.rank, place.ranks, record, min_continue=self.limits.least)
+        detector = FailureDetector(
+            self.poller,
             notes,
             connections,
-            self._siblings,
-            limits.dead,
+            self.siblings,
+            dead,
             meeting.timeout,
-            lambda rounds: patience(rounds, meeting.timeout, limits.stall),
+            lambda rounds: patience(rounds, meeting.timeout, self.limits.stall),
         )
-        driver.append(
-            Driver(
-                self._poller,
-                entered(self._me, place.rank, place.ranks, record, min_continue=limits.least),
-                signs,
-                lambda tell, failed: StoreSession(
-                    self._open_store, place.ranks, limits.dead, meeting.timeout, tell, failed
-                ),
-                place.label,
-                lambda record: expelled(place, record),
-                join_server,
-            )
+        driver = Driver(
+            self.poller,
+            machine,
+            detector,
+            lambda tell, failed: StoreSession(
+                self.open_store, place.ranks, dead, meeting.timeout, tell, failed
+            ),
+            place.label,
+            lambda record: expelled(place, record),
         )
-        self._peers.drive(driver[0], max((len(w) for w in connections.values()), default=1))
+        driver.join_server = self.join_server = JoinServer(
+            self.poller,
+            meeting.prefix,
+            meeting.address,
+            driver,
+            place.names,
+        )
+        self.peers.drive(driver, max((len(w) for w in connections.values()), default=1))
 
     def open_listener(self) -> None:
         """Others may ask at this member's listener, where it can be reached."""
-        if self._join_server is not None and self._join_server.endpoint[1]:
-            at = self._open_store()
-            at.set(
-                f"door/{self._me.slot}.{self._me.incarnation}.{self._place.rank}",
-                "{}:{}".format(*self._join_server.endpoint),
-            )
-
-
-def _connections_to_guest(connections: Mapping[Member, Sequence[Any]]) -> int:
-    """For messages, to one peer more: as many as to the others, unless they are too many then."""
-    as_before = max((len(wires) for wires in connections.values()), default=1)
-    return min(as_before, most_streams(len(connections) + 1))
+        if self.join_server is not None and self.join_server.endpoint[1]:
+            address = "{}:{}".format(*self.join_server.endpoint)
+            self.open_store().set(listener_key(self.me, self.place.rank), address)
 
 
 def by_member(

@@ -31,11 +31,19 @@ has seen is seen here, too, by then.
 """
 
 
+def say(poller: Poller, word: list[Any], wires: Iterable[PeerConnection]) -> None:
+    """Send a short word, as JSON, over each of these connections."""
+    data = bytearray(json.dumps(word, separators=(",", ":")).encode())
+    for wire in wires:
+        with poller.changed:
+            wire.post_note(QueuedPiece(poller, torch.frombuffer(data, dtype=torch.uint8)))
+        poller.nudge(wire)
+
+
 class FailureDetector:
     """What one rank hears of its peers.
 
     Args:
-        hub: of all connections.
         notes: for each other member the connection for short words; connections: those for
             messages. siblings: for each other rank of this island that has a peer group, by its
             number.
@@ -86,12 +94,8 @@ class FailureDetector:
         return [self.notes[member], *self.connections.get(member, [])]
 
     def say(self, word: list[Any], wires: Iterable[PeerConnection]) -> None:
-        """Send a short word."""
-        data = bytearray(json.dumps(word, separators=(",", ":")).encode())
-        for wire in wires:
-            with self._poller.changed:
-                wire.post_note(QueuedPiece(self._poller, torch.frombuffer(data, dtype=torch.uint8)))
-            self._poller.nudge(wire)
+        """Send a short word over some of the connections."""
+        say(self._poller, word, wires)
 
     def watch(self, now: float) -> None:
         """With every beat: a sign on each connection for messages, from time to time, and a look
@@ -228,30 +232,28 @@ class ProgressWatch:
     itself whether it stands: a peer that has moved meanwhile stays.
 
     Args:
-        signs: what it hears. label: how errors and logs name an island, by slot.
+        detector: what it hears. label: how errors and logs name an island, by slot.
     """
 
-    def __init__(self, signs: FailureDetector, label: Callable[[int], str]):
-        self._failure_detector, self._label = signs, label
+    def __init__(self, detector: FailureDetector, label: Callable[[int], str]):
+        self._detector, self._label = detector, label
         self._waits, self._next = -1, PATIENCE
 
     def look(self, rank: Rank, now: float) -> None:
         """With every beat, while no island is lost."""
-        n, seconds, behind = self._failure_detector.behind(now)
+        n, seconds, behind = self._detector.behind(now)
         behind = [m for m in behind if m in rank.record.contributors(n)]  # the others are not asked
         if n != self._waits:
-            usual = max(self._failure_detector.rounds, default=0.0)
+            usual = max(self._detector.rounds, default=0.0)
             self._waits, self._next = n, max(PATIENCE, 2 * usual)
         for member in behind:
-            if seconds > self._failure_detector.patience_with(member):
-                self._failure_detector.say(
-                    ["stands", n, seconds], [self._failure_detector.notes[member]]
-                )
+            if seconds > self._detector.patience_with(member):
+                self._detector.say(["stands", n, seconds], [self._detector.notes[member]])
         if not behind or seconds < self._next:
             return
         self._next *= 2
         if rank.rank == 0:
-            limit = min(map(self._failure_detector.patience_with, behind))
+            limit = min(map(self._detector.patience_with, behind))
             log.warning(
                 "waiting for %s for %.0f s: it is alive, but has not come to the next exchange "
                 "(message %d). It may take %.0f s (ISLAND_STALL, else ISLAND_TIMEOUT), then it "

@@ -1,40 +1,50 @@
 """A member's side of joining, on one rank: a listener that a newcomer asks, connections to it,
 and what the donor sends it.
 
-Each rank of each member listens at its listener (its address stands in the store,
-`door/<slot>.<incarnation>.<peer group>`). A newcomer tells there who it is and is given ports of
-its own: for short words, for ticks and the snapshot, for messages, and for what it sends as a
-member. It is a joining island until a record names it. One joining island at a time; others are
-told to come later. The lowest slot is its donor.
+Each rank of each member listens at an address that stands in the store
+(`join_messages.listener_key`). A newcomer tells there who it is and is given ports of its own: for
+short words, for the snapshot and ticks, for messages, and for what it sends as a member. It is a
+*joining island* until a record names it. There is one at a time; others are told to come later.
+Its donor is the member with the lowest slot.
 
-All of it runs in the network thread. What the donor's training hands out comes over
-`donor_feed.py`.
+`JoinServer` runs in the network thread. `DonorFeed` is what the donor's training calls.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import math
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
-from msgspec import Struct
 from torch import Tensor
 
 from ..errors import UNREADABLE
-from ..files import from_json, to_json
+from ..files import from_json
 from ..membership.protocol_types import Member
 from ..peers import bulk_stream
+from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection
+from ..peers.header import WITHIN
+from ..peers.join_messages import (
+    WIRES,
+    DonorSnapshot,
+    Request,
+    Tick,
+    connection_names,
+    greeting,
+    packed,
+)
 from ..peers.poller import Poller
-from ..peers.zeromq import bound, bracketed
+from ..peers.zeromq import bound
+from .chunks import most_streams
+from .message_state import RoundMessage
+from .network_loop import NetworkLoop
 
 log = logging.getLogger("fsdp_demo")
 
@@ -43,10 +53,7 @@ LEAST = 64 << 20
 slower cannot be joined over."""
 
 TO_CONNECT = 30.0
-"""Seconds that somebody who was let in has to connect."""
-
-WIRES = ("notes", "ticks", "messages")
-"""Connections of a joining island, but for those for messages."""
+"""Seconds that an island which was let in has to connect."""
 
 
 def _word(note: bytes) -> list[Any]:
@@ -59,26 +66,16 @@ def _word(note: bytes) -> list[Any]:
     return word
 
 
-class Request(Struct):
-    """What is said at a listener: `ask` is "status", or somebody (slot, life, name) wants to come
-    into peer group `line` of a run.
-    """
-
-    ask: str = ""
-    run: str = ""
-    line: int = -1
-    slot: int = -1
-    life: int = 0
-    name: str = ""
-
-
 @dataclass
 class JoiningIsland:
     """A newcomer that is not a member yet.
 
     Attributes:
-        asked: it wants a snapshot from this rank. brings: see `JoinFeed`. following: it has it.
-            moved: it is a member. since: when it asked. limit: notes that may wait for it.
+        wires: its connections by the names of `WIRES`. connections: those for its own messages.
+        asked: it wants a snapshot from this rank. brings: digests by name of what it has already,
+            which need not be sent if it is the same here.
+        following: it has been sent its snapshot. moved: it is a member. since: when it asked
+            (`time.monotonic`). limit: notes that may wait for it.
     """
 
     member: Member
@@ -98,33 +95,24 @@ class JoiningIsland:
         return [*self.wires.values(), *self.connections]
 
 
-def greeting(prefix: str, peer_group: int, k: str, sender: Member, receiver: Member) -> bytes:
-    """What `sender` says first on connection `k` to `receiver`."""
-    text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def connection_names(count: int) -> list[str]:
-    """The names of all connections to a joining island."""
-    # both ends greet with them: other names would be another wire format, like the keys "line" and
-    # "lanes" of a request and its answer
-    return [*WIRES, *(f"lane{k}" for k in range(count))]
+def num_connections(others: Mapping[Member, Sequence[PeerConnection]]) -> int:
+    """Connections for messages to one peer more: as many as to the others, unless they are too many
+    then.
+    """
+    as_before = max((len(wires) for wires in others.values()), default=1)
+    return min(as_before, most_streams(len(others) + 1))
 
 
 class JoinServer:
-    """The listener of one rank, and who has come in.
+    """The listener of one rank, and the island that joins there.
 
     Args:
-        hub: of all connections. prefix: keys of the run. me, peer_group: this rank. address: where
-            others reach it, "" if nobody can.
-        num_connections: asked for the number of connections for messages.
-        refused: asked whether a newcomer may come in now; the reason, "" if it may. status: how
-            this rank stands, for `rendezvous/run_status.py`.
-        names: of the islands, by slot; a newcomer's is added.
-        dead: seconds of silence after which a newcomer is not waited for, so that another may come.
+        prefix: keys of the run. address: where others reach this rank, "" if nobody can: then there
+            is no listener.
+        loop: the membership of this rank. names: of the islands, by slot; a newcomer's is added.
 
     Attributes:
-        joining island: who is there.
+        joining_island: the newcomer that is there.
         endpoint: host and port of the listener; ("", 0) without one.
     """
 
@@ -132,25 +120,14 @@ class JoinServer:
         self,
         poller: Poller,
         prefix: str,
-        me: Member,
-        peer_group: int,
         address: str,
-        num_connections: Callable[[], int],
-        refused: Callable[[Member], str],
-        status: Callable[[], dict[str, Any]] = dict,
-        names: dict[int, str] | None = None,
-        dead: float = math.inf,
+        loop: NetworkLoop,
+        names: dict[int, str],
     ):
-        self._poller = poller
-        self._prefix = prefix
-        self._me = me
-        self._peer_group = peer_group
-        self._address = address
-        self._num_connections = num_connections
-        self._refused = refused
-        self._status = status
-        self._names = {} if names is None else names
-        self._dead, self._looked = dead, time.monotonic()
+        self._poller, self._prefix, self._address = poller, prefix, address
+        self._loop, self._names = loop, names
+        self._me, self._peer_group = loop.machine.me, loop.machine.rank
+        self._dead, self._looked = loop.detector.dead, time.monotonic()
         self.joining_island: JoiningIsland | None = None
         self.endpoint = ("", 0)
         self._listener: Any = None
@@ -158,33 +135,34 @@ class JoinServer:
             self._listener = poller.other_socket(zmq.ROUTER)
             if poller.keys is not None:
                 poller.keys.listen(self._listener)
-            where = bound(self._listener, address, f"island {me.slot}")
-            self.endpoint = (address, int(where.rpartition(":")[2]))
+            self.endpoint = (address, self._bind(self._listener))
             poller.run(lambda: poller.attend(self._listener, self._asked))
+
+    def _bind(self, made: Any) -> int:
+        """Let a socket listen on any port; that port."""
+        where = bound(made, self._address, f"island {self._me.slot}")
+        return int(where.rpartition(":")[2])
 
     @property
     def first(self) -> bool:
-        """Whether this is the island's first peer group: a newcomer hears of steps on that
-        alone."""
+        """Whether this is the first peer group of the island, which alone tells a newcomer of
+        steps.
+        """
         return self._peer_group == 0
 
+    @property
+    def followed(self) -> bool:
+        """Whether an island that is a member already still reads what its donor sends."""
+        return self.joining_island is not None and self.joining_island.moved
+
     def put(
-        self,
-        joining_island: JoiningIsland | None,
-        wire: str,
-        head: bulk_stream.ItemHead,
-        parts: Sequence[Tensor],
+        self, island: JoiningIsland, wire: str, head: bulk_stream.ItemHead, parts: Sequence[Tensor]
     ) -> None:
         """Send an item (`peers/bulk_stream.py`) to a joining island that is still there."""
-        if (
-            joining_island is not None
-            and joining_island is self.joining_island
-            and not joining_island.wires[wire].gone
-        ):
-            bulk_stream.put(self._poller, joining_island.wires[wire], head, parts)
+        if island is self.joining_island and not island.wires[wire].gone:
+            bulk_stream.put(self._poller, island.wires[wire], head, parts)
 
-    # ---- the listener
-    # ------------------------------------------------------------------------------
+    # ---- the listener --------------------------------------------------------------------------
 
     def _asked(self, _: int) -> None:
         with suppress(zmq.Again):
@@ -195,140 +173,240 @@ class JoinServer:
                 )
 
     def _answer(self, data: bytes) -> dict[str, Any]:
+        """{"refused": why} for good, {"later": why}, or the ports to connect to."""
         try:
             found = from_json(data, Request, "a request")
         except ValueError as error:
             return {"refused": str(error)}
         if found.ask == "status":
             return self._status()
-        if found.run != self._prefix or found.line != self._peer_group:
+        if found.run != self._prefix or found.peer_group != self._peer_group:
             return {
                 "refused": f"this is peer group {self._peer_group} of run {self._prefix}, not peer "
-                f"group {found.line} of {found.run:.200}"
+                f"group {found.peer_group} of {found.run:.200}"
             }
-        who = Member(found.slot, found.life)
-        if self.joining_island is not None and self.joining_island.member.slot == who.slot:
+        if self.joining_island is not None and self.joining_island.member.slot == found.slot:
             self.drop("it has started again")
         if self.joining_island is not None:
             return {"later": f"{self.joining_island.name} joins at the moment"}
-        if why := self._refused(who):
-            return {"later": why}
-        return self._let_in(who, found.name[:200])
+        if self._loop.machine.state != "running":
+            return {"later": "the members change at the moment"}
+        if found.slot in [m.slot for m in self._loop.machine.record.members]:
+            return {"later": f"island {found.slot} is a member: its end was not noticed yet"}
+        return self._let_in(Member(found.slot, found.incarnation), found.name[:200])
+
+    def _status(self) -> dict[str, Any]:
+        """How this rank stands, for `rendezvous/run_status.py`."""
+        rank, island, now = self._loop.machine, self.joining_island, time.monotonic()
+        notes = self._loop.detector.notes
+        return {
+            "launched": rank.next,
+            "delivered": rank.landed,
+            "state": rank.state,
+            "heard": {str(m.slot): round(now - wire.heard_at, 2) for m, wire in notes.items()},
+            "joining": island.name if island is not None and not island.moved else "",
+        }
 
     def _let_in(self, who: Member, name: str) -> dict[str, Any]:
         wires, ports = {}, []
-        for k in connection_names(self._num_connections()):
-            wire = self._poller.add(0, True)
-            ports.append(
-                int(bound(wire.socket, self._address, f"island {self._me.slot}").rpartition(":")[2])
-            )
+        count = num_connections(self._loop.detector.connections)
+        for k in connection_names(count):
+            wire = wires[k] = self._poller.add(0, True)
+            ports.append(self._bind(wire.socket))
             wire.greet(
                 greeting(self._prefix, self._peer_group, k, self._me, who),
                 greeting(self._prefix, self._peer_group, k, who, self._me),
             )
-            wires[k] = wire
         connections = [wires.pop(k) for k in list(wires) if k not in WIRES]
         self.joining_island = JoiningIsland(who, name, wires, connections)
         self._names[who.slot] = name
-        return {"ports": ports, "lanes": len(connections)}
+        return {"ports": ports, "connections": count}
 
-    # ---- the joining island
-    # -----------------------------------------------------------------------------
+    # ---- the joining island --------------------------------------------------------------------
 
-    def look(self) -> list[list[Any]]:
-        """What the joining island says; it is dropped if its connection is gone, or it reads too
-        slowly."""
-        joining_island, words, now = self.joining_island, [], time.monotonic()
+    def look(self) -> Member | None:
+        """Take what the joining island says, and drop it where it cannot go on; the newcomer, if it
+        is near and asks to take part.
+        """
+        island, now = self.joining_island, time.monotonic()
         stood, self._looked = now - self._looked, now
-        if joining_island is None:
-            return []
-        if why := next((w.gone for w in joining_island.every if w.gone), ""):
-            self.drop(why)
-            return []
-        if now - joining_island.since > TO_CONNECT and not all(w.met for w in joining_island.every):
-            self.drop(f"it was let in, and has not connected within {TO_CONNECT:g} s")
-            return []
+        if island is None:
+            return None
         if stood > 1.0:  # it was this process that did not listen
-            joining_island.wires["notes"].heard_at = now
-        silent = now - joining_island.wires["notes"].heard_at
-        if (
-            silent > self._dead
-            and not joining_island.moved
-            and all(w.met for w in joining_island.every)
-        ):
-            self.drop(f"it has been silent for {silent:.0f} s (ISLAND_DEAD is {self._dead:g})")
-            return []
-        if (
-            joining_island.following
-            and sum(w.waiting for w in joining_island.wires.values()) > joining_island.limit
-        ):
-            self.drop("it reads more slowly than messages come: the link is too slow to join over")
-            return []
-        notes = joining_island.wires["notes"].notes
-        while notes and not joining_island.moved:
+            island.wires["notes"].heard_at = now
+        if why := self._cannot_join(island, now):
+            self.drop(why)
+            return None
+        ready, notes = False, island.wires["notes"].notes
+        while notes and not island.moved:
             try:
-                words.append(_word(notes.popleft()))
+                word = _word(notes.popleft())
             except UNREADABLE:
                 self.drop("it sends what cannot be read")
-                return []
-        return words
+                return None
+            if word[0] == "follow":
+                island.brings, island.asked = word[1], True
+            ready |= word[0] == "ready" and island.following
+        return island.member if ready else None
+
+    def _cannot_join(self, island: JoiningIsland, now: float) -> str:
+        """Why an island does not join any more; empty while it may."""
+        if why := next((w.gone for w in island.every if w.gone), ""):
+            return why
+        if not all(w.met for w in island.every):
+            late = now - island.since > TO_CONNECT
+            return f"it was let in, and has not connected within {TO_CONNECT:g} s" if late else ""
+        silent = now - island.wires["notes"].heard_at
+        if silent > self._dead and not island.moved:
+            return f"it has been silent for {silent:.0f} s (ISLAND_DEAD is {self._dead:g})"
+        if island.following and sum(w.waiting for w in island.wires.values()) > island.limit:
+            return "it reads more slowly than messages come: the link is too slow to join over"
+        return ""
 
     def drop(self, why: str) -> None:
         """The joining island is not waited for any more."""
-        joining_island, self.joining_island = self.joining_island, None
-        if joining_island is not None:
-            if not joining_island.moved:
-                log.warning("%s does not join: %s", joining_island.name, why)
-            for wire in (
-                joining_island.every
-                if not joining_island.moved
-                else [joining_island.wires["ticks"], joining_island.wires["messages"]]
-            ):
-                wire.close(0)
+        island, self.joining_island = self.joining_island, None
+        if island is None:
+            return
+        wires = island.every
+        if island.moved:  # what is left is what it follows
+            wires = [island.wires["ticks"], island.wires["messages"]]
+        else:
+            log.warning("%s does not join: %s", island.name, why)
+        for wire in wires:
+            wire.close(0)
 
-    def move_in(self, member: Member) -> tuple[PeerConnection, list[PeerConnection]] | None:
-        """The joining island is a member from now on: its connection for words, and those for
-        messages. What it follows goes on until `over`.
+    def move_in(self, member: Member) -> bool:
+        """The joining island is a member from now on; False if it is not there. What it follows
+        goes on until `over`.
         """
-        joining_island = self.joining_island
-        if joining_island is None or joining_island.member != member:
-            return None
-        joining_island.moved = True
-        return joining_island.wires["notes"], joining_island.connections
+        island, rank, detector = self.joining_island, self._loop.machine, self._loop.detector
+        if island is None or island.member != member:
+            return False
+        island.moved, notes, record = True, island.wires["notes"], rank.record
+        detector.admit(member, notes, island.connections, time.monotonic())
+        for wire in detector.of(member):
+            wire.said = (record.epoch, rank.landed)
+            wire.renew(record.view)
+        detector.say(["planned", record.epoch], [notes])
+        if self.first:
+            base = record.base[record.members.index(member)]
+            who = self._loop.labels(member.slot)
+            log.info("epoch %d: %s joins, from message %d on", record.epoch, who, base)
+        return True
 
     def over(self, member: Member) -> None:
         """The newcomer needs nothing more of what it follows."""
-        joining_island = self.joining_island
-        if joining_island is not None and joining_island.member == member:
+        island = self.joining_island
+        if island is not None and island.member == member:
             self.joining_island = None
             for k in ("ticks", "messages"):
-                joining_island.wires[k].close(60.0)
+                island.wires[k].close(60.0)
 
     def close(self) -> None:
         """Close the listener."""
         if self._listener is not None:
             self._poller.neglect(self._listener)
-        self.drop("this island has ended") if self.joining_island is not None else None
+        self.drop("this island has ended")
 
 
-def ask_join_server(
-    context: Any, keys: Any, host: str, port: int, request: Request, seconds: float
-) -> dict[str, Any] | None:
-    """Ask at a listener: its answer, None if nobody answers within so many seconds."""
-    made = context.socket(zmq.DEALER)
-    try:
-        made.linger, made.ipv6, made.maxmsgsize = 0, ":" in host, 1 << 16
-        if keys is not None:
-            keys.connect(made)
-        made.connect(
-            f"tcp://{bracketed(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))}:{port}"  # noqa: E501
-        )
-        made.send(to_json(request).encode())
-        if not made.poll(1e3 * seconds):
-            return None
-        found = json.loads(made.recv())
-        return found if isinstance(found, dict) else None
-    except (zmq.ZMQError, ValueError, OSError):
-        return None
-    finally:
-        made.close(0)
+class DonorFeed:
+    """What the training of a donor hands to a joining island, in one peer group.
+
+    `wanted`, `brings`, `follows`, `hand` and `tick` are called in the thread that trains and return
+    at once, the others in the thread that exchanges.
+
+    Args:
+        do: runs a job in the network thread. submit: runs a job in the thread that exchanges, after
+            all that is under way. next_message: the number of the next message of the peer group.
+    """
+
+    def __init__(
+        self,
+        join_server: JoinServer,
+        do: Callable[[Callable[[], None]], None],
+        submit: Callable[[Callable[[], None]], Any],
+        next_message: Callable[[], int],
+    ):
+        self._join_server, self._do = join_server, do
+        self._submit, self._next = submit, next_message
+        self._for: JoiningIsland | None = None  # which got the last snapshot
+
+    @property
+    def wanted(self) -> bool:
+        """Whether an island asks for a snapshot here and has not got one. Read once at the end of
+        each step: a snapshot is taken when the feeds of all ranks of the island say so.
+        """
+        island = self._join_server.joining_island
+        return island is not None and island.asked and self._for is not island
+
+    @property
+    def brings(self) -> Mapping[str, str]:
+        """What the newcomer's rank has said in its first call of `Following.head`. Asked when a
+        snapshot is taken.
+        """
+        island = self._join_server.joining_island
+        return {} if island is None else island.brings
+
+    @property
+    def follows(self) -> bool:
+        """Whether an island has a snapshot and wants ticks. Asked on the first rank of the island
+        only.
+        """
+        return self._join_server.first and self._served() is not None
+
+    def _served(self) -> JoiningIsland | None:
+        """The island that got a snapshot, while it is there."""
+        return self._for if self._for is self._join_server.joining_island else None
+
+    def hand(self, snapshot: DonorSnapshot, under_way: Sequence[Future[ReceivedMessage]]) -> None:
+        """Send a snapshot.
+
+        Args:
+            under_way: what the messages that the snapshot has in flight bring, oldest first: the
+                first messages to follow. Those launched after this call come next.
+        """
+        island = self._for = self._join_server.joining_island
+        if island is None:  # it has gone since it asked
+            return
+        parts = snapshot.pack()
+
+        def begin() -> None:
+            messages = [packed(future.result()) for future in under_way]
+            head = bulk_stream.ItemHead("snapshot", next=self._next())
+            self._put(island, "ticks", head, parts)
+            for message in messages:
+                self._put(island, "messages", bulk_stream.ItemHead("message"), message)
+            every = [p for item in (parts, *messages) for p in item]
+            most = max(LEAST, sum(p.numel() for p in every)) // bulk_stream.LONGEST
+            island.limit = most + len(every) + len(messages) + 1024
+            island.following = True
+
+        self._submit(begin)
+
+    def tick(self, tick: Tick) -> None:
+        """Send a step that has ended. The first one after `hand` has the snapshot's step as its
+        number.
+        """
+        island = self._for
+        if island is not None and self._join_server.first:
+            head = bulk_stream.ItemHead("tick")
+            self._submit(lambda: self._put(island, "ticks", head, [tick.pack()]))
+
+    def launching(self, message: RoundMessage) -> None:
+        """A message is sent here now: a newcomer may begin with it, if it is of a step."""
+        island = self._served()
+        if island is not None and island.following and message.header.kind in WITHIN:
+            self._put(island, "messages", bulk_stream.ItemHead("launch", message.n), [])
+
+    def message(self, n: int, arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> None:
+        """A message has been delivered here; `coded`: see `packed`."""
+        island = self._served()
+        if island is not None and island.following:
+            head = bulk_stream.ItemHead("message", n)
+            self._put(island, "messages", head, packed(arrived, coded))
+
+    def _put(
+        self, island: JoiningIsland, wire: str, head: bulk_stream.ItemHead, parts: Sequence[Tensor]
+    ) -> None:
+        self._do(lambda: self._join_server.put(island, wire, head, parts))

@@ -13,14 +13,13 @@ from functools import partial
 
 from ..errors import PeerLost, WireError
 from ..membership import protocol_events
-from ..membership.machine import Rank
 from ..membership.protocol_types import Kind, Member, Piece, Record, Settlement, needed
 from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN, Sealed
 from ..peers.poller import Poller
 from .chunks import Stream, Streams
-from .failure_detector import FailureDetector
 from .message_state import Due, EarlyMessage, RoundMessage
+from .network_loop import NetworkLoop
 
 SHORT = 4 << 20
 """Bytes of a piece whose checksum is compared at once; that of a longer one in the thread that
@@ -32,9 +31,6 @@ class Traffic:
     """Moves pieces as the membership of this rank asks for it.
 
     Args:
-        hub: of all connections. signs: the connections, and who is heard on them.
-        rank: asked for the membership as it is now. labels: how errors name an island, by slot.
-        do: runs a job in the network thread.
         received: called with an epoch and the event that a piece is here. refused: called with a
             peer whose piece is damaged, and how.
 
@@ -46,38 +42,33 @@ class Traffic:
     def __init__(
         self,
         poller: Poller,
-        signs: FailureDetector,
-        rank: Callable[[], Rank],
-        labels: Callable[[int], str],
-        do: Callable[[Callable[[], None]], None],
+        loop: NetworkLoop,
         received: Callable[[int, protocol_events.Event], None],
         refused: Callable[[Member, WireError], None],
     ):
-        self._poller, self._failure_detector, self._rank, self._labels = poller, signs, rank, labels
-        self._do, self._received, self._refused = do, received, refused
+        self._poller, self._loop, self._detector = poller, loop, loop.detector
+        self._received, self._refused = received, refused
         self._messages: dict[int, RoundMessage] = {}
         self._early: dict[tuple[int, Member], EarlyMessage] = {}
         self.longest = 0
-        self._streams = Streams(poller, signs.connections, refused, labels)
+        self._streams = Streams(poller, self._detector.connections, refused, loop.labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
 
     # ---- messages ------------------------------------------------------------------------------
 
     def open(self, message: RoundMessage) -> None:
         """This rank launches a message."""
-        self._messages[message.n], self._failure_detector.began[message.n] = (
-            message,
-            time.monotonic(),
-        )
+        self._messages[message.n] = message
+        self._detector.began[message.n] = time.monotonic()
         message.early.update({m: early for (n, m), early in self._early.items() if n == message.n})
 
     def deliver(self, action: protocol_events.Deliver) -> None:
         """It is complete."""
-        took = time.monotonic() - self._failure_detector.began.pop(action.n, time.monotonic())
+        took = time.monotonic() - self._detector.began.pop(action.n, time.monotonic())
         # those between steps (the start, a question) say nothing of how unlike islands are
         if self._messages[action.n].header.kind in WITHIN:
-            self._failure_detector.rounds.append(took)
-        self._messages[action.n].tasks.put(Due(self._rank().record.settlement(action.n)))
+            self._detector.rounds.append(took)
+        self._messages[action.n].tasks.put(Due(self._loop.machine.record.settlement(action.n)))
 
     def free(self, action: protocol_events.Free) -> None:
         """All have it."""
@@ -94,7 +85,7 @@ class Traffic:
 
     def expect(self, message: RoundMessage) -> None:
         """Make room for what this rank lacks of a message, as it is settled."""
-        rank, n = self._rank(), message.n
+        rank, n = self._loop.machine, message.n
         entry = next((e for e in rank.open if e.n == n), None)
         if entry is None or entry.delivered or rank.state != "running":
             return
@@ -134,8 +125,8 @@ class Traffic:
     def expect_early(self, sender: Member, n: int, kind: Kind, piece: Piece) -> None:
         """Make room for what an island that leaves has sent ahead of message n."""
         if (
-            self._rank().state == "running"
-            and n >= self._rank().freed
+            self._loop.machine.state == "running"
+            and n >= self._loop.machine.freed
             and (n, piece.of) not in self._early
         ):
             self._streams.expect(EarlyMessage(n, kind, self.longest), piece, sender)
@@ -147,15 +138,15 @@ class Traffic:
 
     def _arrived(self, stream: Stream) -> None:
         """All of a piece is here: check it, here or, if it is long, in the thread that waits."""
-        view, label = self._rank().record.view, self._labels(stream.piece.of.slot)
+        view, label = self._loop.machine.record.view, self._loop.labels(stream.piece.of.slot)
 
         def check() -> None:
             try:
                 stream.check(label)
             except WireError as error:
-                self._do(partial(self._refused, stream.sender, error))
+                self._loop.do(partial(self._refused, stream.sender, error))
             else:
-                self._do(lambda: self._kept(stream, view))
+                self._loop.do(lambda: self._kept(stream, view))
 
         if stream.sealed.size <= SHORT:
             check()
@@ -165,7 +156,7 @@ class Traffic:
             threading.Thread(target=check, name="checksum", daemon=True).start()
 
     def _kept(self, stream: Stream, view: int) -> None:
-        message, piece, rank = stream.message, stream.piece, self._rank()
+        message, piece, rank = stream.message, stream.piece, self._loop.machine
         if rank.state != "running" or view != rank.record.view or stream.header is None:
             return
         if isinstance(message, EarlyMessage):
@@ -175,24 +166,16 @@ class Traffic:
         else:
             message.keep(piece, stream.sealed, stream.header)
             message.received += stream.sealed.size
-        self._failure_detector.next_of.setdefault(
-            stream.sender, 0
-        )  # heard: silent for `dead` from now on
-        wire = self._failure_detector.notes.get(stream.sender)
-        epoch = max(
-            [w.record for w in self._failure_detector.connections[stream.sender]], default=0
-        )
-        landed = wire.landed if wire else 0
+        sender, notes = stream.sender, self._detector.notes
+        self._detector.next_of.setdefault(sender, 0)  # heard: silent for `dead` from now on
+        epoch = max([w.record for w in self._detector.connections[sender]], default=0)
+        landed = notes[sender].landed if sender in notes else 0
+        n, kind = message.n, message.kind
         self._received(
-            epoch,
-            protocol_events.PieceReceived(
-                view, epoch, stream.sender, message.n, message.kind, piece, landed
-            ),
+            epoch, protocol_events.PieceReceived(view, epoch, sender, n, kind, piece, landed)
         )
-        if piece.what == "early" and stream.sender in self._failure_detector.notes:
-            self._failure_detector.say(
-                ["kept", message.n], [self._failure_detector.notes[stream.sender]]
-            )
+        if piece.what == "early" and sender in notes:
+            self._detector.say(["kept", n], [notes[sender]])
 
     def _keep_early(self, early: EarlyMessage, stream: Stream) -> None:
         early.data, early.header = stream.sealed, stream.header
@@ -204,7 +187,11 @@ class Traffic:
 
     def send(self, action: protocol_events.Send) -> None:
         """Send a piece, once it has been calculated."""
-        piece, view, settled = action.piece, action.view, self._rank().record.settlement(action.n)
+        piece, view, settled = (
+            action.piece,
+            action.view,
+            self._loop.machine.record.settlement(action.n),
+        )
         if piece.what == "early":
             for member in action.to:
                 self.send_early(self._early[action.n, piece.of], piece, member)
@@ -223,7 +210,7 @@ class Traffic:
 
     def send_early(self, early: EarlyMessage, piece: Piece, to: Member) -> None:
         """Send one other island what one that leaves contributes to a coming message."""
-        if to in self._failure_detector.connections and early.data is not None:
+        if to in self._detector.connections and early.data is not None:
             self._streams.send(early, piece, early.data, to)
 
     def _cut(
@@ -232,12 +219,12 @@ class Traffic:
         made = message.cut(owners)
 
         def send() -> None:
-            rank = self._rank()
+            rank = self._loop.machine
             for m in owners if view == rank.record.view else ():
                 if m != rank.me:
                     self._hand_over(message, piece, made[m], (m,))
 
-        self._do(send)
+        self._loop.do(send)
 
     def _average(self, message: RoundMessage, settled: Settlement, piece: Piece) -> None:
         made = message.average(settled)
@@ -246,10 +233,10 @@ class Traffic:
 
         def send() -> None:
             view, to = message.making.pop(piece)
-            if view == self._rank().record.view:
+            if view == self._loop.machine.record.view:
                 self._hand_over(message, piece, made, to, counted=True)
 
-        self._do(send)
+        self._loop.do(send)
 
     def _hand_over(
         self,
@@ -260,7 +247,7 @@ class Traffic:
         counted: bool = False,
     ) -> None:
         for member in to:
-            if member in self._failure_detector.connections:
+            if member in self._detector.connections:
                 self._streams.send(message, piece, data, member)
                 message.sent += 0 if counted else data.size
 
@@ -269,12 +256,12 @@ class Traffic:
     def widen(self, connections: Mapping[Member, PeerConnection]) -> None:
         """One more connection to each peer."""
         for m, wire in connections.items():
-            if m not in self._failure_detector.connections:  # lost meanwhile
+            if m not in self._detector.connections:  # lost meanwhile
                 wire.close(0)
                 continue
             with self._poller.changed:
-                wire.renew(self._rank().record.view)
-            self._failure_detector.connections[m].append(wire)
+                wire.renew(self._loop.machine.record.view)
+            self._detector.connections[m].append(wire)
 
     def freeze(self) -> None:
         """Wait for nothing."""
@@ -285,11 +272,11 @@ class Traffic:
         them.
         """
         with self._poller.changed:
-            for wires in self._failure_detector.connections.values():
+            for wires in self._detector.connections.values():
                 for wire in wires:
                     wire.renew(record.view)
         self._streams.clear()
-        rank = self._rank()
+        rank = self._loop.machine
         self._forwards = {
             (f.n, f.piece): f.sender
             for f in record.forwards

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import PeerLost, WireError, see
@@ -23,16 +22,27 @@ from ..membership.record_json import read_record
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection
-from ..peers.connection import QueuedPiece as Moving
 from ..peers.header import WITHIN
 from ..peers.join_messages import LONGEST as LONGEST_HEAD
-from ..peers.join_messages import Expected, MessageHead, Tick, from_bytes, unpacked
+from ..peers.join_messages import (
+    WIRES,
+    Expected,
+    MessageHead,
+    Request,
+    Tick,
+    ask_join_server,
+    connection_names,
+    from_bytes,
+    greeting,
+    listener_key,
+    unpacked,
+)
 from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
 from ..peers.zeromq import bracketed
 from ..store.client import Store
-from .failure_detector import BEAT
-from .join_server import WIRES, Request, ask_join_server, connection_names, greeting
+from .failure_detector import BEAT, say
+from .store_session import newest, record_key
 
 log = logging.getLogger("fsdp_demo")
 
@@ -96,170 +106,150 @@ class JoinHeartbeats:
         if (now := time.monotonic()) - self._said < BEAT:
             return
         self._said = now
-        for wire in [r.wires["notes"] for r in self.to]:
-            if wire.met and not wire.gone:
-                say(self._poller, wire, '["here"]')
+        wires = [r.wires["notes"] for r in self.to]
+        say(self._poller, ["here"], [w for w in wires if w.met and not w.gone])
 
 
-def say(poller: Poller, wire: PeerConnection, text: str) -> None:
-    """Send a short word to a member."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    with poller.changed:
-        wire.post_note(Moving(poller, data))
-    poller.nudge(wire)
+@dataclass
+class MemberSearch:
+    """How one rank of a newcomer reaches the same rank of all members.
 
-
-def newest(at: Store, known: Record | None = None) -> Record | None:
-    """The newest record of a run; None where there is none.
-
-    Epochs have no gaps, so few questions find the last one: steps that double, then halves. A run
-    of weeks has hundreds of records, and the store may be far away.
-
-    Args:
-        known: a record of the run, from which the search goes on.
+    Attributes:
+        at: the store, below the keys `prefix` of the run.
+        me, peer_group: this island and its rank. name: of the island, for errors. labels: how
+            errors name an island, by slot.
+        heartbeats: told which members are reached.
     """
-    found, there, step = known, -1 if known is None else known.epoch, 1
-    missing = None
-    while missing is None or missing - there > 1:
-        epoch = there + step if missing is None else (there + missing) // 2
-        if text := at.get(f"record/{epoch}"):
-            found, there, step = read_record(text), epoch, 2 * step
-        else:
-            missing = epoch
-    return found
+
+    poller: Poller
+    at: Store
+    prefix: str
+    me: Member
+    peer_group: int
+    name: str
+    labels: Callable[[int], str]
+    heartbeats: JoinHeartbeats
+
+    def reach(
+        self, seconds: float, turn: int = 0, since: Record | None = None
+    ) -> tuple[list[Reached], Record]:
+        """Connections to all members of the newest record, which is read anew as long as somebody
+        is busy; and that record.
+
+        Args:
+            turn: how many donors this island has lost. since: the record by which it had reached
+                the last one.
+
+        Raises:
+            PeerLost: a member cannot be reached, or does not let this island in within so many
+                seconds; or a record after `since` names this island, and a member that was lost
+                comes back under another incarnation only.
+            ValueError: a member refuses this island for good.
+        """
+        end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
+        record, name, me, at = since, self.name, self.me, self.at
+        key = f"in/{me.slot}.{me.incarnation}" + (f".{turn}" if turn else "")
+        # The first rank goes ahead: of two islands that come at once each would else be let into
+        # some peer groups only, and both would wait.
+        while self.peer_group and not at.get(key):
+            if time.monotonic() > end:
+                raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
+            time.sleep(AGAIN / 5)
+        while time.monotonic() < end:
+            record = newest(at, record)
+            if since is not None and record is not None and self._named(since, record):
+                raise PeerLost(f"{name} lost its donor when it was a member already")
+            members = [m for m in record.members if m.slot != me.slot] if record is not None else []
+            # lost meanwhile, or to be tried again
+            for m in [m for m in reached if m not in members or reached[m].failed]:
+                failed = reached[m].failed
+                why = failed and f"{self.labels(m.slot)} could not be connected: {failed}"
+                reached.pop(m).close(self.poller)
+            still = record is None or any(m.slot == me.slot for m in record.members)
+            if still:
+                why = (
+                    f"{name} is a member still: the others have not noticed that it was lost, or "
+                    f"the store was started from an older copy of its file{see('store-made-anew')}"
+                )
+            # In the order of slots, and no further than one lets in: so two islands that come at
+            # once do not wait for each other.
+            for m in [m for m in members if m not in reached]:
+                answer = self._ask(m)
+                if "refused" in answer:
+                    raise ValueError(f"{self.labels(m.slot)} refuses {name}: {answer['refused']}")
+                if "ports" not in answer:
+                    why = f"{self.labels(m.slot)}: {answer['later']}"
+                    break
+                reached[m] = self.poller.run(partial(self._dial, m, answer))
+            self.heartbeats.to = found = [reached[m] for m in members if m in reached]
+            self._wait(found)
+            if record is None or still:
+                continue
+            if members and len(found) == len(members) and all(r.met for r in found):
+                at.set(key, "1")
+                return found, record
+        raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
+
+    def _named(self, since: Record, until: Record) -> bool:
+        """Whether a record of those between two, and these, names this island."""
+        epochs = range(since.epoch, until.epoch + 1)
+        texts = self.at.get_all([record_key(e) for e in epochs])
+        return any(self.me in read_record(text).members for text in texts)
+
+    def _wait(self, reached: Sequence[Reached]) -> None:
+        """Let connections come to stand, for a moment."""
+        end = time.monotonic() + AGAIN / 5
+        wires = [w for r in reached for w in r.every]
+        while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
+            if not wires:
+                time.sleep(left)
+                return
+            self.poller.dial_again(wires)
+            self.poller.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
+
+    def _ask(self, member: Member) -> dict[str, Any]:
+        """Ask a member to let this island in (`JoinServer`)."""
+        text = self.at.get(listener_key(member, self.peer_group))
+        if not text:
+            return {
+                "later": "it has no listener: it cannot be reached from outside (ISLAND_ADDRESS)"
+            }
+        host, _, port = text.rpartition(":")
+        slot, incarnation = self.me
+        request = Request("", self.prefix, self.peer_group, slot, incarnation, self.name)
+        keys, context = self.poller.keys, self.poller.context
+        answer = ask_join_server(context, keys, host, int(port), request, 5.0)
+        if answer is None:
+            return {"later": f"its listener at {text} does not answer"}
+        return {"host": host, **answer}
+
+    def _dial(self, member: Member, answer: dict[str, Any]) -> Reached:
+        wires, names = {}, connection_names(int(answer["connections"]))
+        for k, port in zip(names, answer["ports"], strict=True):
+            wire = wires[k] = self.poller.add(0, False)
+            wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
+            wire.greet(
+                greeting(self.prefix, self.peer_group, k, self.me, member),
+                greeting(self.prefix, self.peer_group, k, member, self.me),
+            )
+        connections = [wires.pop(k) for k in names if k not in WIRES]
+        return Reached(member, wires, connections)
 
 
-def reach(
-    poller: Poller,
-    at: Store,
-    prefix: str,
-    me: Member,
-    peer_group: int,
-    name: str,
-    labels: Callable[[int], str],
-    seconds: float,
-    signs: JoinHeartbeats,
-    turn: int = 0,
-    since: Record | None = None,
-) -> tuple[list[Reached], Record]:
-    """Connections to this peer group of all members of the newest record, which is read anew as
-    long as somebody is busy; and that record.
+class Following:
+    """What a newcomer's rank reads of its donor, in one peer group, until it takes part.
+
+    While an island follows, `PeerGroup.exchange` and `all_gather` send nothing and give what the
+    others have agreed on. What waits raises PeerLost if it will never come.
 
     Args:
-        turn: how many donors this island has lost. since: the record by which it had reached the
-            last one.
-
-    Raises:
-        PeerLost: somebody cannot be reached, or does not let this island in within so many seconds;
-            or it is named by a record after `since`, and a member that was lost comes back under
-            another incarnation only.
-    """
-    end, reached, why = time.monotonic() + seconds, dict[Member, Reached](), ""
-    record = since
-    key = f"in/{me.slot}.{me.incarnation}" + (f".{turn}" if turn else "")
-    # two islands that come at once would each be let into some peer groups only
-    while peer_group and not at.get(key):
-        if time.monotonic() > end:
-            raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
-        time.sleep(AGAIN / 5)
-    while time.monotonic() < end:
-        record = newest(at, record)
-        if since is not None and record is not None and _named(at, me, since, record):
-            raise PeerLost(f"{name} lost its donor when it was a member already")
-        members = [m for m in record.members if m.slot != me.slot] if record is not None else []
-        # lost meanwhile, or to be tried again
-        for m in [m for m in reached if m not in members or reached[m].failed]:
-            why = (
-                reached[m].failed
-                and f"{labels(m.slot)} could not be connected: {reached[m].failed}"
-            )
-            reached.pop(m).close(poller)
-        missing = [m for m in members if m not in reached]
-        still = record is None or any(m.slot == me.slot for m in record.members)
-        if still:
-            why = (
-                f"{name} is a member still: the others have not noticed that it was lost, or the "
-                f"store was started from an older copy of its file{see('store-made-anew')}"
-            )
-        # in the order of slots, and no further than one lets in: nobody waits for the other in a
-        # circle
-        for m in missing:
-            request = Request("", prefix, peer_group, me.slot, me.incarnation, name)
-            answer = _ask(poller, at, m, peer_group, request)
-            if "refused" in answer:
-                raise ValueError(f"{labels(m.slot)} refuses {name}: {answer['refused']}")
-            if "ports" not in answer:
-                why = f"{labels(m.slot)}: {answer['later']}"
-                break
-            reached[m] = poller.run(partial(_dial, poller, prefix, me, m, peer_group, answer))
-        signs.to = found = [reached[m] for m in members if m in reached]
-        _wait(poller, found)
-        if record is None or still:
-            continue
-        if members and len(found) == len(members) and all(r.met for r in found):
-            at.set(key, "1")
-            return found, record
-    raise PeerLost(f"{name} could not join within {seconds:g} s: {why or 'no members'}")
-
-
-def _named(at: Store, me: Member, since: Record, until: Record) -> bool:
-    """Whether a record of those between two, and these, names this island."""
-    epochs = range(since.epoch, until.epoch + 1)
-    texts = at.get_all([f"record/{e}" for e in epochs])
-    return any(me in read_record(text).members for text in texts)
-
-
-def _wait(poller: Poller, reached: Sequence[Reached]) -> None:
-    """Let connections come to stand, for a moment."""
-    end = time.monotonic() + AGAIN / 5
-    wires = [w for r in reached for w in r.every]
-    while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
-        if not wires:
-            time.sleep(left)
-            return
-        poller.dial_again(wires)
-        poller.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
-
-
-def _ask(
-    poller: Poller, at: Store, member: Member, peer_group: int, request: Request
-) -> dict[str, Any]:
-    text = at.get(f"door/{member.slot}.{member.incarnation}.{peer_group}")
-    if not text:
-        return {"later": "it has no listener: it cannot be reached from outside (ISLAND_ADDRESS)"}
-    host, _, port = text.rpartition(":")
-    answer = ask_join_server(poller.context, poller.keys, host, int(port), request, 5.0)
-    return (
-        {"later": f"its listener at {text} does not answer"}
-        if answer is None
-        else {"host": host, **answer}
-    )
-
-
-def _dial(
-    poller: Poller, prefix: str, me: Member, member: Member, peer_group: int, answer: dict[str, Any]
-) -> Reached:
-    wires = {}
-    for k, port in zip(connection_names(int(answer["lanes"])), answer["ports"], strict=True):
-        wire = poller.add(0, False)
-        wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
-        wire.greet(
-            greeting(prefix, peer_group, k, me, member), greeting(prefix, peer_group, k, member, me)
-        )
-        wires[k] = wire
-    connections = [wires.pop(k) for k in list(wires) if k not in WIRES]
-    return Reached(member, wires, connections)
-
-
-class Follow:
-    """`joining.Following` of one peer group.
-
-    Args:
-        hub: of all connections. donor: whom this island follows. first: this is the island's first
-            peer group.
-        become: makes this rank a member, given the record that names it.
-        another: makes the peer group follow another donor.
+        donor: the member that this island follows. first: this is the island's first peer group.
         at: the store, below the keys of the run.
+        who: how errors name the donor.
+        become: makes this rank a member, given the record that names it.
+        another: follows another donor from its snapshot on: what waits for this one ends. Called on
+            every rank with a peer group, before `caught_up`; the peer group has another `following`
+            then. Raises PeerLost: there is none, or this island is a member already.
 
     Attributes:
         base: the first message that this island takes part in, if it is of a step; None while it is
@@ -297,26 +287,34 @@ class Follow:
 
     @property
     def fetched(self) -> int:
-        """See `Following`."""
+        """Bytes that the donor has sent so far: snapshot, steps and messages."""
         return self._ticks.taken + self._messages.taken
 
     @property
     def planned(self) -> bool:
-        """See `Following`."""
+        """Whether the others know from which message on this island takes part. Asked on the first
+        rank of the island only.
+        """
         if self._record is None:
             notes = self._donor.wires["notes"].notes
             while notes:
                 word = json.loads(notes.popleft())
                 if word[0] == "planned":
-                    self._record = read_record(self._at.get(f"record/{int(word[1])}"))
+                    self._record = read_record(self._at.get(record_key(int(word[1]))))
         return self._record is not None
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
-        """See `Following`."""
+        """The head of the snapshot, uint8 of at most `longest` bytes; None: not within so many
+        seconds, ask again. The first call asks the donor for one.
+
+        Args:
+            brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is
+                the same there (`DonorFeed.brings`).
+        """
         if not self._asked:
             self._asked = True
-            word = json.dumps(["follow", dict(brings)])
-            self._say(word if len(word) <= LONGEST else '["follow", {}]')
+            fits = len(json.dumps(dict(brings))) < LONGEST - 64
+            self._say(["follow", dict(brings) if fits else {}])
         found = self._ticks.begin(seconds)
         if found is None:
             return None
@@ -328,7 +326,9 @@ class Follow:
         return self._ticks.part(longest, seconds)
 
     def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
-        """See `Following`."""
+        """The rest of the snapshot, uint8 of these sizes; None: not within so many seconds, ask
+        again. Room is made for no other sizes.
+        """
         if self._bodies is None:
             if self._ticks.sizes != list(sizes):
                 raise ValueError(
@@ -346,13 +346,15 @@ class Follow:
         return bodies
 
     def tick(self, seconds: float) -> Tick | None:
-        """See `Following`. With none there, this island is near, and asks to take part."""
+        """The donor's next step; None: not within so many seconds. With none there, this island is
+        near, and asks to take part. Asked on the first rank of the island only.
+        """
         found = self._ticks.begin(0.0)
         if found is None:
             now = time.monotonic()
             if self._first and not self.planned and now > self._ready_at:
                 self._ready_at = now + AGAIN
-                self._say('["ready"]')
+                self._say(["ready"])
             found = self._ticks.begin(seconds)
         if found is None:
             return None
@@ -363,14 +365,20 @@ class Follow:
         return Tick.unpack(part)
 
     def arrived(self, expected: Expected) -> ReceivedMessage:
-        """See `Following`."""
+        """The next message that the others have agreed on, of those sent within steps
+        (`header.WITHIN`), waited for. In the thread that exchanges.
+
+        Raises:
+            WireError: it is another one (`unpacked`).
+        """
         found = self.followed(expected)
         assert found is not None, "what was under way before this island came does not wait for it"
         return found
 
     def followed(self, expected: Expected) -> ReceivedMessage | None:
         """The same; None where this island takes part in the message: it is the first one of a step
-        from the base on.
+        from the base on, as the donor says when it launches it. Questions of the members between
+        two steps, which this island does not ask, are skipped.
         """
         while True:
             found = None
@@ -410,7 +418,9 @@ class Follow:
         return part
 
     def caught_up(self, step: int) -> None:
-        """See `Following`."""
+        """This island has taken all ticks and goes on by itself from `step`. On every rank with a
+        peer group.
+        """
         while not self.planned:
             self._poller.wait_until(lambda: bool(self._donor.wires["notes"].notes), 0.5)
             if self._donor.wires["notes"].gone:
@@ -432,5 +442,5 @@ class Follow:
         """End before it took part."""
         self._poller.close(0)
 
-    def _say(self, text: str) -> None:
-        say(self._poller, self._donor.wires["notes"], text)
+    def _say(self, word: list[Any]) -> None:
+        say(self._poller, word, [self._donor.wires["notes"]])

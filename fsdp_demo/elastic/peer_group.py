@@ -12,10 +12,10 @@ longer. Where all must stay it raises (`rendezvous/fixed_peers.py`).
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,16 +26,14 @@ from ..membership.protocol_types import Member
 from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
 from ..peers.collectives import ReceivedMessage
+from ..peers.connection import PeerConnection
 from ..peers.header import ENDING, SETUP, Header
-from ..peers.join_messages import Expected, Following, JoinFeed
+from ..peers.join_messages import Expected
 from ..peers.meter import Meter
-from .chunks import streams
-from .donor_feed import DonorFeed
 from .driver import Driver
+from .join_server import DonorFeed
 from .message_state import Due, EarlyMessage, RoundMessage, Vectors, Weigh
-from .newcomer import Follow
-
-log = logging.getLogger("fsdp_demo")
+from .newcomer import Following
 
 
 class PeerGroup:
@@ -53,11 +51,12 @@ class PeerGroup:
             they are, and what errors call them.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
             `finish()`.
+        num_connections: to each peer, for messages.
         alike, something: of a message to compare, whether all have sent the same of this rank's
             part, and whether that is more than zeros.
         unsettled: not all islands have what this one has, and will not: nothing may be saved.
-        feed, following: where islands may join a run under way, this one as a donor or as a
-            newcomer (`peers/join_messages.py`).
+        donor_feed: where islands may join a run under way, what this one hands them as a donor.
+            following: what this one reads as a newcomer, until it takes part.
     """
 
     elastic = True
@@ -76,40 +75,34 @@ class PeerGroup:
         self.meter = Meter()
         self.digest, self.ending = 0, False
         self.alike = self.something = self.begun = False
-        self.donor_feed: JoinFeed | None = None
+        self.donor_feed: DonorFeed | None = None
         self.following: Following | None = None
         self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
-        self._donor_feed: DonorFeed | None = None
-        self._submit: Callable[[Callable[[], None]], Any] | None = None
-        self._follow: Follow | None = None
-        self._num_connections, self._since, self._longest_early = 1, 0.0, 0
+        self._submit: Callable[[Callable[[], None]], Any] = lambda job: job()
+        self.num_connections, self._since, self._longest_early = 1, 0.0, 0
         self._message: RoundMessage | None = None  # under way
         self._wish: Callable[[], bool] = lambda: False
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """This rank is a member from now on."""
-        self._driver, self._num_connections = driver, num_connections
-        driver.allow_early(self._longest_early)
+        self._driver, self.num_connections = driver, num_connections
+        driver.traffic.longest = self._longest_early
         driver.stopping.wish = self._wish
         if driver.join_server is not None:
-            self._donor_feed = DonorFeed(driver.join_server, driver.do, lambda: self._next)
-            if self._submit is not None:
-                self._donor_feed.submit = self._submit
-            self.donor_feed = self._donor_feed
+            self.donor_feed = DonorFeed(
+                driver.join_server, driver.do, lambda job: self._submit(job), lambda: self._next
+            )
 
-    def follow(self, follow: Follow, slots: Sequence[int]) -> None:
+    def follow(self, following: Following, slots: Sequence[int]) -> None:
         """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
         self._set(slots)
-        self._follow = self.following = follow
-        self.begun = True
+        self.following, self.begun = following, True
 
     def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
         """`submit` runs a job in the thread that exchanges, after all that is under way."""
         self._submit = submit
-        if self._donor_feed is not None:
-            self._donor_feed.submit = submit
 
     def _set(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
@@ -134,12 +127,8 @@ class PeerGroup:
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
         """The header of a message of this rank, but for its number."""
-        return Header(
-            self.digest,
-            step,
-            kind=kind,
-            **{**fields, "flags": fields.get("flags", 0) | ENDING * self.ending},
-        )
+        flags = fields.pop("flags", 0) | ENDING * self.ending
+        return Header(self.digest, step, kind=kind, flags=flags, **fields)
 
     def all_gather(
         self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True
@@ -151,8 +140,7 @@ class PeerGroup:
         self, header: Header, data: Tensor, setup: bool = False
     ) -> tuple[list[Header], list[Tensor]]:
         """`all_gather` with the headers."""
-        headers, bodies, _ = self._run(header, data, setup=setup)
-        return headers, bodies
+        return self._run(header, data, setup=setup)[:2]
 
     def gather_any(self, header: Header, data: Tensor, longest: int) -> list[Tensor]:
         """`data` (uint8 [n], n > 0, of any length) of every rank, in rank order. Who claims
@@ -214,7 +202,7 @@ class PeerGroup:
             vectors,
             weigh,
             longest,
-            self._num_connections,
+            self.num_connections,
             compare,
         )
         due = self._taken_part(message)
@@ -225,9 +213,9 @@ class PeerGroup:
             raise PeerLost(f"{lost} was lost while the islands came together")
         self.alike, self.something = message.alike, message.something
         self._account(message.sent, message.received, bool(vectors), setup)
-        if self._donor_feed is not None:
+        if self.donor_feed is not None:
             arrived = ReceivedMessage(*out, slots=self.slots)
-            self._donor_feed.message(message.n, arrived, message.coded(due))
+            self.donor_feed.message(message.n, arrived, message.coded(due))
         return out
 
     def _followed(
@@ -236,22 +224,22 @@ class PeerGroup:
         """What the others have agreed on, while this island follows; None from the first message on
         that it takes part in.
         """
-        follow = self._follow
-        if follow is None:
+        following = self.following
+        if following is None:
             return None
         spans = [(v.numel(), code) for v, code in vectors]
         wanted = Expected(header.kind, header.step, data.numel(), spans, longest=longest)
         try:
-            arrived = follow.followed(wanted)
+            arrived = following.followed(wanted)
         except PeerLost as error:
             # it trains already: its supervisor starts it again, as a newcomer
             if self._driver is not None:
                 self._driver.expel(f"{error}, before this island took part")
             raise
         if arrived is None:
-            self._next, self._follow, self.following = follow.next, None, None
-            assert self._driver is not None, "who has a base is a member"
-            self._driver.joined(follow.over)
+            self._next, self.following = following.next, None
+            assert self._driver is not None, "a newcomer that has a base is a member"
+            self._driver.joined(following.over)
             return None
         weigh(arrived.headers)
         self._set(arrived.slots or self.slots)
@@ -265,8 +253,8 @@ class PeerGroup:
         if self._driver is None:
             raise PeerLost("the connections were closed")
         self._next += 1
-        if self._donor_feed is not None:
-            self._donor_feed.launching(message)
+        if self.donor_feed is not None:
+            self.donor_feed.launching(message)
         self._driver.launch(message)
         return self._finished(message)
 
@@ -298,51 +286,21 @@ class PeerGroup:
 
     # ---- connections ---------------------------------------------------------------------------
 
-    def widen(self, connect: Callable[[int], Any]) -> None:
-        """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by
-        member, as many on all ranks (`streams`).
-
-        Raises:
-            PeerLost: an island was lost.
-        """
-        if self.size == 1:
-            return
-        rtt = self.round_trip()
-        count = streams(rtt, self.size - 1)
-        for k in range(1, count):
+    def add_connections(self, connections: Sequence[Mapping[Member, PeerConnection]]) -> None:
+        """Deal messages to these connections, too: one to each peer in each of them."""
+        for wires in connections:
             assert self._driver is not None
-            self._driver.widen(connect(k))
-        self._num_connections = count
-        if count > 1:
-            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
-
-    def round_trip(self) -> float:
-        """Seconds of a round trip between the two islands that are farthest apart, the same on all
-        ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is
-        the shortest of four short messages, which busy cores make longer.
-        """
-        known = self._longest(self.seen_round_trip())
-        if math.isfinite(known):
-            return known
-        seen = []
-        for _ in range(4):
-            start = time.perf_counter()
-            self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-            seen.append(time.perf_counter() - start)
-        return self._longest(min(seen))
-
-    def _longest(self, seconds: float) -> float:
-        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
-        return max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+            self._driver.do(partial(self._driver.traffic.widen, wires))
+        self.num_connections = 1 + len(connections)
 
     def seen_round_trip(self) -> float:
         """Seconds of the shortest round trip to the farthest peer, as the kernel has seen it; inf
         where it does not tell.
         """
         assert self._driver is not None
-        signs, farthest = self._driver.signs, 0.0
-        for member in list(signs.notes):
-            seen = [least_round_trip(wire.descriptor) for wire in signs.of(member)]
+        detector, farthest = self._driver.detector, 0.0
+        for member in list(detector.notes):
+            seen = [least_round_trip(wire.descriptor) for wire in detector.of(member)]
             farthest = max(farthest, min((s for s in seen if s is not None), default=math.inf))
         return farthest
 
@@ -388,7 +346,7 @@ class PeerGroup:
         """
         self._longest_early = longest
         if self._driver is not None:
-            self._driver.allow_early(longest)
+            self._driver.traffic.longest = longest
 
     def send_early(self, header: Header, body: Tensor, vectors: Vectors, seconds: float) -> bool:
         """Where islands come and go, and this one leaves: send what it contributes to the coming
@@ -397,9 +355,10 @@ class PeerGroup:
 
         In the worker's thread, after all that was launched.
         """
-        if self._driver is None or self._follow is not None:
+        if self._driver is None or self.following is not None:
             return False
-        return self._driver.send_early(EarlyMessage.of(self._next, header, body, vectors), seconds)
+        early = EarlyMessage.of(self._next, header, body, vectors)
+        return self._driver.early_pieces.send(early, seconds)
 
     def ends_when(self, wish: Callable[[], bool]) -> None:
         """Where islands come and go: tell the others when `wish()`, that this rank was told to end.
@@ -419,7 +378,7 @@ class PeerGroup:
         """A message of this rank comes to nothing, since all islands are told to end and not all
         send it: it is to be saved as unsent.
         """
-        return self._driver is not None and self._driver.abandoned
+        return self._driver is not None and self._driver.stopping.gave_up
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
         """All islands are told to end, and this rank sends nothing more: wait until all have what
@@ -433,9 +392,9 @@ class PeerGroup:
             The most that any island says for `applied_at`; None where not all have come so far:
             then nothing may be saved.
         """
-        return (
-            applied_at if self._driver is None else self._driver.stop_with_all(applied_at, seconds)
-        )
+        if self._driver is None:
+            return applied_at
+        return self._driver.stopping.stop_with_all(applied_at, seconds)
 
     def leave(self) -> None:
         """Tell the others that this island goes on no more."""
@@ -455,21 +414,17 @@ class PeerGroup:
         """
         if self.unsettled:
             return False
-        return (
-            self._driver is None
-            or self._follow is not None
-            or self._driver.wait_stable(self._next, seconds)
-        )
+        if self._driver is None or self.following is not None:
+            return True
+        return self._driver.wait_stable(self._next, seconds)
 
     def wait_read(self, seconds: float) -> bool:
         """At the end of a run: wait until all members have delivered what this rank has, or are
         gone. False: the seconds are over.
         """
-        return (
-            self._driver is None
-            or self._follow is not None
-            or self._driver.wait_read(self._next, seconds)
-        )
+        if self._driver is None or self.following is not None:
+            return True
+        return self._driver.wait_read(self._next, seconds)
 
     def release(self) -> None:
         """Close the connections; the others hear that this island has finished, or that it
@@ -477,6 +432,6 @@ class PeerGroup:
         """
         if self._driver is not None:
             self._driver.close("bye" if self.ending else "leave", 5.0)
-        elif self._follow is not None:
-            self._follow.close()
+        elif self.following is not None:
+            self.following.close()
         self._driver = None

@@ -266,6 +266,26 @@ class Watched:
             self.damaged.add(key)
 
 
+def newest(at: Store, known: Record | None = None) -> Record | None:
+    """The newest record of a run; None where there is none.
+
+    Epochs have no gaps, so few questions find the last one: steps that double, then halves. A run
+    of weeks has hundreds of records, and the store may be far away.
+
+    Args:
+        known: a record of the run, from which the search goes on.
+    """
+    found, there, step = known, -1 if known is None else known.epoch, 1
+    missing = None
+    while missing is None or missing - there > 1:
+        epoch = there + step if missing is None else (there + missing) // 2
+        if text := at.get(record_key(epoch)):
+            found, there, step = read_record(text), epoch, 2 * step
+        else:
+            missing = epoch
+    return found
+
+
 def _report_key(view: int, member: Member, rank: int) -> str:
     return f"report/{view}/{member.slot}.{member.incarnation}.{rank}"
 

@@ -1,5 +1,5 @@
-"""How an exchange ends: what is in flight is applied, and one last exchange leaves all replicas
-with one model.
+"""The end of an exchange: what is in flight is applied, and one last exchange leaves all replicas
+with one model. And the model that a method calls its result, shown during the run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..errors import NotFinite
 from ..peers.header import DIGESTS, PARAMETERS
-from .runtime import StepRuntime, drift
-
-# What a method calls its model (`ExchangeConfig.result`), made on the ranks of a run: the
-# anchors, or the mean of the parameters.
+from .runtime import StepRuntime
+from .watch import drift
 
 
 @contextmanager
@@ -122,7 +120,7 @@ def flush(runtime: StepRuntime) -> None:
             runtime.host.prepare_gradients([False] * len(runtime.host.params))
         runtime.land(late, due, now=runtime.step - 1)
         if gradients:
-            runtime.clip(mean=True)
+            runtime.clip_mean()
             with runtime.hooks.paused():
                 runtime.base_step()
 
@@ -148,7 +146,8 @@ def conclude(runtime: StepRuntime) -> bool | None:
         runtime.drift = set_mean(runtime)
         runtime.host.commit()
         return None
-    queue, moving = runtime.queue, [*runtime.moving, *runtime.buffers]
+    queue = runtime.queue
+    moving = [c for c in queue.channels if c.channel.writes_parameters]
     # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less
     # what is under way.
     runtime.send(

@@ -8,7 +8,7 @@ are those of before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,16 +16,9 @@ from torch import Tensor
 from ..config.channel import matches
 from ..errors import counted, see
 from ..hosts.base import TrainingHost, plain_name
-from ..rendezvous.island import IslandGroup
 from .refusals import refuse_sparse
 from .runtime import StepRuntime
 from .watch import sums
-
-# What no optimizer of an island steps: frozen parameters and buffers that islands share, and a
-# look whether frozen parameters stay as they were made equal at `attach`.
-#
-# A script may move them by hand: the teacher of a student, a target network. Nothing is exchanged
-# of them then, so each island ends with its own.
 
 log = logging.getLogger("fsdp_demo")
 
@@ -33,12 +26,27 @@ log = logging.getLogger("fsdp_demo")
 def shared_tensors(
     host: TrainingHost, model: torch.nn.Module, own: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Frozen parameters and buffers, by name, but those that are each island's own by a pattern."""
+    """Frozen parameters and buffers, which no optimizer steps, by name; without those that are each
+    island's own by a pattern.
+    """
     return {
         name: t
         for name, t in host.untrained_tensors(model).items()
         if t.numel() and not matches(name, own)
     }
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The values of tensors one after the other, uint8 [n] on the CPU."""
+    parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in tensors]
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+
+
+def write_bytes(work: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The inverse of `bytes_of`: write `work` into tensors, in place."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    for t, part in zip(tensors, work.split(sizes), strict=True):
+        t.copy_(part.clone().view(t.dtype).view(t.shape))
 
 
 def refuse_unknown(host: TrainingHost, model: torch.nn.Module | None, own: Sequence[str]) -> None:
@@ -59,84 +67,69 @@ def refuse_unknown(host: TrainingHost, model: torch.nn.Module | None, own: Seque
             )
 
 
-class FrozenWatch:
-    """Remembers a sum of the bits of every frozen parameter that islands share.
+class Noted:
+    """The sums of the bits of some tensors, taken when their values were right: equal values have
+    equal sums, whoever wrote them.
 
     Args:
-        runtime: of this rank. model: that has them; None: nothing is looked at.
+        read: gives the tensors as they are now, by name. device: of these tensors.
 
     Attributes:
-        pending: there is something to compare with.
+        sums: by the names of the tensors; None where there is nothing to compare with.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, Tensor | None]], device: torch.device):
+        self._read, self._device = read, device
+        self.sums: dict[str, int] | None = None
+
+    def note(self) -> None:
+        """Take the sums now: one pass over the tensors, one read from the device."""
+        self.sums = self._now() if self._device.type != "meta" else None
+
+    def moved(self) -> list[str]:
+        """The names of the tensors whose values are others now."""
+        now, then = self._now(), self.sums or {}
+        return [name for name in then if now.get(name, then[name]) != then[name]]
+
+    def _now(self) -> dict[str, int]:
+        tensors = self._read()
+        return dict(zip(tensors, sums(list(tensors.values()), self._device), strict=True))
+
+
+class FirstStep:
+    """What an exchange does once, ahead of the first step: `StepRuntime.ahead` until then.
+
+    Args:
+        runtime: of this rank.
+        model: whose frozen parameters are to stay as they were made equal at `attach`. A script may
+            move them by hand (the teacher of a student, a target network): nothing of them is
+            exchanged then, so each island ends with its own. None: nobody looks at them.
+
+    Attributes:
+        joined_at: the step from which this replica goes on with the others; -1 where it has joined
+            a run under way.
     """
 
     def __init__(self, runtime: StepRuntime, model: torch.nn.Module | None):
         self._runtime = runtime
         self._model = model if runtime.topology.islands > 1 else None
-        self._sums: dict[str, int] = {}
-
-    @property
-    def pending(self) -> bool:
-        """See `FrozenWatch`."""
-        return bool(self._sums)
-
-    def note(self) -> None:
-        """They are right as they are now. One pass over them, one read from the device."""
-        self._sums = self._now()
-
-    def look(self) -> None:
-        """Compare, and warn once of those that are others; all ranks of the island call it."""
-        if not self.pending:
-            return
-        now = self._now()
-        moved = [name for name, then in self._sums.items() if now.get(name, then) != then]
-        if not self._runtime.island.any(bool(moved)):
-            return
-        self._sums = {}
-        if self._runtime.topology.rank == 0:
-            log.warning(
-                "%s: frozen parameters were moved since attach (%s%s). Nothing keeps those equal, "
-                "so each island ends with its own. Make buffers of them, which are averaged; or "
-                'say attach(..., own_tensors=["NAME*"]) where that is meant%s',
-                self._runtime.topology.name,
-                ", ".join(moved[:3]) or "those of another rank",
-                f" ..., {counted(len(moved), 'tensor')}" if len(moved) > 3 else "",
-                see("frozen-moved"),
-            )
-
-    def _now(self) -> dict[str, int]:
-        if self._model is None:
-            return {}
-        host, own = self._runtime.host, self._runtime.config.own_tensors
-        frozen = {plain_name(n) for n, p in self._model.named_parameters() if not p.requires_grad}
-        tensors = {n: t for n, t in shared_tensors(host, self._model, own).items() if n in frozen}
-        return dict(zip(tensors, sums(list(tensors.values()), host.device), strict=True))
-
-
-class FirstStep:
-    """What is to be done once, ahead of the first step: `StepRuntime.ahead` until then.
-
-    Attributes:
-        joined_at: the step from which this replica goes on with the others; -1 where it has joined
-            them later.
-        frozen: looks whether frozen parameters stay as they are.
-    """
-
-    def __init__(self, runtime: StepRuntime, model: torch.nn.Module | None):
-        self._runtime, self._untouched = runtime, Untouched(runtime.host, runtime.island)
-        self.frozen = FrozenWatch(runtime, model)
+        self._parameters = Noted(self._named_parameters, runtime.host.device)
+        self._frozen = Noted(self._frozen_parameters, runtime.host.device)
         self._behind = False
         self.joined_at = runtime.step
 
     def joined(self, later: bool = False) -> None:
-        """The islands have come together: all of it is to be done. later: this one has joined the
-        others, who were under way.
+        """The islands have come together: all of it is to be done.
+
+        Args:
+            later: this island has joined the others, who were under way.
         """
         self.joined_at, self._behind = -1 if later else self._runtime.step, True
-        self._untouched.note()
-        self.frozen.note()
+        self._parameters.note()
+        self._frozen.note()
         self._runtime.rewritten.forget()
         self._runtime.hooks.aside = False
-        self._runtime.ahead = self._run if self._untouched.pending else None
+        self._runtime.ahead = self._run if self._parameters.sums is not None else None
 
     def _run(self) -> None:
         """Do what is left, again as long as it fails.
@@ -146,38 +139,95 @@ class FirstStep:
         """
         self.catch_up()
         self.check()
-        self._runtime.ahead = self._second if self.frozen.pending else None
+        self._runtime.ahead = self._second if self._frozen.sums else None
         if self._runtime.config.needs_gradients:
             refuse_sparse(self._runtime.host)
 
     def _second(self) -> None:
         """Ahead of the second step: what a loop does with frozen parameters it has done once."""
         self._runtime.ahead = None
-        self.frozen.look()
+        self.look_at_frozen()
 
     def check(self, stepped: bool = True) -> None:
-        """Refuse parameters that were changed since attach, but by steps inside `paused()`.
+        """Refuse parameters that were changed since attach, but by steps inside `paused()`. All
+        ranks of the island call it together.
 
-        stepped: this is a step; else the end of an exchange in which there was none.
+        Args:
+            stepped: this is a step; else the end of an exchange in which there was none.
+
+        Raises:
+            ValueError: on all ranks.
         """
-        if self._runtime.hooks.aside:
-            self._untouched.forget()
-        self._untouched.check(stepped)
+        noted = self._parameters
+        if self._runtime.hooks.aside or noted.sums is None:
+            noted.sums = None
+            return
+        moved = noted.moved()
+        if self._runtime.island.any(bool(moved)):
+            what = ", ".join(moved[:3]) + " ..." * (len(moved) > 3) or "those of another rank"
+            other_steps = (
+                ""
+                if stepped
+                else ". step() of the attached optimizer was not called once: if the loop steps "
+                "another one, attach that (optimizer.base_optimizer of SAM and its kin)"
+            )
+            raise ValueError(
+                f"parameters were changed since attach ({what}): the exchange would pull them "
+                "back. Load first, then attach, or "
+                "attach(state=...) to go on with a saved run; detach() and attach again helps "
+                f"now{see('changed-since-attach')}{other_steps}"
+            )
+        noted.sums = None
+
+    def look_at_frozen(self) -> None:
+        """Warn once of frozen parameters that were moved since attach. All ranks of the island call
+        it together.
+        """
+        runtime = self._runtime
+        if not self._frozen.sums:
+            return
+        moved = self._frozen.moved()
+        if not runtime.island.any(bool(moved)):
+            return
+        self._frozen.sums = None
+        if runtime.topology.rank == 0:
+            log.warning(
+                "%s: frozen parameters were moved since attach (%s%s). Nothing keeps those equal, "
+                "so each island ends with its own. Make buffers of them, which are averaged; or "
+                'say attach(..., own_tensors=["NAME*"]) where that is meant%s',
+                runtime.topology.name,
+                ", ".join(moved[:3]) or "those of another rank",
+                f" ..., {counted(len(moved), 'tensor')}" if len(moved) > 3 else "",
+                see("frozen-moved"),
+            )
+
+    def _named_parameters(self) -> dict[str, Tensor | None]:
+        host = self._runtime.host
+        return {s.name: t for s, t in zip(host.params, host.tensors("parameter"), strict=True)}
+
+    def _frozen_parameters(self) -> dict[str, Tensor | None]:
+        """Those of the model that islands share."""
+        if self._model is None:
+            return {}
+        shared = shared_tensors(self._runtime.host, self._model, self._runtime.config.own_tensors)
+        frozen = {plain_name(n) for n, p in self._model.named_parameters() if not p.requires_grad}
+        return {name: t for name, t in shared.items() if name in frozen}
 
     def accept_parameters(self) -> None:
-        """See `Exchange.accept_parameters`."""
+        """Take the parameters as they are now for right (`Exchange.accept_parameters`)."""
         self._runtime.rewritten.forget()
-        if self._untouched.pending:
-            self._untouched.note()
-            self.frozen.note()
+        if self._parameters.sums is not None:
+            self._parameters.note()
+            self._frozen.note()
 
     def catch_up(self) -> None:
-        """See `Exchange.catch_up`."""
+        """Send messages once more that were under way, and make up for a lost exchange, once
+        (`Exchange.catch_up`)."""
         if self._behind:
             self._behind = False
             self._send_again()
-            if self._untouched.pending:
-                self._untouched.note()
+            if self._parameters.sums is not None:
+                self._parameters.note()
 
     def _send_again(self) -> None:
         """Send what was under way once more; make up for the after-step exchange of the last step,
@@ -206,71 +256,3 @@ class FirstStep:
             runtime.land(stages[1], runtime.step)
         finally:
             runtime.step += 1
-
-
-class Untouched:
-    """Remembers a sum of the bits of every local tensor: equal values give equal sums, whoever
-    wrote them.
-
-    Args:
-        host: of the parameters. island: the ranks that look together.
-
-    Attributes:
-        pending: there is something to compare with.
-    """
-
-    def __init__(self, host: TrainingHost, island: IslandGroup):
-        self._host, self._island = host, island
-        self._sums: list[int] | None = None
-
-    @property
-    def pending(self) -> bool:
-        """See `Untouched`."""
-        return self._sums is not None
-
-    def note(self) -> None:
-        """The parameters as they are now are right. One pass over them, one read from the
-        device.
-        """
-        self._sums = self._now() if self._host.device.type != "meta" else None
-
-    def forget(self) -> None:
-        """Compare with nothing."""
-        self._sums = None
-
-    def check(self, stepped: bool) -> None:
-        """Compare once; all ranks of the island call it together. stepped: as for `FirstStep`.
-
-        Raises:
-            ValueError: on all of them, if parameters are others than those noted.
-        """
-        if self._sums is None:
-            return
-        other = [
-            s.name
-            for s, now, then in zip(self._host.params, self._now(), self._sums, strict=True)
-            if now != then
-        ]
-        if self._island.any(bool(other)):
-            what = (
-                f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''}"
-                if other
-                else "those of another rank"
-            )
-            other_steps = (
-                ""
-                if stepped
-                else ". step() of the attached optimizer was not called once: if the loop steps "
-                "another one, attach that (optimizer.base_optimizer of SAM and its kin)"
-            )
-            raise ValueError(
-                f"parameters were changed since attach ({what}): the exchange would pull them "
-                "back. Load first, then attach, or "
-                "attach(state=...) to go on with a saved run; detach() and attach again helps "
-                f"now{see('changed-since-attach')}{other_steps}"
-            )
-        self._sums = None
-
-    def _now(self) -> list[int]:
-        """The sums, read from the device in one go."""
-        return sums(self._host.tensors("parameter"), self._host.device)

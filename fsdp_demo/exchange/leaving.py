@@ -1,17 +1,16 @@
-"""What an island that leaves sends ahead: its part of the coming payload, with the share of the
-steps that it has taken.
+"""How an island stops being part of a run: what it sends ahead, and what it tells the others.
 
-The others' next exchange may be hundreds of steps away, and the scheduler kills this island before.
-So it sends now what it has done since its last exchange. The others keep it, and count it in the
-message for which it is, if they hold it on every peer group when this island is gone. Nothing
-changes here: what is saved afterwards is what there was before, to go on from where the others have
-never used it.
-
+Where one island is told to end, the others train on. Their next exchange may be hundreds of steps
+away, and the scheduler kills this island before. So it sends its part of the coming payload now,
+with the share of the steps that it has taken. The others keep this part, and count it in its
+message if they hold it on every peer group when this island is gone. Nothing changes here: the
+checkpoint that follows is of the state before, for a run in which the others never use that part.
 Payloads of gradients are not sent early: the gradients of the coming step are not there, and those
 before have left in their own step.
 
-Where all islands are told to end nobody goes on to count what comes early. So nobody sends it: all
-stop between the same messages (`elastic/leaving.py`), and each saves what it has done by itself.
+Where all islands are told to end, none goes on to count an early part, so none is sent: all stop
+between the same messages (`elastic/leaving.py`), and each saves what it has done by itself. In a
+mesh nobody leaves alone: the loss of a replica ends the attempt.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from torch import Tensor
 from ..channels.channel import ChannelRunner
 from ..compression.dense import total_bytes
 from ..elastic.message_state import Vectors
-from ..peers.header import COUNTED, END, PAYLOAD, Header
+from ..peers.header import COUNTED, END, PAYLOAD
 from ..rendezvous.stop_notices import Presence
 from ..rendezvous.topology import Topology
 from .runtime import StepRuntime
@@ -114,15 +113,8 @@ def _applied_at(runtime: StepRuntime) -> int:
     """Steps after which this island had applied the last message that it has applied; 0 where there
     was none.
     """
-    steps = runtime.queue.applied
-    return max(
-        (
-            steps[c.channel.name] + c.channel.schedule.delay + 1
-            for c in [*runtime.channels, *runtime.buffers]
-            if c.channel.name in steps
-        ),
-        default=0,
-    )
+    delays = {c.channel.name: c.channel.schedule.delay for c in runtime.queue.channels}
+    return max((step + delays[name] + 1 for name, step in runtime.queue.applied.items()), default=0)
 
 
 def say(runtime: StepRuntime, seconds: float) -> bool:
@@ -151,12 +143,12 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
         )
     held = not runtime.island.any(not held) and weight > 0
     if runtime.topology.rank == 0 and weight > 0:
-        log.info("%s: %s", runtime.topology.name, _told(runtime, due, step, held))
+        log.info("%s: %s", runtime.topology.name, _fate(runtime, due, step, held))
     return held
 
 
-def _told(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool) -> str:
-    """What has become of the steps since the last exchange, from 1."""
+def _fate(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool) -> str:
+    """A sentence: what has become of the steps since the last exchange, counted from 1."""
     first = 1 + max(min(runtime.queue.last.get(c.channel.name, 0) for c in due), 0)
     taken = f"steps {first} to {runtime.step}" if first < runtime.step else f"step {runtime.step}"
     if held:
@@ -190,17 +182,20 @@ def warn_of_no_finish(runtime: StepRuntime) -> None:
         )
 
 
+def next_due(channels: Sequence[ChannelRunner], step: int) -> int:
+    """The first step from `step` on in which one of the channels sends."""
+    cycle = math.lcm(*(c.channel.schedule.sync_every for c in channels))
+    return next(
+        s for s in range(step, step + cycle + 1) if any(c.channel.schedule.due(s) for c in channels)
+    )
+
+
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
     """The step in which the next payload leaves, from 0, and the channels in it that can be sent
     early: none beside gradients.
     """
     channels = [*runtime.channels, *runtime.buffers]
-    cycle = math.lcm(*(c.channel.schedule.sync_every for c in channels))
-    step = next(
-        s
-        for s in range(runtime.step, runtime.step + cycle + 1)
-        if any(c.channel.schedule.due(s) for c in channels)
-    )
+    step = next_due(channels, runtime.step)
     due = [c for c in channels if c.channel.schedule.due(step)]
     if any(c.channel.before_step for c in due):
         return step, []
@@ -222,36 +217,20 @@ def _share(runtime: StepRuntime, due: list[ChannelRunner]) -> tuple[float, int]:
     ), 0
 
 
-@dataclass(frozen=True)
-class Payload:
-    """What is sent early: header, body (uint8) and vectors (fp32 on the CPU, code)."""
-
-    header: Header
-    body: Tensor
-    vectors: Vectors
-
-
 def _send(
     runtime: StepRuntime, due: list[ChannelRunner], step: int, weight: float, flags: int, end: float
 ) -> bool:
-    """On a rank with peers; whether its peers have it."""
+    """Send the payload of the channels `due` early; whether the peers of this rank have it."""
     peers, worker = runtime.peers, runtime.connections.worker
     if peers is None or worker is None:
         return True
-    payload = (
-        _payload(runtime, due, peers.header(PAYLOAD, step, weight=weight, flags=flags))
-        if due
-        else None
-    )
+    header = peers.header(PAYLOAD, step, weight=weight, flags=flags)
+    payload = _payload(runtime, due, step) if due else None
 
     def job() -> bool:
         """In the worker's thread, after what is under way."""
         left = end - time.monotonic()
-        sent = (
-            payload is not None
-            and left > 0
-            and peers.send_early(payload.header, payload.body, payload.vectors, left)
-        )
+        sent = payload is not None and left > 0 and peers.send_early(header, *payload, left)
         return peers.wait_stable(max(end - time.monotonic(), 0.0)) and sent
 
     try:
@@ -261,33 +240,24 @@ def _send(
 
 
 @torch.no_grad()
-def _payload(runtime: StepRuntime, due: list[ChannelRunner], header: Header) -> Payload:
-    """As the step would send it, but accumulators stay what they are."""
+def _payload(runtime: StepRuntime, due: list[ChannelRunner], step: int) -> tuple[Tensor, Vectors]:
+    """Body and vectors as step `step` would send them; accumulators stay what they are."""
     kept = [(c.accumulator, c.accumulator.clone()) for c in due if c.accumulator is not None]
     try:
         parts = {}
         for c in due:
-            then = c.of(header.step)
+            then = c.of(step)
             then.left_out = 0.0
             source = then.accumulate(runtime.queue.under_way(c))
-            parts[c.channel.name] = then.encode(header.step, source)
-        queue = runtime.queue
-        body, vectors = queue.sender.packed(queue.layout(parts, header.step), parts)
+            parts[c.channel.name] = then.encode(step, source)
+        return runtime.queue.sender.packed(runtime.queue.layout(parts, step), parts)
     finally:
         for accumulator, before in kept:
             accumulator.copy_(before)
-    return Payload(header, body, vectors)
-
-
-# How islands stop being part of a run: what this one tells the others when it stops or ends, and
-# what it hears of them.
-#
-# The peer group of islands knows who is there and who is told to end; the others train on, unless
-# all are told. In a mesh nobody leaves alone: the loss of a replica ends the attempt.
 
 
 class Departures:
-    """What one rank tells and hears of islands that stop.
+    """What one rank tells the others when its island stops or ends, and what it hears of them.
 
     Args:
         topology, connections: of this rank.
@@ -310,7 +280,7 @@ class Departures:
             )
 
     def leave(self, runtime: StepRuntime, stopped: bool) -> None:
-        """See `Exchange.leave`."""
+        """Tell the others that this island trains no further (`Exchange.leave`)."""
         topology, peers = self._topology, self._connections.peers
         together = runtime.stops_by is not None
         if not stopped and peers is not None and peers.abandoned:

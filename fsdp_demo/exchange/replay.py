@@ -3,7 +3,7 @@ taken since, until it has caught up.
 
 A step is made up for as `Exchange.skip` takes one: without a gradient of its own, with the learning
 rates that the donor had in it, and with the messages that the others have agreed on; what this
-replica would send goes nowhere (`joining.Following`). So parameters and optimizer states of
+replica would send goes nowhere (`Following`). So parameters and optimizer states of
 gradient presets, anchors and outer momenta become those of the others, bit by bit, while these
 train on.
 """
@@ -19,8 +19,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..elastic.newcomer import Following
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
-from ..peers.join_messages import LONGEST, Following, Listed, Tick, filled, sizes
+from ..peers.join_messages import LONGEST, Tick, filled, sizes
 from . import resume, run_specification, snapshot
 from .runtime import StepRuntime
 from .snapshot_head import DonorPosition
@@ -51,11 +52,12 @@ def join(
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
 ) -> None:
-    """Take a snapshot and make up for the steps since. All ranks of the island call it together,
-    with the engine's step hooks paused.
+    """Take a snapshot of a donor and make up for its steps since. All ranks of the island call it
+    together, with the engine's step hooks paused.
 
     Args:
-        model: as for `attach`. told: further facts of the run (`Start.facts`).
+        model: as for `attach`.
+        told: further facts of the run (`Start.facts`).
 
     Raises:
         ValueError: the others run something else.
@@ -95,7 +97,9 @@ def join(
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
-    """The donor is lost: take another one. Its snapshot replaces all that came of this one."""
+    """Ask another island for its state, since the donor is lost. Its snapshot replaces all that has
+    come.
+    """
     name = runtime.topology.name
     log.warning("%s: %s: another island is asked for its state", name, error)
     runtime.island.together(
@@ -116,14 +120,16 @@ def _take_snapshot(
     told: Mapping[str, Any],
     following: Following | None,
 ) -> DonorPosition:
-    """Where the donor stood."""
+    """Fetch a snapshot and let this island stand where its donor stood; that position."""
     island, what = runtime.island, f"{runtime.topology.name}: the snapshot of another island"
     _materialise(runtime)
     brings = snapshot.brings(runtime, model)
     data = _poll(
         runtime, what, None if following is None else lambda: following.head(LONGEST, SLICE, brings)
     )
-    stand, listed = island.together(lambda: _compared(runtime, model, told, data), what)
+    stand, listed = island.together(
+        lambda: (None, ()) if data is None else snapshot.expected(runtime, model, told, data), what
+    )
     # copies that are not active hear where it stands from the first rank
     if island.position.num_copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and msgspec.to_builtins(stand))
@@ -148,7 +154,9 @@ def _take_snapshot(
 def _fetching(
     following: Following, wanted: Sequence[int], name: str
 ) -> Callable[[], list[Tensor] | None]:
-    """Asks for the bodies of a snapshot, and says now and then how long that will take."""
+    """A function that asks for the bodies of a snapshot, of `wanted` bytes each, and logs now and
+    then how long that will take.
+    """
     began, before, whole = time.monotonic(), following.fetched, sum(wanted)
     says_at = SLICE / 2  # then twice as late each time
 
@@ -158,12 +166,9 @@ def _fetching(
         took = time.monotonic() - began
         come = following.fetched - before
         if found is None and took >= says_at:
-            says_at = 2 * took
-            left = (
-                f"about {(whole - come) * took / come / 60:.1f} minutes are left"
-                if come
-                else "nothing comes"
-            )
+            says_at, left = 2 * took, "nothing comes"
+            if come:
+                left = f"about {(whole - come) * took / come / 60:.1f} minutes are left"
             log.info(
                 "%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s",
                 name,
@@ -177,18 +182,8 @@ def _fetching(
     return ask
 
 
-def _compared(
-    runtime: StepRuntime,
-    model: torch.nn.Module | None,
-    told: Mapping[str, Any],
-    data: Tensor | None,
-) -> tuple[DonorPosition | None, Listed]:
-    """Where the donor stands, and what is to come; nothing on a rank without peers."""
-    return (None, ()) if data is None else snapshot.expected(runtime, model, told, data)
-
-
 def _materialise(runtime: StepRuntime) -> None:
-    """Optimizers that make their state at their first step take one on gradients of zero:
+    """Let optimizers that make their state at their first step take one, on gradients of zero:
     parameters and state are replaced after it.
     """
     if not runtime.before_step or snapshot.kept(runtime):
@@ -200,7 +195,7 @@ def _materialise(runtime: StepRuntime) -> None:
 
 
 def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -> T | None:
-    """What `ask` gives, asked until it has come on all ranks; None on ranks that ask nothing."""
+    """Call `ask` until it gives something on all ranks of the island that have one; that."""
     come: list[T] = []
 
     def once() -> None:
@@ -214,8 +209,8 @@ def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -
 
 
 def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
-    """How many steps were made up for. The first rank's peer group says which come; rates are those
-    of before in the end.
+    """Make up for the donor's steps, which the peer group of the island's first rank names; how
+    many there were. In the end learning rates are again those of before.
     """
     before, taken = run_specification.read_rates(runtime.host), 0
     runtime.queue.replays = True
@@ -235,7 +230,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
 
 
 def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
-    """The donor's next step; None when there is none and this island goes on by itself."""
+    """The donor's next step; None when this island goes on by itself."""
 
     def ask() -> list[Any]:
         assert following is not None, "the first rank of an island has a peer group"
@@ -252,7 +247,7 @@ def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
 
 
 def _take(runtime: StepRuntime, tick: Tick) -> None:
-    """One step without a gradient of this replica."""
+    """Take a step of the donor, without a gradient of this replica."""
     if tick.step != runtime.step:
         raise WireError(
             f"step {tick.step} came to be made up for, here comes {runtime.step}: start this "

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ may differ.
 MOVED = ("betas", "momentum")
 """Those that torch's cyclic schedules move with the step, as they do the learning rate."""
 
+SCHEDULED = ("lr", *MOVED)
+"""What schedules move: read on one island, set on another that makes up for its steps."""
+
 
 def optimizers(host: TrainingHost) -> dict[str, Any]:
     """Kind, number of groups and numbers of each group, whatever the step."""
@@ -50,7 +54,7 @@ def rates(host: TrainingHost) -> dict[str, Any]:
         f"optimizer{i}.group{g}.{k}": _plain(group[k])
         for i, optimizer in enumerate(host.optimizers)
         for g, group in enumerate(optimizer.param_groups)
-        for k in ("lr", *MOVED)
+        for k in SCHEDULED
         if k in group
     }
 
@@ -68,85 +72,45 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str)) or value is None else str(value)
 
 
-def marks(shards: Sequence[LocalParam]) -> list[str]:
-    """8 hexadecimal digits of each tensor's name, shape, local shape, dtype, and whether it is
-    frozen.
-    """
-    return [hashlib.sha256(json.dumps(described(s)).encode()).hexdigest()[:8] for s in shards]
-
-
 Described = tuple[str, list[int], list[int], str, str]
 """Name, shape, local shape and dtype of a parameter, and whether it is trained."""
 
 
-def described(shard: LocalParam) -> Described:
-    """What must be equal of a tensor, as JSON."""
-    dtype = str(shard.dtype).removeprefix("torch.")
-    state = "frozen" if shard.frozen else "trained"
-    return shard.name, list(shard.global_shape), list(shard.shape), dtype, state
+def described(param: LocalParam) -> Described:
+    """What must be equal of a parameter on all islands, as JSON."""
+    dtype = str(param.dtype).removeprefix("torch.")
+    state = "frozen" if param.frozen else "trained"
+    return param.name, list(param.global_shape), list(param.shape), dtype, state
 
 
-def sentence(described: Sequence[Any] | None) -> str:
-    """`described` in words."""
-    if described is None:
-        return "none"
-    name, shape, local, dtype, state = described
-    return (
-        f"{name} {shape} {dtype}{'' if shape == local else f' (here in shards of {local})'}, "
-        f"{state}"
-    )
-
-
-def agree_on_tensors(peers: PeerGroup, shards: Sequence[LocalParam]) -> None:
+def agree_on_tensors(peers: PeerGroup, params: Sequence[LocalParam]) -> None:
     """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those
     of all replicas.
 
     Raises:
         ValueError: on every replica, naming the first one that differs.
     """
-    mine = marks(shards)
+    mine = [described(p) for p in params]
     if agreement.all_equal(peers, hashlib.sha256(json.dumps(mine).encode()).digest()):
         return
-    everyone = agreement.gather_json(peers, mine)
-    # The first place where each island parts from island 0; two that part at one place from it may
-    # part from each other there as well.
-    places = sorted({_parting(everyone[0], theirs) for theirs in everyone if theirs != everyone[0]})
-    tensors = agreement.gather_json(
-        peers, [described(shards[i]) if i < len(shards) else None for i in places]
-    )
-    j = next(j for j, theirs in enumerate(everyone) if theirs != mine)
-    at = next((n for n in range(len(places)) if tensors[j][n] != tensors[peers.rank][n]), 0)
-    raise ValueError(
-        agreement.unequal(
-            peers, j, _apart(mine, everyone[j], places[at], tensors[peers.rank][at], tensors[j][at])
-        )
-    )
+    for j, theirs in enumerate(agreement.gather_json(peers, mine)):
+        if what := tensors_apart(params, theirs):
+            raise ValueError(agreement.unequal(peers, j, what))
 
 
-def tensors_apart(shards: Sequence[LocalParam], theirs: Sequence[Described]) -> str:
-    """How the parameters here differ from those that are `described` by another island; empty where
+def tensors_apart(params: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:
+    """How the parameters here differ from those that another island has `described`; empty where
     they do not.
     """
-    mine = [described(s) for s in shards]
-    if mine == theirs:
+    mine, others = ([json.dumps(d) for d in side] for side in (map(described, params), theirs))
+    if mine == others:
         return ""
-    at = _parting(mine, theirs)
-    a, b = (every[at] if at < len(every) else None for every in (mine, theirs))
-    return _apart(list(map(json.dumps, mine)), list(map(json.dumps, theirs)), at, a, b)
-
-
-def _apart(
-    mine: Sequence[str],
-    theirs: Sequence[str],
-    at: int,
-    here: Sequence[Any] | None,
-    there: Sequence[Any] | None,
-) -> str:
-    """The sentence for parameters that first differ at place `at`. mine, theirs: a mark of each."""
-    text = f"parameter {at} is {sentence(here)} here, {sentence(there)} there"
-    if len(mine) != len(theirs):
-        return f"{len(mine)} parameters here, {len(theirs)} there; {text}"
-    if sorted(mine) == sorted(theirs):
+    both = enumerate(zip_longest(mine, others, fillvalue="null"))
+    at, (here, there) = next((i, pair) for i, pair in both if pair[0] != pair[1])
+    text = f"parameter {at} is {_sentence(here)} here, {_sentence(there)} there"
+    if len(mine) != len(others):
+        return f"{len(mine)} parameters here, {len(others)} there; {text}"
+    if sorted(mine) == sorted(others):
         return (
             f"the same parameters in another order: {text}; give the optimizer its parameters in "
             "one order on all islands"
@@ -154,11 +118,13 @@ def _apart(
     return text
 
 
-def _parting(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The first index where two lists differ."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+def _sentence(description: str) -> str:
+    """`described` as JSON, or null where an island has no such parameter, in words."""
+    if (found := json.loads(description)) is None:
+        return "none"
+    name, shape, local, dtype, state = found
+    here = "" if shape == local else f" (here in shards of {local})"
+    return f"{name} {shape} {dtype}{here}, {state}"
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -172,12 +138,6 @@ def machine(device: torch.device) -> dict[str, str]:
     module = torch.get_device_module(device)
     name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
     return {"torch": torch.__version__, "device": device.type, "processor": name}
-
-
-# What schedules move in the groups of the optimizers: learning rates, and the momenta of cyclic
-# schedules. Read on one island, set on another that makes up for its steps.
-
-SCHEDULED = ("lr", "betas", "momentum")
 
 
 def read_rates(host: TrainingHost) -> list[list[dict[str, Any]]]:
@@ -216,10 +176,9 @@ def _plain_rate(value: Any) -> Any:
 
 def _like(now: Any, value: Any, name: str) -> Any:
     """`value` in the form of what stands there; a tensor is filled where it is."""
-    if isinstance(now, (list, tuple)):
-        if not isinstance(value, list) or len(value) != len(now):
-            raise ValueError(f"{name} of another form came: {value!r:.40}, here it is {now!r:.40}")
+    several, number = isinstance(now, (list, tuple)), type(value) in (int, float)
+    if several and isinstance(value, list) and len(value) == len(now):
         return type(now)(_like(a, b, name) for a, b in zip(now, value, strict=True))
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if several or not number:
         raise ValueError(f"{name} of another form came: {value!r:.40}, here it is {now!r:.40}")
     return now.fill_(value) if isinstance(now, Tensor) else value

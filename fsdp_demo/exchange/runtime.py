@@ -21,7 +21,6 @@ here: nothing stands between it and the step.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -35,19 +34,20 @@ from ..channels.bind import Bound
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..config.schema import ExchangeConfig
 from ..elastic import agreement
+from ..elastic.join_server import DonorFeed
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
 from ..peers.header import LEAVING
 from ..peers.join_messages import Tick
 from ..peers.votes import VotePace
-from ..rendezvous.island import IslandGroup, SiblingWatch, collective
+from ..rendezvous.island import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
 from .refusals import Copies
-from .watch import EVERY, Rewritten, total
+from .watch import EVERY, Rewritten, drift, total
 
 log = logging.getLogger("fsdp_demo")
 
@@ -56,43 +56,43 @@ class StepRuntime:
     """The parts of an exchange on one rank, and the order in which they act.
 
     Args:
-        config, topology: what was agreed.
-        host: what the engine offers.
+        config, topology: the method, and the place of this rank, as agreed.
+        host: the engine's parameters and optimizers.
         bound: the channels at work on this rank.
         queue: the messages under way.
         step: of the job, to start from.
 
     Attributes:
-        channels, buffers, parameters: see `Bound`. before_step, after_step: those of the channels
-            and buffers that act there.
-        island: the other ranks of this replica.
+        channels, buffers, parameters: see `Bound`. before_step, after_step: the channels and
+            buffers that act before the base step, and after it. gradients_only: all channels act
+            before it.
+        island: the other ranks of this replica. calls: which collective each of them is in.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
-        status: what this replica says of itself.
-        rewritten: looks for parameters that something else has written since an exchange.
+        status: what this replica says of itself in its messages.
+        rewritten: notices parameters that something else has written since an exchange.
         step: optimizer steps of the job done so far (ticks).
-        drift: see `Exchange`.
-        begun: the step whose gradients are in the accumulators: one that was cut off in the middle
-            does not add them twice when it is taken again.
+        begun: the step whose gradients are in the accumulators: a step that was cut off in the
+            middle does not add them twice when it is taken again.
         acted: the step whose gradients were exchanged, wholly; -1 for none.
-        since: the step from which this replica has trained by itself; later than 0 where it has
-            joined a run under way.
+        since: the step from which this replica has trained by itself; above 0 where it has joined a
+            run under way.
         seconds: that the last step has taken.
+        rows: that all islands train in a step, 0 where one did not say. rows_differ: an island
+            trains more than another.
         stops_by: all islands are told to end, and this one sends nothing more: the time at which it
             stops at the latest (`time.monotonic`). ends_at: the number of steps at which it does.
-        unlike: another island's torch, device or processor is unlike this one's: replicas may
-            differ in the last bit.
-        ahead: called ahead of a step until it is None: what is to be done ahead of the first one
-            (`first_step.py`).
-        tells, told: what the host of a donor tells that of a newcomer (JSON), and what this one was
-            told.
+        stopped, stopped_alone, leaving, raises_stopped, drift, tells, told: as in `Readings`.
+        ended: the last exchange is over.
+        watches_gradients: as `Exchange.watch_gradients` says.
+        owner: the `Exchange`. The engine's hooks hold this runtime, and so whoever attaches to the
+            optimizer again finds the exchange.
+        ahead: called ahead of each step until it is None: what is to be done once, ahead of the
+            first step (`first_step.py`).
         handing: called at the end of a step in which an island that joins asks for this one's state
             (`snapshot.py`).
         at_end: called at the end of a step, behind everything else.
         goes_on: called at the end of a step after which this island is to stop alone: whether it
             trains on for a moment (`leaving.py`).
-        ended: the last exchange is over.
-        stopped, stopped_alone, leaving, raises_stopped: see `Exchange`.
-        watches_gradients: see `Exchange.watch_gradients`.
     """
 
     def __init__(
@@ -104,59 +104,47 @@ class StepRuntime:
         queue: InFlightQueue,
         step: int,
     ):
-        self.topology = topology
-        self.host = host
+        self.topology, self.host = topology, host
         self.step = step
-        self._calls = SiblingWatch(topology, lambda: self.step)
+        # `collective` notes there which call each rank of the island is in
+        self._calls = self.calls = SiblingWatch(topology, lambda: self.step)
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
         self.hooks = host.hooks(
-            self.island,
-            self.before,
-            self.after,
-            self.skip,
-            gradients=lambda: self.needs_gradients,
+            self.before, self.after, self.skip, gradients=lambda: self.needs_gradients
         )
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
-        self._copies = copies if copies.any else None
+        self._copies = copies if copies.pending else None
         self.rewritten = Rewritten(host)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
-        self.begun = self.acted = -1
+        self.begun = self.acted = self.ends_at = -1
         self.since = self.rows = 0
         self.seconds, self._ended_at = 0.0, time.monotonic()
         self.stops_by: float | None = None
-        self.ends_at = -1
-        self.unlike = self.ended = self.stopped = self.stopped_alone = self.leaving = False
-        self.rows_differ = False
+        self.ended = self.stopped = self.stopped_alone = self.leaving = self.rows_differ = False
         self.raises_stopped = True
         self.watches_gradients = False
         self.ahead: Callable[[], None] | None = None
         self.tells: Callable[[], dict[str, Any]] = dict
         self.told: dict[str, Any] = {}
-        # The exchange: its hooks hold it, so that whoever attaches to the optimizer again finds it.
         self.owner: object = None
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
         self.goes_on: Callable[[], bool] | None = None
-        # of the step under way, where an island follows
-        self._rates: list[list[dict[str, Any]]] | None = None
+        self._rates: list[list[dict[str, Any]]] | None = None  # of this step, for a joining island
 
     def work_with(self, config: ExchangeConfig, bound: Bound) -> None:
-        """From now on: at the start, and where the method is chosen later. The queue works with the
-        same channels.
-        """
-        self.config = config
-        self.channels, self.buffers, self.parameters = (
-            bound.channels,
-            bound.buffers,
-            bound.parameters,
-        )
+        """Take this method from now on: at the start, and where it is chosen later."""
+        self.config, self.parameters = config, bound.parameters
+        self.channels, self.buffers = bound.channels, bound.buffers
+        self.queue.work_with([*self.channels, *self.buffers], config.norm_limit)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        self.gradients_only = len(self.before_step) == len(self.channels)
         for c in self.channels:
             c.measures = config.norm_limit is not None and self.topology.islands > 1
 
@@ -167,17 +155,19 @@ class StepRuntime:
 
     @property
     def peers(self) -> PeerGroup | None:
-        """See `Connections`."""
+        """The ranks with the same shard on the other islands; None on a rank that has none, and
+        when the connections are closed.
+        """
         return self.connections.peers
 
     @property
-    def calls(self) -> SiblingWatch:
-        """What the ranks of this island call."""
-        return self._calls
+    def donor_feed(self) -> DonorFeed | None:
+        """Gives the state and the steps of this rank to an island that joins, where one may."""
+        return None if self.peers is None else self.peers.donor_feed
 
     @property
     def finished(self) -> bool:
-        """See `Exchange`."""
+        """Whether the exchange has ended: optimizer steps count no more."""
         return self.ended or self.connections.closed
 
     @property
@@ -186,16 +176,6 @@ class StepRuntime:
         none. Replicas for which these are equal stand between the same exchanges: what consensus
         presets share (anchors, outer momenta) is equal there."""
         return {c.channel.name: self.queue.applied.get(c.channel.name, -1) for c in self.channels}
-
-    @property
-    def gradients_only(self) -> bool:
-        """Whether all channels act before the base step."""
-        return len(self.before_step) == len(self.channels)
-
-    @property
-    def moving(self) -> list[ChannelRunner]:
-        """The channels that set parameters."""
-        return [c for c in self.channels if c.channel.writes_parameters]
 
     # ---- one tick ------------------------------------------------------------------------------
 
@@ -223,14 +203,12 @@ class StepRuntime:
         self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
         self.status.begin()
-        peers = self.peers
-        if peers is not None and peers.donor_feed is not None and peers.donor_feed.follows:
+        if (feed := self.donor_feed) is not None and feed.follows:
             self._rates = run_specification.read_rates(self.host)
         if self.needs_gradients:
             self._act_on_gradients()
         self.begun = self.step
-        together = bool(self.before_step) or self._clips_together
-        if together:
+        if together := bool(self.before_step) or self.config.clips_together:
             self.acted = self.step
         return together
 
@@ -265,7 +243,7 @@ class StepRuntime:
             if c not in applied:
                 c.set_gradients([False] * len(c.covered))
         if applied:
-            self.clip(mean=True)
+            self.clip_mean()
 
     @collective("optimizer.step()")
     def after(self) -> None:
@@ -300,7 +278,11 @@ class StepRuntime:
     @torch.no_grad()
     @collective("skip()")
     def skip(self) -> None:
-        """See `Exchange.skip`."""
+        """Count a step that this replica does not take (`Exchange.skip`).
+
+        Raises:
+            RuntimeError: some of the optimizers have stepped already.
+        """
         self.check_usable()
         if self.hooks.partial:
             of = len(self.host.optimizers)
@@ -332,11 +314,13 @@ class StepRuntime:
         now: int | None = None,
         last: bool = False,
     ) -> None:
-        """Send those that are due and apply what is: first the others, then those that come `after`
-        one and see what it has done.
+        """Send for the channels that are `due`, and apply what has arrived for all `channels`; then
+        the same for those that come `after` another one and see what it has done.
 
-        step, now, last: as for `InFlightQueue.receive`; what is sent in the last exchange is a part
-        of a round."""
+        Args:
+            step, now, last: as for `InFlightQueue.receive`. The last exchange sends a part of a
+                round.
+        """
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
             self.send([c for c in due if c in stage], partial=last)
@@ -349,9 +333,8 @@ class StepRuntime:
         now: int | None = None,
         last: bool = False,
     ) -> None:
-        """Receive and apply what is due of these channels, and settle it with the model. Arguments
-        as for `InFlightQueue.receive`.
-        """
+        """Receive and apply what is due for these channels, and settle it with the model. Arguments
+        as for `InFlightQueue.receive`."""
         applied = []
         for c, arrived in self.queue.receive(channels, step, now, last):
             with record_function("fsdp_demo::apply"):
@@ -363,28 +346,29 @@ class StepRuntime:
 
     # ---- its parts -----------------------------------------------------------------------------
 
-    def clip(self, mean: bool) -> None:
-        """Clip the mean gradient, as the configuration says."""
-        if mean and self.config.clip is not None and self.config.clips_mean:
-            gradients = self.host.tensors("gradient")
-            self.island.clip(gradients, self.config.clip, repeats=self._repeats)
+    def clip_mean(self) -> None:
+        """Clip the mean gradient over the islands, where the configuration says so."""
+        if self.config.clip is not None and self.config.clips_mean:
+            repeats = [s.repeats for s in self.host.params]
+            self.island.clip(self.host.tensors("gradient"), self.config.clip, repeats=repeats)
 
     def _look_at_gradients(self, wanted: bool) -> None:
-        """Clip this replica's own gradients, as the configuration says; leave out those that are
-        not finite: nobody takes anything of this step from this replica, and it takes none of
-        its own.
+        """Clip this replica's own gradients, where the configuration says so. Gradients that are
+        not finite are left out, of the exchange and of this replica's own step.
 
-        `wanted`: they are looked at even if they are not clipped here."""
+        Args:
+            wanted: look at them even if they are not clipped here.
+        """
         limit = None if self.config.clips_mean else self.config.clip
         if limit is None and not wanted:
             return
-        across = self._mean_over_islands if self._clips_together else None
+        across = self._mean_over_islands if self.config.clips_together else None
         gradients = self.host.tensors("gradient")
         if not self.config.needs_gradients:  # sparse ones are allowed then
             gradients = [
                 g if g is not None and g.layout == torch.strided else None for g in gradients
             ]
-        bad = self.island.clip(gradients, limit, across, self._repeats)
+        bad = self.island.clip(gradients, limit, across, [s.repeats for s in self.host.params])
         if not isinstance(bad, Tensor) and bad:
             self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:
@@ -395,24 +379,17 @@ class StepRuntime:
                 )
         self.status.gradients(bad, self.peers)
 
-    @property
-    def _repeats(self) -> list[int]:
-        return [s.repeats for s in self.host.params]
-
-    @property
-    def _clips_together(self) -> bool:
-        """Whether own gradients are clipped by their norm over all islands."""
-        config = self.config
-        return config.clip_scope == "islands" and config.clip is not None and not config.clips_mean
-
     def _mean_over_islands(self, value: float) -> float:
         step = self.step
         mean = self.queue.ask(lambda peers: agreement.mean_of(peers, step, value))
         return self.island.max(mean or 0.0)[0]  # a copy without peers has none
 
     def send(self, channels: Sequence[ChannelRunner], partial: bool = False) -> None:
-        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs
-        to a part of a round (`ChannelPayload`)."""
+        """Look whether the sources are finite, accumulate, encode and launch.
+
+        Args:
+            partial: the message belongs to a part of a round (`ChannelPayload`).
+        """
         if not channels:
             return
         if self._copies is not None:
@@ -455,36 +432,33 @@ class StepRuntime:
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
-        """Whether this replica has joined within the round that these channels send: its steps are
-        fewer than the others', and would count as much. Tokens are counted since it joined, so
-        weights by tokens need no such rule."""
+        """Whether this replica has joined the run within the round that these channels send: it has
+        taken fewer steps than the others, which would count as much. (Weights by tokens need no
+        such rule: tokens are counted since it joined.)"""
         own = self.step + 1 - self.since
-        schedules = {
+        sums_steps = {
             c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps
         }
-        sent = [
-            schedules[name].sync_every
+        return self.since > 0 and any(
+            name in sums_steps and not out.partial and own < sums_steps[name].sync_every
             for name, out in outgoing.items()
-            if name in schedules and not out.partial
-        ]
-        return self.since > 0 and any(own < period for period in sent)
+        )
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
         """The norm of what this island contributes to a message: one number, the same on all its
         ranks. 0 where nobody looks at it.
         """
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
-        squares = [
-            torch.zeros((), device=self.host.device, dtype=torch.float32),
-            *(c.square for c in sent if c.square is not None),
-        ]
+        squares = [torch.zeros((), device=self.host.device, dtype=torch.float32)]
+        squares += [c.square for c in sent if c.square is not None]
         for c in sent:
             c.square = None
         return self.island.norm(torch.stack(squares).sum()) if sent else 0.0
 
     def _total(self, names: Collection[str]) -> Tensor | None:
-        """The sum of what is equal on all replicas when these channels send: anchors, or parameters
-        that only gradient channels change. None where nothing is, and between the comparisons."""
+        """The 64-bit sum of what must be equal on all replicas when these channels send: anchors,
+        or parameters that only gradient channels change. None where nothing must be, and between
+        the comparisons."""
         mine = [c for c in self.channels if c.channel.name in names]
         if not mine or self.topology.islands == 1 or self.peers is None:
             return None
@@ -502,18 +476,16 @@ class StepRuntime:
         return total(anchors, self.host.device) if outer else None
 
     def settle(self, applied: Sequence[ChannelRunner]) -> None:
-        """What was written goes to the model. Parameters that were averaged after a delta channel
-        are its anchor from now on; their drift is what the mean has moved them."""
+        """Commit to the model what these channels have written. Parameters that were averaged after
+        a delta channel are its anchor from now on; the drift is how far the mean has moved them."""
         if any(c.channel.writes_parameters for c in applied):
             self.host.commit()
             self.rewritten.exchanged()
+        deltas = [c for c in self.channels if c.channel.source == "delta"]
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
-                for d in self.channels:
-                    if (
-                        d.channel.source == "delta"
-                        and d.channel.name.split(".")[0] == c.channel.after
-                    ):
+                for d in deltas:
+                    if d.channel.name.split(".")[0] == c.channel.after:
                         d.anchor_here()
                 self.drift = drift(self.island, *c.moved)
                 log.info(
@@ -529,14 +501,17 @@ class StepRuntime:
         self.host.commit()
 
     def _settle_stop(self) -> bool:
-        """What the island agrees on when a tick has ended: whether all stop, whether it stops
-        alone, and whether it does since some island was told to end. Returns whether an island
-        that joins asks for this one's state, on all peer groups.
+        """Agree in the island, at the end of a tick, whether all islands stop, whether this one
+        stops alone, and whether that is since an island was told to end.
 
         The wish travels in the next payload: all islands stop when it lands. An island that must
-        stop now stops without the others, if no exchange is in flight. Several ranks ask each other
-        at every exchange, and otherwise about once a second (`VotePace`); what makes them ask
-        earlier all of them know."""
+        stop now stops without the others, if no exchange is in flight. Several ranks vote at every
+        exchange, and otherwise about once a second (`VotePace`); a reason to vote earlier is known
+        to all of them.
+
+        Returns:
+            Whether an island that joins asks for this one's state, on all peer groups.
+        """
         if self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
             known |= self.stops_by is not None
@@ -546,11 +521,16 @@ class StepRuntime:
         alone = self.status.leaves(self.topology.islands) and (
             self.status.goes or not self.queue.flights
         )
-        peers = self.peers
-        unasked = peers is not None and (peers.donor_feed is None or not peers.donor_feed.wanted)
-        flags, leaves, told, unwanted = self._voted(
-            self.queue.watch.stop, alone, alone and self.status.told, unasked
+        feed = self.donor_feed
+        unasked = self.peers is not None and (feed is None or not feed.wanted)
+        flags, leaves, told, unwanted, slowest = self.island.max(
+            float(self.queue.watch.stop),
+            float(alone),
+            float(alone and self.status.told),
+            float(unasked),
+            self._pace.seconds(),
         )
+        self._pace.agreed(slowest)
         together = bool(flags)
         if told and not together and self.goes_on is not None and self.goes_on():
             return not unwanted
@@ -558,29 +538,13 @@ class StepRuntime:
         self.leaving = bool(int(flags) & LEAVING if together else told)
         return not unwanted
 
-    def _voted(self, *here: float) -> Sequence[float]:
-        """The largest of each number over the ranks of the island, which agree on the next vote,
-        too.
-        """
-        if self.island.world == 1:
-            return here
-        *found, slowest = self.island.max(*map(float, here), self._pace.seconds())
-        self._pace.agreed(slowest)
-        return found
-
     @torch.no_grad()
     def _let_follow(self, asked: bool) -> None:
-        """Tell who follows of the step that has ended; hand this island's state to who has asked
-        for it.
+        """Tell a joining island of the step that has ended, and hand it this island's state if it
+        has asked for that.
         """
-        if self._rates is not None and self.peers is not None and self.peers.donor_feed is not None:
-            self.peers.donor_feed.tick(Tick(self.step - 1, self._rates))
+        if self._rates is not None and self.donor_feed is not None:
+            self.donor_feed.tick(Tick(self.step - 1, self._rates))
         self._rates = None
         if asked and self.handing is not None:
             self.handing()
-
-
-def drift(island: IslandGroup, far: float, norm: float) -> float:
-    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
-    far, norm = island.sum(far, norm)
-    return math.sqrt(far / norm) if norm else 0.0

@@ -21,7 +21,7 @@ island.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,10 +31,11 @@ from torch import Tensor
 
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..elastic.agreement import digest
+from ..elastic.newcomer import Following
 from ..peers.header import PAYLOAD
-from ..peers.join_messages import DonorSnapshot, Expected, Following, Listed
+from ..peers.join_messages import DonorSnapshot, Expected, Listed
 from . import snapshot_head
-from .first_step import shared_tensors
+from .first_step import bytes_of, shared_tensors, write_bytes
 from .runtime import StepRuntime
 from .sending import PendingExchange
 from .snapshot_head import DonorPosition, OpenExchange
@@ -46,18 +47,16 @@ log = logging.getLogger("fsdp_demo")
 
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Take a snapshot of this rank and hand it to its peer group's desk."""
-    if runtime.peers is not None and runtime.peers.donor_feed is not None:
-        runtime.peers.donor_feed.hand(
-            take(runtime, model, told),
-            [f.future for f in runtime.queue.flights if f.future is not None],
-        )
+    """Take a snapshot of this rank and hand it to the donor feed of its peer group."""
+    if (feed := runtime.donor_feed) is not None:
+        under_way = [f.future for f in runtime.queue.flights if f.future is not None]
+        feed.hand(take(runtime, model, told), under_way)
 
 
 def take(
     runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]
 ) -> DonorSnapshot:
-    """Copies of this rank's state in host memory.
+    """A snapshot of this rank: copies of its state in host memory.
 
     Args:
         model: whose frozen parameters and buffers go with it; None: none.
@@ -65,8 +64,8 @@ def take(
     """
     for c in runtime.channels:
         c.state()  # copies to the host may still be under way
-    donor_feed = None if runtime.peers is None else runtime.peers.donor_feed
-    theirs = donor_feed.brings.get("rest") if donor_feed is not None else None
+    feed = runtime.donor_feed
+    theirs = None if feed is None else feed.brings.get("rest")
     stand = DonorPosition.of(
         runtime,
         counts(runtime),
@@ -83,8 +82,8 @@ def expected(
     told: Mapping[str, Any],
     data: Tensor,
 ) -> tuple[DonorPosition, Listed]:
-    """Compare the head of a snapshot with what this rank runs; where its donor stands, and the
-    tensors that are to come.
+    """The position of a snapshot's donor, and the tensors that are to come, once its head was
+    compared with what this rank runs.
 
     Args:
         data: uint8 [n], not believed yet.
@@ -144,8 +143,8 @@ def give(
 
 
 def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str]:
-    """Digests of what a newcomer may hold already: frozen parameters, of an adapter's base say, and
-    buffers.
+    """Digests of what a newcomer may hold already and need not fetch: frozen parameters (of an
+    adapter's base, say) and buffers.
     """
     rest = _rest(runtime, model) if runtime.parameters.position.copy == 0 else []
     return {"rest": digest(rest).hex()} if rest else {}
@@ -154,29 +153,29 @@ def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str
 def _give_rest(
     runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None, same: bool
 ) -> None:
-    """Frozen parameters and buffers; copies get them from the first of them. same: it has brought
-    them itself.
+    """Set frozen parameters and buffers; copies get them from the first of them.
+
+    Args:
+        data: of the snapshot; None where they did not come.
+        same: this rank has brought them itself.
     """
     local = _rest(runtime, model)
     if not local:
         return
-    sizes = [t.numel() * t.element_size() for t in local]
-    work = (
-        data
-        if data is not None
-        else _bytes(local)
-        if same
-        else torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    )
+    work = data
+    if work is None and same:
+        work = bytes_of(local)
+    elif work is None:
+        size = sum(t.numel() * t.element_size() for t in local)
+        work = torch.empty(size, dtype=torch.uint8, device="cpu")
     runtime.island.broadcast(work)
-    for t, part in zip(local, work.split(sizes), strict=True):
-        t.copy_(part.clone().view(t.dtype).view(t.shape))
+    write_bytes(work, local)
 
 
 def _give_parameters(
     runtime: StepRuntime, stand: DonorPosition, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Parameters and optimizer states, where they come."""
+    """Set parameters and optimizer states, where they come."""
     parameters, device = runtime.parameters, runtime.host.device
     sources = [] if _anchored(runtime) else [("parameters", "parameter")]
     if stand.counts is not None:
@@ -206,7 +205,7 @@ def _flight(
     tensors: Mapping[str, Tensor],
     following: Following | None,
 ) -> PendingExchange:
-    """A message under way, of which nothing is this replica's own, and what it brings."""
+    """A message under way in which this replica has no part. Its future brings what arrives."""
     by_name = {c.channel.name: c for c in runtime.queue.channels}
     parts = {}
     for name, marks in f.parts.items():
@@ -219,24 +218,18 @@ def _flight(
             f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None
         )
     queue, worker = runtime.queue, runtime.connections.worker
-    flight = PendingExchange(
-        f.step, list(f.members), parts, None, layout=queue.layout(f.members, f.step)
-    )
+    layout = queue.layout(f.members, f.step)
+    flight = PendingExchange(f.step, list(f.members), parts, layout=layout)
     if worker is not None and following is not None:
-        wanted = Expected(
-            PAYLOAD,
-            f.step,
-            flight.layout.body_bytes,
-            flight.layout.vectors,
-            runtime.topology.islands,
-        )
+        islands = runtime.topology.islands
+        wanted = Expected(PAYLOAD, f.step, layout.body_bytes, layout.vectors, islands)
         flight.future = worker.submit(
             partial(queue.sender.pinned, flight, partial(following.arrived, wanted))
         )
     return flight
 
 
-# ---- what it holds -----------------------------------------------------------------------------
+# ---- what a snapshot holds ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,62 +256,33 @@ class _Part:
 def _parts(
     runtime: StepRuntime, model: torch.nn.Module | None, stand: DonorPosition
 ) -> list[_Part]:
-    """In their order. Both sides list the same by the same function."""
-    return [
-        *_of_model(runtime, model, stand),
-        *_of_channels(runtime, stand.step),
-        *_of_flights(runtime, stand.flights),
-    ]
-
-
-def _of_model(
-    runtime: StepRuntime, model: torch.nn.Module | None, stand: DonorPosition
-) -> Iterator[_Part]:
-    parameters, rest = runtime.parameters, _rest(runtime, model)
+    """The tensors of a snapshot, in their order. Donor and newcomer list them by this function."""
+    parameters, rest, out = runtime.parameters, _rest(runtime, model), []
     assert parameters.layout is not None, "a copy that is not active has no peer group"
+    whole = parameters.layout.numel
+
+    def add(name: str, n: int, read: Callable[[], Tensor | None], dtype: str = "float32") -> None:
+        out.append(_Part(name, dtype, n, read))
+
     if rest and parameters.position.copy == 0 and not stand.same_rest:
-        yield _Part(
-            "rest", "uint8", sum(t.numel() * t.element_size() for t in rest), partial(_bytes, rest)
-        )
+        size = sum(t.numel() * t.element_size() for t in rest)
+        add("rest", size, partial(bytes_of, rest), "uint8")
     if not _anchored(runtime):
-        yield _Part(
-            "parameters", "float32", parameters.layout.numel, partial(parameters.pack, "parameter")
-        )
-    if stand.counts is not None:
-        for name in states(runtime):
-            yield _Part(
-                f"state.{name}",
-                "float32",
-                parameters.layout.numel,
-                partial(parameters.pack, f"state:{name}"),
-            )
-
-
-def _of_channels(runtime: StepRuntime, step: int) -> Iterator[_Part]:
+        add("parameters", whole, partial(parameters.pack, "parameter"))
+    for name in states(runtime) if stand.counts is not None else ():
+        add(f"state.{name}", whole, partial(parameters.pack, f"state:{name}"))
     for c in runtime.channels:
         if c.channel.source == "delta" and c.layout is not None:
-            yield _Part(
-                f"{c.channel.name}.anchor", "float32", c.layout.numel, partial(getattr, c, "anchor")
-            )
-            if c.has_momentum(step):
-                yield _Part(
-                    f"{c.channel.name}.momentum",
-                    "float32",
-                    c.layout.numel,
-                    partial(getattr, c, "momentum"),
-                )
-
-
-def _of_flights(runtime: StepRuntime, flights: Sequence[OpenExchange]) -> Iterator[_Part]:
-    """What the donor sent of its parameters for means that are still to come."""
+            add(f"{c.channel.name}.anchor", c.layout.numel, partial(getattr, c, "anchor"))
+            if c.has_momentum(stand.step):
+                add(f"{c.channel.name}.momentum", c.layout.numel, partial(getattr, c, "momentum"))
     by_name = {c.channel.name: c for c in runtime.queue.channels}
-    for i, f in enumerate(flights):
+    for i, f in enumerate(stand.flights):
         for name in f.parts:
             c = by_name[name]
             if c.channel.corrects and c.layout is not None:
-                yield _Part(
-                    own_name(i, name), "float32", c.layout.numel, partial(_sent, runtime, i, name)
-                )
+                add(own_name(i, name), c.layout.numel, partial(_sent, runtime, i, name))
+    return out
 
 
 def own_name(number: int, name: str) -> str:
@@ -337,10 +301,6 @@ def _rest(runtime: StepRuntime, model: torch.nn.Module | None) -> list[Tensor]:
     if model is None:
         return []
     return list(shared_tensors(runtime.host, model, runtime.config.own_tensors).values())
-
-
-def _bytes(local: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.contiguous().view(-1).view(torch.uint8).cpu() for t in local])
 
 
 def _anchored(runtime: StepRuntime) -> bool:
@@ -386,8 +346,8 @@ def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
 
 
 def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
-    """What the inner optimizers step, with the state of each that holds anything: SGD leaves empty
-    ones behind.
+    """The tensors that the inner optimizers step, each with its state, but those whose state is
+    empty, as SGD leaves them.
     """
     return [
         (p, state)
@@ -397,8 +357,8 @@ def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
 
 
 def count_step(runtime: StepRuntime) -> None:
-    """The step counters of inner optimizers that have not stepped, where their states are shared:
-    one more step was made up for.
+    """Count a step that was made up for in inner optimizers that have not stepped, where their
+    states are shared.
     """
     if _moves_states(runtime) and not runtime.before_step:
         for _, state in kept(runtime):

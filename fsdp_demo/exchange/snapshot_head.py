@@ -1,5 +1,5 @@
-"""What a snapshot says of itself, and what the rank that takes it compares with its own before it
-believes it.
+"""The head of a snapshot: where its donor stands, and all that a newcomer compares with its own
+before it believes the snapshot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OpenExchange(Struct, frozen=True):
 
 
 class HistoryNote(TypedDict):
-    """What of `History.note` a newcomer goes on from."""
+    """The part of `History.note` that a newcomer goes on from."""
 
     digest: str
     slots: list[Whole]
@@ -54,14 +54,14 @@ class DonorPosition(Struct, frozen=True):
 
     Attributes:
         step: optimizer steps done.
-        applied, last: see `InFlightQueue`. loss: see `Watch`; None where unknown.
-        flights: what is under way, oldest first.
+        applied, last: as in `InFlightQueue`. loss: as in `Watch`; None where unknown.
+        flights: messages under way, oldest first.
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are
             not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`watch.Norms`).
-        host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
-        history: see `History.note`.
+        host: what the donor's host tells that of the newcomer (`Readings.tells`), not compared.
+        history: of contributors (`saved_state.History`).
     """
 
     step: Whole
@@ -79,7 +79,7 @@ class DonorPosition(Struct, frozen=True):
     def of(
         cls, runtime: StepRuntime, counts: list[dict[str, float]] | None, same_rest: bool
     ) -> DonorPosition:
-        """Of this rank."""
+        """The position of this rank."""
         queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
             OpenExchange(
@@ -92,21 +92,17 @@ class DonorPosition(Struct, frozen=True):
             )
             for f in queue.flights
         ]
-        known = None if math.isnan(loss) else loss
-        applied = dict(queue.applied)
-        history = cast("HistoryNote", queue.history.note())
-        heard = queue.norms.state([(f.members, f.step) for f in queue.flights])
         return cls(
-            runtime.step,
-            applied,
-            dict(queue.last),
-            known,
-            flights,
-            counts,
-            same_rest,
-            runtime.tells(),
-            heard,
-            history,
+            step=runtime.step,
+            applied=dict(queue.applied),
+            last=dict(queue.last),
+            loss=None if math.isnan(loss) else loss,
+            flights=flights,
+            counts=counts,
+            same_rest=same_rest,
+            host=runtime.tells(),
+            norms=queue.norms.state([(f.members, f.step) for f in queue.flights]),
+            history=cast("HistoryNote", queue.history.note()),
         )
 
 
@@ -116,7 +112,7 @@ class SnapshotHead(Struct, frozen=True):
     Attributes:
         format, package: see `read`. island, name: of the donor.
         place: what decides how workspaces and messages of this rank are laid out.
-        facts: of the run. parameters: see `facts.described`.
+        facts: of the run. parameters: as `run_specification.described`.
         states: names of the optimizer states that come with it.
         tensors: name, dtype and elements of each tensor that comes, in their order.
     """
@@ -134,7 +130,7 @@ class SnapshotHead(Struct, frozen=True):
 
 
 class WrittenHead(Struct):
-    """By which release a head was written."""
+    """The release that has written a head: read before the rest of it."""
 
     format: Any = None
     package: Any = None
@@ -154,16 +150,16 @@ def write(
         states, tensors: see `SnapshotHead`.
     """
     return SnapshotHead(
-        FORMAT,
-        __version__,
-        runtime.topology.island,
-        runtime.topology.name,
-        place(runtime),
-        _run(runtime, told),
-        [run_specification.described(s) for s in runtime.host.params],
-        list(states),
-        stand,
-        list(tensors),
+        format=FORMAT,
+        package=__version__,
+        island=runtime.topology.island,
+        name=runtime.topology.name,
+        place=place(runtime),
+        facts=_run(runtime, told),
+        parameters=[run_specification.described(s) for s in runtime.host.params],
+        states=list(states),
+        stand=stand,
+        tensors=list(tensors),
     )
 
 
@@ -174,7 +170,7 @@ def _run(runtime: StepRuntime, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place(runtime: StepRuntime) -> dict[str, int]:
-    """What decides how workspaces and messages of this rank are laid out."""
+    """The numbers that decide how workspaces and messages of this rank are laid out."""
     position, active_copies = runtime.parameters.position, runtime.parameters.active_copies
     return {
         "islands": runtime.topology.islands,
@@ -192,7 +188,7 @@ def read(
     states: Sequence[str],
     counts: Sequence[Mapping[str, float]] | None,
 ) -> SnapshotHead:
-    """A head that has come, compared with what this rank runs.
+    """Read a head that has come, and compare it with what this rank runs.
 
     Args:
         data: uint8 [n].
@@ -236,9 +232,9 @@ def read(
             "there; one that makes them at its first "
             "step cannot join a run"
         )
-    for what in _odd(runtime.queue.channels, stand):
-        raise refuse(what)
-    runtime.unlike = runtime.queue.watch.unlike = agreement.warned(may)
+    if odd := _odd(runtime.queue.channels, stand):
+        raise refuse(odd)
+    runtime.queue.watch.unlike = agreement.warned(may)
     return head
 
 
@@ -247,48 +243,42 @@ def _names(counts: Sequence[Mapping[str, float]] | None) -> list[list[str]] | No
 
 
 def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
-    """What inner optimizers keep, in words."""
+    """The states that inner optimizers keep, in words."""
     if names is None:
         return "that cannot be handed on" if states else "none"
     numbers = sorted({name for entry in names for name in entry})
     return f"{', '.join([*states, *numbers]) or 'none'} of {len(names)} tensors"
 
 
-def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> list[str]:
-    """What cannot be: marks of channels that are not here, messages that are not under way at that
-    step.
+def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> str | None:
+    """A sentence for the first thing in a position that cannot be, such as a message that is not
+    under way at that step; None where all fits.
     """
-    known, found = {c.channel.name: c for c in channels}, []
+    known = {c.channel.name: c for c in channels}
     if stand.step < 0:
-        found.append(f"it stands at step {stand.step}")
+        return f"it stands at step {stand.step}"
     if other := sorted({*stand.applied, *stand.last} - set(known)):
-        found.append(f"channels {other[:4]} there, {sorted(known)[:4]} here")
-    for key in stand.norms:
-        if not set(key.split(",")) <= known.keys():
-            found.append(f"norms of channels {key!r:.80}")
+        return f"channels {other[:4]} there, {sorted(known)[:4]} here"
+    if other := [key for key in stand.norms if not set(key.split(",")) <= set(known)]:
+        return f"norms of channels {other[0]!r:.80}"
     limit = sum(c.channel.schedule.in_flight for c in channels)
     if len(stand.flights) > limit:
-        found.append(f"{len(stand.flights)} messages are under way there, at most {limit} can be")
+        return f"{len(stand.flights)} messages are under way there, at most {limit} can be"
     before = -1
     for f in stand.flights:
         fits = (
-            0 < len(f.parts)
-            and set(f.parts) <= set(f.members) <= set(known)
+            set() < set(f.parts) <= set(f.members) <= set(known)
             and len(set(f.members)) == len(f.members)
-        )
-        fits = (
-            fits
             and before <= f.step < stand.step
             and all(_under_way(known[name], f, stand.step) for name in f.parts)
         )
         if not fits:
-            found.append(
+            return (
                 f"a message of step {f.step} of channels {f.members[:4]} is under way at step "
                 f"{stand.step}"
             )
-            break
         before = f.step
-    return found
+    return None
 
 
 def _under_way(c: ChannelRunner, f: OpenExchange, step: int) -> bool:

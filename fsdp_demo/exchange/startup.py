@@ -1,9 +1,9 @@
-"""The first minute of an exchange: agree on the run, make parameters, frozen parameters, buffers
-and channel state equal.
+"""The start of an exchange: islands agree on the run, and make parameters, frozen parameters,
+buffers and channel state equal.
 
-The donor is the island that is furthest; where several are, the first of those that resume from a
-state. All others at an earlier step, and fresh ones, take its parameters and its consensus state
-over; where digests already agree nothing is sent.
+The donor is the island that is furthest; of several, the first that resumes from a state. All
+islands at an earlier step, and fresh ones, take over its parameters and its consensus state. Where
+digests agree already nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..channels.channel import ChannelRunner
-from ..channels.state import LocalChannel
 from ..config.schema import ExchangeConfig
 from ..elastic import agreement
-from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..hosts.base import TrainingHost, foreign_tensors
 from ..peers.header import SETUP
 from ..rendezvous.island import IslandGroup
 from . import resume, run_specification
-from .first_step import shared_tensors
+from .first_step import bytes_of, shared_tensors, write_bytes
 from .runtime import StepRuntime
 
 log = logging.getLogger("fsdp_demo")
@@ -52,11 +49,11 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What one rank starts from.
+    """The start of one rank, as `attach` was given it.
 
     Attributes:
         step: of the job, where there is no state.
-        state: to resume from: of this rank, or a source of it.
+        state: of this rank to resume from, or a source of it.
         facts: of the run that all replicas must share, beside those that are found here.
         batch: rows of a micro-batch per rank and micro-batches per step, for the log.
         catch_up: make up for an exchange that a loss had cut off (`Exchange.catch_up`).
@@ -70,14 +67,29 @@ class Start:
     catch_up: bool = True
     fresh: bool = False
 
-    @property
-    def stands(self) -> tuple[int, dict[str, int] | None]:
-        """The step, and of the state what was applied (`StepRuntime.applied`): None without one."""
+    def point(self, ranks: int) -> StartPoint:
+        """What an island of so many ranks says of itself when the islands come together."""
+        rows = math.prod(self.batch) * ranks if self.batch else 0
         if self.state is None:
-            return self.step, None
+            return StartPoint(self.step, None, rows)
         if isinstance(self.state, dict):
-            return int(self.state["step"]), self.state.get("applied", {})
-        return self.state.step, self.state.applied
+            return StartPoint(int(self.state["step"]), self.state.get("applied", {}), rows)
+        return StartPoint(self.state.step, self.state.applied, rows)
+
+
+class StartPoint(NamedTuple):
+    """Where an island stands before the first step.
+
+    Attributes:
+        step: of the job.
+        applied: of its saved state, the step of the last message that each channel has applied
+            (`StepRuntime.applied`); None without a state.
+        rows: that it trains in a step; 0 where no batch was told.
+    """
+
+    step: int
+    applied: dict[str, int] | None
+    rows: int
 
 
 def come_together(
@@ -94,35 +106,26 @@ def come_together(
         The donor's index, and whether any replica goes on: it has taken steps, or lost the first of
             them and holds what it has sent.
     """
-    peers, island, (own, applied) = runtime.peers, runtime.island, start.stands
-    resumes = applied is not None
-    rows = math.prod(start.batch) * runtime.topology.world if start.batch else 0
-    stand = StartPoint(own, applied, rows)
-    found = agree_on_run(peers, runtime.config, runtime.host, start.facts, stand)
-    if peers is not None:
-        peers.digest = runtime.config.digest()  # from here on in every message
+    own = start.point(runtime.topology.world)
+    found = agree_on_run(runtime, start.facts, own)
+    if runtime.peers is not None:
+        runtime.peers.digest = runtime.config.digest()  # from here on in every message
     donor, furthest, apart, unlike, goes_on, rows, rows_differ = (
-        int(v) for v in island.max(*map(float, found))
+        int(v) for v in runtime.island.max(*map(float, found))
     )
     runtime.rows, runtime.rows_differ = rows, bool(rows_differ)
-    runtime.unlike = runtime.queue.watch.unlike = bool(unlike)
-    runtime.step = own if apart else furthest
+    runtime.queue.watch.unlike = bool(unlike)
+    runtime.step = own.step if apart else furthest
     if apart:
         log.info(
             "%s goes on from step %d, the furthest island from %d: no exchange lies between",
             runtime.topology.name,
-            own,
+            own.step,
             furthest,
         )
-    sync_parameters_from(
-        peers,
-        island,
-        runtime.parameters,
-        donor,
-        keep=resumes and own == runtime.step and not runtime.gradients_only,
-    )
-    keep = resumes and own == runtime.step
-    sync_rest_from(peers, island, runtime.host, model, donor, keep, runtime.config.own_tensors)
+    keep = own.applied is not None and own.step == runtime.step
+    sync_parameters_from(runtime, donor, keep and not runtime.gradients_only)
+    sync_rest_from(runtime, model, donor, keep)
     runtime.host.commit(model)
     for c in runtime.channels:
         c.start(runtime.step)
@@ -161,30 +164,21 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
     inner optimizers' state, and what is under way."""
     if not goes_on:
         return
-    sync_state_from(runtime.peers, runtime.channels, donor)
+    sync_state_from(runtime, donor)
     if runtime.before_step:
-        sync_optimizers_from(runtime.peers, runtime.island, runtime.parameters, donor)
+        sync_optimizers_from(runtime, donor)
     resume.agree_on_norms(runtime.queue, donor)
     resume.agree(runtime.queue, runtime.step, donor)
 
 
-class StartPoint(NamedTuple):
-    """What an island says of itself: `Start.stands`, and the rows that it trains in a step; 0 where
-    no batch was told.
-    """
-
-    step: int
-    applied: dict[str, int] | None
-    rows: int
-
-
 class Agreed(NamedTuple):
-    """What all replicas have settled.
+    """The agreement of all replicas.
 
     Attributes:
-        donor: index of the one that gives what others lack. furthest: its step.
-        apart: all resume at unlike steps between the same exchanges. unlike: another island's
-            machine or torch is unlike this one's. goes_on: any resumes from a state.
+        donor: index of the replica that gives what others lack. furthest: its step.
+        apart: all resume at unlike steps between the same exchanges.
+        unlike: another island's machine or torch is unlike this one's.
+        goes_on: the furthest resumes from a state.
         rows: of all islands in a step; 0 where one did not say. rows_differ: an island trains more
             than another.
     """
@@ -198,13 +192,7 @@ class Agreed(NamedTuple):
     rows_differ: bool
 
 
-def agree_on_run(
-    peers: PeerGroup | None,
-    config: ExchangeConfig,
-    host: TrainingHost,
-    told: Mapping[str, Any],
-    own: StartPoint,
-) -> Agreed:
+def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint) -> Agreed:
     """Compare the run specification, the parameters and the optimizers with all replicas.
 
     Args:
@@ -213,9 +201,10 @@ def agree_on_run(
     Raises:
         ValueError: on every replica, with the values of both sides.
     """
+    peers, host = runtime.peers, runtime.host
     if peers is None or peers.size == 1:
         return Agreed(0, own.step, False, False, own.applied is not None, own.rows, False)
-    unlike = agreement.agree(peers, specification(config, host, told))
+    unlike = agreement.agree(peers, specification(runtime.config, host, told))
     run_specification.agree_on_tensors(peers, host.params)
     everyone = [StartPoint(*theirs) for theirs in agreement.gather_json(peers, own)]
     steps, rows = [e.step for e in everyone], [e.rows for e in everyone]
@@ -225,20 +214,20 @@ def agree_on_run(
     # of a step the one that has a state, if any has
     resume = [(e.step, e.applied is not None) for e in everyone]
     return Agreed(
-        resume.index(max(resume)),
-        max(steps),
-        alike and len(set(steps)) > 1,
-        unlike,
-        max(resume)[1],
-        sum(rows) if all(rows) else 0,
-        all(rows) and len(set(rows)) > 1,
+        donor=resume.index(max(resume)),
+        furthest=max(steps),
+        apart=alike and len(set(steps)) > 1,
+        unlike=unlike,
+        goes_on=max(resume)[1],
+        rows=sum(rows) if all(rows) else 0,
+        rows_differ=all(rows) and len(set(rows)) > 1,
     )
 
 
 def specification(
     config: ExchangeConfig, host: TrainingHost, told: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What all islands compare before the first step, flat; `told`: further facts of the run."""
+    """The facts that all islands compare before the first step, flat. told: further ones."""
     return {
         **told,
         **run_specification.machine(host.device),
@@ -247,45 +236,46 @@ def specification(
     }
 
 
-def sync_parameters_from(
-    peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int, keep: bool
-) -> None:
-    """Broadcast the donor's parameters over the replicate axis where they differ, each active copy
-    its share, and complete them in the island.
+def sync_parameters_from(runtime: StepRuntime, donor: int, keep: bool) -> None:
+    """Broadcast the donor's trained parameters over the replicate axis where they differ.
 
     Args:
-        parameters: a channel over all parameters that are not frozen.
         keep: this replica resumes from its own state and keeps its own.
     """
-    work, changed = parameters.pack("parameter"), False
+    position = runtime.parameters.position
+    if _sync(runtime, "parameter", donor, keep) and runtime.peers is not None:
+        if position.shard == position.copy == 0:
+            log.info("parameters taken over from %s", runtime.peers.label(donor))
+
+
+def _sync(runtime: StepRuntime, source: str, donor: int, keep: bool = False) -> bool:
+    """Broadcast the donor's tensors of a source, each active copy its share, and complete them in
+    the island; whether they have changed here.
+    """
+    peers, parameters = runtime.peers, runtime.parameters
+    work, changed = parameters.pack(source), False
     if peers is not None and peers.size > 1:
         assert work is not None
         changed = agreement.sync_from(peers, work, donor, keep)
-    if island.any(changed):
-        parameters.write(work, parameters.tensors("parameter"))
-        if peers is not None and parameters.position.shard == parameters.position.copy == 0:
-            log.info("parameters taken over from %s", peers.label(donor))
+    if changed := runtime.island.any(changed):
+        parameters.write(work, parameters.tensors(source))
+    return changed
 
 
 def sync_rest_from(
-    peers: PeerGroup | None,
-    island: IslandGroup,
-    host: TrainingHost,
-    model: torch.nn.Module | None,
-    donor: int,
-    keep: bool = False,
-    own: Sequence[str] = (),
+    runtime: StepRuntime, model: torch.nn.Module | None, donor: int, keep: bool
 ) -> None:
-    """Frozen parameters and buffers: broadcast with a model, else compared by digest.
+    """Broadcast the donor's frozen parameters and buffers (those of `model`), but those that are
+    each island's own; without a model compare frozen parameters by their digest.
 
     Args:
         keep: this replica resumes from its own state and keeps its own: running statistics differ
             between two averages.
-        own: `ExchangeConfig.own_tensors`, which are left as they are.
 
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
     """
+    peers, island, host = runtime.peers, runtime.island, runtime.host
     if model is None:
         both = zip(host.tensors("parameter"), host.params, strict=True)
         frozen = [t for t, s in both if s.frozen]
@@ -301,19 +291,15 @@ def sync_rest_from(
             )
         return
     _say_left_alone(foreign_tensors(model), island)
-    local = list(shared_tensors(host, model, own).values())
+    local = list(shared_tensors(host, model, runtime.config.own_tensors).values())
     if not island.any(bool(local)):  # a rank may have empty shards of all of them
         return
-    parts = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in local]
-    work = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+    work = bytes_of(local)
     if peers is not None and peers.size > 1:
         agreement.sync_from(peers, work, donor, keep)
-    if (
-        island.position.num_copies > 1
-    ):  # copies that are not active have no peers: hand them the result
+    if island.position.num_copies > 1:  # copies that are not active have no peers: they hear of it
         island.broadcast(work)
-    for t, part in zip(local, work.split([len(p) for p in parts]), strict=True):
-        t.copy_(part.clone().view(t.dtype).view(t.shape))
+    write_bytes(work, local)
 
 
 def _say_left_alone(foreign: Mapping[str, torch.Tensor], island: IslandGroup) -> None:
@@ -328,11 +314,11 @@ def _say_left_alone(foreign: Mapping[str, torch.Tensor], island: IslandGroup) ->
         )
 
 
-def sync_state_from(peers: PeerGroup | None, channels: Sequence[ChannelRunner], donor: int) -> None:
-    """Anchors and outer momenta that all replicas share, on resume."""
-    if peers is None or peers.size == 1:
+def sync_state_from(runtime: StepRuntime, donor: int) -> None:
+    """Broadcast the donor's anchors and outer momenta where all replicas share them, on resume."""
+    if (peers := runtime.peers) is None or peers.size == 1:
         return
-    for c in channels:
+    for c in runtime.channels:
         for work in (c.anchor, c.momentum):
             if (
                 work is not None
@@ -343,18 +329,17 @@ def sync_state_from(peers: PeerGroup | None, channels: Sequence[ChannelRunner], 
                 c.written = c.pack("parameter")
 
 
-def sync_optimizers_from(
-    peers: PeerGroup | None, island: IslandGroup, parameters: LocalChannel, donor: int
-) -> None:
-    """State of the inner optimizers, on resume of a preset whose replicas are equal because they
-    take equal inner steps.
+def sync_optimizers_from(runtime: StepRuntime, donor: int) -> None:
+    """Broadcast the donor's inner optimizer states, on resume of a preset whose replicas are equal
+    because they take equal inner steps.
 
     Taken over from the donor; where replicas hold other states than each other, or states unlike
     the parameters, they are left alone, with a warning.
     """
-    if parameters.size == 1:
+    peers, island = runtime.peers, runtime.island
+    if runtime.topology.islands == 1:
         return
-    pairs = parameters.host.optimizer_states()
+    pairs = runtime.host.optimizer_states()
     states = [s for _, s in pairs]
     shapes = {
         (k, v.shape == p.shape)
@@ -374,12 +359,7 @@ def sync_optimizers_from(
         )
         return
     for name in names:
-        work, changed = parameters.pack(f"state:{name}"), False
-        if peers is not None:
-            assert work is not None
-            changed = agreement.sync_from(peers, work, donor)
-        if island.any(changed):
-            parameters.write(work, parameters.tensors(f"state:{name}"))
+        _sync(runtime, f"state:{name}", donor)
     furthest = island.max(*(everyone[donor][1] if everyone else counts)) if counts else []
     for s, n in zip([s for s in states if "step" in s], furthest, strict=True):
         s["step"] = torch.full_like(s["step"], n) if isinstance(s["step"], torch.Tensor) else int(n)
@@ -387,13 +367,8 @@ def sync_optimizers_from(
 
 def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:
     """Nested dicts and lists as one flat dict with dotted keys."""
-    items = (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else None
-    )
-    if items is None:
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
         return {prefix: node}
-    return {k: v for key, value in items for k, v in _flat(value, f"{prefix}.{key}").items()}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}").items()}

@@ -1,33 +1,36 @@
 """What a newcomer, its donor and their peer groups say to each other when an island joins a run
 under way.
 
-The donor hands a `DonorSnapshot` to its peer group's `JoinFeed` at the end of a step, and from then
-on a `Tick` of each step. The newcomer reads them from its peer group's `Following`, with the
-messages that the others have agreed on since. How they travel is the peer group's matter; it has
-neither feed nor following where the members are fixed. What a snapshot holds is said by
-`exchange/snapshot.py`.
+The donor's training hands a `DonorSnapshot` to the `DonorFeed` of its peer group
+(`elastic/join_server.py`) at the end of a step, and from then on a `Tick` of each step. The
+newcomer reads them from the `Following` of its peer group (`elastic/newcomer.py`), with the
+messages that the others have agreed on since. `exchange/snapshot.py` says what a snapshot holds.
 
-On a wire everything is a list of uint8 tensors, the first a head in JSON, never pickle. A head says
-how long the rest is; nobody makes room for that before the rank for which it is has compared it
-with what it expects itself.
+On a connection everything is a list of uint8 tensors, the first a head in JSON, never pickle. A
+head says how long the rest is. A receiver compares it with what it expects before it makes room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import hashlib
+import json
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import zmq
 from msgspec import Struct
 from torch import Tensor
 
 from ..compression import dense as coding
 from ..errors import WireError
 from ..files import from_json, to_json
+from ..membership.protocol_types import Member
 from .collectives import ReceivedMessage, Spans, legs, whole
 from .header import Header
+from .zeromq import bracketed
 
 T = TypeVar("T")
 
@@ -238,113 +241,68 @@ def unpacked(parts: Sequence[Tensor], expected: Expected) -> ReceivedMessage:
     return ReceivedMessage(head.headers, bodies, means, slots=tuple(head.slots))
 
 
-# ---- a peer group's two sides ------------------------------------------------------------------
+# ---- a newcomer asks a member ------------------------------------------------------------------
+
+WIRES = ("notes", "ticks", "messages")
+"""Connections of a joining island beside those for messages of its own: short words, the snapshot
+and ticks, messages to follow.
+"""
 
 
-class JoinFeed(Protocol):
-    """The donor's side of one peer group, `PeerGroup.donor_feed`. All of it is called in the thread
-    that trains and returns at once.
+class Request(Struct):
+    """A question at the listener of a member (`elastic/join_server.py`).
+
+    Attributes:
+        ask: "status", or "": an island (slot, incarnation, name) wants to come into this peer group
+            of a run.
     """
 
-    @property
-    def wanted(self) -> bool:
-        """Somebody asks for a snapshot here and has not got one. Read once at the end of each step;
-        one is taken when the feeds of all ranks of the island say so."""
-        ...
-
-    @property
-    def brings(self) -> Mapping[str, str]:
-        """What the newcomer's rank has said in its first call of `Following.head`: asked when a
-        snapshot is taken.
-        """
-        ...
-
-    @property
-    def follows(self) -> bool:
-        """Somebody has a snapshot and wants ticks. Asked on the first rank of the island only."""
-        ...
-
-    def hand(self, snapshot: DonorSnapshot, under_way: Sequence[Future[ReceivedMessage]]) -> None:
-        """Take a snapshot.
-
-        Args:
-            under_way: what the messages that the snapshot has in flight bring, oldest first: the
-                first messages to follow. Those launched after this call come next.
-        """
-        ...
-
-    def tick(self, tick: Tick) -> None:
-        """Take a step that has ended. The first one after `hand` has the snapshot's step as its
-        number.
-        """
-        ...
+    ask: str = ""
+    run: str = ""
+    peer_group: int = -1
+    slot: int = -1
+    incarnation: int = 0
+    name: str = ""
 
 
-class Following(Protocol):
-    """The newcomer's side of one peer group, `PeerGroup.following`. What waits raises PeerLost if
-    it will never come.
+def listener_key(member: Member, peer_group: int) -> str:
+    """The key in the store of the address at which a member's rank listens."""
+    return f"listener/{member.slot}.{member.incarnation}.{peer_group}"
 
-    While it follows, the peer group's `exchange` and `all_gather` send nothing and give what
-    `arrived` gives.
+
+def greeting(prefix: str, peer_group: int, k: str, sender: Member, receiver: Member) -> bytes:
+    """What `sender` says first on connection `k` to `receiver`, 16 bytes."""
+    text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def connection_names(count: int) -> list[str]:
+    """The names of all connections to a joining island, with `count` for its own messages. Both
+    ends greet with them.
     """
+    return [*WIRES, *(f"connection{k}" for k in range(count))]
 
-    @property
-    def fetched(self) -> int:
-        """Bytes that the donor has sent so far: snapshot, steps and messages."""
-        ...
 
-    @property
-    def planned(self) -> bool:
-        """The others know from which message on this island takes part. Asked on the first rank of
-        the island only.
-        """
-        ...
-
-    def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
-        """The head of the snapshot, uint8 of at most `longest` bytes; None: not within so many
-        seconds, ask again. The first call asks the others for one.
-
-        Args:
-            brings: name of a tensor -> digest in hexadecimal digits: what need not be sent if it is
-                the same there. Told to `JoinFeed.brings`.
-        """
-        ...
-
-    def bodies(self, sizes: Sequence[int], seconds: float) -> list[Tensor] | None:
-        """The rest of the snapshot, uint8 of these sizes; None: not within so many seconds. Room is
-        made for no other sizes.
-        """
-        ...
-
-    def tick(self, seconds: float) -> Tick | None:
-        """The donor's next step; None: not within so many seconds. Asked on the first rank of the
-        island only.
-        """
-        ...
-
-    def arrived(self, expected: Expected) -> ReceivedMessage:
-        """The next message that the others have agreed on, of those sent within steps
-        (`header.WITHIN`), waited for. In the worker's thread.
-
-        Raises:
-            WireError: it is another one (`unpacked`).
-        """
-        ...
-
-    def caught_up(self, step: int) -> None:
-        """This island has taken all ticks and goes on by itself from `step`. On every rank with a
-        peer group.
-        """
-        ...
-
-    def another(self) -> None:
-        """Follow another donor from its snapshot on: what waits for this one ends. On every rank
-        with a peer group, before `caught_up`; the peer group has another `following` then.
-
-        Raises:
-            PeerLost: there is none, or this island is a member already.
-        """
-        ...
+def ask_join_server(
+    context: Any, keys: Any, host: str, port: int, request: Request, seconds: float
+) -> dict[str, Any] | None:
+    """The answer of a listener; None if nobody answers within so many seconds."""
+    made = context.socket(zmq.DEALER)
+    try:
+        made.linger, made.ipv6, made.maxmsgsize = 0, ":" in host, 1 << 16
+        if keys is not None:
+            keys.connect(made)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        made.connect(f"tcp://{bracketed(str(found))}:{port}")
+        made.send(to_json(request).encode())
+        if not made.poll(1e3 * seconds):
+            return None
+        answer = json.loads(made.recv())
+        return answer if isinstance(answer, dict) else None
+    except (zmq.ZMQError, ValueError, OSError):
+        return None
+    finally:
+        made.close(0)
 
 
 # ---- JSON --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 
-from ..elastic.connect import PeerPosition, by_member, hub_of
+from ..elastic.connect import PeerPosition, by_member, new_poller, widen
 from ..elastic.driver import Driver
 from ..elastic.failure_detector import FailureDetector
 from ..elastic.message_state import Due, RoundMessage
@@ -82,20 +82,20 @@ class MeshDriver(Driver):
     def _lose(self, found: Mapping[Member, str]) -> None:
         """One who has said that it ends is missed by those only who wait for it."""
         for member, why in found.items():
-            who, dead = self._labels(member.slot), self.signs.dead
-            self._fail(f"{who} is gone or was silent for {dead:g} s: {why}{see('island-lost')}")
+            who, dead = self.labels(member.slot), self.detector.dead
+            self.fail(f"{who} is gone or was silent for {dead:g} s: {why}{see('island-lost')}")
             return
 
-    def _refused(self, member: Member, error: WireError) -> None:
-        """Whoever waits for it is told what was wrong with it."""
+    def refuse(self, member: Member, error: WireError) -> None:
+        """See `Driver`: what waits for a message is told what was wrong with it."""
         if self._last is not None:
             self._last.tasks.put(error)
-        super()._refused(member, error)
+        super().refuse(member, error)
 
     def _watch(self, now: float) -> None:
         """One that beats and does not come counts as lost, too."""
-        n, seconds, behind = self.signs.behind(now)
-        if behind and seconds > self.signs.dead:
+        n, seconds, behind = self.detector.behind(now)
+        if behind and seconds > self.detector.dead:
             self._lost(behind[0], f"it is alive, but has not come to message {n}")
 
 
@@ -180,12 +180,12 @@ def mesh_peers(topology: Replica, link: Link | None) -> PeerGroup:
 
 def met(meeting: Meeting, place: PeerPosition, link: Link | None = None) -> PeerGroup:
     """The peer group, when all have come. Raises as `mesh_peers`."""
-    poller, members = hub_of(meeting, place), {slot: Member(slot) for slot in meeting.ranks}
+    poller, members = new_poller(meeting, place), {slot: Member(slot) for slot in meeting.ranks}
     me = members[place.slot]
     try:
         transport = ZeroMQ(meeting, poller)
         notes, connections = (by_member(transport.open(k), members) for k in ("notes", 0))
-        signs = FailureDetector(
+        detector = FailureDetector(
             poller,
             notes,
             {m: [wire] for m, wire in connections.items()},
@@ -200,7 +200,7 @@ def met(meeting: Meeting, place: PeerPosition, link: Link | None = None) -> Peer
             MeshDriver(
                 poller,
                 machine,
-                signs,
+                detector,
                 lambda tell, failed: NoStoreSession(),
                 place.label,
                 lambda record: None,
@@ -210,7 +210,7 @@ def met(meeting: Meeting, place: PeerPosition, link: Link | None = None) -> Peer
         poller.close(0)
         raise
     try:
-        peers.widen(lambda k: by_member(transport.open(k), members))
+        widen(peers, lambda k: by_member(transport.open(k), members))
     except BaseException:
         peers.release()
         raise

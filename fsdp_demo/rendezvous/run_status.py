@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..elastic.join_server import Request, ask_join_server
-from ..elastic.newcomer import newest
+from ..elastic.store_session import newest
 from ..errors import counted
 from ..net.address import split_address
+from ..peers.join_messages import Request, ask_join_server, listener_key
 from ..store.client import Store
 
 STATUS = Request(ask="status")
@@ -59,7 +59,7 @@ def members(store: Store, run: str, token: str = "") -> dict[str, Any]:
     try:
         for member in record.members:
             one: dict[str, Any] = {"slot": member.slot, "life": member.incarnation}
-            listener = at.get(f"door/{member.slot}.{member.incarnation}.0")
+            listener = at.get(listener_key(member, 0))
             answer = None
             if listener:
                 host, port = split_address(listener)
@@ -82,9 +82,7 @@ def answers(at: Store, slots: Sequence[int], token: str = "") -> bool:
     keys, context = Keys(token, at.prefix.rstrip("/")) if token else None, zmq.Context()
     try:
         for member in record.members if record is not None else ():
-            listener = (
-                at.get(f"door/{member.slot}.{member.incarnation}.0") if member.slot in slots else ""
-            )
+            listener = at.get(listener_key(member, 0)) if member.slot in slots else ""
             if (
                 listener
                 and ask_join_server(context, keys, *split_address(listener), STATUS, 3.0)

@@ -78,7 +78,9 @@ def step(model: Net, optimizer: Any, exchange: Any, island: int) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_all_islands_end_with_equal_buffers(run_ranks: Callable[..., Any], name: str) -> None:
+def test_buffers_equal_at_end(run_ranks: Callable[..., Any], name: str) -> None:
+    """All islands end with equal buffers."""
+
     def island(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS[name], topology)
         for _ in range(6):
@@ -102,9 +104,11 @@ def test_all_islands_end_with_equal_buffers(run_ranks: Callable[..., Any], name:
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(
+def test_buffers_mean_in_message_of_parameters(
     run_ranks: Callable[..., Any],
 ) -> None:
+    """Buffers are averaged, and they travel in the message of the parameters."""
+
     def island(i: int, topology: Topology) -> Any:
         model, optimizer, exchange = made(CONFIGS["diloco"], topology)
         tap = Tap(exchange)
@@ -132,9 +136,8 @@ def test_they_are_the_mean_and_ride_in_the_message_of_the_parameters(
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_gradient_presets_average_them_now_and_then(
-    run_ranks: Callable[..., Any], everywhere: Any
-) -> None:
+def test_buffers_under_gradient_presets(run_ranks: Callable[..., Any], everywhere: Any) -> None:
+    """Gradient presets average the buffers at every so many steps only."""
     everywhere.setattr(bind, "EVERY", 3)
 
     def island(i: int, topology: Topology) -> Any:
@@ -154,9 +157,8 @@ def test_gradient_presets_average_them_now_and_then(
 
 
 @pytest.mark.parametrize("name", ["diloco late", "demo"])
-def test_a_resumed_run_has_the_same_buffers(
-    run_ranks: Callable[..., Any], everywhere: Any, name: str
-) -> None:
+def test_buffers_after_resume(run_ranks: Callable[..., Any], everywhere: Any, name: str) -> None:
+    """A resumed run has the same buffers as the uninterrupted one."""
     everywhere.setattr(bind, "EVERY", 3)
 
     def whole(i: int, topology: Topology) -> Any:
@@ -190,8 +192,8 @@ def test_a_resumed_run_has_the_same_buffers(
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
-def test_a_mask_stays_as_it_is(run_ranks: Callable[..., Any], name: str, lowest: float) -> None:
-    """It is no statistic: its mean is no number, and a checkpoint holds it."""
+def test_buffers_mask_not_averaged(run_ranks: Callable[..., Any], name: str, lowest: float) -> None:
+    """A mask stays as it is: its mean is no number, and a checkpoint holds it."""
 
     def run(me: Any) -> bool:
         topology = Topology.from_env()
@@ -213,7 +215,7 @@ def test_a_mask_stays_as_it_is(run_ranks: Callable[..., Any], name: str, lowest:
     assert run_ranks(run, 2, 1) == [True, True]
 
 
-def test_ranks_of_an_island_take_part(run_ranks: Callable[..., Any]) -> None:
+def test_buffers_unsharded_islands_of_unlike_size(run_ranks: Callable[..., Any]) -> None:
     """Unsharded islands of 2 ranks (the buffers of one island are equal, as DDP has them) and of 1:
     every rank ends with the mean.
     """
@@ -229,7 +231,9 @@ def test_ranks_of_an_island_take_part(run_ranks: Callable[..., Any]) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_model_without_any_pays_nothing(run_ranks: Callable[..., Any]) -> None:
+def test_buffers_none_cost_nothing(run_ranks: Callable[..., Any]) -> None:
+    """A model without buffers sends nothing for them."""
+
     def island(i: int, topology: Topology) -> Any:
         model = torch.nn.Linear(4, 4)
         exchange = fsdp_demo.attach(
@@ -242,7 +246,7 @@ def test_a_model_without_any_pays_nothing(run_ranks: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
-def test_under_zero(run_ranks: Callable[..., Any], stage: str) -> None:
+def test_buffers_under_zero(run_ranks: Callable[..., Any], stage: str) -> None:
     """A ZeRO engine's model keeps its buffers whole on every rank: the mean of the islands, rank by
     rank.
     """

@@ -176,8 +176,10 @@ ON = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_late_means_follow_the_oracle(run_ranks, name):
-    """Step for step, then after `flush`, which applies what is still under way in its order."""
+def test_delay_follows_oracle(run_ranks, name):
+    """Delayed means follow the oracle. Step for step, then after `flush`, which applies what is
+    still under way in its order.
+    """
     case, (count, procs, _) = CASES[name], ISLANDS[ON.get(name, "2x1")]
     method = case.make(case.model.start(case.seed), count, case.inner, shards=procs, **case.options)
     truth = followed(
@@ -251,7 +253,8 @@ def trained(case: Case, end: str) -> Any:
         "streaming-13",
     ],
 )
-def test_finish_drains_exchanges_once_more_and_leaves_the_anchor(run_ranks, name):
+def test_delay_finish_drains_and_exchanges_once_more(run_ranks, name):
+    """`finish` applies all exchanges in flight and makes one more, as the oracle does."""
     case = CASES[name]
     method = case.make(case.model.start(case.seed), 2, case.inner, **case.options)
     followed(
@@ -264,9 +267,9 @@ def test_finish_drains_exchanges_once_more_and_leaves_the_anchor(run_ranks, name
             assert float((final[n] - p.detach()).abs().max()) <= case.tolerance, n
 
 
-def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
-    """Parameters averaged late, several under way at once: what differed is corrected once, not
-    once per flight.
+def test_delay_overlapping_means_make_equal(run_ranks):
+    """Delayed means make replicas equal once gradients end. Parameters averaged late, several under
+    way at once: what differed is corrected once, not once per flight.
     """
     case = averaged(9)
 
@@ -294,7 +297,8 @@ def test_without_further_gradients_late_means_make_replicas_equal(run_ranks):
             assert float((final[n] - mean[n]).abs().max()) < 1e-5, n
 
 
-def test_a_delay_that_keeps_too_much_in_flight_is_refused():
+def test_delay_max_in_flight_refused():
+    """A delay that keeps more than `max_in_flight` exchanges in flight is refused."""
     with pytest.raises(ValueError, match="max_in_flight=16"):
         preset("local_sgd", period=2, **{"schedule.delay": 40})
     assert (
@@ -308,9 +312,9 @@ def test_a_delay_that_keeps_too_much_in_flight_is_refused():
 @pytest.mark.parametrize(
     "delay, mix, steps", [(0, 0.5, 20), (0, 0.5, 18), (1, 0.0, 20), (6, 0.0, 18), (3, 0.5, 20)]
 )
-def test_finish_leaves_averaged_parameters_equal(run_ranks, delay, mix, steps):
-    """Whatever is under way, mixed or rounded: after `finish` the parameters of all replicas are
-    the same bits, near their mean.
+def test_delay_finish_parameters_equal(run_ranks, delay, mix, steps):
+    """After `finish` the parameters of all replicas are the same bits, near their mean, whatever
+    was in flight, mixed or rounded.
     """
     case = averaged(delay, mix)
     method = case.make(case.model.start(0), 3, case.inner, **case.options)

@@ -162,16 +162,19 @@ def compare(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_wait_and_the_same_bits(name: str, small: None) -> None:
+def test_device_no_wait_and_same_bits(name: str, small: None) -> None:
+    """No kind of channel waits for the device, and each comes to the bits of the CPU."""
     compare(CASES[name])
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco fp32", "decoupled_momentum released"])
-def test_parameters_in_bf16(name: str, small: None) -> None:
+def test_device_bf16_parameters(name: str, small: None) -> None:
+    """Parameters in bf16 come to the bits of the CPU without a wait."""
     compare(CASES[name], torch.bfloat16)
 
 
-def test_outer_state_on_the_host(small: None) -> None:
+def test_device_offload_outer_state(small: None) -> None:
+    """Outer state in host memory comes to the bits of the CPU without a wait."""
     compare(CASES["diloco fp32"], home="cpu")
 
 
@@ -225,11 +228,11 @@ def train(
         ("decoupled_momentum", preset("decoupled_momentum", period=2, inner_optimizers="as_is")),
     ],
 )
-def test_steps_of_an_exchange_never_wait(
+def test_device_exchange_steps_never_wait(
     run_ranks: Callable[..., Any], name: str, config: ExchangeConfig
 ) -> None:
-    """Only the worker waits, for the copy it is about to send; parameters and the loss are those of
-    the CPU.
+    """The steps of an exchange never wait for the device. Only the worker waits, for the copy it is
+    about to send; parameters and the loss are those of the CPU.
     """
 
     def run() -> Any:
@@ -252,9 +255,9 @@ def test_steps_of_an_exchange_never_wait(
     assert len(held) == 2 and all(n >= sent for n in held)  # the loss and the payload of each
 
 
-def test_the_average_of_the_released_rule_reads_its_drift() -> None:
-    """The one thing that is read on the device: how far replicas had drifted, each time all
-    parameters are averaged.
+def test_device_released_average_reads_drift() -> None:
+    """The average of the released rule reads one number from the device: how far replicas had
+    drifted, each time all parameters are averaged.
     """
     config = preset("decoupled_momentum", period=2, rule="released", average_every=1)
     with torch.no_grad(), plug_in(), Accelerator() as mode:
@@ -269,7 +272,8 @@ def test_the_average_of_the_released_rule_reads_its_drift() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_clipping_reads_nothing(scale: float) -> None:
+def test_device_clip_reads_nothing(scale: float) -> None:
+    """Clipping reads nothing from the device and equals that of torch."""
     gradients = [random(s, i) * scale for i, (_, s) in enumerate(ALL)]
     host, torchs = (
         [g.clone() for g in gradients],
@@ -293,7 +297,8 @@ def test_clipping_reads_nothing(scale: float) -> None:
 
 
 @pytest.mark.parametrize("limit", [1.0, None])
-def test_gradients_that_are_not_finite_become_zeros_and_nobody_waits(limit: float | None) -> None:
+def test_device_nan_gradients_zeroed_without_wait(limit: float | None) -> None:
+    """Gradients that are not finite become zeros without a wait for the device."""
     with plug_in(), Accelerator() as mode:
         with mode.waiting():
             there = [torch.tensor([torch.nan, 3.0]).to(DEVICE), torch.tensor([5.0]).to(DEVICE)]
@@ -338,9 +343,12 @@ def kernels(config: ExchangeConfig, layers: int) -> tuple[Counter[str], int, int
 
 
 @pytest.mark.parametrize("transform", [True, False])
-def test_layers_are_batched(transform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an exchange's kernels only two per tensor depend on how many there are, those that copy it
-    into a window and its signs back; the others on the number of windows."""
+def test_device_kernels_batched_over_layers(
+    transform: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers are batched. Of an exchange's kernels only two per tensor depend on how many there
+    are, those that copy it into a window and its signs back; the others on the number of windows.
+    """
     config = preset("demo", transform=transform)
     few, windows, tensors = kernels(config, 16)
     many, same, more = kernels(config, 64)
@@ -359,7 +367,8 @@ def test_layers_are_batched(transform: bool, monkeypatch: pytest.MonkeyPatch) ->
 # ---- the stand-in ------------------------------------------------------------------------------
 
 
-def test_the_stand_in_refuses_what_waits() -> None:
+def test_device_stand_in_refuses_waits() -> None:
+    """The stand-in for a GPU refuses every operation that would wait."""
     with plug_in(), Accelerator() as mode:
         a, host = torch.ones(8, device=DEVICE), torch.ones(8)
         assert isinstance(a, There) and a.device == DEVICE and (a[2:4] + 1).shape == (2,)

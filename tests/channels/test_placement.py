@@ -22,7 +22,8 @@ def shards() -> tuple[nn.Module, TorchHost]:
     )
 
 
-def test_lanes_and_copies() -> None:
+def test_placement_active_copies_and_home() -> None:
+    """A placement names the active copy of a rank and the device of the outer state."""
     _, here = shards()
     active_copies = [
         Placement(here, ShardPosition(1, 0, 3, copy), active_copies=2).active_copy
@@ -35,9 +36,9 @@ def test_lanes_and_copies() -> None:
     )
 
 
-def test_channels_of_a_configuration() -> None:
-    """Those of the configuration, one for buffers on the schedule of what moves parameters, and one
-    over everything.
+def test_placement_binds_channels() -> None:
+    """The bound channels are those of the configuration, one for buffers on the schedule of what
+    moves parameters, and one over everything.
     """
     model, here = shards()
     config = preset("local_sgd", period=3)
@@ -65,7 +66,8 @@ def test_channels_of_a_configuration() -> None:
     )
 
 
-def test_parameters_that_no_channel_covers() -> None:
+def test_placement_uncovered_parameters_refused() -> None:
+    """Trained parameters that no channel covers are refused by name."""
     _, here = shards()
     config = ExchangeConfig("mine", (Channel("gradient", "gradient", exclude=("*.bias",)),))
     with pytest.raises(ValueError, match="no channel covers 0.bias, 1.bias: freeze"):

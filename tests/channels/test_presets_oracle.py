@@ -455,7 +455,8 @@ COMBINATIONS = [(n, i) for n in CASES for i in BOTH if i == "2x2" or n not in VA
 
 
 @pytest.mark.parametrize("name, islands", COMBINATIONS, ids=[f"{n}-{i}" for n, i in COMBINATIONS])
-def test_follows_the_oracle(run_ranks, name, islands):
+def test_preset_follows_oracle(run_ranks, name, islands):
+    """Every preset follows its oracle step for step."""
     case, (count, procs, sharded) = CASES[name], ISLANDS[islands]
     steps, seed = case.steps if islands in BOTH else 10, case.seed_for(islands)
     results = run_ranks(trainer(case, seed, steps, sharded), count, procs)
@@ -526,7 +527,10 @@ def all_four(name: str) -> Case:
 
 
 @pytest.mark.parametrize("name", ALL_FOUR)
-def test_schedule_clipping_accumulation_and_weight_decay(run_ranks, name):
+def test_preset_with_schedule_clip_and_decay(run_ranks, name):
+    """The presets follow their oracles under a schedule, clipping, accumulation and
+    weight decay.
+    """
     case, procs = (
         all_four(name),
         2 if name in ("full", "desloc", "streaming_diloco", "demo", "consensus") else 1,
@@ -624,9 +628,9 @@ CODED_AT += [
 
 
 @pytest.mark.parametrize("name, islands", CODED_AT, ids=[f"{n}-{i}" for n, i in CODED_AT])
-def test_coded_values_follow_the_oracle(run_ranks, name, islands):
-    """Rounding turns a difference of 1e-7 into one of a code now and then: nearly all elements must
-    agree as closely as in fp32.
+def test_preset_value_codes_follow_oracle(run_ranks, name, islands):
+    """Presets with coded values follow their oracles. Rounding turns a difference of 1e-7 into one
+    of a code now and then: nearly all elements must agree as closely as in fp32.
     """
     case, (count, procs, _) = CODED[name], ISLANDS[islands]
     # so that hardly a scale or level is rounded another way
@@ -680,7 +684,7 @@ REAL_AT = [(n, i) for n in REAL for i in BOTH if i == "2x2" or n in ("full", "st
 
 
 @pytest.mark.parametrize("name, islands", REAL_AT, ids=[f"{n}-{i}" for n, i in REAL_AT])
-def test_computing_in_bf16(run_ranks, name, islands):
+def test_preset_bf16_compute(run_ranks, name, islands):
     """Parameters stay fp32; the gradients of bf16 products, as they arrived before the exchange,
     are what the oracle gets.
     """
@@ -733,7 +737,7 @@ def test_computing_in_bf16(run_ranks, name, islands):
         ("2x2", "1bit"),
     ],
 )
-def test_muloco_on_measured_updates(run_ranks, islands, code):
+def test_preset_muloco_measured_updates(run_ranks, islands, code):
     """What each inner step of MuonAdamW did is measured; the outer rule must follow from it. In one
     bit it is `sign_muloco`.
     """

@@ -24,7 +24,7 @@ from fsdp_demo import (
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.hosts.muon import RELEASED
 
-from ..exchange.test_ends import ended
+from ..exchange.test_finish import ended
 from ..oracles import presets as oracle
 from ..support import probe
 from ..support.layered import LAYERED
@@ -66,7 +66,8 @@ INSIDE = replace(
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_demo_with_the_rate_inside_follows_the_released_form(run_ranks, procs):
+def test_released_demo_lr_inside(run_ranks, procs):
+    """DeMo with `lr_inside` follows the authors' released code."""
     case, islands = replace(INSIDE, seed=6 if procs == 1 else 1), 2
     results = run_ranks(trainer(case, case.seed, 16, schedule=warm_up), islands, procs)
     truth = expected(case, islands, procs, case.seed, 16)
@@ -82,8 +83,10 @@ def test_demo_with_the_rate_inside_follows_the_released_form(run_ranks, procs):
             assert worst(params, rank // procs, truth) <= case.tolerance
 
 
-def test_each_parameter_has_the_rate_of_its_group(run_ranks):
-    """Two groups, in the same workspace: whole tensors, blocks and edges of blocks."""
+def test_released_demo_lr_of_each_group(run_ranks):
+    """Each parameter has the learning rate of its group. Two groups, in the same workspace: whole
+    tensors, blocks and edges of blocks.
+    """
 
     def two(params: Any) -> torch.optim.Optimizer:
         every = list(params)
@@ -122,7 +125,8 @@ def probe_start() -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in probe.Probe(0).named_parameters() if p.requires_grad}
 
 
-def test_at_a_constant_rate_signs_are_those_without(monkeypatch) -> None:
+def test_released_demo_constant_rate_same_signs(monkeypatch) -> None:
+    """At a constant rate the signs with `lr_inside` are those without."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     ends = []
     for inside in (False, True):
@@ -143,7 +147,8 @@ def test_at_a_constant_rate_signs_are_those_without(monkeypatch) -> None:
     assert torch.equal(*ends)
 
 
-def test_the_rate_is_for_gradients() -> None:
+def test_released_rate_for_gradients_only() -> None:
+    """`accumulator.rate` is refused for a channel of deltas."""
     with pytest.raises(ValueError, match="accumulator.rate=True multiplies gradients"):
         ExchangeConfig(
             "own",
@@ -195,9 +200,9 @@ RELEASED_MULOCO = Case(
 
 
 @pytest.mark.parametrize("steps", [12, 14])
-def test_muloco_released_steps_by_the_square_of_its_rate(run_ranks, steps):
-    """The twin, step for step, then the end, inside a round too, where the mean is plain whatever
-    the gain is.
+def test_released_muloco_squared_rate(run_ranks, steps):
+    """The released MuLoCo steps by the square of its rate. The twin, step for step, then the end,
+    inside a round too, where the mean is plain whatever the gain is.
     """
     case = RELEASED_MULOCO
     method = case.make(LAYERED.start(0), 2, case.inner, **case.options)
@@ -216,7 +221,8 @@ def test_muloco_released_steps_by_the_square_of_its_rate(run_ranks, steps):
                 assert float(((got - want).abs() > 1e-5).float().mean()) < 0.02, n
 
 
-def test_muloco_says_what_is_ours_and_what_is_released() -> None:
+def test_released_muloco_defaults() -> None:
+    """The preset `muloco` has our values by default and the authors' with `released=True`."""
     ours, released = preset("muloco").channels[0], preset("muloco", released=True).channels[0]
     assert (ours.accumulator.gain, ours.applier.momentum_warmup) == (1.0, 20)
     assert (released.accumulator.gain, released.applier.lr, released.applier.momentum_warmup) == (
@@ -252,7 +258,8 @@ def muon_released(
 
 
 @pytest.mark.parametrize("shape", [(64, 16), (16, 64), (32, 32)])
-def test_the_released_muon_is_reachable_by_options(shape) -> None:
+def test_released_muon_by_options(shape) -> None:
+    """Options of MuonAdamW give the authors' released Muon."""
     torch.manual_seed(0)
     start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(3)]
     w, v = torch.nn.Parameter(start.clone()), torch.nn.Parameter(torch.ones(5))
@@ -273,7 +280,8 @@ def test_the_released_muon_is_reachable_by_options(shape) -> None:
     assert optimizer.param_groups[0]["nesterov"] is False
 
 
-def test_the_factor_of_muon_is_one_of_three() -> None:
+def test_released_muon_factor_choices() -> None:
+    """The factor of Muon is one of three."""
     named = [
         ("w", torch.nn.Parameter(torch.ones(4, 16))),
         ("u", torch.nn.Parameter(torch.ones(16, 4))),
@@ -293,7 +301,8 @@ def test_the_factor_of_muon_is_one_of_three() -> None:
 
 
 @pytest.mark.parametrize("rule", ["consensus", "released"])
-def test_the_outer_rate_is_that_of_whole_tensors_too(rule) -> None:
+def test_released_outer_rate_of_dense_tensors(rule) -> None:
+    """The outer rate is also that of whole tensors, unless `dense_lr` is set."""
     applier = preset("decoupled_momentum", rule=rule, lr=0.3).channels[0].applier
     assert (applier.lr, applier.dense_lr) == (0.3, 0.3)
     assert (

@@ -57,8 +57,10 @@ AT += [("switch-late", "2x2"), ("switch-late", "3x1")]
 
 
 @pytest.mark.parametrize("name, islands", AT, ids=[f"{n}-{i}" for n, i in AT])
-def test_follows_the_rule(run_ranks: Any, name: str, islands: str) -> None:
-    """Every element after every step, with 2, 3 and 4 islands, sharded by FSDP2 and not."""
+def test_sign_loco_follows_rule(run_ranks: Any, name: str, islands: str) -> None:
+    """`sign_loco` follows its rule. Every element after every step, with 2, 3 and 4 islands,
+    sharded by FSDP2 and not.
+    """
     made, (count, procs, sharded) = CASES[name], ISLANDS[islands]
     seed = made.seed_for(islands)
     truth = expected(made, count, procs if sharded else 1, seed, STEPS)
@@ -71,8 +73,10 @@ def test_follows_the_rule(run_ranks: Any, name: str, islands: str) -> None:
             assert worst(params, rank // procs, truth) <= made.tolerance
 
 
-def test_the_mean_goes_over_those_that_sent() -> None:
-    """By hand: two islands that choose unlike values move each by their own scale, not by half."""
+def test_sign_loco_mean_over_senders() -> None:
+    """The mean goes over the islands that sent a value. By hand: two islands that choose unlike
+    values move each by their own scale, not by half.
+    """
     start = {"w": torch.zeros(4096)}
     method = SignLoCo(start, 2, sgd, period=1, k=1, beta=0.0, lr=1.0, momentum=0.0, rise=0)
     first, second = torch.zeros(4096), torch.zeros(4096)
@@ -82,7 +86,8 @@ def test_the_mean_goes_over_those_that_sent() -> None:
     assert {int(p): v for p, v in found.items()} == {7: -0.04, 11: 0.02}
 
 
-def test_settings() -> None:
+def test_sign_loco_settings() -> None:
+    """The settings of `sign_loco` are those of its definition."""
     channel = preset("sign_loco").channels[0]
     assert (channel.schedule.sync_every, channel.codec.topk) == (5, 90)
     assert (channel.codec.value_dtype, channel.reducer.mean_over) == ("1bit", "senders")
@@ -108,6 +113,7 @@ def test_settings() -> None:
         ({"seed": 3}, "seed=3 has no effect"),
     ],
 )
-def test_refuses(changes: dict[str, Any], said: str) -> None:
+def test_sign_loco_settings_refused(changes: dict[str, Any], said: str) -> None:
+    """Settings that cannot work with `sign_loco` are refused."""
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         preset("sign_loco", **changes)

@@ -20,8 +20,8 @@ from fsdp_demo.peers.votes import Ranks
 from ..support.durable import Durable
 
 
-def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path: Path) -> None:
-    """Before, it waited as long as for one that is slow."""
+def test_save_without_store_does_not_wait(run_ranks, tmp_path: Path) -> None:
+    """A save does not wait for a store that is not there."""
 
     def fn(me: Any) -> Any:
         registry.PATIENCE = 60.0
@@ -46,8 +46,10 @@ def test_a_save_does_not_wait_for_a_store_that_is_not_there(run_ranks, tmp_path:
     assert "is not there (nobody listens" in text
 
 
-def test_who_asks_for_checkpoints_does_not_wait_once_the_attempt_has_ended(run_ranks) -> None:
-    """Another island's process was lost and started again: it opened the next attempt."""
+def test_resume_after_attempt_ended_does_not_wait(run_ranks) -> None:
+    """A question for common checkpoints does not wait once the attempt has ended. Another island's
+    process was lost and started again: it opened the next attempt.
+    """
 
     def fn(me: Any) -> None:
         topology = fsdp_demo.Topology(

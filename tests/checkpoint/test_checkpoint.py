@@ -67,7 +67,8 @@ def equal(a, b):
 # -- the form on disk ----------------------------------------------------------------------------
 
 
-def test_a_tree_comes_back_bit_for_bit_and_without_pickle(tmp_path):
+def test_part_round_trip_without_pickle(tmp_path):
+    """A tree comes back from a part bit for bit and without pickle."""
     work = torch.arange(12.0)
     tree = {
         "whole": work,
@@ -90,7 +91,8 @@ def test_a_tree_comes_back_bit_for_bit_and_without_pickle(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0.json", "rank0.safetensors"]
 
 
-def test_a_part_tells_who_saved_it(tmp_path):
+def test_part_head_names_its_rank(tmp_path):
+    """The head of a part says which rank saved it."""
     saved(tmp_path)
     found = load_exchange(tmp_path)
     (head,) = found.heads
@@ -124,7 +126,9 @@ PRESETS = {
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
-def test_attach_takes_a_saved_state_bit_for_bit(run_ranks, name, sharded):
+def test_resume_attach_bit_for_bit(run_ranks, name, sharded):
+    """`attach` takes a saved state bit for bit."""
+
     def job(me):
         config = fsdp_demo.preset(name.split(",")[0], **PRESETS[name])
         folder = me.folder / f"home{me.island}"
@@ -213,7 +217,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_what_is_damaged_is_refused_with_a_way_out(tmp_path, name):
+def test_part_damage_refused(tmp_path, name):
+    """A damaged part is refused, and the error names a way out."""
     saved(tmp_path)
     damage, message = DAMAGE[name]
     damage(tmp_path)
@@ -222,7 +227,8 @@ def test_what_is_damaged_is_refused_with_a_way_out(tmp_path, name):
     assert str(tmp_path) in str(caught.value) and "start the exchange anew" in str(caught.value)
 
 
-def test_flipped_tensors_are_found_when_they_are_read(tmp_path):
+def test_part_flipped_bit_found(tmp_path):
+    """A flipped bit in the tensors is found when they are read."""
     saved(tmp_path)
     flip(tmp_path / "rank0.safetensors")
     found = load_exchange(tmp_path)  # only heads
@@ -251,7 +257,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_belongs_to_another_run_is_refused(tmp_path, name):
+def test_resume_state_of_other_run_refused(tmp_path, name):
+    """A state of another run is refused with the way to begin anew."""
     saved(tmp_path)
     make, message = FOREIGN[name]
     with pytest.raises(ValueError, match=message) as caught:
@@ -259,15 +266,18 @@ def test_what_belongs_to_another_run_is_refused(tmp_path, name):
     assert "start the exchange anew" in str(caught.value)
 
 
-def test_another_period_is_another_setting_and_goes_on(tmp_path, caplog):
+def test_resume_other_period_goes_on(tmp_path, caplog):
+    """A state that was saved with another period is taken, and the log says so."""
     saved(tmp_path)
     _, _, exchange = attached(state=load_exchange(tmp_path), period=5)
     assert exchange.step == 5 and "another configuration" in caplog.text
     exchange.detach()
 
 
-def test_an_outline_has_names_and_no_tensors(tmp_path):
-    """A part that holds what this release does not know is refused with a sentence."""
+def test_part_outline_without_tensors(tmp_path):
+    """An outline has the names of a part and none of its tensors. A part that holds what this
+    release does not know is refused.
+    """
     whole = saved(tmp_path)
     outline = load_exchange(tmp_path).outline(0)
     assert (outline.step, outline.last) == (5, whole["last"])
@@ -294,7 +304,8 @@ def test_an_outline_has_names_and_no_tensors(tmp_path):
         inspect(tmp_path)
 
 
-def test_parts_of_several_islands_and_of_lost_ranks(tmp_path):
+def test_load_exchange_parts_of_several_islands(tmp_path):
+    """`load_exchange` finds the parts of several islands and says which ranks are missing."""
     saved(tmp_path / "a")
     for island in range(2):
         for rank in range(2):
@@ -335,7 +346,8 @@ def write(text="x"):
     return lambda folder: (folder / "a.txt").write_text(text) and None
 
 
-def test_a_checkpoint_is_whole_or_not_there(tmp_path):
+def test_save_whole_or_absent(tmp_path):
+    """A checkpoint is whole or not there."""
     kept = single(tmp_path)
     kept.save(10, write())
     assert list(kept.whole()) == [10] and sorted(p.name for p in tmp_path.iterdir()) == [
@@ -367,7 +379,8 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path):
         kept.verify(kept.path(20))
 
 
-def test_the_newest_stay(tmp_path):
+def test_rotation_keeps_newest(tmp_path):
+    """The newest checkpoints stay."""
     kept = single(tmp_path)
     for step in range(1, 5):
         kept.save(step, write())
@@ -390,7 +403,8 @@ def test_the_newest_stay(tmp_path):
         single(tmp_path, 0)
 
 
-def test_training_goes_on_while_one_is_written(tmp_path):
+def test_save_in_background(tmp_path):
+    """Training goes on while a checkpoint is written."""
     import threading
 
     kept, may = single(tmp_path), threading.Event()
@@ -431,8 +445,10 @@ def plays(me, plan, keep=2, resume=True, take_over=False):
         return list(kept.whole()), str(error)
 
 
-def test_no_island_removes_what_another_still_needs(run_ranks):
-    """Island 0 is far ahead; island 1 has said that it holds 2, and later 8."""
+def test_rotation_keeps_what_others_need(run_ranks):
+    """No island removes a checkpoint that another still needs. Island 0 is far ahead; island 1 has
+    said that it holds 2, and later 8.
+    """
     ahead = [(0, [2]), (1, [2]), (0, [4, 6, 8, 10]), (1, [])]
     assert (
         run_ranks(plays, islands=2, procs=2, args=(ahead,))
@@ -443,7 +459,10 @@ def test_no_island_removes_what_another_still_needs(run_ranks):
     assert step == 8 and mine == [8, 10, 12] and theirs == [6, 8]
 
 
-def test_nothing_in_common_is_refused_with_what_each_holds(run_ranks):
+def test_resume_nothing_in_common_refused(run_ranks):
+    """A resume without a common checkpoint is refused, and the error lists what each
+    island holds.
+    """
     plan = [(0, [4]), (1, [6])]
     for _, text in run_ranks(plays, islands=2, procs=1, args=(plan,)):
         assert (
@@ -458,7 +477,9 @@ def test_nothing_in_common_is_refused_with_what_each_holds(run_ranks):
         assert step is None
 
 
-def test_one_that_resumes_beside_one_that_does_not_is_refused(run_ranks):
+def test_resume_islands_differ_refused(run_ranks):
+    """An island that resumes beside one that does not is refused."""
+
     def job(me):
         with pytest.raises(
             ValueError, match="islands differ in resume .island0: True, island1: False"

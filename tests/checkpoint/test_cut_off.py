@@ -14,8 +14,8 @@ import torch
 
 from fsdp_demo import ExchangeConfig, PeerLost, Topology, preset
 
-from ..exchange.test_failure import Small, same
 from ..support import threaded
+from ..support.small import Small, same
 from ..support.threaded import Tap, values
 
 CONFIGS = {
@@ -135,11 +135,9 @@ def interrupted(
 
 @pytest.mark.parametrize("sends", [0, 1])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_was_cut_off_is_made_up_for_bit_for_bit(
-    run_ranks: Callable[..., Any], name: str, sends: int
-) -> None:
-    """Cut in the middle of a message: before anything left, or after one of the two islands' first
-    messages.
+def test_cut_off_resume_bit_for_bit(run_ranks: Callable[..., Any], name: str, sends: int) -> None:
+    """A resume makes up for an exchange that was cut off, bit for bit. Cut in the middle of a
+    message: before anything left, or after one of the two islands' first messages.
     """
     config = CONFIGS[name]
 
@@ -162,8 +160,10 @@ def test_what_was_cut_off_is_made_up_for_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", ["demo", "full"])
-def test_the_very_first_exchange_is_made_up_for(run_ranks: Callable[..., Any], name: str) -> None:
-    """Nobody has taken a step, and yet there is a message under way."""
+def test_cut_off_first_exchange(run_ranks: Callable[..., Any], name: str) -> None:
+    """A resume makes up for the very first exchange. Nobody has taken a step, and yet there is a
+    message under way.
+    """
     config = CONFIGS[name]
 
     def run() -> Any:
@@ -188,11 +188,11 @@ APART = [
 
 
 @pytest.mark.parametrize("name", APART)
-def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(
-    run_ranks: Callable[..., Any], name: str
-) -> None:
-    """Steps 9 and 11 of periods of 4 (with a delay 8 and 9, while a payload is under way): no
-    exchange lies between. Each goes on from where it was; nothing is lost."""
+def test_cut_off_stop_at_unlike_steps(run_ranks: Callable[..., Any], name: str) -> None:
+    """Islands that stop at unlike steps resume from their own. Steps 9 and 11 of periods of 4 (with
+    a delay 8 and 9, while a payload is under way): no exchange lies between. Each goes on from
+    where it was; nothing is lost.
+    """
     config, steps = CONFIGS[name], [9, 8] if "late" in name else [11, 9]
 
     def first(i: int, topology: Topology) -> Any:
@@ -219,11 +219,9 @@ def test_islands_told_to_stop_at_unlike_steps_go_on_from_their_own(
 
 
 @pytest.mark.parametrize("name", ["diloco", "consensus", "released, averaged", "local_sgd"])
-def test_one_stopped_before_an_exchange_that_the_other_had_begun(
-    run_ranks: Callable[..., Any], name: str
-) -> None:
-    """Island 1 leaves after step 7 of periods of 4, or of 2: island 0 loses it in the exchange of
-    step 8, which both make up for.
+def test_cut_off_stop_before_begun_exchange(run_ranks: Callable[..., Any], name: str) -> None:
+    """One island stops before an exchange that the other had begun. Island 1 leaves after step 7 of
+    periods of 4, or of 2: island 0 loses it in the exchange of step 8, which both make up for.
     """
     config = CONFIGS[name]
 
@@ -253,11 +251,11 @@ def test_one_stopped_before_an_exchange_that_the_other_had_begun(
     assert run_ranks(run, 1, 1, timeout=100) == [([8, 7], True)]
 
 
-def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(
+def test_cut_off_only_some_can_repeat(
     run_ranks: Callable[..., Any],
 ) -> None:
-    """Island 1 comes back without what it had sent: the other takes its payload back, and all go on
-    equal.
+    """A message that only some islands can repeat is dropped, and the log says so. Island 1 comes
+    back without what it had sent: the other takes its payload back, and all go on equal.
     """
     config = CONFIGS["consensus"]
 
@@ -288,9 +286,9 @@ def test_a_state_that_only_some_can_make_up_for_is_dropped_and_said(
     assert run_ranks(run, 1, 1, timeout=100) == [[(True, [True, True])] * 2]
 
 
-def test_a_regular_save_that_finds_the_loss_is_refused_once(run_ranks: Callable[..., Any]) -> None:
-    """A checkpoint must not be sealed without what was under way; the save that follows, on the
-    way out, holds it.
+def test_cut_off_regular_save_refused_once(run_ranks: Callable[..., Any]) -> None:
+    """A regular save that finds the loss is refused once. A checkpoint must not be sealed without
+    what was under way; the save that follows, on the way out, holds it.
     """
     config = CONFIGS["demo, late"]
 

@@ -36,7 +36,8 @@ def steps(*each: list[HeldCheckpoint], how: str = "common") -> list[int | None]:
     return [h and h.step for h in found]
 
 
-def test_equal_steps_with_unlike_histories_are_not_common() -> None:
+def test_history_unlike_not_common() -> None:
+    """Checkpoints of one step with unlike histories are not common."""
     a, b = (
         [held(10, ALL), held(20, ALL, applied="19")],
         [held(10, ALL), held(20, TWO, applied="19")],
@@ -49,13 +50,17 @@ def test_equal_steps_with_unlike_histories_are_not_common() -> None:
     assert steps(a[1:], b[1:], how="take_over") in ([20, None], [None, 20])
 
 
-def test_unlike_steps_between_the_same_exchanges_need_one_history_too() -> None:
+def test_history_between_same_exchanges() -> None:
+    """Checkpoints of unlike steps between the same exchanges need one history, too."""
     a, b = [held(12, ALL)], [held(15, TWO)]
     assert together([a, b]) is None
     assert steps(a, [held(15, ALL)]) == [12, 15]
 
 
-def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_over_it() -> None:
+def test_history_unsaid_fits_any() -> None:
+    """A checkpoint without a history fits any other, but it does not join two whose histories
+    differ.
+    """
     assert steps([held(10, "")], [held(10, ALL)]) == [10, 10]
     assert steps([held(12, "")], [held(15, ALL)]) == [12, 15]
     assert steps([held(10, "")], [held(10, "")]) == [10, 10]
@@ -63,8 +68,10 @@ def test_what_does_not_say_its_history_fits_any_but_two_that_differ_do_not_meet_
     assert together([[held(12, "")], [held(13, ALL)], [held(14, TWO)]]) is None
 
 
-def test_rotation_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is deleted for a checkpoint that the others hold in name only."""
+def test_history_in_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotation knows histories: nothing is deleted for a checkpoint that the others hold in name
+    only.
+    """
     registry = CheckpointRegistry(fsdp_demo.Topology.from_env({}), Ranks(None, 0, 1))
     for theirs, common in ((ALL, 20), (TWO, 10)):
         said = [[10, "9", 1, ALL], [20, "19", 1, theirs]]
@@ -72,7 +79,9 @@ def test_rotation_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert registry.common([held(10, ALL), held(20, ALL, applied="19")]) == common
 
 
-def test_the_heads_say_it(tmp_path: Path) -> None:
+def test_history_in_heads(tmp_path: Path) -> None:
+    """The heads of a checkpoint hold the history."""
+
     def write(rank: int, **more: Any) -> None:
         write_part(
             tmp_path,
@@ -92,7 +101,8 @@ def test_the_heads_say_it(tmp_path: Path) -> None:
         look(tmp_path, 9, 3)
 
 
-def test_a_history_changes_where_others_take_part_than_before() -> None:
+def test_history_changes_with_members() -> None:
+    """A history changes at an exchange in which other islands take part than before."""
     one, two = History(3), History(3)
     for h in (one, two):
         h.hear(0, (0, 1, 2))
@@ -141,7 +151,8 @@ def trained(me: Any) -> Any:
     return heads, state.history["digest"], unsaid.history, exchange._queue.history.digest
 
 
-def test_a_loss_is_in_it_on_all_survivors(run_ranks) -> None:
+def test_history_of_survivors_holds_loss(run_ranks) -> None:
+    """The history of all survivors holds the loss of an island."""
     pytest.importorskip("zmq")
     one, died, two = run_ranks(trained, 3, 1, env={"ISLAND_DEAD": "8"})
     assert died == 9 and one == two
@@ -167,5 +178,6 @@ def resumed(me: Any) -> Any:
     return found
 
 
-def test_all_go_on_with_one_history(run_ranks) -> None:
+def test_history_common_after_resume(run_ranks) -> None:
+    """All islands resume with one history, also one whose state has none."""
     assert run_ranks(resumed, 2, 1) == [TWO, TWO]

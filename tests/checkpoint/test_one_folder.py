@@ -12,7 +12,9 @@ from fsdp_demo.checkpoint.folders import Fence, place
 from fsdp_demo.errors import NeedsDecision, Superseded
 
 
-def test_islands_that_share_a_folder_are_refused_before_attach(run_ranks):
+def test_one_folder_of_two_islands_refused(run_ranks):
+    """Two islands with one folder are refused before attach."""
+
     def job(me):
         kept = CheckpointManager(me.folder.parent / "shared", fsdp_demo.Topology.from_env())
         try:
@@ -24,7 +26,10 @@ def test_islands_that_share_a_folder_are_refused_before_attach(run_ranks):
         assert "island0, island1 have one folder" in said and "topology.name" in said
 
 
-def test_a_folder_that_another_island_of_the_run_took_is_no_later_life(tmp_path):
+def test_one_folder_error_names_other_island(tmp_path):
+    """A save into a folder that another island of the run has taken is refused as that, not as a
+    later life.
+    """
     mine, other, later = (Fence(tmp_path, "run", f"island{i}") for i in (0, 1, 0))
     mine.begin("a")
     other.begin("b")
@@ -35,7 +40,8 @@ def test_a_folder_that_another_island_of_the_run_took_is_no_later_life(tmp_path)
         mine.check()
 
 
-def test_a_place_is_one_by_any_path_and_before_it_is_there(tmp_path):
+def test_one_folder_by_any_path(tmp_path):
+    """A folder is one place by any path, also before it exists."""
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     assert place(tmp_path / "there" / "ck") == place(tmp_path / "link" / ".." / "there" / "ck")

@@ -134,7 +134,8 @@ def stopped(folder, kind, **more):
 
 
 @pytest.mark.parametrize("kind", [*OF_TORCH, *MORE])
-def test_what_an_optimizer_keeps_comes_back(tmp_path, kind):
+def test_optimizer_state_round_trip(tmp_path, kind):
+    """The state of an optimizer comes back bit for bit."""
     whole = stopped(tmp_path, kind)
     again = Job(tmp_path, kind, resume=True, seed=1)
     assert again.exchange.step == STOP
@@ -151,7 +152,8 @@ def test_what_an_optimizer_keeps_comes_back(tmp_path, kind):
         ("RMSprop", "NAdam", "RMSprop there, NAdam here"),
     ],
 )
-def test_another_optimizer_is_refused_or_begins_anew(tmp_path, caplog, before, after, what):
+def test_optimizer_state_of_other_optimizer(tmp_path, caplog, before, after, what):
+    """The state of another optimizer is refused, or begins anew where the user asks for it."""
     stopped(tmp_path, before)
     with pytest.raises(ValueError, match=f"does not fit this optimizer .{what}") as found:
         Job(tmp_path, after, resume=True)
@@ -165,14 +167,16 @@ def test_another_optimizer_is_refused_or_begins_anew(tmp_path, caplog, before, a
     assert all(map(torch.equal, weights.close(), first.close()))
 
 
-def test_another_preset_is_refused_in_one_sentence(tmp_path):
+def test_optimizer_state_other_preset_refused(tmp_path):
+    """Another preset is refused in one sentence."""
     stopped(tmp_path, "SGD", preset="demo")
     with pytest.raises(ValueError, match="SGD there, AdamW here") as found:
         Job(tmp_path, "AdamW", resume=True)
     assert len(str(found.value).splitlines()) == 1
 
 
-def test_what_nobody_takes_is_refused(tmp_path):
+def test_optimizer_state_unknown_tensor_refused(tmp_path):
+    """A saved tensor that the model does not have is refused."""
     job = Job(tmp_path, "AdamW")
     job.model.register_buffer("more", torch.ones(3))
     job.until(STOP)
@@ -182,7 +186,8 @@ def test_what_nobody_takes_is_refused(tmp_path):
         Job(tmp_path, "AdamW", resume=True)
 
 
-def test_a_scale_that_is_not_finite_is_not_saved(tmp_path, caplog):
+def test_optimizer_state_not_finite_not_saved(tmp_path, caplog):
+    """An optimizer state with values that are not finite is not saved."""
     job = Job(tmp_path, "foreign")
     job.until(STOP)
     job.optimizer.state[job.model[0].weight]["momentum"].scale.fill_(float("nan"))

@@ -87,8 +87,12 @@ def same(got: torch.Tensor, wanted: torch.Tensor, key: str) -> None:
 
 
 @pytest.mark.parametrize("name, changes, before, after", CASES)
-def test_other_shards(name: str, changes: dict, before: Form, after: Form, tmp_path) -> None:
-    """Each workspace, which tensors have had a gradient, tokens and clock."""
+def test_resharding_other_shards(
+    name: str, changes: dict, before: Form, after: Form, tmp_path
+) -> None:
+    """A saved exchange fits another number of shards. Each workspace, which tensors have had a
+    gradient, tokens and clock.
+    """
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, before)
     for i, island in enumerate(moved(saved, after, conf, tmp_path)):
@@ -111,8 +115,10 @@ def test_other_shards(name: str, changes: dict, before: Form, after: Form, tmp_p
 
 @pytest.mark.parametrize("after", [Form(1, 2), Form(3, 2)])
 @pytest.mark.parametrize("name, changes", PRESETS)
-def test_other_islands(name: str, changes: dict, after: Form, tmp_path) -> None:
-    """An island goes on with its own, bit for bit."""
+def test_resharding_other_islands(name: str, changes: dict, after: Form, tmp_path) -> None:
+    """A saved exchange fits another number of islands. An island goes on with its own,
+    bit for bit.
+    """
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, Form(2, 2))
     for old, new in zip(saved, moved(saved, after, conf, tmp_path), strict=False):
@@ -131,8 +137,8 @@ def assert_equal(a: dict, b: dict) -> None:
 
 
 @pytest.mark.parametrize("name, changes", PRESETS)
-def test_another_order_of_parameters(name: str, changes: dict, tmp_path) -> None:
-    """They are found by name."""
+def test_resharding_other_parameter_order(name: str, changes: dict, tmp_path) -> None:
+    """Parameters in another order are found by name."""
     conf, form = config(name, changes), Form(1, 2)
     (folder,) = resharded.save(resharded.all_ranks(conf, form), tmp_path)
     for place in form.places(0):
@@ -147,8 +153,10 @@ def test_another_order_of_parameters(name: str, changes: dict, tmp_path) -> None
 
 
 @pytest.mark.parametrize("before, after", [(Form(2, 2), Form(2, 3)), (Form(2, 3), Form(2, 2))])
-def test_stretches_of_flattened_tensors(before: Form, after: Form, tmp_path) -> None:
-    """As ZeRO has them: cut anywhere, several of one tensor on a rank or none."""
+def test_resharding_flattened_stretches(before: Form, after: Form, tmp_path) -> None:
+    """Stretches of flattened tensors, as ZeRO has them, are put together: cut anywhere, several of
+    one tensor on a rank or none.
+    """
     conf = config("diloco", {})
 
     def flat(form: Form, fill: bool) -> list[list]:
@@ -183,8 +191,12 @@ DELAYED = [
 
 @pytest.mark.parametrize("name, changes", DELAYED)
 @pytest.mark.parametrize("after", [Form(2, 1), Form(3, 2)])
-def test_messages_in_flight(name: str, changes: dict, after: Form, tmp_path, caplog) -> None:
-    """With other numbers they are dropped, which the log says."""
+def test_resharding_drops_messages_in_flight(
+    name: str, changes: dict, after: Form, tmp_path, caplog
+) -> None:
+    """Messages in flight are dropped with other numbers of islands or shards, and the log
+    says so.
+    """
     conf = config(name, changes)
     saved = resharded.all_ranks(conf, Form(2, 2))
     resharded.launch(saved, 11)
@@ -200,8 +212,10 @@ def test_messages_in_flight(name: str, changes: dict, after: Form, tmp_path, cap
 
 
 @pytest.mark.parametrize("shards", [2, 1])
-def test_a_mesh_of_other_replicas(shards: int, tmp_path, caplog) -> None:
-    """All take what they share from the first one; what a replica has to itself begins anew."""
+def test_resharding_mesh_of_other_replicas(shards: int, tmp_path, caplog) -> None:
+    """A mesh with another number of replicas goes on. All take what they share from the first one;
+    what a replica has to itself begins anew.
+    """
     conf = config("decoupled_momentum", {"rule": "released", "average_every": 2})
     folders = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path)
     form = Form(3, shards)
@@ -218,7 +232,8 @@ def test_a_mesh_of_other_replicas(shards: int, tmp_path, caplog) -> None:
     )
 
 
-def test_errors(tmp_path) -> None:
+def test_resharding_errors(tmp_path) -> None:
+    """A missing part, another preset and other settings are refused."""
     conf = config("diloco", {})
     folders = resharded.save(resharded.all_ranks(conf, Form(2, 2)), tmp_path)
     rank = resharded.make(conf, Form(2, 1), 0, Form(2).places(0)[0])
@@ -242,7 +257,7 @@ def test_errors(tmp_path) -> None:
         load_exchange(folders[0]).state_for(rank)
 
 
-def test_low_precision_parameters(tmp_path) -> None:
+def test_resharding_low_precision_parameters(tmp_path) -> None:
     """bf16 parameters keep `written` beside the anchor."""
     conf, form = config("diloco", {}), Form(1, 2)
     saved = [

@@ -147,9 +147,10 @@ def mean_losses(outs: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_loss_goes_on(name: str, run_ranks, tmp_path: Path) -> None:
-    """More islands send more coefficients, fewer send fewer, so with sparse presets those curves
-    part from the first exchange on.
+def test_resharding_run_loss_goes_on(name: str, run_ranks, tmp_path: Path) -> None:
+    """The loss of a run goes on without a jump under other numbers. More islands send more
+    coefficients, fewer send fewer, so with sparse presets those curves part from the first exchange
+    on.
     """
     for i in (0, 1):
         (tmp_path / f"island{i}").mkdir()

@@ -98,7 +98,8 @@ def resumed(me, how, delay):
 
 
 @pytest.mark.parametrize("how", ["waiting", "behind", "last"])
-def test_a_restored_run_is_the_uninterrupted_one(run_ranks, how):
+def test_run_state_resume_bit_for_bit(run_ranks, how):
+    """A restored run is the uninterrupted one, bit for bit."""
     for whole, again, begun, left in run_ranks(resumed, islands=2, procs=1, args=(how, 1)):
         assert begun == (STOP, True, 3 * STOP, 3 * STOP)
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
@@ -123,11 +124,12 @@ def other_rank(me):
     return state.step, state.same, state.extra["rows"], torch.equal(before, torch.get_rng_state())
 
 
-def test_random_states_come_back_to_the_rank_that_saved_them(run_ranks):
+def test_run_state_random_states_per_rank(run_ranks):
+    """Random states come back to the rank that saved them."""
     assert run_ranks(other_rank, islands=1, procs=1) == [(2, False, 6, True)]
 
 
-def test_the_checkpoint_says_what_it_said_before(run_ranks):
+def test_run_state_files_and_keys(run_ranks):
     """The files and keys of a checkpoint are a format: tools and older runs read them."""
 
     def job(me):
@@ -150,7 +152,8 @@ def test_the_checkpoint_says_what_it_said_before(run_ranks):
     assert loop == ["random", "rows", "seen"] and head == [1, 0, 1]
 
 
-def test_an_optimizer_with_states_that_are_no_tensors_is_refused(tmp_path):
+def test_run_state_optimizer_objects_refused(tmp_path):
+    """An optimizer whose state holds other objects than tensors and numbers is refused."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["note"] = "text"
@@ -160,7 +163,8 @@ def test_an_optimizer_with_states_that_are_no_tensors_is_refused(tmp_path):
         run_state.tensors_of(model, [optimizer])
 
 
-def test_random_states_are_a_tree_that_comes_back(tmp_path):
+def test_run_state_random_states_round_trip(tmp_path):
+    """Random states are a tree that comes back."""
     import random
 
     numpy = pytest.importorskip("numpy")
@@ -170,7 +174,8 @@ def test_random_states_are_a_tree_that_comes_back(tmp_path):
     assert drawn == [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
 
 
-def test_the_example_runs():
+def test_run_state_docstring_example():
+    """The example in the docstring of `RunState` runs."""
     tests = [
         t
         for t in doctest.DocTestFinder().find(RunState, "RunState", globs=dict(vars(run_state)))
@@ -197,7 +202,8 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 
 
 @pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.stem)
-def test_the_scripts_to_copy_from_need_public_names_only(script):
+def test_run_state_recipes_import_public_names(script):
+    """The scripts that users copy import public names only."""
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
             "fsdp_demo",

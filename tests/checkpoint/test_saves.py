@@ -103,7 +103,8 @@ def refused(me, topology, home, second):
     return step, names(home), any(home.glob(f"*/{ASIDE}"))
 
 
-def test_a_refused_resume_leaves_all_checkpoints_usable(run_ranks):
+def test_save_refused_resume_leaves_all(run_ranks):
+    """A refused resume leaves all checkpoints usable."""
     every = [f"checkpoint-{s}" for s in range(10, 60, 10)]
     for island, (step, there, aside, (again, whole, left)) in enumerate(
         run_ranks(lives, islands=2, procs=1, args=(refused,))
@@ -127,13 +128,14 @@ def meet(me, turn):
         time.sleep(0.01)
 
 
-def test_what_was_put_aside_goes_when_the_new_life_has_a_common_checkpoint(run_ranks):
+def test_save_aside_removed_after_common(run_ranks):
+    """Checkpoints that were put aside are removed when the new life has a common checkpoint."""
     (_, _, aside, (left, there)), _ = run_ranks(lives, islands=2, procs=1, args=(common,))
     assert len(aside) == 4 and not left and there[-2:] == ["checkpoint-30", "checkpoint-40"]
 
 
-def test_what_was_given_up_stays_aside(tmp_path):
-    """Manifests move, data never."""
+def test_save_given_up_stays_aside(tmp_path):
+    """A checkpoint that was given up stays aside. Only manifests move, never data."""
     kept = single(tmp_path, keep=5)
     for step in (10, 20, 30):
         kept.save(step, text)
@@ -146,7 +148,8 @@ def test_what_was_given_up_stays_aside(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("check*")) == ["checkpoint-10"]
 
 
-def test_a_save_that_was_cut_off_goes_and_folders_of_others_stay(tmp_path):
+def test_save_cut_off_removed_others_kept(tmp_path):
+    """The remains of a save that was cut off are removed, and folders of others stay."""
     kept = single(tmp_path)
     kept.save(10, text)
     with pytest.raises(KeyboardInterrupt):
@@ -161,7 +164,8 @@ def cut_off(folder):
     raise KeyboardInterrupt
 
 
-def test_what_goes_is_listed_and_comes_back_alone(tmp_path, caplog):
+def test_save_aside_listed_and_taken_back(tmp_path, caplog):
+    """The log lists what is put aside, and a resume takes it back alone."""
     kept = single(tmp_path, keep=5)
     for step in (1, 2, 3):
         kept.save(step, text)
@@ -195,7 +199,8 @@ def unlike(me):
     return step, second.has(step), names(home), second.common
 
 
-def test_unlike_steps_between_two_exchanges(run_ranks):
+def test_save_unlike_steps_between_exchanges(run_ranks):
+    """Islands that saved at unlike steps between two exchanges go on from their own."""
     out = run_ranks(unlike, islands=2, procs=2)
     assert [o[:2] for o in out] == [(25, True)] * 2 + [(19, True)] * 2
     assert out[2][2] == ["checkpoint-10", "checkpoint-19"]
@@ -210,7 +215,9 @@ def full(folder):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
+def test_save_third_failure_is_error(run_ranks, wait):
+    """A failed save is a warning, and the third in a row is an error."""
+
     def job(me):
         kept = CheckpointManager(
             me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs)
@@ -245,7 +252,9 @@ def test_a_failed_save_is_a_warning_until_the_third_in_a_row(run_ranks, wait):
     )
 
 
-def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
+def test_save_lost_peer_seals_nothing(run_ranks):
+    """A lost peer ends a save on all ranks, and nothing is sealed."""
+
     def job(me):
         kept = CheckpointManager(
             me.folder / "home", fsdp_demo.Topology(rank=me.proc, world=me.procs)
@@ -267,7 +276,8 @@ def test_a_lost_peer_ends_a_save_on_all_ranks_and_seals_nothing(run_ranks):
     assert run_ranks(job, islands=1, procs=2) == [([], 0)] * 2
 
 
-def test_the_last_save_raises_at_once_removes_nothing_and_spares_its_own_step(tmp_path, caplog):
+def test_save_last_raises_and_removes_nothing(tmp_path, caplog):
+    """The last save raises at once, removes nothing and does not write its own step again."""
     kept = single(tmp_path, keep=1)
     for step in (1, 2):
         kept.save(step, text, last=True)
@@ -282,7 +292,8 @@ def test_the_last_save_raises_at_once_removes_nothing_and_spares_its_own_step(tm
     assert list(kept.whole()) == [1, 2, 7] and "the save before failed" in caplog.text
 
 
-def test_values_that_are_not_finite_are_found_by_name():
+def test_save_not_finite_found_by_name():
+    """Values that are not finite are found by name."""
     fine = {
         "a": torch.full((3,), 3e38),
         "b": torch.empty(0),
@@ -309,7 +320,8 @@ def test_values_that_are_not_finite_are_found_by_name():
 
 
 @pytest.mark.parametrize("tear", ["json", "tensors", "all"])
-def test_a_torn_exchange_does_not_count(tmp_path, tear):
+def test_save_torn_exchange_not_complete(tmp_path, tear):
+    """A checkpoint with a torn exchange does not count as complete."""
     kept = single(tmp_path)
     kept.save(3, text)
     place = leave(kept, 5)
@@ -323,7 +335,8 @@ def test_a_torn_exchange_does_not_count(tmp_path, tear):
     assert list(kept.whole()) == [3] and single(tmp_path).resolve_resume_step() == 3
 
 
-def test_nested_json_is_damage(tmp_path):
+def test_save_nested_json_is_damage(tmp_path):
+    """JSON that is nested too deeply counts as damage."""
     deep = "[" * 200_000
     (tmp_path / "rank0.json").write_text(deep)
     with pytest.raises(ValueError, match="is damaged"):
@@ -337,7 +350,9 @@ def test_nested_json_is_damage(tmp_path):
     assert list(kept.whole()) == [] and single(tmp_path).resolve_resume_step() is None
 
 
-def test_swapped_folders(run_ranks):
+def test_save_swapped_folders_refused(run_ranks):
+    """Swapped folders are refused at the resume."""
+
     def job(me, take_over):
         kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
         leave(kept, 5, island=1 - me.island, delta=4)
@@ -354,7 +369,8 @@ def test_swapped_folders(run_ranks):
 # -- one life at a time --------------------------------------------------------------------------
 
 
-def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
+def test_save_earlier_life_writes_nothing(tmp_path, caplog):
+    """A process of an earlier life writes nothing."""
     old = single(tmp_path)
     old.resolve_resume_step(False)
     old.save(10, text)
@@ -373,7 +389,8 @@ def test_a_process_of_an_earlier_life_writes_nothing(tmp_path, caplog):
     assert list(new.whole()) == [30, 40, 41]
 
 
-def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
+def test_save_lock_taken_before_rename(tmp_path):
+    """A save whose lock is taken before its folder gets its name is refused."""
     old = single(tmp_path)
     with pytest.raises(Superseded):
         old.save(10, lambda folder: lambda: single(tmp_path).resolve_resume_step())
@@ -395,7 +412,8 @@ def test_the_lock_changes_hands_between_the_writing_and_the_name(tmp_path):
     assert list(old.whole()) == [20]
 
 
-def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path, caplog):
+def test_resume_nothing_found_names_folder(tmp_path, caplog):
+    """A resume that finds nothing says where it looked."""
     assert single(tmp_path / "typo").resolve_resume_step() is None
     assert f"looked in {tmp_path / 'typo'}: begins at step 0" in caplog.text
     caplog.clear()
@@ -404,7 +422,8 @@ def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_a_refused_start_does_not_take_the_folder(tmp_path):
+def test_resume_refused_start_leaves_folder(tmp_path):
+    """A refused start does not take the folder."""
     running = single(tmp_path)
     running.save(10, text)
     with pytest.raises(NeedsDecision, match="go on from there"):
@@ -423,9 +442,9 @@ store.serve_while(lambda: True)
 """
 
 
-def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplog):
-    """The store's process is stopped (SIGSTOP): it accepts and stays silent. Saves go on, and
-    SIGTERM is served meanwhile.
+def test_save_with_frozen_store(tmp_path, monkeypatch, caplog):
+    """A frozen store stops no save and no signal. The store's process is stopped (SIGSTOP): it
+    accepts and stays silent. Saves go on, and SIGTERM is served meanwhile.
     """
     caplog.set_level(logging.WARNING, "fsdp_demo")
     monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 0.5)
@@ -465,8 +484,10 @@ def test_a_frozen_store_stops_no_save_and_no_signal(tmp_path, monkeypatch, caplo
 
 
 @pytest.mark.parametrize("how", ["part", "torch", "text"])
-def test_what_writers_raise_on_a_real_limit_counts_as_a_full_disk(run_ranks, how):
-    """No file may grow over 20 kB: safetensors and torch.save have errors of their own."""
+def test_save_file_limit_is_full_disk(run_ranks, how):
+    """The errors of writers at a limit of file size count as a full disk. No file may grow over 20
+    kB: safetensors and torch.save have errors of their own.
+    """
 
     def job(me):
         kept, big = CheckpointManager(me.folder / "home", fsdp_demo.Topology()), torch.ones(100_000)
@@ -507,9 +528,9 @@ def saved_alone(me, backend: str, mesh: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("backend", "procs"), [("cuda:gloo", 1), ("cpu:gloo", 2)])
-def test_a_replica_of_one_rank_saves_by_itself(run_ranks, backend: str, procs: int) -> None:
-    """A group over GPUs alone copies nothing to the host, and the replicas of a mesh do not wait
-    for each other.
+def test_save_replica_of_one_rank(run_ranks, backend: str, procs: int) -> None:
+    """A replica of one rank saves by itself. A group over GPUs alone copies nothing to the host,
+    and the replicas of a mesh do not wait for each other.
     """
     found = run_ranks(saved_alone, islands=1, procs=procs, args=(backend, procs > 1), group=False)
     assert found[0] and all(not names for names in found[1:])
@@ -522,7 +543,8 @@ def test_a_replica_of_one_rank_saves_by_itself(run_ranks, backend: str, procs: i
         ({"loader": [b"a"]}, r"'loader\.0' is of type bytes: .* save it in a file beside"),
     ],
 )
-def test_what_json_does_not_hold_is_refused_in_a_sentence(tmp_path, loop, found):
+def test_save_state_not_json_refused(tmp_path, loop, found):
+    """A value that JSON does not hold is refused in a sentence."""
     with pytest.raises(ValueError, match=found):
         write_part(tmp_path, "rank0", {}, loop)
     assert not list(tmp_path.iterdir())

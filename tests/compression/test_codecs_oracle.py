@@ -58,9 +58,9 @@ def slots(layout: Layout, work: torch.Tensor) -> list[tuple[int, int, torch.Tens
 
 @quick
 @given(st.lists(st.tuples(shapes, kinds), min_size=1, max_size=4), st.integers(1, 3))
-def test_layout_is_the_block_rule(tensors, active_copies):
-    """Over all active copies every element is in exactly one place, and the blocks are those of the
-    rule; pack and unpack are inverse.
+def test_layout_follows_block_rule(tensors, active_copies):
+    """The layout follows the block rule. Over all active copies every element is in exactly one
+    place, and the blocks are those of the rule; pack and unpack are inverse.
     """
     first, many = 1, []
     for shape, _ in tensors:
@@ -96,7 +96,7 @@ def test_layout_is_the_block_rule(tensors, active_copies):
     assert all(torch.equal(a, b) for a, b in zip(back, many, strict=True))
 
 
-def test_lanes_are_even():
+def test_layout_active_copies_even():
     """Every active copy gets its share of each group's blocks and of the dense elements, to within
     one.
     """
@@ -117,7 +117,8 @@ def test_lanes_are_even():
         assert sum(dense) == whole.num_dense and max(dense) - min(dense) <= 1
 
 
-def test_none_is_zero_and_is_left_out_on_the_way_back():
+def test_layout_none_is_zero():
+    """A missing tensor is packed as zeros and left out when the workspace is unpacked."""
     layout = Layout([(64, 64), (3,)], ["transform", "transform"])
     work = layout.pack([None, None], torch.full((layout.numel,), 7.0))
     assert work.count_nonzero() == 0
@@ -126,7 +127,8 @@ def test_none_is_zero_and_is_left_out_on_the_way_back():
     assert kept.tolist() == [0, 0, 0]
 
 
-def test_tensors_that_are_not_contiguous_and_not_fp32():
+def test_layout_strided_and_bf16_tensors():
+    """Tensors that are not contiguous or not in fp32 come back from the workspace."""
     base = random(130, 128)
     transposed, half = base.t(), random(64, 64).bfloat16()
     layout = Layout([transposed.shape, half.shape], ["transform", "transform"])
@@ -137,7 +139,8 @@ def test_tensors_that_are_not_contiguous_and_not_fp32():
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (0, 4), (2, 3, 64), (2, 3, 63), (4, 1, 1)])
-def test_matrix_shape_has_every_element(shape):
+def test_layout_matrix_shape_has_every_element(shape):
+    """The matrix form of a shape has every element."""
     assert math.prod(matrix_shape(shape)) == math.prod(shape)
     if math.prod(shape):
         assert matrix_shape(shape) == slow_blocks.view_2d(shape)
@@ -148,10 +151,12 @@ def test_matrix_shape_has_every_element(shape):
 
 @pytest.mark.parametrize("n", [1, 2, 37, 63, 64])
 def test_dct_matrix(n):
+    """The matrix of the DCT is that of the definition."""
     assert torch.allclose(matrix("dct", n).double(), slow_dct.basis(n), atol=1e-7)
 
 
-def test_transform_of_every_kind_of_block():
+def test_dct_of_every_kind_of_block():
+    """The transform of every kind of block is that of the oracle."""
     shapes, kinds = (
         [(187, 250), (64, 64), (9000,), (70, 65), (130, 200)],
         ["transform", "transform", "transform", "plain", "transform"],
@@ -190,13 +195,15 @@ def test_transform_of_every_kind_of_block():
     st.lists(st.lists(st.integers(-4, 4), min_size=40, max_size=40), min_size=1, max_size=4),
     st.integers(1, 40),
 )
-def test_topk_with_many_ties(rows, k):
+def test_topk_with_ties(rows, k):
+    """Top-k with many ties selects what the oracle selects."""
     a = torch.tensor(rows, dtype=torch.float32)
     assert top_k(a, k).tolist() == [slow_topk.topk(row, k) for row in a]
 
 
 @pytest.mark.parametrize("k", [1, 32, 4095, 4096])
 def test_topk_of_blocks(k):
+    """Top-k of whole blocks selects what the oracle selects."""
     a = torch.cat([random(2, 4096), torch.zeros(1, 4096), random(1, 4096).bfloat16().float()])
     index = top_k(a, k)
     assert index.dtype == torch.int64 and index.shape == (4, k)
@@ -204,7 +211,8 @@ def test_topk_of_blocks(k):
 
 
 @pytest.mark.parametrize("r, s", [(64, 64), (1, 64), (59, 58), (14, 64), (64, 58)])
-def test_kept_of_edge_blocks(r, s):
+def test_topk_count_of_edge_blocks(r, s):
+    """The number of values kept of an edge block is that of the oracle."""
     for k in (1, 16, 32, 4095, 4096):
         assert Group(r, s, True, 0, 1).k(k) == slow_topk.kept(k, r, s)
 
@@ -222,7 +230,8 @@ def test_kept_of_edge_blocks(r, s):
         max_size=3,
     )
 )
-def test_values(rows):
+def test_codes_follow_oracle(rows):
+    """The value codes follow their oracles."""
     v = torch.tensor(rows, dtype=torch.float32)
     v = torch.where(v.abs() > 1e37, 1e37, v)  # max |v| is a finite bf16 number
     for code in ("fp32", "bf16", "int8"):
@@ -232,7 +241,8 @@ def test_values(rows):
         assert torch.equal(quantize.decode(code, data, *v.shape), expected)
 
 
-def test_int8_layout_is_all_scales_then_all_values():
+def test_codes_int8_scales_before_values():
+    """A section in int8 holds all scales, then all values."""
     v = torch.tensor([[127.0, -0.5, 1.5], [0.0, 0.0, 0.0], [1.0, -1.0, 0.25]])
     data = bytes(quantize.encode("int8", v).tolist())
     scales, codes = zip(*(slow_values.int8(row) for row in v), strict=True)
@@ -241,14 +251,16 @@ def test_int8_layout_is_all_scales_then_all_values():
 
 
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])
-def test_no_values(code):
+def test_codes_empty(code):
+    """An empty block is encoded and decoded."""
     empty = quantize.encode(code, torch.zeros(0, 3))
     assert quantize.decode(code, empty, 0, 3).shape == (0, 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])
-def test_what_is_not_finite_stays_visible(code, bad):
+def test_codes_not_finite_stays_visible(code, bad):
+    """Values that are not finite stay visible after a round trip."""
     v = torch.tensor([[1.0, bad, 2.0]])
     assert not quantize.decode(code, quantize.encode(code, v), 1, 3).isfinite().all()
 
@@ -272,9 +284,9 @@ def workspace(seed: int = 0) -> tuple[Layout, torch.Tensor]:
 
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("k", [1, 33, 4096])
-def test_encode_and_decode(code, k):
-    """What is decoded is each block's top-k, dequantised, at its place; nothing else; the dense
-    part whole.
+def test_payload_decodes_to_topk(code, k):
+    """The decoded payload is each block's top-k, dequantised, at its place, and the whole dense
+    part; nothing else.
     """
     layout, work = workspace()
     codec = Codec("dct", "topk", k, code)
@@ -301,9 +313,9 @@ def test_encode_and_decode(code, k):
     )
 
 
-def test_bytes_of_the_section_by_hand():
-    """One full block, one 14 x 64 edge block, 8 dense elements: k = 32 and ceil(32 * 896 / 4096) =
-    7 values.
+def test_payload_bytes_by_hand():
+    """The bytes of a payload are those counted by hand. One full block, one 14 x 64 edge block, 8
+    dense elements: k = 32 and ceil(32 * 896 / 4096) = 7 values.
     """
     layout = Layout([(5000,)], ["transform"])
     # 53 flags, 32 symbols, 32 x 5 low bits in 4 and 1; 12 flags, 7 symbols, 7 x 5 low bits
@@ -318,14 +330,16 @@ def test_bytes_of_the_section_by_hand():
     )
 
 
-def test_nothing_to_send():
+def test_payload_empty():
+    """A layout without elements has an empty payload."""
     layout = Layout([(0, 5)], ["transform"])
     data = sparse.encode_sparse(layout, Codec("dct", "topk"), layout.new("cpu"))
     positions, found, dense = sparse.decode_sparse(layout, Codec("dct", "topk"), data)
     assert (len(data), len(positions), len(found), len(dense)) == (0, 0, 0, 0)
 
 
-def test_header_by_hand():
+def test_header_bytes_by_hand():
+    """The bytes of a header are those written out by hand."""
     body = torch.arange(5, dtype=torch.uint8)
     header = frame.Header(
         digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7
@@ -337,7 +351,8 @@ def test_header_by_hand():
     assert len(head) + 4 == frame.HEADER.size == 56
 
 
-def test_header_and_body_come_back():
+def test_header_round_trip():
+    """A header and its body come back."""
     header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
     got, body = unseal(seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
     assert (
@@ -350,7 +365,8 @@ def test_header_and_body_come_back():
 
 @quick
 @given(st.data())
-def test_every_flipped_bit_and_every_truncation_is_refused(data):
+def test_header_damage_refused(data):
+    """Every flipped bit and every truncation is refused."""
     header = frame.Header(digest=7, step=3)
     message = seal(header, torch.arange(40, dtype=torch.uint8))
     unseal(message, header, "island 1")
@@ -362,7 +378,8 @@ def test_every_flipped_bit_and_every_truncation_is_refused(data):
         unseal(message[: data.draw(st.integers(0, len(message) - 1))].clone(), header, "island 1")
 
 
-def test_another_digest_or_step_is_refused_with_both_values():
+def test_header_other_digest_or_step_refused():
+    """Another digest or step is refused with both values."""
     message = seal(frame.Header(digest=7, step=3), torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(frame.Mismatch, match="0000000000000007.*0000000000000008"):
         unseal(message, frame.Header(8, 3), "island 1")
@@ -370,7 +387,7 @@ def test_another_digest_or_step_is_refused_with_both_values():
         unseal(message, frame.Header(7, 4), "island 1")
 
 
-def test_golden_payload():
+def test_payload_golden_bytes():
     """The bytes of a small payload, written down once: a change here is a new wire version."""
     layout = Layout([(64, 64), (3,)], ["plain", "plain"])
     block = torch.zeros(64, 64)

@@ -61,8 +61,10 @@ def sets(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
 # ---- a change here is a new wire version -------------------------------------------------------
 
 
-def test_by_hand() -> None:
-    """Four of 4096: 8 low bits each; h = 0, 0, 0, 15, so bits 0, 1, 2 and 18 of a bitmap of 19."""
+def test_positions_bytes_by_hand() -> None:
+    """The bytes of a few positions are those written out by hand. Four of 4096: 8 low bits each; h
+    = 0, 0, 0, 15, so bits 0, 1, 2 and 18 of a bitmap of 19.
+    """
     f = form(4096, 4)
     assert f == Form(4096, 4, low=8, flags=7) and f.planes == [7, 8, 32]
     data = coded(f, torch.tensor([[1, 2, 255, 4095]]))
@@ -90,14 +92,16 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize(("n", "k"), GOLDEN)
-def test_the_form_is_a_function_of_the_numbers_alone(n: int, k: int) -> None:
+def test_positions_form_golden(n: int, k: int) -> None:
+    """The form of positions depends on the sizes n and k alone."""
     f = form(n, k)
     assert (f.low, f.flags) == GOLDEN[n, k] == wire.low_and_flags(n, k)
 
 
 @quick
 @given(sets())
-def test_the_bytes_are_the_oracles(case: tuple[int, torch.Tensor]) -> None:
+def test_positions_follow_oracle(case: tuple[int, torch.Tensor]) -> None:
+    """The bytes of positions are those of the oracle, and they come back."""
     n, index = case
     f = form(n, index.shape[1])
     data = coded(f, index)
@@ -109,8 +113,10 @@ def test_the_bytes_are_the_oracles(case: tuple[int, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("low", [0, 1, 2])
-def test_every_set_of_a_small_block_comes_back(k: int, low: int) -> None:
-    """In one go: what a block says does not reach into the next."""
+def test_positions_every_small_set(k: int, low: int) -> None:
+    """Every set of positions in a small block comes back, all in one go: one block does not reach
+    into the next.
+    """
     index = torch.tensor(wire.all_sets(6, k))
     f = Form(6, k, low, -(-(k + (5 >> low)) // 3))
     assert torch.equal(back(f, coded(f, index), len(index)), index)
@@ -118,7 +124,8 @@ def test_every_set_of_a_small_block_comes_back(k: int, low: int) -> None:
 
 @quick
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 70), st.integers(0, 2**31))
-def test_numbers_of_few_bits(size: int, count: int, seed: int) -> None:
+def test_positions_pack_few_bits(size: int, count: int, seed: int) -> None:
+    """Numbers of few bits are packed in little-endian order and come back."""
     codes = torch.randint(
         1 << size, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )
@@ -131,7 +138,8 @@ def test_numbers_of_few_bits(size: int, count: int, seed: int) -> None:
 # ---- sizes -------------------------------------------------------------------------------------
 
 
-def test_never_longer_than_twelve_bits_each() -> None:
+def test_positions_at_most_twelve_bits() -> None:
+    """A position takes at most twelve bits."""
     for n in (*range(1, 200), 640, 896, 1024, 3712, 4032, 4095, 4096):
         for k in {*range(1, min(n, 140) + 1), n // 2 or 1, n - 1 or 1, n}:
             f = form(n, k)
@@ -144,14 +152,17 @@ def test_never_longer_than_twelve_bits_each() -> None:
     ("code", "k", "most"),
     [("int8", 32, 2.2), ("int8", 64, 2.0), ("1bit", 32, 1.3), ("1bit", 90, 1.1)],
 )
-def test_bytes_of_a_coefficient(code: str, k: int, most: float) -> None:
-    """Of real sections, headers apart: whatever the positions."""
+def test_positions_bytes_per_coefficient(code: str, k: int, most: float) -> None:
+    """The bytes of a coefficient in real sections, without headers, have a bound that holds for any
+    positions.
+    """
     layout = Layout([(512, 512)], ["plain"])
     data = sparse.encode_sparse(layout, Codec("none", "topk", k, code), torch.randn(layout.numel))
     assert data.numel() / (64 * k) <= most
 
 
-def test_close_to_the_number_of_sets() -> None:
+def test_positions_close_to_entropy() -> None:
+    """The bits of a position are within 0.6 of the entropy."""
     for k in (8, 16, 32, 64, 90, 128, 256):
         entropy = math.log2(math.comb(BLOCK, k)) / k
         assert entropy < form(BLOCK, k).bits / k < entropy + 0.6
@@ -161,8 +172,8 @@ def test_close_to_the_number_of_sets() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 5, 32, 33])
-def test_what_is_cut_at_eight_blocks_is_whole(k: int) -> None:
-    """A window is written and read by itself."""
+def test_positions_windows_of_eight_blocks(k: int) -> None:
+    """A window of a multiple of eight blocks is written and read by itself."""
     f, index = form(BLOCK, k), chosen(29, BLOCK, k)
     planes = positions.encode(f, index)
     cuts = (0, 8, 24, 29)
@@ -172,8 +183,10 @@ def test_what_is_cut_at_eight_blocks_is_whole(k: int) -> None:
         assert torch.equal(positions.decode(f, part, b - a), index[a:b])
 
 
-def test_blocks_that_are_coded_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where several replicas are decoded together, and where an edge block is narrower."""
+def test_positions_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of blocks that are coded at once changes nothing. Also where several replicas are
+    decoded together, and where an edge block is narrower.
+    """
     from fsdp_demo.compression import blocks
 
     shapes, kinds = [(200, 250), (90_000,)], ["transform", "plain"]
@@ -216,9 +229,10 @@ HOSTILE = [0x00, 0xFF, 0xAA, 0x55, 0x0F, 0xC0, 0x03]
     st.sampled_from([None, *HOSTILE]),
     st.integers(0, 2**31),
 )
-def test_any_bytes_are_decoded_to_positions_in_the_block(
+def test_positions_of_any_bytes_inside_block(
     n: int, k: int, rows: int, byte: int | None, seed: int
 ) -> None:
+    """Any bytes are decoded to positions inside the block."""
     f = form(n, min(k, n))
     data = torch.full((f.num_bytes(rows),), byte or 0, dtype=torch.uint8)
     if byte is None:
@@ -230,8 +244,10 @@ def test_any_bytes_are_decoded_to_positions_in_the_block(
 
 @quick
 @given(st.integers(0, 2**31))
-def test_a_damaged_section_is_decoded_inside_its_workspace(seed: int) -> None:
-    """A checksum has let it through, say: it is as long as it must be, and so is what it makes."""
+def test_positions_damaged_section_inside_workspace(seed: int) -> None:
+    """A damaged section is decoded inside its workspace. A checksum has let it through, say: it is
+    as long as it must be, and so is what it makes.
+    """
     generator = torch.Generator().manual_seed(seed)
     layout, codec = Layout([(124, 122), (9000,)], ["transform", "plain"]), Codec("dct", "topk", 7)
     good = sparse.encode_sparse(layout, codec, torch.randn(layout.numel, generator=generator))
@@ -246,7 +262,8 @@ def test_a_damaged_section_is_decoded_inside_its_workspace(seed: int) -> None:
         assert torch.equal(places // BLOCK, right // BLOCK)  # each in its own block
 
 
-def test_damage_stays_in_its_window() -> None:
+def test_positions_damage_stays_in_window() -> None:
+    """Damage in one window does not reach another."""
     f, index = form(BLOCK, 32), chosen(16, BLOCK, 32)
     planes = positions.encode(f, index)
     for plane, size in zip(planes, f.planes, strict=True):
@@ -260,7 +277,8 @@ def test_damage_stays_in_its_window() -> None:
 
 @quick
 @given(st.lists(st.integers(0, 4095), max_size=50))
-def test_the_packing_it_is_measured_against(numbers: list[int]) -> None:
+def test_positions_twelve_bit_packing(numbers: list[int]) -> None:
+    """The packing in twelve bits, the yardstick of the benchmark, comes back."""
     packed = twelve_bits.pack12(torch.tensor(numbers, dtype=torch.int64))
     assert bytes(packed.tolist()) == wire.pack12(numbers)
     assert (
@@ -273,7 +291,8 @@ def test_the_packing_it_is_measured_against(numbers: list[int]) -> None:
 # ---- values of one bit -------------------------------------------------------------------------
 
 
-def test_one_bit_is_the_sign_and_the_mean_magnitude() -> None:
+def test_codes_1bit_sign_and_mean() -> None:
+    """The code 1bit is the sign and the mean magnitude."""
     v = torch.tensor([[1.0, -3.0, 0.0, -0.0, 6.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     data = quantize.encode("1bit", v)
     # 2.0 and 0.0 in bf16; signs 0 1 0 1 0 and none

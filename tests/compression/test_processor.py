@@ -17,8 +17,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_bf16_is_decoded_by_the_processor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Islands on like machines decode alike."""
+def test_processor_decides_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor alone decides whether bf16 products are used, so islands on like machines
+    decode alike.
+    """
     found = {"amx_tile": False, "avx512_bf16": True}
     monkeypatch.setattr(transform, "_supports", found.__getitem__)
     for name, amx, fast in (
@@ -36,9 +38,10 @@ def test_bf16_is_decoded_by_the_processor_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("beta, gain", [(0.999, 1.0), (0.5, 2.0)])
-def test_where_blocks_lie_makes_no_difference(
+def test_processor_block_access_same_bits(
     beta: float, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The way in which blocks are read changes no bit."""
     monkeypatch.setattr(blocks, "CACHED", 16)
     layout = Layout(SHAPES, ["transform"] * 5 + ["dense", "plain"])
     tensors = [random(*s, seed=i) for i, s in enumerate(SHAPES)]

@@ -215,9 +215,9 @@ def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: i
 
 
 @pytest.mark.parametrize("feedback, selection", KINDS)
-def test_nothing_is_lost_and_all_replicas_apply_the_same_bits(
-    run_ranks, feedback, selection
-) -> None:
+def test_property_nothing_lost_and_equal_bits(run_ranks, feedback, selection) -> None:
+    """No value is lost, and all replicas apply the same bits."""
+
     def run():
         @settings(quick, max_examples=6)
         @given(
@@ -288,9 +288,8 @@ def bound(v: torch.Tensor, code: str) -> torch.Tensor:
     st.sampled_from([1e-20, 1e-3, 1.0, 1e6]),
     st.sampled_from([0.0, 0.5, 0.999]),
 )
-def test_a_vector_comes_back_within_the_documented_bound(
-    code, n, replicas, seed, scale, zeros
-) -> None:
+def test_property_vector_error_bound(code, n, replicas, seed, scale, zeros) -> None:
+    """A vector comes back within the documented bound of its code."""
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(n, generator=generator) * scale * (torch.rand(n, generator=generator) >= zeros)
     data = dense.encode(code, v)
@@ -320,9 +319,9 @@ def test_a_vector_comes_back_within_the_documented_bound(
     st.integers(0, 3),
     st.integers(0, 5),
 )
-def test_every_row_is_sent_in_every_pass(kind, size, data, count, passes, seed) -> None:
-    """The ceil(size / k) exchanges of a pass send every coefficient, each k distinct ones; a pure
-    function of the arguments.
+def test_property_seeded_pass_sends_every_row(kind, size, data, count, passes, seed) -> None:
+    """Every coefficient is sent in every pass: its ceil(size / k) exchanges send k distinct ones
+    each, a pure function of the arguments.
     """
     k = data.draw(st.one_of(st.sampled_from([1, (size + 1) // 2, size]), st.integers(1, size)))
     length = math.ceil(size / k)
@@ -345,7 +344,8 @@ def test_every_row_is_sent_in_every_pass(kind, size, data, count, passes, seed) 
 
 
 @pytest.mark.parametrize("kind", ["random", "stride"])
-def test_positions_differ_from_pass_to_pass_and_from_seed_to_seed(kind) -> None:
+def test_property_seeded_positions_differ(kind) -> None:
+    """Seeded positions differ from pass to pass and from seed to seed."""
     a, b, c = (selection.seeded(kind, 4096, 128, 4, n, s) for n, s in ((0, 0), (32, 0), (0, 1)))
     if kind == "stride":
         assert (
@@ -360,9 +360,9 @@ def test_positions_differ_from_pass_to_pass_and_from_seed_to_seed(kind) -> None:
 
 
 @pytest.mark.parametrize("name", ["random", "stride"])
-def test_every_element_of_a_model_moves_within_a_pass(monkeypatch, name) -> None:
-    """A constant gradient, SGD without sign: within ceil(4096 / k) steps everything has moved, and
-    in all passes equally often.
+def test_property_every_element_moves(monkeypatch, name) -> None:
+    """Every element of a model moves within a pass. A constant gradient, SGD without sign: within
+    ceil(4096 / k) steps everything has moved, and in all passes equally often.
     """
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = Bag(((64, 70), (4096,), (9,)))
@@ -385,7 +385,8 @@ def test_every_element_of_a_model_moves_within_a_pass(monkeypatch, name) -> None
 
 
 @pytest.mark.parametrize("name", list(presets()))
-def test_one_replica_works_and_sends_nothing(monkeypatch, name) -> None:
+def test_property_single_replica_sends_nothing(monkeypatch, name) -> None:
+    """Every preset trains one replica, which sends nothing."""
     monkeypatch.delenv("ISLAND_COUNT", raising=False)
     model = Layered(0)
     config = fsdp_demo.preset(name)

@@ -15,9 +15,9 @@ from ..support.accelerator import DEVICE, Accelerator, There, plug_in
 CPU = torch.device("cpu")
 
 
-def test_what_is_sent_is_copied_on_a_stream_of_its_own() -> None:
-    """It begins behind what training has queued, and nobody waits for it but the thread that
-    sends.
+def test_staging_copy_on_own_stream() -> None:
+    """The copy to the host runs on a stream of its own: it begins behind what training has queued,
+    and only the thread that sends waits for it.
     """
     with plug_in() as plug, Accelerator():
         staging, tensors = Staging(DEVICE), [torch.arange(n, device=DEVICE) for n in (3, 5)]
@@ -45,15 +45,18 @@ def test_what_is_sent_is_copied_on_a_stream_of_its_own() -> None:
         assert staging.to_host([])() == [] and len(plug.streams) == 2
 
 
-def test_a_thread_that_waits_for_cuda_sleeps() -> None:
-    """Unless told so it keeps a core busy until the step is done, one for each rank."""
+def test_staging_wait_sleeps() -> None:
+    """A thread that waits for CUDA sleeps. By default it would keep a core busy until the step is
+    done, one for each rank.
+    """
     with plug_in() as plug:
         for device in (torch.device("cuda", 0), DEVICE):
             Staging(device).to_host([])
         assert plug.blocking == [True, False]
 
 
-def test_what_arrived_goes_back_without_a_wait() -> None:
+def test_staging_upload_without_wait() -> None:
+    """The copy to the device waits for nothing."""
     with plug_in() as plug, Accelerator() as mode:
         arrived = [torch.arange(8, dtype=torch.uint8)[1:6], torch.ones(3)]
         listed = Staging(DEVICE).pin(arrived)
@@ -65,7 +68,8 @@ def test_what_arrived_goes_back_without_a_wait() -> None:
         assert set(plug.log) == {"room"}
 
 
-def test_on_a_cpu_nothing_is_copied() -> None:
+def test_staging_no_copy_on_cpu() -> None:
+    """On a CPU nothing is copied."""
     staging, tensors = Staging(CPU), [torch.ones(3), torch.zeros(2)]
     sent = staging.to_host(tensors)()
     assert all(a is b for a, b in zip(sent, tensors, strict=True))
@@ -75,7 +79,8 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     )
 
 
-def test_room_is_as_large_as_the_tensor() -> None:
+def test_staging_pinned_room_size() -> None:
+    """The pinned room is as large as the tensor."""
     with plug_in(), Accelerator():
         room = pinned(torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE)[:, 1:3])
     assert (

@@ -36,7 +36,8 @@ def blocks(kind: str) -> Tensor:
 
 @needs_c
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "steep", "denormal", "not finite"])
-def test_c_selects_what_torch_selects(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topk_c_equals_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-k in C selects what torch selects."""
     rows = blocks(kind)
     for k in (1, 2, 8, 31, 64, 90, 128, 129, 255, 256):
         found = selection._in_c(rows, k)
@@ -50,15 +51,17 @@ def test_c_selects_what_torch_selects(kind: str, monkeypatch: pytest.MonkeyPatch
 
 @needs_c
 @pytest.mark.parametrize("k", [0, 257])
-def test_c_refuses_what_it_has_no_room_for(k: int) -> None:
+def test_topk_c_size_refused(k: int) -> None:
+    """Top-k in C refuses a k that it has no room for."""
     with pytest.raises(ValueError, match="1 to 256"):
         selection._in_c(blocks("random"), k)
 
 
 @needs_c
-def test_torch_does_more_of_a_block_other_sizes_and_other_strides(
+def test_topk_torch_for_other_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """torch selects where k, the size of the blocks or the strides are not those of the C code."""
     rows, asked, in_c = blocks("random"), list[int](), selection._in_c
     wide = torch.randn(5, 8192, generator=torch.Generator().manual_seed(2))[:, :4096]
     monkeypatch.setattr(selection, "_in_c", lambda a, k: asked.append(k) or in_c(a, k))
@@ -68,9 +71,10 @@ def test_torch_does_more_of_a_block_other_sizes_and_other_strides(
     assert asked == [256]
 
 
-def test_a_missing_extension_is_said_once(
+def test_topk_missing_extension_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A missing extension is logged once, and torch selects."""
     monkeypatch.setattr(selection, "_topk", None)
     monkeypatch.setattr(selection, "_SAID", [])
     caplog.set_level(logging.INFO, "fsdp_demo")

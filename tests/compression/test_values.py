@@ -77,7 +77,8 @@ def check_against_oracle(code: str, v: torch.Tensor) -> None:
 @codes
 @quick
 @given(tensors())
-def test_bytes_and_values_are_the_oracles(code, v):
+def test_values_follow_oracle(code, v):
+    """The bytes and values of every code are those of the oracle."""
     check_against_oracle(code, v)
 
 
@@ -90,23 +91,27 @@ def test_bytes_and_values_are_the_oracles(code, v):
         max_size=3,
     )
 )
-def test_any_floats(code, rows):
-    """Subnormal numbers, signed zeros and scales that underflow among them."""
+def test_values_of_any_floats(code, rows):
+    """Any floats follow the oracle. Subnormal numbers, signed zeros and scales that underflow among
+    them.
+    """
     check_against_oracle(code, torch.tensor(rows, dtype=torch.float32))
 
 
 @codes
 @quick
 @given(st.lists(st.integers(-32, 32), min_size=1, max_size=80), st.integers(-6, 2))
-def test_ties(code, numbers, exponent):
-    """Multiples of a power of two: often just between two codes."""
+def test_values_ties(code, numbers, exponent):
+    """Ties are rounded as by the oracle. Multiples of a power of two: often just between
+    two codes.
+    """
     check_against_oracle(code, torch.tensor([numbers], dtype=torch.float32) * 2.0**exponent)
 
 
 @codes
-def test_neighbours_of_every_threshold(code):
-    """fp32's next numbers below and above half-way, where a sum with one half would be rounded to
-    the wrong side.
+def test_values_neighbours_of_thresholds(code):
+    """The neighbours of every threshold are rounded as by the oracle. fp32's next numbers below and
+    above half-way, where a sum with one half would be rounded to the wrong side.
     """
     half_way = torch.cat(
         [
@@ -130,8 +135,10 @@ def test_neighbours_of_every_threshold(code):
 
 @codes
 @pytest.mark.parametrize("shape", [(2, 1, 3), (1, 2, 0)])
-def test_rows_of_several_groups(code, shape):
-    """Rows, whole groups in each, and values in the shorter last one."""
+def test_values_rows_of_several_groups(code, shape):
+    """Rows of several groups follow the oracle. Rows, whole groups in each, and values in the
+    shorter last one.
+    """
     rows, whole, rest = shape
     cols = whole * (FORMATS[code].group or 256) + rest
     check_against_oracle(
@@ -143,7 +150,8 @@ def test_rows_of_several_groups(code, shape):
 @pytest.mark.parametrize(
     "shape", [(40, 1), (37, 3), (19, 64), (50, 300), (3, 1000), (33, 256), (2, 4096)]
 )
-def test_chunks_do_not_show(code, shape, monkeypatch):
+def test_values_chunks_change_no_bit(code, shape, monkeypatch):
+    """The size of chunks changes no bit."""
     v = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     data = quantize.encode(code, v)
     monkeypatch.setattr(quantize, "CHUNK", 128)
@@ -155,7 +163,8 @@ def test_chunks_do_not_show(code, shape, monkeypatch):
 
 @codes
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0)])
-def test_no_values(code, shape):
+def test_values_empty(code, shape):
+    """A tensor without values has no bytes."""
     data = quantize.encode(code, torch.zeros(shape))
     assert (
         data.numel() == quantize.num_bytes(code, *shape) == 0
@@ -164,7 +173,8 @@ def test_no_values(code, shape):
 
 
 @codes
-def test_a_slice_that_starts_at_any_byte_and_memory_in_any_order(code):
+def test_values_any_offset_and_stride(code):
+    """The slice may start at any byte, and the memory may have any order."""
     v = torch.randn(70, 9, generator=torch.Generator().manual_seed(5)).t()
     data = quantize.encode(code, v)
     assert torch.equal(data, quantize.encode(code, v.contiguous()))
@@ -202,7 +212,8 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("code", GOLDEN)
-def test_golden_by_hand(code):
+def test_values_golden_bytes(code):
+    """The bytes of every code are those written down by hand."""
     rows, expected = GOLDEN[code]
     assert (
         bytes(quantize.encode(code, torch.tensor(rows, dtype=torch.float32)).tolist()).hex()
@@ -210,7 +221,8 @@ def test_golden_by_hand(code):
     )
 
 
-def test_scales_come_first_and_rows_follow_without_gaps():
+def test_values_scales_first_rows_packed():
+    """The scales come first, and the rows follow without gaps."""
     rows = torch.tensor([[7.0, 1.0, -1.0], [14.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
     assert bytes(quantize.encode("int4", rows).tolist()).hex() == "803f00400000" + "177f010000"
     # 2bit: no value below the mean, so a lower level of 0
@@ -222,8 +234,8 @@ def test_scales_come_first_and_rows_follow_without_gaps():
     )
 
 
-def test_every_code_of_four_bits():
-    """Also -8, which no encoder writes."""
+def test_values_every_int4_code():
+    """Every code of four bits is decoded, also -8, which no encoder writes."""
     data = torch.tensor(
         [0x80, 0x3F, 0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8
     )
@@ -235,7 +247,8 @@ def test_every_code_of_four_bits():
 
 
 @codes
-def test_bytes_by_hand(code):
+def test_values_number_of_bytes(code):
+    """The number of bytes of every code is that counted by hand."""
     size, scale = {
         "fp32": (4, 0),
         "bf16": (2, 0),
@@ -246,7 +259,7 @@ def test_bytes_by_hand(code):
         "2bit": (0.25, 256),
         "1bit": (0.125, 4096),
     }[code]
-    assert quantize.bytes_per_value(code) == size and FORMATS[code].group == scale
+    assert FORMATS[code].bits == 8 * size and FORMATS[code].group == scale
     per_group = {"2bit": 4}.get(code, 2)
     for rows, cols in ((1, 1), (3, 5), (2, 4096), (2, 4097), (7, 33)):
         scales = per_group * rows * math.ceil(cols / scale) if scale else 0
@@ -275,15 +288,16 @@ def bound(code: str, v: torch.Tensor) -> torch.Tensor:
 @codes
 @quick
 @given(tensors())
-def test_error_is_within_its_bound(code, v):
+def test_values_error_bound(code, v):
+    """The error of every code is within its bound."""
     for x, y in zip(in_groups(code, v), in_groups(code, back(code, v)), strict=True):
         if float(x.abs().sum()) > 1e-30:
             assert bool(((y.double() - x.double()).abs() <= bound(code, x)).all())
 
 
 @grouped
-def test_the_bounds_are_met(code):
-    """No bound is a loose one: some value comes to within a tenth of it."""
+def test_values_error_bound_is_tight(code):
+    """The bound of no code is a loose one: some value comes to within a tenth of it."""
     v = torch.linspace(-1, 1, 4096).view(1, -1)
     if code in LEVELS:  # a zero among values that are all about as large
         v = torch.tensor([[0.0] + 100 * [0.49] + 100 * [0.51]])
@@ -300,10 +314,12 @@ def test_the_bounds_are_met(code):
 @codes
 @quick
 @given(tensors())
-def test_coding_again_changes_nothing(code, v):
-    """The same bytes again, since the largest value of a group comes back as the largest code. Not
-    so where a scale is not a normal number; and of 2bit only the values: where all are one
-    level, it may be called the lower one or the higher. Sums of levels are rounded."""
+def test_values_coding_again_same_bytes(code, v):
+    """Coding the decoded values again changes nothing. The same bytes again, since the largest
+    value of a group comes back as the largest code. Not so where a scale is not a normal number;
+    and of 2bit only the values: where all are one level, it may be called the lower one or the
+    higher. Sums of levels are rounded.
+    """
     v = torch.where(v.abs() < 1e-30, 0.0, v)
     once = back(code, v)
     again = quantize.encode(code, once)
@@ -315,8 +331,10 @@ def test_coding_again_changes_nothing(code, v):
 @codes
 @quick
 @given(tensors())
-def test_zeros_stay_zero(code, v):
-    """In 2bit and 1bit only where the whole group is zero: they have no code for zero."""
+def test_values_zeros_stay_zero(code, v):
+    """Zeros stay zero. In 2bit and 1bit only where the whole group is zero: they have no code for
+    zero.
+    """
     for x, y in zip(in_groups(code, v), in_groups(code, back(code, v)), strict=True):
         if code not in LEVELS:
             assert int((y[x == 0] != 0).sum()) == 0
@@ -325,7 +343,8 @@ def test_zeros_stay_zero(code, v):
 
 
 @grouped
-def test_a_group_of_zeros_has_scale_zero(code):
+def test_values_zero_group_scale_zero(code):
+    """A group of zeros has scale zero."""
     v = torch.zeros(3, 5)
     v[1] = 1.0
     scales = (
@@ -340,7 +359,8 @@ def test_a_group_of_zeros_has_scale_zero(code):
 @codes
 @quick
 @given(tensors())
-def test_signs_are_symmetric(code, v):
+def test_values_signs_symmetric(code, v):
+    """The codes are symmetric in the sign."""
     assert torch.equal(back(code, -v), -back(code, v))
     if code != "2bit":
         assert bool((back(code, v) * v >= 0).all())
@@ -348,8 +368,8 @@ def test_signs_are_symmetric(code, v):
 
 @codes
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_visible(code, bad):
-    """In the whole group, and in no other."""
+def test_values_not_finite_stays_visible(code, bad):
+    """Values that are not finite stay visible in their whole group, and in no other."""
     v = torch.randn(3, 4200, generator=torch.Generator().manual_seed(6))
     expected = back(code, v)
     v[1, 4150] = bad
@@ -360,7 +380,8 @@ def test_what_is_not_finite_stays_visible(code, bad):
     assert same_bits(got, expected)
 
 
-def test_the_input_is_not_changed():
+def test_values_input_unchanged():
+    """The input is not changed."""
     v = torch.randn(5, 300, generator=torch.Generator().manual_seed(7))
     before = v.clone()
     for code in CODES:
@@ -370,7 +391,8 @@ def test_the_input_is_not_changed():
         assert torch.equal(data, kept) and same_bits(v, before)
 
 
-def test_a_bf16_scale_is_the_upper_half_of_an_fp32():
+def test_values_bf16_scale_bits():
+    """A bf16 scale is the upper half of an fp32 number."""
     v = torch.tensor([[3.0, -1.0]])
     for code, top in LARGEST.items():
         (scale,) = struct.unpack("<f", b"\0\0" + bytes(quantize.encode(code, v)[:2].tolist()))
@@ -381,7 +403,8 @@ def test_a_bf16_scale_is_the_upper_half_of_an_fp32():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @codes
 @pytest.mark.parametrize("shape", [(0, 5), (3, 1), (1000, 7), (300, 300), (64, 4096), (2, 4099)])
-def test_the_same_bytes_on_a_gpu(code, shape):
+def test_values_same_bytes_on_gpu(code, shape):
+    """A GPU makes the same bytes as the CPU."""
     v = torch.randn(shape, generator=torch.Generator().manual_seed(8)) ** 3
     data = quantize.encode(code, v.cuda())
     assert torch.equal(data.cpu(), quantize.encode(code, v))

@@ -61,11 +61,13 @@ def refusal(call: Any, *parts: str) -> str:
         ({"": 1}, ["''"]),
     ],
 )
-def test_unknown_keys_offer_the_nearest(changes: dict[str, Any], parts: list[str]) -> None:
+def test_config_unknown_key_offers_nearest(changes: dict[str, Any], parts: list[str]) -> None:
+    """An unknown key is refused, and the error offers the nearest one."""
     refusal(lambda: preset("decoupled_momentum", **changes), *parts)
 
 
-def test_unknown_preset_offers_the_nearest() -> None:
+def test_config_unknown_preset_offers_nearest() -> None:
+    """An unknown preset is refused, and the error offers the nearest one."""
     refusal(lambda: preset("dilocco"), "preset='dilocco'", "did you mean 'diloco'", *PRESETS)
 
 
@@ -91,12 +93,14 @@ def test_unknown_preset_offers_the_nearest() -> None:
         ({"rule": "consensu"}, ["did you mean 'consensus'"]),
     ],
 )
-def test_unknown_words_offer_the_nearest(changes: dict[str, Any], parts: list[str]) -> None:
+def test_config_unknown_word_offers_nearest(changes: dict[str, Any], parts: list[str]) -> None:
+    """An unknown word as a value is refused, and the error offers the nearest one."""
     dotted = {f"delta.{k}" if k in ("feedback", "source") else k: v for k, v in changes.items()}
     refusal(lambda: preset("decoupled_momentum", **dotted), *parts)
 
 
-def test_unknown_keys_of_a_yaml_file_name_their_place() -> None:
+def test_config_yaml_unknown_key_names_place() -> None:
+    """The error of an unknown key in a yaml file names its place."""
     data = preset("demo").to_dict()
     data["channels"][0]["codec"]["topq"] = 3
     refusal(lambda: ExchangeConfig.from_dict(data), "channels[0].codec.topq", "did you mean 'topk'")
@@ -145,11 +149,13 @@ def test_unknown_keys_of_a_yaml_file_name_their_place() -> None:
         ({"inner_optimizers": ()}, ["inner_optimizers"]),
     ],
 )
-def test_numbers_out_of_range(changes: dict[str, Any], parts: list[str]) -> None:
+def test_config_numbers_out_of_range(changes: dict[str, Any], parts: list[str]) -> None:
+    """Numbers out of range are refused with the range that is allowed."""
     refusal(lambda: preset("decoupled_momentum", **changes), *parts)
 
 
-def test_too_much_in_flight_says_how_much_is_allowed() -> None:
+def test_config_too_much_in_flight() -> None:
+    """The error of too much in flight says how much is allowed."""
     refusal(
         lambda: preset("full", **{"schedule.delay": 16}),
         "17 payloads",
@@ -234,7 +240,8 @@ def lone(*args: Any, **options: Any) -> ExchangeConfig:
         lambda: ExchangeConfig("twice", (Channel("c", "gradient"), Channel("c", "gradient"))),
     ],
 )
-def test_what_has_no_meaning_is_refused(build: Any) -> None:
+def test_config_channels_without_meaning_refused(build: Any) -> None:
+    """Channels that have no meaning are refused."""
     text = refusal(build)
     assert len(text) > 40 and any(mark in text for mark in (":", "allowed", "needs", "found")), text
 
@@ -255,7 +262,8 @@ def two(second: Channel, **schedule: int) -> ExchangeConfig:
     )
 
 
-def test_the_right_combinations_are_allowed() -> None:
+def test_config_channel_combinations_allowed() -> None:
+    """Channels that can work together are allowed."""
     two(average(after="delta"))
     two(average(offset=1))  # they never meet
     two(average(period=5, offset=2))
@@ -323,7 +331,8 @@ def test_the_right_combinations_are_allowed() -> None:
         ("decoupled_momentum", ["lr=null"], lambda c: c.channels[0].applier.lr == 1.0),
     ],
 )
-def test_set_texts(name: str, texts: list[str], read: Any) -> None:
+def test_config_set_texts(name: str, texts: list[str], read: Any) -> None:
+    """Texts of `--set` are read as keys and values."""
     if read is None:
         refusal(lambda: load_config(name, texts), "exclude")
     else:
@@ -350,11 +359,13 @@ def test_set_texts(name: str, texts: list[str], read: Any) -> None:
         ("diloco", "clip=[1]", ["clip", "a number, or null"]),
     ],
 )
-def test_set_texts_of_a_wrong_type(name: str, text: str, parts: list[str]) -> None:
+def test_config_set_texts_wrong_type(name: str, text: str, parts: list[str]) -> None:
+    """Texts of `--set` with a wrong type are refused."""
     refusal(lambda: load_config(name, [text]), *parts)
 
 
-def test_keywords_in_code_are_checked_like_texts() -> None:
+def test_config_keywords_checked_like_texts() -> None:
+    """Keywords in code are checked like texts."""
     refusal(lambda: preset("diloco", period="often"), "period", "a whole number", "a text")
     refusal(lambda: preset("diloco", period=True), "period", "true or false")
     assert preset("diloco", lr=1).channels[0].applier.lr == 1.0
@@ -406,7 +417,8 @@ def build(name: str, changes: dict[str, Any]) -> ExchangeConfig:
 
 @quick
 @given(st.data())
-def test_yaml_round_trip(data: st.DataObject) -> None:
+def test_config_yaml_round_trip(data: st.DataObject) -> None:
+    """A configuration comes back from yaml unchanged."""
     name = data.draw(st.sampled_from(PRESETS))
     config = build(name, data.draw(changes_of(name)))
     again = ExchangeConfig.from_yaml(config.to_yaml())
@@ -420,7 +432,8 @@ def test_yaml_round_trip(data: st.DataObject) -> None:
 
 @quick
 @given(st.data())
-def test_digest_changes_with_any_change(data: st.DataObject) -> None:
+def test_config_digest_changes_with_any_change(data: st.DataObject) -> None:
+    """The digest changes with any change of a configuration."""
     name = data.draw(st.sampled_from(PRESETS))
     a, b = (build(name, data.draw(changes_of(name))) for _ in range(2))
     assert (a.digest() == b.digest()) == (a == b)
@@ -447,7 +460,8 @@ def others(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_field_is_in_the_digest(name: str) -> None:
+def test_config_digest_holds_every_field(name: str) -> None:
+    """Every field is in the digest."""
     config, changed = preset(name), set()
     plain, digest = config.to_dict(), config.digest()
     for *parents, leaf in leaves(plain):
@@ -493,7 +507,8 @@ def test_every_field_is_in_the_digest(name: str) -> None:
     }
 
 
-def test_a_yaml_file_may_be_short_or_whole(tmp_path: Any) -> None:
+def test_config_yaml_short_or_whole(tmp_path: Any) -> None:
+    """A yaml file may be short (a preset and changes) or whole."""
     short, whole = tmp_path / "short.yaml", tmp_path / "whole.yml"
     short.write_text(
         "preset: demo\ntopk: 16\nclip: null\ncodec:\n  value_dtype: bf16\nmomentum:\n  schedule: "
@@ -514,7 +529,8 @@ def test_a_yaml_file_may_be_short_or_whole(tmp_path: Any) -> None:
         load_config(str(tmp_path / "nowhere.yaml"))
 
 
-def test_yaml_is_readable() -> None:
+def test_config_yaml_is_readable() -> None:
+    """The yaml of a configuration is readable."""
     data = yaml.safe_load(preset("demo").to_yaml())
     assert list(data)[:2] == ["preset", "channels"] and data["channels"][0]["codec"]["topk"] == 32
 
@@ -524,7 +540,8 @@ def test_yaml_is_readable() -> None:
 
 @quick
 @given(st.integers(1, 9), st.data())
-def test_schedule(period: int, data: st.DataObject) -> None:
+def test_schedule_due_steps(period: int, data: st.DataObject) -> None:
+    """A schedule is due once per period, from its offset on."""
     offset = data.draw(st.integers(0, period - 1))
     schedule = SyncSchedule(period, offset)
     due = [t for t in range(5 * period) if schedule.due(t)]
@@ -532,7 +549,10 @@ def test_schedule(period: int, data: st.DataObject) -> None:
     assert all(b - a == period for a, b in zip(due, due[1:], strict=False))
 
 
-def test_what_is_equal_when_is_derived() -> None:
+def test_config_equal_after_exchange_and_end() -> None:
+    """The presets with equal replicas after an exchange, and at the end, follow from their
+    channels.
+    """
     # local steps are mixed in
     assert [name for name in PRESETS if not preset(name).equal_after_exchange] == [
         "streaming_diloco"
@@ -549,7 +569,8 @@ def test_what_is_equal_when_is_derived() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_describe_is_one_line_with_the_numbers(name: str) -> None:
+def test_config_describe_one_line(name: str) -> None:
+    """`describe` is one line with the numbers of a preset."""
     config = preset(name)
     text = config.describe()
     assert "\n" not in text and name in text
@@ -582,7 +603,8 @@ def single(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
         ("decoupled_momentum", lambda p: torch.optim.RMSprop(p), "RMSprop"),
     ],
 )
-def test_a_wrong_inner_optimizer_is_refused_with_the_cure(monkeypatch, name, make, found) -> None:
+def test_config_wrong_inner_optimizer_refused(monkeypatch, name, make, found) -> None:
+    """A wrong inner optimizer is refused with the cure."""
     model = single(monkeypatch)
     refusal(
         lambda: fsdp_demo.attach(make(model.parameters()), name),
@@ -600,7 +622,8 @@ def test_a_wrong_inner_optimizer_is_refused_with_the_cure(monkeypatch, name, mak
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_base_optimizer_is_one_that_attach_takes(monkeypatch, name) -> None:
+def test_base_optimizer_fits_attach(monkeypatch, name) -> None:
+    """`base_optimizer` makes an optimizer that `attach` takes."""
     model, config = single(monkeypatch), preset(name)
     if config.lr is None:
         refusal(lambda: fsdp_demo.base_optimizer(config, model.parameters()), "lr=")
@@ -625,9 +648,9 @@ def test_base_optimizer_is_one_that_attach_takes(monkeypatch, name) -> None:
     assert fsdp_demo.base_optimizer(config, model.parameters(), lr=0.5).param_groups[0]["lr"] == 0.5
 
 
-def test_published_rates() -> None:
-    """As the papers (DESIGN.md 3, algorithms.md) have them; `sign_loco` and `sign_muloco` have
-    none.
+def test_preset_published_rates() -> None:
+    """The learning rates of the presets are those of the papers (DESIGN.md 3, algorithms.md);
+    `sign_loco` and `sign_muloco` have none.
     """
     assert {n: preset(n).lr for n in PRESETS if preset(n).lr != 4e-4} == {
         "full": None,
@@ -644,7 +667,8 @@ def test_published_rates() -> None:
     assert preset("demo").channels[0].accumulator == Accumulator(0.999)
 
 
-def test_attach_refuses_what_is_no_optimizer(monkeypatch) -> None:
+def test_attach_without_optimizer_refused(monkeypatch) -> None:
+    """`attach` refuses an object that is no optimizer."""
     model = single(monkeypatch)
     refusal(lambda: fsdp_demo.attach(model, "demo"), "torch.optim.Optimizer", "Linear")
     refusal(
@@ -652,8 +676,10 @@ def test_attach_refuses_what_is_no_optimizer(monkeypatch) -> None:
     )
 
 
-def test_adamw_has_no_first_moment_on_a_momentum_of_gradients(monkeypatch, caplog) -> None:
-    """Where the exchange keeps one; the feedback of a delta is none."""
+def test_base_optimizer_adamw_without_first_moment(monkeypatch, caplog) -> None:
+    """AdamW has no first moment on a momentum of gradients. Where the exchange keeps one; the
+    feedback of a delta is none.
+    """
     model = single(monkeypatch)
 
     def betas(name: str, **changes: Any) -> tuple[float, float]:

@@ -61,7 +61,8 @@ MODELS = {  # (embeddings and heads, the rest)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_embeddings_and_heads_are_told_by_their_names(model: str) -> None:
+def test_patterns_embeddings_and_heads(model: str) -> None:
+    """The names of embeddings and heads of many models fit the patterns, and no other name does."""
     apart, rest = MODELS[model]
     assert (
         [n for n in apart if not matches(n, EMBEDDINGS)]
@@ -70,7 +71,8 @@ def test_embeddings_and_heads_are_told_by_their_names(model: str) -> None:
     )
 
 
-def test_muon_leaves_the_head_to_adamw() -> None:
+def test_patterns_muon_leaves_head_to_adamw() -> None:
+    """Muon leaves embeddings and heads to AdamW."""
     names = [
         "output.weight",
         "layers.0.attention.wo.weight",

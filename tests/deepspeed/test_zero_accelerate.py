@@ -62,7 +62,9 @@ def loop(acc, model, optimizer, loader, scheduler, steps, poison=-1):
 
 @pytest.mark.parametrize("door", [fsdp_demo.attach, deepspeed_ext.attach])
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_islands(run_ranks, door, stage):
+def test_zero_accelerate_islands(run_ranks, door, stage):
+    """Islands under Accelerate with a DeepSpeedPlugin train one model."""
+
     def work(me):
         acc, model, optimizer, *rest = prepared(me, stage)
         with pytest.raises(
@@ -92,7 +94,9 @@ def test_islands(run_ranks, door, stage):
     assert not torch.equal(out[0][2]["head.weight"], zero.Model().head.weight)
 
 
-def test_mesh(run_ranks):
+def test_zero_accelerate_mesh(run_ranks):
+    """A mesh under Accelerate with a DeepSpeedPlugin sends nothing but payloads between nodes."""
+
     def work(me):
         acc, model, *rest = prepared(me, "zero2", mesh=True)
         exchange = fsdp_demo.attach(model, "demo")

@@ -33,9 +33,9 @@ def gradients_at_once(made: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
-def test_it_is_the_run_that_begins_at_the_choice(
-    run_ranks: Any, everywhere: Any, stage: str
-) -> None:
+def test_zero_auto_equals_chosen_method(run_ranks: Any, everywhere: Any, stage: str) -> None:
+    """An `auto` run equals the run that begins with the chosen method at the choice."""
+
     def reading(peers: Any, island: Any) -> Link | None:
         return None if peers is None else Link(1e5, 0.02)
 
@@ -68,10 +68,10 @@ def test_it_is_the_run_that_begins_at_the_choice(
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_it_goes_on_with_what_its_checkpoint_says(
-    run_ranks: Any, everywhere: Any, tmp_path: Path, lost: bool
-) -> None:
-    """The engine loads behind `attach`. An island whose folder is lost hears it from the others."""
+def test_zero_auto_resume(run_ranks: Any, everywhere: Any, tmp_path: Path, lost: bool) -> None:
+    """An `auto` run resumes with the method of its checkpoint, which the engine loads after
+    `attach`. An island whose folder is lost gets the method from the others.
+    """
 
     def reading(peers: Any, island: Any) -> Link | None:
         return None if peers is None else Link(1e5, 0.02)

@@ -35,9 +35,9 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_replica_is_plain_training(run_ranks: Any, stage: str) -> None:
-    """`full` on one rank, 20 steps, bit for bit; every state is there before the first step, on the
-    masters.
+def test_zero_fresh_state_one_replica(run_ranks: Any, stage: str) -> None:
+    """One replica is plain training. `full` on one rank, 20 steps, bit for bit; every state is
+    there before the first step, on the masters.
     """
 
     def run(me: Any) -> None:
@@ -61,8 +61,10 @@ def test_one_replica_is_plain_training(run_ranks: Any, stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts"])
-def test_momentum_survives_a_checkpoint(run_ranks: Any, stage: str, tmp_path: Any) -> None:
-    """Six steps are three, a checkpoint, and three in an engine that has stepped never."""
+def test_zero_fresh_state_momentum_after_resume(run_ranks: Any, stage: str, tmp_path: Any) -> None:
+    """Momentum survives a checkpoint. Six steps are three, a checkpoint, and three in an engine
+    that has stepped never.
+    """
 
     def run(me: Any) -> None:
         for name in ("sgd", "dampened"):

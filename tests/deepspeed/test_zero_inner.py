@@ -58,7 +58,8 @@ def train(me: Any, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.timeout(900)
-def test_deepspeeds_own_optimizers(run_ranks, kind):
+def test_zero_inner_optimizers_of_deepspeed(run_ranks, kind):
+    """DeepSpeed's own optimizers train under the exchange."""
     results = run_ranks(train, args=(kind,), timeout=800)
     for names, losses, equal, whole in results:
         assert names == [OWN[kind][3]] and equal and len(losses) == 6
@@ -67,7 +68,9 @@ def test_deepspeeds_own_optimizers(run_ranks, kind):
     assert set(results[0][3]) == {n for n, _ in zero.Model().named_parameters()}
 
 
-def test_torchs_muon_is_refused_with_the_cure(run_ranks):
+def test_zero_inner_muon_of_library_refused(run_ranks):
+    """MuonAdamW is refused, and the error names DeepSpeed's Muon."""
+
     def run(me):
         torch.manual_seed(7)
         model = zero.Model()
@@ -81,8 +84,10 @@ def test_torchs_muon_is_refused_with_the_cure(run_ranks):
 
 
 @pytest.mark.timeout(900)
-def test_the_state_of_deepspeeds_own_adam_is_fresh(run_ranks):
-    """Coupled decay is left out of the step that makes it: one replica is plain training."""
+def test_zero_inner_adam_state_fresh(run_ranks):
+    """The state of DeepSpeed's own Adam is fresh after attach. Coupled decay is left out of the
+    step that makes it: one replica is plain training.
+    """
 
     def run(me):
         # ninja

@@ -49,7 +49,8 @@ def ended(process, status=0, timeout=200):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rehearse_with_the_deepspeed_launcher(tmp_path, source):  # noqa: F811
+def test_zero_launch_rehearse(tmp_path, source):  # noqa: F811
+    """A rehearsal with DeepSpeed's launcher ends with one model."""
     options = [*COMMON, *source, "--exchange", "demo", "--steps", 4, "--output", tmp_path / "out"]
     rehearse = (
         "fsdp_demo.cli rehearse --islands 2 --procs 2 --cpu --launcher deepspeed --run "
@@ -84,7 +85,7 @@ TRAINER += " --logging_steps 1 --learning_rate 0.004"
 @pytest.mark.parametrize(
     "stage", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_the_accelerate_file_shards_a_trainer_script(tmp_path, source, stage):  # noqa: F811
+def test_zero_launch_accelerate_file(tmp_path, source, stage):  # noqa: F811
     """Two islands, each under `accelerate launch --config_file zero<stage>.yaml`: the engine is
     found, and both end with one model.
     """
@@ -157,9 +158,9 @@ STATUSES = {"error": 1, "killed": 137, "saved": 75, "told": 75}
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="signals of parents that end")
-def test_the_status_of_ranks_survives_the_deepspeed_launcher(tmp_path):
-    """All at once, since each takes seconds to start. An error of rank 1 is none the less for the
-    75 of rank 0, which was told to end.
+def test_zero_launch_exit_status(tmp_path):
+    """The exit status of ranks survives DeepSpeed's launcher. All at once, since each takes seconds
+    to start. An error of rank 1 is none the less for the 75 of rank 0, which was told to end.
     """
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
@@ -196,7 +197,8 @@ def test_the_status_of_ranks_survives_the_deepspeed_launcher(tmp_path):
             run.kill()
 
 
-def test_the_deepspeed_launcher_refuses_what_it_does_not_know(tmp_path, capfd):
+def test_zero_launch_unknown_flag_refused(tmp_path, capfd):
+    """DeepSpeed's launcher refuses a flag that it does not know."""
     from fsdp_demo.launch import run as launch
 
     done = subprocess.run(
@@ -217,9 +219,9 @@ print("op", build(), deepspeed.ops.__compatible_ops__["cpu_adam"], "mine" in dir
 """
 
 
-def test_a_rehearsal_on_the_cpu_compiles_nothing(tmp_path):
-    """A script of somebody else, who has not switched the operator off, with the lock of a build
-    that was killed in its way.
+def test_zero_launch_rehearse_compiles_nothing(tmp_path):
+    """A rehearsal on the CPU compiles nothing. A script of somebody else, who has not switched the
+    operator off, with the lock of a build that was killed in its way.
     """
     from fsdp_demo.launch.rehearsal import Rehearsal, environment
 

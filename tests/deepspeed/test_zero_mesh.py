@@ -99,7 +99,8 @@ def averaged(ranks: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_stays_inside_the_node_and_averages_it(world, case: str) -> None:
+def test_zero_mesh_collectives_inside_node(world, case: str) -> None:
+    """The collectives of training stay inside the node, and gradients are its mean."""
     out = world(trained, case, True)
     wrapper = {"zero3": "DeepSpeedZeroOptimizer_Stage3", "bf16-": "BF16_Optimizer"}.get(
         case[:5], "DeepSpeedZeroOptimizer"
@@ -121,7 +122,8 @@ def test_training_stays_inside_the_node_and_averages_it(world, case: str) -> Non
 
 
 @pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
-def test_without_it_the_recorder_sees_zero_reduce_between_the_nodes(world, case: str) -> None:
+def test_zero_mesh_recorder_sees_crossing(world, case: str) -> None:
+    """Without `shard_within_node` the recorder sees ZeRO reduce between the nodes."""
     out = world(trained, case, False)
     for mine in out:
         assert {e.ranks for e in mine["crossing"]} == {(0, 1, 2, 3)}
@@ -138,7 +140,8 @@ def gradients(me, stage: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_gradients_are_the_mean_of_the_node(world, stage: str) -> None:
+def test_zero_mesh_gradient_mean_of_node(world, stage: str) -> None:
+    """Gradients are the mean over the ranks of the node."""
     out = world(gradients, stage)
     for node, ranks in enumerate([(0, 1), (2, 3)]):
         torch.manual_seed(7)
@@ -168,7 +171,8 @@ def wandering(me) -> list[Any]:
     return [made.global_steps, wrong]
 
 
-def test_nodes_may_fetch_in_different_orders_but_not_the_ranks_of_one(world) -> None:
+def test_zero_mesh_fetch_order(world) -> None:
+    """Nodes may fetch parameters in different orders, but not the ranks of one node."""
     out = world(wandering, timeout=40)
     assert [steps for steps, _ in out] == [5] * 4
     for rank in (2, 3):
@@ -219,7 +223,8 @@ def constructed(me) -> dict[str, Any]:
     }
 
 
-def test_zero_init_cuts_parameters_inside_the_node(world) -> None:
+def test_zero_mesh_zero_init_inside_node(world) -> None:
+    """`zero.Init` cuts parameters inside the node."""
     out = world(constructed)
     for rank, mine in enumerate(out):
         assert mine["ranks"] == {(0, 1) if rank < NODE else (2, 3)}
@@ -264,9 +269,8 @@ def pretrained(me, folder: str, bf16: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_from_pretrained_loads_every_replica_and_cuts_inside_the_node(
-    world, tmp_path: Path, bf16: bool
-) -> None:
+def test_zero_mesh_from_pretrained(world, tmp_path: Path, bf16: bool) -> None:
+    """`from_pretrained` loads every replica and cuts parameters inside the node."""
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401  # before the fork
 
     small = LlamaConfig(
@@ -327,7 +331,8 @@ def placed(me) -> dict[str, Any]:
     }
 
 
-def test_topology_of_an_engine_is_that_of_a_mesh(world) -> None:
+def test_zero_mesh_topology_of_engine(world) -> None:
+    """The topology of an engine is that of a mesh."""
     out = world(placed)
     for rank, mine in enumerate(out):
         node, place = divmod(rank, NODE)
@@ -349,7 +354,8 @@ def nodes_of_one_rank(me) -> tuple[Any, ...]:
     return alone.islands, alone.world, alone.group, alone.meets_at
 
 
-def test_nodes_of_one_rank(world) -> None:
+def test_zero_mesh_nodes_of_one_rank(world) -> None:
+    """Nodes may have one rank."""
     assert world(nodes_of_one_rank) == [(4, 1, None, meeting_place(range(4)))] * 4
 
 
@@ -364,7 +370,8 @@ def one_node(me) -> tuple[Any, ...]:
     return topology.kind, topology.islands, topology.world, records
 
 
-def test_a_world_of_one_node_is_allowed_and_says_that_nothing_is_exchanged(world) -> None:
+def test_zero_mesh_one_node_logged(world) -> None:
+    """A world of one node is allowed, and the log says that nothing is exchanged."""
     for kind, islands, ranks, records in world(one_node):
         assert (kind, islands, ranks) == ("single", 1, 4)
         assert "inside island0 of 1 nodes: nothing to exchange" in records[0]
@@ -406,7 +413,8 @@ def configured(me) -> dict[str, Any]:
     }
 
 
-def test_batches_are_translated_and_replicas_draw_different_samples(world) -> None:
+def test_zero_mesh_batches_of_replicas(world) -> None:
+    """Batch sizes are translated, and replicas draw different samples."""
     out = world(configured)
     for rank, mine in enumerate(out):
         assert mine["batch"] == [8] * 4 and mine["given"] == (16, True) and mine["loader"]
@@ -415,16 +423,17 @@ def test_batches_are_translated_and_replicas_draw_different_samples(world) -> No
 
 
 @pytest.mark.parametrize(("total", "expected"), [(None, None), (32, 16), ("auto", "auto")])
-def test_train_batch_size_becomes_that_of_the_node(total: Any, expected: Any) -> None:
+def test_zero_mesh_train_batch_size_of_node(total: Any, expected: Any) -> None:
+    """`train_batch_size` becomes that of the node."""
     given = {"bf16": {}} if total is None else {"train_batch_size": total}
     before = copy.deepcopy(given)
     assert of_node(given, 2).get("train_batch_size") == expected
     assert given == before
 
 
-def test_a_rank_takes_its_own_gpu_before_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed does so only when it makes the engine: on NCCL all ranks would speak through the
-    first one.
+def test_zero_mesh_rank_sets_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank selects its own GPU before its first message. DeepSpeed does so only when it makes the
+    engine: on NCCL all ranks would speak through the first one.
     """
     taken: list[int] = []
     gpus = SimpleNamespace(
@@ -439,7 +448,10 @@ def test_a_rank_takes_its_own_gpu_before_it_speaks(monkeypatch: pytest.MonkeyPat
     assert taken == [3]
 
 
-def test_without_torch_distributed_it_says_where_to_call_it() -> None:
+def test_zero_mesh_without_process_group_refused() -> None:
+    """`shard_within_node` without a process group is refused, and the error says where to
+    call it.
+    """
     text = error_of(ValueError, shard_within_node, 2)
     assert "torch.distributed is not initialised" in text and "before the model is made" in text
     assert installed() is None and topology_of(object()) is None
@@ -482,7 +494,8 @@ def refused(me) -> dict[str, str]:
     return texts
 
 
-def test_bad_input_is_refused_with_what_is_allowed(world) -> None:
+def test_zero_mesh_bad_input_refused(world) -> None:
+    """Bad input is refused with what is allowed."""
     wanted = {
         **dict.fromkeys(
             ("0", "3", "8", "-2", "2.0", "True"),
@@ -556,7 +569,8 @@ def late(me) -> str:
     return error_of(RuntimeError, zero.engine, config, zero.sgd, model)
 
 
-def test_a_model_that_was_cut_over_the_world_before_is_noticed(world) -> None:
+def test_zero_mesh_model_cut_over_world_refused(world) -> None:
+    """A model that was cut over the whole world before is refused."""
     for text in world(late):
         assert (
             "of ranks [0, 1, 2, 3]" in text
@@ -565,7 +579,8 @@ def test_a_model_that_was_cut_over_the_world_before_is_noticed(world) -> None:
 
 
 @pytest.mark.parametrize("case", ["zero1-fp32", "zero2-bf16", "zero3-fp32", "bf16-optimizer"])
-def test_an_engine_that_is_not_confined_raises(world, case: str) -> None:
+def test_zero_mesh_unconfined_engine_refused(world, case: str) -> None:
+    """An engine whose groups reach beyond the node is refused."""
     for rank, texts in enumerate(world(broken, case)):
         assert {"seq", "dp", "mpu", "gone", "door"} < texts.keys()
         line = [rank % 2, rank % 2 + 2]
@@ -603,7 +618,8 @@ def exchanged(me, case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_collective_crosses_and_replicas_stay_equal(world, case: str) -> None:
+def test_zero_mesh_exchange_replicas_equal(world, case: str) -> None:
+    """No collective of ZeRO crosses nodes, and replicas stay equal."""
     out = world(exchanged, case)
     for rank, mine in enumerate(out):
         assert mine["crossing"] == [] and mine["sent"] > 0, rank  # payloads have their connections
@@ -666,7 +682,8 @@ def trainer(me, folder: str, stage: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_the_trainer_is_confined_by_one_line(world, tmp_path: Path, stage: str) -> None:
+def test_zero_mesh_trainer_confined(world, tmp_path: Path, stage: str) -> None:
+    """One line confines the Trainer to the node."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer  # noqa: F401  # before the fork
 
     small = LlamaConfig(
@@ -683,9 +700,9 @@ def test_the_trainer_is_confined_by_one_line(world, tmp_path: Path, stage: str) 
         assert sum(e.size for e in mine["crossing"]) < 1000 < mine["inside"], mine["crossing"]
 
 
-def test_unlike_sizes_are_an_error_on_all_ranks(run_ranks):
-    """Where the size comes from the GPUs of unlike nodes, say: without it groups would wait for
-    each other.
+def test_zero_mesh_unlike_sizes_refused(run_ranks):
+    """Unlike sizes of nodes are an error on all ranks. Where the size comes from the GPUs of unlike
+    nodes, say: without it groups would wait for each other.
     """
 
     def run(me):

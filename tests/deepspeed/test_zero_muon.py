@@ -28,7 +28,9 @@ def refused(stage: str, preset: str, clip: float = 0.0, **changes: Any) -> str:
     return str(error.value)
 
 
-def test_clipping_that_takes_the_update_of_muon_for_a_gradient_is_refused(run_ranks: Any) -> None:
+def test_zero_muon_clipping_refused(run_ranks: Any) -> None:
+    """Clipping that takes the update of Muon for a gradient is refused."""
+
     def run(me: Any) -> dict[str, str]:
         return {stage: refused(stage, "muloco", 1.0) for stage in ("zero1", "zero2", "zero3")}
 
@@ -42,8 +44,10 @@ def test_clipping_that_takes_the_update_of_muon_for_a_gradient_is_refused(run_ra
 
 
 @pytest.mark.slow  # DeepSpeed compiles the products
-def test_where_muon_may_be_clipped_its_update_is_not(run_ranks: Any) -> None:
-    """Six steps move a matrix as far with a norm of 1 as without."""
+def test_zero_muon_update_not_clipped(run_ranks: Any) -> None:
+    """The update of Muon is not clipped where clipping is allowed. Six steps move a matrix as far
+    with a norm of 1 as without.
+    """
 
     def moved(me: Any, stage: str, clip: float) -> float:
         made = engine(stage, clip)
@@ -85,14 +89,17 @@ UNFIT = {
 
 @pytest.mark.parametrize("wrapper", ["BF16_Optimizer", "DeepSpeedZeroOptimizer"])
 @pytest.mark.parametrize("preset, scope", UNFIT)
-def test_what_takes_muons_update_for_a_gradient(wrapper: str, preset: str, scope: str) -> None:
+def test_zero_muon_presets_refused(wrapper: str, preset: str, scope: str) -> None:
+    """Presets that take the update of Muon for a gradient are refused."""
     config = fsdp_demo.preset(preset, **({"clip_scope": scope} if scope else {}))
     found = list(refusals._of_muon(Held(wrapper, zero.muon(zero.Model())), config))
     assert len(found) == 1 and UNFIT[preset, scope] in found[0] and "AdamW inside" in found[0]
     assert not list(refusals._of_muon(Held(wrapper, zero.adamw(zero.Model().parameters())), config))
 
 
-def test_gradient_channels_are_refused_at_attach(run_ranks: Any) -> None:
+def test_zero_muon_gradient_channels_refused(run_ranks: Any) -> None:
+    """Gradient channels on Muon are refused at attach."""
+
     def run(me: Any) -> list[str]:
         return [refused(stage, "full") for stage in ("zero2", "wrapper")]
 
@@ -100,8 +107,8 @@ def test_gradient_channels_are_refused_at_attach(run_ranks: Any) -> None:
         assert all(EARLY in text for text in texts)
 
 
-def test_a_head_that_muon_steps_is_named(run_ranks: Any) -> None:
-    """DeepSpeed knows heads by `lm_head` only."""
+def test_zero_muon_head_named(run_ranks: Any) -> None:
+    """A warning names a head that Muon steps. DeepSpeed knows heads by `lm_head` only."""
 
     def run(me: Any) -> list[str]:
         warned = zero.warnings()

@@ -185,7 +185,8 @@ def check(run_ranks: Any, name: str, stage: str, variant: Variant, steps: int = 
 
 @pytest.mark.parametrize("stage", zero.STAGES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_follows_the_oracle(run_ranks, name, stage):
+def test_zero_preset_follows_oracle(run_ranks, name, stage):
+    """Presets on ZeRO engines follow the oracles of FSDP2."""
     check(run_ranks, name, stage, Variant())
 
 
@@ -194,16 +195,19 @@ BF16 = Variant(coarse=True, groups=True, accumulate=2, clip=100.0, settings={"bf
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3-parts"])
 @pytest.mark.parametrize("name", ["full", "diloco", "desloc"])
-def test_bf16_groups_accumulation_and_clipping_follow_the_oracle(run_ranks, name, stage):
+def test_zero_preset_bf16_accumulation_and_clip(run_ranks, name, stage):
+    """Presets with bf16, groups, accumulation and clipping follow the oracles."""
     check(run_ranks, name, stage, BF16, 13)
 
 
 @pytest.mark.parametrize("name", ["full", "streaming_diloco"])
-def test_the_other_wrapper_of_bf16_follows_the_oracle(run_ranks, name):
+def test_zero_preset_bf16_other_wrapper(run_ranks, name):
+    """Presets on the other bf16 wrapper of DeepSpeed follow the oracles."""
     check(run_ranks, name, "wrapper", replace(BF16, settings={}), 13)
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
 @pytest.mark.parametrize("name", ["full", "demo", "desloc"])
-def test_an_offloaded_optimizer_follows_the_oracle(run_ranks, name, stage):
+def test_zero_preset_offloaded_optimizer(run_ranks, name, stage):
+    """Presets with an offloaded optimizer follow the oracles."""
     check(run_ranks, name, stage, Variant(groups=True, settings={"offload": True}), 13)

@@ -14,7 +14,9 @@ from ..support import zero
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3-parts", "wrapper"])
-def test_rates_are_those_of_the_groups(run_ranks, stage):
+def test_zero_rates_of_groups(run_ranks, stage):
+    """Each stretch of a parameter has the learning rate of its group."""
+
     def run(me):
         torch.manual_seed(7)
         model: nn.Module = zero.Model()

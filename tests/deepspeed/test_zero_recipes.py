@@ -87,8 +87,8 @@ def listed(rank):
     )
 
 
-def test_counters_travel_as_json(run_ranks):
-    """Of unlike lengths, to the last bit."""
+def test_zero_recipe_counters_as_json(run_ranks):
+    """Counters of unlike lengths travel as JSON, to the last bit."""
     told_by = [
         {"rank": 0, "losses": [], "name": ""},
         {"rank": 1, "losses": [1e-300, float("inf")], "name": "ééé"},
@@ -100,9 +100,9 @@ def test_counters_travel_as_json(run_ranks):
 
 
 @pytest.mark.timeout(300)
-def test_every_stage_learns_what_fsdp2_learns(run_ranks, tmp_path, source):
-    """The same rows in the same order, the same clipping and schedule: two epochs of diloco, whose
-    channels see single elements.
+def test_zero_recipe_learns_like_fsdp2(run_ranks, tmp_path, source):
+    """Every ZeRO stage learns what FSDP2 learns. The same rows in the same order, the same clipping
+    and schedule: two epochs of diloco, whose channels see single elements.
     """
     options = [
         *source,
@@ -148,7 +148,8 @@ def test_every_stage_learns_what_fsdp2_learns(run_ranks, tmp_path, source):
 
 
 @pytest.mark.parametrize(("stage", "preset", "bf16"), [(2, "demo", False), (3, "demo", True)])
-def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, tmp_path, source, stage, preset, bf16):
+def test_zero_recipe_resume_bit_for_bit(run_ranks, tmp_path, source, stage, preset, bf16):
+    """A resumed run of the recipe is the uninterrupted one."""
     options = [
         *source,
         "--exchange",
@@ -196,9 +197,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(run_ranks, tmp_path, source, sta
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_mesh_keeps_zero_inside_the_node(run_ranks, tmp_path, source, stage):
-    """One world of two nodes with two ranks: the rows of all are shared, nothing but payloads is
-    counted.
+def test_zero_recipe_mesh(run_ranks, tmp_path, source, stage):
+    """The recipe on a mesh keeps ZeRO inside the node. One world of two nodes with two ranks: the
+    rows of all are shared, nothing but payloads is counted.
     """
     options = [
         *source,
@@ -232,8 +233,10 @@ def test_mesh_keeps_zero_inside_the_node(run_ranks, tmp_path, source, stage):
     )
 
 
-def test_a_run_that_is_told_to_stop_saves_and_goes_on(run_ranks, tmp_path, source):
-    """SIGTERM to all ranks in their third step."""
+def test_zero_recipe_stop_saves_and_resumes(run_ranks, tmp_path, source):
+    """A run of the recipe that is told to stop saves and goes on. SIGTERM to all ranks in their
+    third step.
+    """
     options = [
         *source,
         "--exchange",
@@ -279,7 +282,9 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(run_ranks, tmp_path, sourc
         )
 
 
-def test_lines_of_the_log_stand_above_the_progress_bar(run_ranks, tmp_path, source):
+def test_zero_recipe_log_above_progress_bar(run_ranks, tmp_path, source):
+    """The lines of the log stand above the progress bar."""
+
     def trained(rank):
         # pytest's handlers would keep what a script's own handler writes
         logging.basicConfig(format="%(message)s", force=True)
@@ -296,7 +301,8 @@ def test_lines_of_the_log_stand_above_the_progress_bar(run_ranks, tmp_path, sour
     assert line.startswith("island0: finished at step 2"), found.log
 
 
-def test_auto_becomes_this_runs_number_or_deepspeeds_default(tmp_path):
+def test_zero_recipe_auto_values(tmp_path):
+    """ "auto" in the JSON becomes this run's number or DeepSpeed's default."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     args = deepspeed_parts.Arguments(
@@ -332,7 +338,8 @@ def test_auto_becomes_this_runs_number_or_deepspeeds_default(tmp_path):
     assert made.zero_config.reduce_bucket_size == 5e8 and made.gradient_clipping == 0.5
 
 
-def test_a_stream_and_too_few_rows_are_refused():
+def test_zero_recipe_stream_refused():
+    """A stream and too few rows are refused."""
     from data import Data, Rows
 
     args = deepspeed_parts.Arguments(batch_size=4, data="somewhere")
@@ -347,7 +354,9 @@ def test_a_stream_and_too_few_rows_are_refused():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_trainer_takes_the_json(run_ranks, stage):
+def test_zero_recipe_json_for_trainer(run_ranks, stage):
+    """The Trainer takes the JSON files of the recipe."""
+
     def filled():
         from transformers import TrainingArguments
 

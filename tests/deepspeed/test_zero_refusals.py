@@ -61,7 +61,9 @@ ENGINES = {
 }
 
 
-def test_engines_with_something_untried(run_ranks):
+def test_zero_refusal_of_untried_engines(run_ranks):
+    """Engines with untried settings are refused, and their parameters stay as they are."""
+
     def work(me):
         out = {}
         for pattern, changes in ENGINES.items():
@@ -80,8 +82,10 @@ def test_engines_with_something_untried(run_ranks):
             assert re.match(f"deepspeed_ext.attach found {pattern}", text), text
 
 
-def test_bf16_autocast_and_masters_in_host_memory_go(run_ranks):
-    """What stands beside the refused: it trains, and replicas stay equal."""
+def test_zero_accepts_bf16_autocast_and_host_masters(run_ranks):
+    """bf16 autocast and masters in host memory are accepted: the engine trains, and replicas stay
+    equal.
+    """
 
     def work(me):
         out = []
@@ -155,12 +159,14 @@ CONFIGURED = {
 
 
 @pytest.mark.parametrize("pattern", CONFIGURED)
-def test_configurations(pattern):
+def test_zero_refusal_of_configurations(pattern):
+    """Configurations of DeepSpeed that cannot work are refused."""
     with pytest.raises(ValueError, match=f"deepspeed_ext.attach found {pattern}"):
         refuse(Read(**CONFIGURED[pattern]), preset("diloco"), Topology())
 
 
-def test_the_configuration_beside_them_is_not_refused():
+def test_zero_accepts_neighbouring_configuration():
+    """The configuration beside the refused ones is accepted."""
     refuse(
         Read(bf16={"enabled": True}, zero_optimization={"stage": 3, "offload_optimizer": CPU}),
         preset("diloco"),
@@ -177,14 +183,16 @@ def test_the_configuration_beside_them_is_not_refused():
         ("sequence_parallel_size", 4, "sequence parallelism, size 4, "),
     ],
 )
-def test_engines_of_another_kind(name, value, pattern):
+def test_zero_refusal_of_other_engines(name, value, pattern):
+    """Engines of another kind are refused."""
     engine = Read()
     setattr(engine, name, value)
     with pytest.raises(ValueError, match=pattern):
         refuse(engine, preset("diloco"), Topology())
 
 
-def test_expert_groups_in_the_optimizer():
+def test_zero_refusal_of_expert_groups():
+    """Groups of experts in the optimizer are refused."""
     engine = Read()
     engine.optimizer.param_groups.append({"moe": True})
     with pytest.raises(ValueError, match="MoE layers of DeepSpeed"):
@@ -194,7 +202,9 @@ def test_expert_groups_in_the_optimizer():
 # ---- what is attached, and with what -----------------------------------------------------------
 
 
-def test_not_an_engine(run_ranks):
+def test_zero_refusal_of_other_objects(run_ranks):
+    """Objects other than one engine are refused, and so is a second attach."""
+
     def work(me):
         made = zero.engine(zero.settings("zero1"), zero.sgd)
         wrong = [[made, made], made.optimizer, made.module]
@@ -219,8 +229,10 @@ def test_not_an_engine(run_ranks):
         assert "has an exchange already" in twice
 
 
-def test_optimizers_that_need_matrices(run_ranks):
-    """DeepSpeed takes them without a word, and their first step fails."""
+def test_zero_refusal_of_matrix_optimizers(run_ranks):
+    """Optimizers that need matrices are refused. DeepSpeed takes them without a word, and their
+    first step fails.
+    """
 
     def work(me):
         out = []
@@ -242,8 +254,10 @@ def test_optimizers_that_need_matrices(run_ranks):
             )
 
 
-def test_a_parameter_that_the_model_has_not(run_ranks):
-    """A criterion that learns, say. DeepSpeed itself refuses it at stages 1 and 2."""
+def test_zero_refusal_of_foreign_parameter(run_ranks):
+    """A parameter that the model does not have is refused. A criterion that learns, say. DeepSpeed
+    itself refuses it at stages 1 and 2.
+    """
 
     def work(me):
         zero.engine(zero.settings("zero3"))  # DeepSpeed is initialised with it
@@ -259,7 +273,8 @@ def test_a_parameter_that_the_model_has_not(run_ranks):
         assert "put it into the module that deepspeed.initialize gets" in text
 
 
-def test_gradient_channels_that_split_a_partition():
+def test_zero_refusal_of_split_partition():
+    """Gradient channels that split a partition are refused."""
     demo = preset("demo").channels[0]
     import dataclasses
 
@@ -302,9 +317,9 @@ def test_gradient_channels_that_split_a_partition():
 @pytest.mark.parametrize(
     "name", ["ISLAND_COUNT", "ISLAND_RANK", "ISLAND_RUN", "ISLAND_NAME", "ISLAND_ENDPOINT"]
 )
-def test_ranks_that_lack_a_variable_stop_all_ranks(run_ranks, name):
-    """As in a hostfile launch: rank 1's node has not got it. Nobody waits, and nobody trains as a
-    single replica.
+def test_zero_refusal_of_unset_variable(run_ranks, name):
+    """A rank that lacks a variable stops all ranks. As in a hostfile launch: rank 1's node has not
+    got it. Nobody waits, and nobody trains as a single replica.
     """
 
     def work(me):
@@ -323,7 +338,9 @@ def test_ranks_that_lack_a_variable_stop_all_ranks(run_ranks, name):
         )
 
 
-def test_ranks_that_lack_variables_stop_attach(run_ranks):
+def test_zero_refusal_of_unset_variables_at_attach(run_ranks):
+    """Ranks that lack variables are refused at attach."""
+
     def work(me):
         for variable in [v for v in os.environ if v.startswith("ISLAND_") and me.proc]:
             del os.environ[variable]
@@ -339,7 +356,9 @@ def test_ranks_that_lack_variables_stop_attach(run_ranks):
         )
 
 
-def test_ranks_are_named_in_spans(run_ranks):
+def test_zero_refusal_names_spans_of_ranks(run_ranks):
+    """The error names ranks in spans."""
+
     def work(me):
         return said(
             lambda: compare_environment(
@@ -351,7 +370,9 @@ def test_ranks_are_named_in_spans(run_ranks):
         assert "ISLAND_RUN: a long name é on ranks 0, 2-3; b on ranks 1, 4. All need" in text
 
 
-def test_a_world_over_several_nodes_that_says_nothing(run_ranks):
+def test_zero_refusal_of_unsaid_nodes(run_ranks):
+    """A world over several nodes that does not say what its islands are is refused."""
+
     def work(me):
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         made = zero.engine(zero.settings("zero1"), zero.sgd)

@@ -162,7 +162,8 @@ def check(out: list[dict[str, Any]], root: Path, procs: int = 2, whole: bool = T
 
 
 @pytest.mark.parametrize("stage, preset", CASES)
-def test_resumes_bit_for_bit(run_ranks, tmp_path, stage, preset) -> None:
+def test_zero_resume_bit_for_bit(run_ranks, tmp_path, stage, preset) -> None:
+    """Engines at every stage resume bit for bit."""
     out = run_ranks(through, args=(tmp_path, zero.settings(stage), preset, {}))
     check(out, tmp_path)
     assert all(o["flying"] for o in out) == (preset == "streaming_diloco")
@@ -183,7 +184,8 @@ WRAPPERS = {
         for w in WRAPPERS
     ],
 )
-def test_low_precision_resumes(run_ranks, tmp_path, wrapper) -> None:
+def test_zero_resume_low_precision(run_ranks, tmp_path, wrapper) -> None:
+    """Engines in low precision resume bit for bit."""
     stage, options = WRAPPERS[wrapper]
     out = run_ranks(through, args=(tmp_path, zero.settings(stage, **options), "diloco", {}))
     # "is not a zero checkpoint", says deepspeed 0.19.8 of its own file
@@ -199,8 +201,10 @@ def in_mesh(me: Any, root: Path, config: dict[str, Any], preset: str) -> Any:
 @pytest.mark.parametrize(
     "stage, preset", [("zero3", "diloco"), pytest.param("zero1", "demo", marks=pytest.mark.slow)]
 )
-def test_a_mesh_resumes(run_ranks, tmp_path, stage, preset) -> None:
-    """One world: DeepSpeed's rank 0 writes `latest` and the scripts for itself only."""
+def test_zero_resume_mesh(run_ranks, tmp_path, stage, preset) -> None:
+    """A mesh resumes. One world: DeepSpeed's rank 0 writes `latest` and the scripts for itself
+    only.
+    """
     check(
         run_ranks(in_mesh, islands=1, procs=4, args=(tmp_path, zero.settings(stage), preset)),
         tmp_path,
@@ -244,7 +248,8 @@ def load(
     return loaded | {"end": copied(exchange.host.tensors("parameter"))}
 
 
-def test_processes_resume(run_ranks, tmp_path) -> None:
+def test_zero_resume_in_new_processes(run_ranks, tmp_path) -> None:
+    """New processes resume, with messages in flight."""
     args = (tmp_path, zero.settings("zero3-parts", clip=1.0), "streaming_diloco", {})
     for a, b in zip(run_ranks(save, args=args), run_ranks(load, args=args), strict=True):
         b.pop("end")
@@ -254,9 +259,9 @@ def test_processes_resume(run_ranks, tmp_path) -> None:
 @pytest.mark.parametrize(
     "stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero3")), "zero3-parts"]
 )
-def test_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
-    """One that is left goes on from its own folder; one that is added takes over from the
-    others.
+def test_zero_resume_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
+    """The number of replicas may change at a resume. One that is left goes on from its own folder;
+    one that is added takes over from the others.
     """
     args = (tmp_path, zero.settings(stage), "diloco", {})
     saved = run_ranks(save, args=args)
@@ -278,9 +283,9 @@ def test_more_and_fewer_replicas(run_ranks, tmp_path, stage) -> None:
 @pytest.mark.parametrize(
     "preset", [pytest.param("demo", marks=pytest.mark.slow), "streaming_diloco"]
 )
-def test_a_lost_folder(run_ranks, tmp_path, preset) -> None:
-    """It takes over from the other replica, also where it sees that one's folder; that one goes on
-    from its own.
+def test_zero_resume_lost_folder(run_ranks, tmp_path, preset) -> None:
+    """A replica whose folder is lost takes over from the other, also where it sees that one's
+    folder; the other goes on from its own.
     """
     args = (tmp_path, zero.settings("zero2"), preset, {})
     saved = run_ranks(save, args=args)
@@ -296,7 +301,7 @@ def test_a_lost_folder(run_ranks, tmp_path, preset) -> None:
     assert f"island1 holds no whole checkpoint: took over step {N} from island0" in out[2].log
 
 
-def test_what_is_not_whole(run_ranks, tmp_path) -> None:
+def test_zero_resume_torn_save(run_ranks, tmp_path) -> None:
     """A save that one replica did not end is not resumed by any; alone, it is an error that says
     so.
     """
@@ -340,9 +345,9 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError("the disk is full")
 
 
-def test_a_save_over_another_fails(run_ranks, tmp_path) -> None:
-    """All ranks of the replica hear of it, what is left of the older one does not count as whole;
-    the third failure in a row ends it.
+def test_zero_save_over_another_fails(run_ranks, tmp_path) -> None:
+    """A save over another one fails. All ranks of the replica hear of it, what is left of the older
+    one does not count as whole; the third failure in a row ends it.
     """
     config = zero.settings("zero1")
     out = run_ranks(save_and_fail, args=(tmp_path, config), check=False)
@@ -371,7 +376,8 @@ def poisoned(me: Any, root: Path, config: dict[str, Any], where: str) -> list[An
 
 
 @pytest.mark.parametrize("where", ["parameter", "state:exp_avg"])
-def test_no_checkpoint_of_a_nan(run_ranks, tmp_path, where) -> None:
+def test_zero_save_nan_refused(run_ranks, tmp_path, where) -> None:
+    """An engine with NaN makes no checkpoint."""
     assert (
         run_ranks(poisoned, args=(tmp_path, zero.settings("zero1"), where))
         == [[True, True]] * 2 + [[False, False]] * 2
@@ -391,12 +397,14 @@ def usurped(me: Any, root: Path, config: dict[str, Any]) -> bool:
     return (root / f"island{me.island}" / "two").exists()
 
 
-def test_a_process_of_an_earlier_life_writes_nothing(run_ranks, tmp_path) -> None:
+def test_zero_save_earlier_life_writes_nothing(run_ranks, tmp_path) -> None:
+    """A process of an earlier life writes nothing."""
     assert run_ranks(usurped, args=(tmp_path, zero.settings("zero1"))) == [False] * 4
     assert (tmp_path / "island0" / "latest").read_text() == "one"
 
 
-def test_a_flipped_bit_is_found(run_ranks, tmp_path) -> None:
+def test_zero_resume_flipped_bit_found(run_ranks, tmp_path) -> None:
+    """A flipped bit in a checkpoint is found at the resume."""
     args = (tmp_path, zero.settings("zero2"), "demo", {})
     run_ranks(save, args=args)
     (file,) = (tmp_path / "island1" / f"global_step{N}").glob("zero_pp_rank_1_*optim_states.pt")
@@ -430,7 +438,8 @@ def refused(run_ranks: Any, *args: Any, **keywords: Any) -> str:
     return errors.pop()
 
 
-def test_what_belongs_to_another_run(run_ranks, tmp_path) -> None:
+def test_zero_resume_other_run_refused(run_ranks, tmp_path) -> None:
+    """A checkpoint of another preset, model or stage is refused."""
     config = zero.settings("zero2")
     run_ranks(save, args=(tmp_path, config, "diloco", {}))
     text = refused(run_ranks, tmp_path, config, "desloc", {})
@@ -459,8 +468,10 @@ def anew(
 
 @pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
-def test_weights_alone(run_ranks, tmp_path, stage, options) -> None:
-    """The channels start anew: anchors at the weights of one replica, which all have."""
+def test_zero_resume_weights_alone(run_ranks, tmp_path, stage, options) -> None:
+    """A resume may load the weights alone. The channels start anew: anchors at the weights of one
+    replica, which all have.
+    """
     config = zero.settings(stage)
     run_ranks(save, args=(tmp_path, config, "streaming_diloco", {}))
     (tmp_path / "empty").mkdir()
@@ -491,7 +502,8 @@ def weights(me: Any, root: Path, config: dict[str, Any]) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_another_number_of_ranks_loads_weights(run_ranks, tmp_path, stage) -> None:
+def test_zero_resume_other_number_of_ranks(run_ranks, tmp_path, stage) -> None:
+    """Another number of ranks loads the weights alone."""
     config = zero.settings(stage)
     run_ranks(save, args=(tmp_path, config, "diloco", {}))
     out = run_ranks(weights, procs=1, group=True, args=(tmp_path, config), check=False)
@@ -521,7 +533,8 @@ def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {"path": path, "differences": differences(wanted, got)}
 
 
-def test_a_plain_checkpoint(run_ranks, tmp_path) -> None:
+def test_zero_resume_plain_checkpoint(run_ranks, tmp_path) -> None:
+    """A checkpoint without the state of an exchange is loaded, and the channels start anew."""
     out = run_ranks(plain, args=(tmp_path, zero.settings("zero1")), check=False)
     assert all(o.error is None and o.value["differences"] == [] for o in out), [
         o.error for o in out
@@ -544,7 +557,8 @@ def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> N
         exchange.detach()
 
 
-def test_replicas_that_do_not_see_it(run_ranks, tmp_path) -> None:
+def test_zero_resume_unseen_checkpoint_refused(run_ranks, tmp_path) -> None:
+    """A checkpoint that not all replicas see is refused."""
     config = zero.settings("zero1")
     run_ranks(save, args=(tmp_path / "here", config, "diloco", {}))
     (tmp_path / "there").mkdir()
@@ -572,7 +586,7 @@ def clipped(me: Any, root: Path, config: dict[str, Any], preset: str) -> list[fl
     return [before, during, after]
 
 
-def test_clipping_stays_with_the_exchange(run_ranks, tmp_path) -> None:
+def test_zero_resume_clipping_of_exchange(run_ranks, tmp_path) -> None:
     """The exchange clips the mean gradient, the engine does not; a checkpoint that is loaded
     without the exchange clips.
     """
@@ -585,8 +599,8 @@ def test_clipping_stays_with_the_exchange(run_ranks, tmp_path) -> None:
     assert torch.load(file, weights_only=False)["optimizer_state_dict"]["clip_grad"] == 0.5
 
 
-def test_inspect_and_anchors(run_ranks, tmp_path) -> None:
-    """What `fsdp-demo inspect` says of DeepSpeed's folders, and the outer parameters in them."""
+def test_zero_inspect_and_outer_parameters(run_ranks, tmp_path) -> None:
+    """`fsdp-demo inspect` reads DeepSpeed's folders, and the outer parameters in them."""
     # at step N the parameters are the anchor
     run_ranks(save, args=(tmp_path, zero.settings("zero2"), "diloco", {"period": N}))
     found = inspect(tmp_path)
@@ -653,7 +667,8 @@ def apart(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_separate_folders_for_the_trainer(run_ranks, tmp_path) -> None:
+def test_zero_save_folders_of_trainer_replicas(run_ranks, tmp_path) -> None:
+    """Each replica under the Trainer saves into a folder of its own."""
     out = run_ranks(apart, islands=1, procs=4, args=(tmp_path, zero.settings("zero2")))
     for rank, o in enumerate(out):
         own = tmp_path / "replica1" if rank > 1 else tmp_path

@@ -23,7 +23,8 @@ from ..support import zero
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (4, 3, 2), (11,), (1, 6), (6, 1), ()])
-def test_pieces_cover_every_stretch_once_and_keep_whole_rows(shape):
+def test_zero_shards_pieces_cover_stretches(shape):
+    """The pieces cover every stretch once and keep whole rows."""
     total = math.prod(shape)
     row = math.prod(shape[1:])
     for start in range(total + 1):
@@ -54,9 +55,9 @@ LAYOUTS |= {"zero2-aligned": {"parameter_alignment": True, "round_robin_gradient
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout, bf16):
-    """In one island of 3 ranks: nothing is even. Every rank names every parameter; a write through
-    a shard is seen by the model.
+def test_zero_shards_make_up_parameters(run_ranks, layout, bf16):
+    """The shards of an island make up every parameter once. In one island of 3 ranks: nothing is
+    even. Every rank names every parameter; a write through a shard is seen by the model.
     """
 
     def run(me):
@@ -119,8 +120,10 @@ def test_the_shards_of_an_island_make_up_every_parameter_once(run_ranks, layout,
 
 
 @pytest.mark.parametrize("preset", ["demo", "decoupled_momentum"])
-def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(run_ranks, preset):
-    """10 exchanges in fp32 of a model whose every dim 0 is even, on real data: bit for bit."""
+def test_zero_shards_zero3_equals_fsdp2(run_ranks, preset):
+    """ZeRO-3 and FSDP2 send the same bytes and end with the same parameters. 10 exchanges in fp32
+    of a model whose every dim 0 is even, on real data: bit for bit.
+    """
     periods = {} if preset == "demo" else {"period": 2, "transform": True}
     optimizer = zero.sgd if preset == "demo" else zero.adamw
     steps = range(10 * periods.get("period", 1))
@@ -168,9 +171,9 @@ def test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters(ru
         assert all(torch.equal(ours[2][n], theirs[2][n]) for n in theirs[2])
 
 
-def test_what_stays_gathered_is_sent_once(run_ranks):
-    """All tensors persistent, so that every rank holds all of them: an island sends as much as with
-    none persistent, a whole copy once.
+def test_zero_shards_persistent_sent_once(run_ranks):
+    """Parameters that stay gathered are sent once. All tensors persistent, so that every rank holds
+    all of them: an island sends as much as with none persistent, a whole copy once.
     """
 
     def run(me):
@@ -201,7 +204,9 @@ def test_what_stays_gathered_is_sent_once(run_ranks):
 
 
 @pytest.mark.parametrize("stage", zero.STAGES)
-def test_islands_start_from_the_masters_frozen_parameters_and_buffers_of_island_0(run_ranks, stage):
+def test_zero_shards_start_of_island_0(run_ranks, stage):
+    """All islands start from the masters, frozen parameters and buffers of island 0."""
+
     def run(me):
         torch.manual_seed(me.island)
         model = zero.Model()
@@ -252,10 +257,11 @@ SKIPS += [("demo", "zero2"), ("demo", "zero3-parts"), ("diloco", "zero1"), ("dil
 
 
 @pytest.mark.parametrize("preset, stage", SKIPS)
-def test_a_replica_that_skips_a_step_joins_with_nothing_to_say(run_ranks, preset, stage):
-    """A NaN on one rank of island 1 in step 2: DeepSpeed skips there alone. Steps, exchanges, rates
-    and replicas stay together; under `full` what is applied in that step is the other replica's
-    gradient."""
+def test_zero_skip_by_one_replica(run_ranks, preset, stage):
+    """A replica that skips a step joins the exchange with an empty contribution. A NaN on one rank
+    of island 1 in step 2: DeepSpeed skips there alone. Steps, exchanges, rates and replicas stay
+    together; under `full` what is applied in that step is the other replica's gradient.
+    """
     period = {} if preset != "diloco" else {"period": 3}
 
     def run(me, poisoned):
@@ -307,9 +313,9 @@ def test_a_replica_that_skips_a_step_joins_with_nothing_to_say(run_ranks, preset
         ("zero3", "full"),
     ],
 )
-def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(
-    run_ranks, stage, preset
-):
+def test_zero_skip_by_loop_equals_engine(run_ranks, stage, preset):
+    """A step that the loop skips and one that the engine skips are the same."""
+
     def run(me, by_loop):
         made = zero.engine(
             zero.settings(stage, accumulate=2), zero.sgd if preset == "demo" else zero.adamw
@@ -337,9 +343,9 @@ def test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same(
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_attaching_changes_no_step(run_ranks, dampening):
-    """SGD whose first step is not like later ones: making its state early must not make the first
-    step a later one.
+def test_zero_attach_changes_no_step(run_ranks, dampening):
+    """Attaching changes no step. SGD whose first step is not like later ones: making its state
+    early must not make the first step a later one.
     """
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -367,9 +373,9 @@ def test_attaching_changes_no_step(run_ranks, dampening):
     "preset, changes",
     [("diloco", {"period": 4}), ("streaming_diloco", {"period": 6, "delay": 2, "layers": 1})],
 )
-def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(
-    run_ranks, stage, preset, changes
-):
+def test_zero_outer_parameters_and_finish(run_ranks, stage, preset, changes):
+    """`outer_parameters` are shown and taken back, and the end is common."""
+
     def run(me):
         made = zero.engine(zero.settings(stage, bf16=True))
         exchange = deepspeed_ext.attach(made, preset, **changes)
@@ -397,7 +403,9 @@ def test_outer_parameters_are_shown_and_taken_back_and_the_end_is_common(
         assert equal and torch.equal(end, results[0][3])
 
 
-def test_steps_are_counted_by_the_engine_and_a_second_attach_is_refused(run_ranks):
+def test_zero_step_count_and_second_attach(run_ranks):
+    """The engine counts the steps, and a second attach is refused."""
+
     def run(me):
         made = zero.engine(zero.settings("zero2", accumulate=3, clip=0.5))
         zero.train(made, range(2), me.rank, accumulate=3)
@@ -438,8 +446,10 @@ REST = [
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
 @pytest.mark.parametrize("preset", REST)
-def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ranks, preset, stage):
-    """Those that `test_zero_oracle.py` does not follow step by step."""
+def test_zero_shards_preset_bytes_planned(run_ranks, preset, stage):
+    """Every preset counts the bytes it planned and ends with one model. Those that
+    `test_zero_oracle.py` does not follow step by step.
+    """
 
     def run(me):
         config = fsdp_demo.preset(preset)
@@ -468,7 +478,9 @@ def test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model(run_ra
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
-def test_after_the_end_one_attaches_again_and_the_old_exchange_touches_nothing(run_ranks, stage):
+def test_zero_attach_again_after_finish(run_ranks, stage):
+    """After `finish` the engine may be attached again, and the old exchange changes nothing."""
+
     def run(me):
         made = zero.engine(zero.settings(stage, clip=0.7))
         first = deepspeed_ext.attach(made, "diloco", period=2)

@@ -73,7 +73,8 @@ CASES = [
 
 @pytest.mark.parametrize("stage, preset", CASES)
 @pytest.mark.parametrize("lost", [0, 1])
-def test_both_end_equal(run_ranks, tmp_path, stage, preset, lost) -> None:
+def test_zero_take_over_ends_equal(run_ranks, tmp_path, stage, preset, lost) -> None:
+    """A replica that lost its folder takes over, and both end equal."""
     config = zero.settings(stage)
     saved = run_ranks(save, args=(tmp_path, config, preset))
     shutil.rmtree(tmp_path / f"disk{lost}")
@@ -106,7 +107,8 @@ def test_both_end_equal(run_ranks, tmp_path, stage, preset, lost) -> None:
     assert "begin anew here" in log
 
 
-def test_weights_alone_are_not_taken_over(run_ranks, tmp_path) -> None:
+def test_zero_take_over_weights_alone_refused(run_ranks, tmp_path) -> None:
+    """Weights alone are not taken over."""
     config = zero.settings("zero1")
     run_ranks(save, args=(tmp_path, config, "demo"))
     shutil.rmtree(tmp_path / "disk1")
@@ -149,14 +151,17 @@ def unlike(me: Any, root: Path, config: dict[str, Any]) -> list[Any]:
     return [loaded, copied(exchange.host.tensors("parameter"))]
 
 
-def test_the_furthest_is_taken_over_by_all(run_ranks, tmp_path) -> None:
+def test_zero_take_over_from_furthest(run_ranks, tmp_path) -> None:
+    """All replicas take over from the furthest."""
     out = run_ranks(unlike, islands=3, procs=1, group=True, args=(tmp_path, zero.settings("zero1")))
     assert all(
         o[0] == out[1][0] and o[0][0] == 5 and differences(o[1], out[0][1]) == [] for o in out
     )
 
 
-def test_an_engine_goes_to_the_place() -> None:
+def test_zero_take_over_engine_forwarded() -> None:
+    """The counters and the scheduler of an engine are forwarded to the step of the donor."""
+
     class Engine:
         global_steps, global_samples, lr_scheduler = 2, 8, None
 
@@ -176,7 +181,8 @@ def test_an_engine_goes_to_the_place() -> None:
 # ---- the recipe and the Trainer ----------------------------------------------------------------
 
 
-def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
+def test_zero_take_over_recipe(run_ranks, monkeypatch) -> None:
+    """The recipe goes on after a take-over."""
     recipes = Path(__file__).parents[2] / "recipes"
     monkeypatch.syspath_prepend(str(recipes))
     import pretrain_deepspeed
@@ -223,7 +229,8 @@ def test_the_recipe_goes_on(run_ranks, monkeypatch) -> None:
     "stage, preset, changes",
     [("zero1", "full", {}), ("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})],
 )
-def test_the_trainer_takes_over(run_ranks, stage, preset, changes) -> None:
+def test_zero_take_over_trainer(run_ranks, stage, preset, changes) -> None:
+    """The Trainer takes over from the other replica."""
     pytest.importorskip("transformers")
     pytest.importorskip("datasets")
     import transformers.integrations.deepspeed  # noqa: F401

@@ -83,7 +83,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("stage, preset, changes", CASES)
-def test_islands_train_one_model(run_ranks, stage, preset, changes):
+def test_zero_trainer_islands_train_one_model(run_ranks, stage, preset, changes):
+    """Islands of 2 x 2 ranks under the Trainer train one model at every stage."""
+
     def work(rank):
         trained = run(
             rank, stage, preset, changes, {}, gradient_accumulation_steps=2, logging_steps=1
@@ -148,9 +150,9 @@ class Poison(TrainerCallback):
 @pytest.mark.parametrize(
     "stage, preset, changes", [("zero1", "demo", {}), ("zero3", "diloco", {"period": 2})]
 )
-def test_an_island_skips_a_step_alone(run_ranks, stage, preset, changes):
-    """NaN on one rank of island 1: that island sits the step out, joins the exchange, and keeps its
-    schedule.
+def test_zero_trainer_nan_step_skipped(run_ranks, stage, preset, changes):
+    """An island skips a step alone. NaN on one rank of island 1: that island sits the step out,
+    joins the exchange, and keeps its schedule.
     """
 
     def work(rank):
@@ -180,7 +182,9 @@ def test_an_island_skips_a_step_alone(run_ranks, stage, preset, changes):
     assert len(set(out[0][2])) == 8  # the rate falls with every step
 
 
-def test_one_island_alone_runs_as_without_the_line(run_ranks):
+def test_zero_trainer_alone_is_plain_training(run_ranks):
+    """One island alone trains as without the callback."""
+
     def work(rank):
         out = []
         for where, line in (("plain", {}), ("line", extra("diloco", period=2))):
@@ -193,7 +197,9 @@ def test_one_island_alone_runs_as_without_the_line(run_ranks):
         assert torch.equal(plain[0], line[0]) and plain[1] == line[1] and line[2].endswith("/line")
 
 
-def test_what_cannot_work_is_refused_at_the_trainer(run_ranks):
+def test_zero_trainer_refusals(run_ranks):
+    """Settings that cannot work are refused when the Trainer begins."""
+
     def work(rank):
         said = []
         cases = {
@@ -245,7 +251,9 @@ def test_what_cannot_work_is_refused_at_the_trainer(run_ranks):
         )
 
 
-def test_ranks_without_island_variables_stop_the_trainer_of_all(run_ranks):
+def test_zero_trainer_unset_variables_refused(run_ranks):
+    """Ranks without the variables of an island stop the Trainer on all ranks."""
+
     def work(rank):
         if rank.proc == 1:
             for name in [n for n in os.environ if n.startswith("ISLAND_")]:
@@ -259,8 +267,9 @@ def test_ranks_without_island_variables_stop_the_trainer_of_all(run_ranks):
     run_ranks(work, islands=2, procs=2, timeout=60)
 
 
-def test_zero3_weights_that_are_cut_while_they_load(run_ranks, tmp_path):
-    """`from_pretrained` cuts parameters before there is an optimizer, whose groups go by the whole
+def test_zero_trainer_zero3_from_pretrained(run_ranks, tmp_path):
+    """A model whose weights ZeRO-3 cuts while they load trains as one that is cut later.
+    `from_pretrained` cuts parameters before there is an optimizer, whose groups go by the whole
     tensors' dims: the same numbers.
     """
     made = script.model

@@ -68,7 +68,9 @@ def in_mesh(rank, where, stage, preset, changes, callbacks=(), **more):
     "stage, preset, changes",
     [("zero1", "diloco", {"period": 2}), ("zero2", "demo", {}), ("zero3", "demo", {})],
 )
-def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, stage, preset, changes):
+def test_zero_trainer_mesh_sends_payloads_only(run_ranks, stage, preset, changes):
+    """Two steps send nothing but payloads between nodes."""
+
     def run(rank):
         records, handler = [], logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
@@ -118,8 +120,10 @@ def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, stage, pre
 @pytest.mark.parametrize(
     "stage, preset, changes", [("zero3", "demo", {}), ("zero1", "desloc", {"period": 3})]
 )
-def test_a_mesh_resumes_bit_for_bit(run_ranks, stage, preset, changes):
-    """Each replica saves its own: replica 0 where the Trainer looks, replica 1 below replica1."""
+def test_zero_trainer_mesh_resume_bit_for_bit(run_ranks, stage, preset, changes):
+    """A mesh resumes bit for bit. Each replica saves its own: replica 0 where the Trainer looks,
+    replica 1 below replica1.
+    """
 
     def run(rank):
         out = []

@@ -30,7 +30,8 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_goes_on_bit_for_bit(run_ranks, name):
+def test_zero_trainer_resume_bit_for_bit(run_ranks, name):
+    """Every preset resumes bit for bit."""
     stage, preset, changes, trainer = RESUMED[name]
 
     def work(rank):
@@ -77,7 +78,7 @@ class Term(TrainerCallback):
     "stage, preset, changes", [("zero2", "demo", {}), ("zero3", "diloco", {"period": 3})]
 )
 @pytest.mark.slow
-def test_sigterm_stops_all_and_resume_goes_on(run_ranks, stage, preset, changes):
+def test_zero_trainer_sigterm_saves_and_resumes(run_ranks, stage, preset, changes):
     """All islands are told to end: they stop after their steps, and what not all have sent is sent
     at the resume.
     """
@@ -113,7 +114,8 @@ def test_sigterm_stops_all_and_resume_goes_on(run_ranks, stage, preset, changes)
         assert cut[0] == 75 and (cut[1] == 5 if preset == "demo" else 5 <= cut[1] < 8), cut[:2]
 
 
-def test_the_best_model_is_chosen_and_loaded(run_ranks):
+def test_zero_trainer_best_model(run_ranks):
+    """The best model is chosen and loaded."""
     best = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "loss",
@@ -148,7 +150,7 @@ def test_the_best_model_is_chosen_and_loaded(run_ranks):
 
 
 @pytest.mark.parametrize("stage, preset", [("zero2", "demo"), ("zero3", "diloco")])
-def test_the_recipe_trains_saves_and_resumes(run_ranks, monkeypatch, stage, preset):
+def test_zero_trainer_recipe_saves_and_resumes(run_ranks, monkeypatch, stage, preset):
     """recipes/pretrain_trainer.py --deepspeed recipes/deepspeed/zero<n>.json, as it is launched."""
     recipes = Path(__file__).parents[2] / "recipes"
     monkeypatch.syspath_prepend(str(recipes))

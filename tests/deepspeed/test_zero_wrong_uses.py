@@ -14,7 +14,9 @@ from ..support import zero
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts", "wrapper"])
-def test_steps_that_would_be_lost_and_switched_parameters(run_ranks: Any, stage: str) -> None:
+def test_zero_lost_steps_and_switched_parameters(run_ranks: Any, stage: str) -> None:
+    """Steps inside `outer_parameters` and a switched `requires_grad` are refused."""
+
     def run(me: Any) -> None:
         for preset, changes in (("diloco", {"period": 2}), ("demo", {"inner_optimizers": "as_is"})):
             made = zero.engine(zero.settings(stage))
@@ -44,8 +46,8 @@ def test_steps_that_would_be_lost_and_switched_parameters(run_ranks: Any, stage:
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3-parts"])
-def test_masters_that_were_changed_since_attach(run_ranks: Any, stage: str) -> None:
-    """On one rank of an island: all of them refuse."""
+def test_zero_masters_changed_since_attach_refused(run_ranks: Any, stage: str) -> None:
+    """Masters that were changed since attach on one rank of an island are refused by all ranks."""
 
     def run(me: Any) -> None:
         made = zero.engine(zero.settings(stage))
@@ -60,9 +62,9 @@ def test_masters_that_were_changed_since_attach(run_ranks: Any, stage: str) -> N
     run_ranks(run, timeout=120)
 
 
-def test_a_checkpoint_of_other_weights_is_loaded_after_attach(
-    run_ranks: Any, tmp_path: Any
-) -> None:
+def test_zero_load_other_weights_after_attach(run_ranks: Any, tmp_path: Any) -> None:
+    """A checkpoint of other weights may be loaded after attach."""
+
     def run(me: Any) -> None:
         torch.manual_seed(99)
         first = zero.engine(zero.settings("zero2"), model=zero.Model())
@@ -81,7 +83,9 @@ def test_a_checkpoint_of_other_weights_is_loaded_after_attach(
     run_ranks(run, timeout=120)
 
 
-def test_engines_that_differ_and_parameters_that_nobody_steps(run_ranks: Any) -> None:
+def test_zero_unlike_engines_and_unstepped_parameters(run_ranks: Any) -> None:
+    """Engines that differ are refused, and the log names parameters that no optimizer steps."""
+
     def run(me: Any) -> None:
         said = zero.warnings()
         torch.manual_seed(7)
@@ -110,8 +114,10 @@ def test_engines_that_differ_and_parameters_that_nobody_steps(run_ranks: Any) ->
     run_ranks(run, 2, 1, group=True, timeout=120)
 
 
-def test_a_checkpoint_that_was_loaded_before_attach(run_ranks: Any, tmp_path: Any) -> None:
-    """Its anchors and momenta are lost: said where it is no plain start."""
+def test_zero_load_before_attach_warned(run_ranks: Any, tmp_path: Any) -> None:
+    """A warning says that a checkpoint was loaded before attach. Its anchors and momenta are lost:
+    said where it is no plain start.
+    """
 
     def run(me: Any) -> list[list[str]]:
         said = zero.warnings()
@@ -140,7 +146,9 @@ def test_a_checkpoint_that_was_loaded_before_attach(run_ranks: Any, tmp_path: An
         assert "call engine.load_checkpoint(DIR) after attach" in early[0]
 
 
-def test_rows_that_deepspeed_deals_to_one_island(run_ranks: Any) -> None:
+def test_zero_training_data_of_one_island_warned(run_ranks: Any) -> None:
+    """A warning says that DeepSpeed deals `training_data` inside one island only."""
+
     def run(me: Any) -> list[list[str]]:
         said, heard = zero.warnings(), []
         rows = [zero.batch(0, row) for row in range(16)]
@@ -159,8 +167,10 @@ def test_rows_that_deepspeed_deals_to_one_island(run_ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_models_of_all_islands_in_one_directory(run_ranks: Any, tmp_path: Any, stage: str) -> None:
-    """Each island has its own file, with what it trained, or with what is shown."""
+def test_zero_save_16bit_model_per_island(run_ranks: Any, tmp_path: Any, stage: str) -> None:
+    """Islands may save their models into one directory. Each island has its own file, with what it
+    trained, or with what is shown.
+    """
 
     def run(me: Any) -> Any:
         settings = zero.settings(stage)
@@ -185,10 +195,10 @@ def test_models_of_all_islands_in_one_directory(run_ranks: Any, tmp_path: Any, s
     assert not torch.equal(*own)
 
 
-def test_a_loaded_checkpoint_does_not_say_how_gradients_are_clipped(
-    run_ranks: Any, tmp_path: Any
-) -> None:
-    """`full` clips the mean gradient, so the engine does not; DeepSpeed's load says it should."""
+def test_zero_load_keeps_clipping(run_ranks: Any, tmp_path: Any) -> None:
+    """A loaded checkpoint does not change how gradients are clipped. `full` clips the mean
+    gradient, so the engine does not; DeepSpeed's load says it should.
+    """
 
     def run(me: Any) -> list[float]:
         made = zero.engine(zero.settings("zero2", clip=0.5))
@@ -204,7 +214,9 @@ def test_a_loaded_checkpoint_does_not_say_how_gradients_are_clipped(
     assert run_ranks(run, 1, 1, group=True, timeout=120) == [[0.5, 0.0, 0.5]]
 
 
-def test_a_step_that_deepspeed_refuses_is_no_micro_batch(run_ranks: Any) -> None:
+def test_zero_refused_step_not_counted(run_ranks: Any) -> None:
+    """A step that DeepSpeed refuses counts as no micro-batch."""
+
     def run(me: Any) -> None:
         made = zero.engine(zero.settings("zero1", accumulate=2))
         exchange = deepspeed_ext.attach(made, "diloco", period=2)

@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from fsdp_demo.elastic import connect, descriptors  # noqa: E402
+from fsdp_demo.elastic import descriptors  # noqa: E402
 from fsdp_demo.elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers  # noqa: E402
+from fsdp_demo.elastic.join_server import num_connections  # noqa: E402
 from fsdp_demo.errors import PeerLost  # noqa: E402
+from fsdp_demo.net.tcp import raise_to  # noqa: E402
 from fsdp_demo.peers.poller import Poller  # noqa: E402
 from fsdp_demo.peers.zeromq import Meeting  # noqa: E402
 
@@ -62,7 +64,7 @@ def test_open_files_more_sockets_than_libzmq_allows(run_ranks) -> None:
     """
 
     def run(me: Any) -> None:
-        if descriptors.raise_to(2048) < 2048:
+        if raise_to(2048) < 2048:
             return  # this machine does not let us try
         poller = Poller()
         try:
@@ -78,5 +80,5 @@ def test_newcomer_of_many_has_fewer_connections() -> None:
     many to each other.
     """
     few, many = ({n: [None] * 8 for n in range(count)} for count in (2, 20))
-    assert connect._connections_to_guest(few) == 8  # type: ignore[arg-type]
-    assert connect._connections_to_guest(many) == 1  # type: ignore[arg-type]
+    assert num_connections(few) == 8  # type: ignore[arg-type]
+    assert num_connections(many) == 1  # type: ignore[arg-type]

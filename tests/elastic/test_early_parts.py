@@ -130,7 +130,7 @@ def test_early_part_held_in_one_peer_group_does_not_count(run_ranks, gathered: b
 
         def deaf(line: Any) -> None:
             if line._driver.machine.rank == 1:
-                line._driver._early_pieces.offer = lambda: None
+                line._driver.early_pieces.offer = lambda: None
 
         of.run(leaves(gathered, deaf, 1.0))
         assert of.results[1, 0] is True and of.results[1, 1] is False

@@ -42,7 +42,7 @@ class Network(WorldStore):
 
     def set(self, key: str, value: str) -> None:
         where = (self.prefix + key).split("/")
-        if where[:2] == ["line", "line"] and where[-2] == "at":
+        if where[:2] == ["line", "peer_group"] and where[-2] == "at":
             note, own = json.loads(value), int(where[-1])
             for other, port in note["ports"].items():
                 if int(other) > own:

@@ -331,7 +331,7 @@ def test_newcomer_answer_may_be_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = packed(ReceivedMessage([Header(0, 3, kind=QUESTION)] * 2, said, [], slots=(0, 1)))
     line = object.__new__(PeerGroup)
     follow = SimpleNamespace(followed=lambda wanted: unpacked(sent, wanted))
-    monkeypatch.setattr(line, "_follow", follow, raising=False)
+    monkeypatch.setattr(line, "following", follow, raising=False)
     monkeypatch.setattr(line, "_set", lambda slots: None, raising=False)
     monkeypatch.setattr(line, "meter", SimpleNamespace(count=lambda *sizes: None), raising=False)
     line.header = lambda kind, step, flags=0: Header(0, step, kind=kind)  # type: ignore[method-assign]
@@ -351,7 +351,7 @@ def test_join_server_drops_an_unreadable_newcomer(note: bytes) -> None:
     )
     join_server = JoinServer.__new__(JoinServer)
     join_server.joining_island, join_server._looked, join_server._dead = joining_island, now, 10.0
-    assert join_server.look() == [] and join_server.joining_island is None
+    assert join_server.look() is None and join_server.joining_island is None
 
 
 def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
@@ -363,8 +363,8 @@ def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
     rank = entered(members[0], 0, 1, planned, window=9)
     for n in range(6):
         rank, _ = rank.step(protocol_events.Launched(n, "gather", question=n == 5))
-    signs = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
-    stopping = Stopping(signs, lambda: rank, threading.Condition())
+    detector = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
+    stopping = Stopping(SimpleNamespace(machine=rank, detector=detector))
     stopping.end()
     stopping.hear(["stops", 5, True, -1], members[2])
     assert not stopping.abandoned(5) and stopping.abandoned(6)
@@ -379,4 +379,6 @@ def test_join_server_reads_the_notes_of_a_newcomer() -> None:
         every=[], since=now, following=False, moved=False, wires=wires
     )
     join_server._looked, join_server._dead = now, 10.0
-    assert join_server.look() == [["follow", {"weight": "ab"}], ["ready"]]
+    assert join_server.look() is None  # it is not near before it has its snapshot
+    joining_island = join_server.joining_island
+    assert joining_island.asked and joining_island.brings == {"weight": "ab"}

@@ -14,10 +14,10 @@ from fsdp_demo.exchange import refusals
 
 
 @pytest.mark.parametrize("name", ["diloco", "demo"])
-def test_ranks_that_nobody_made_one_island_are_refused(
-    run_ranks: Callable[..., Any], name: str
-) -> None:
-    """The model is whole on both ranks, and was not given to DDP: each trains on its own rows."""
+def test_copies_without_ddp_refused(run_ranks: Callable[..., Any], name: str) -> None:
+    """Ranks that nobody synchronizes are refused. The model is whole on both ranks, and was not
+    given to DDP: each trains on its own rows.
+    """
 
     def run(me: Any) -> Any:
         torch.manual_seed(0)
@@ -43,9 +43,9 @@ def test_ranks_that_nobody_made_one_island_are_refused(
 
 
 @pytest.mark.parametrize("mesh", ["fsdp axis first", "shards down the columns"])
-def test_a_mesh_whose_copies_do_not_follow_each_other_is_refused(
-    run_ranks: Callable[..., Any], mesh: str
-) -> None:
+def test_copies_of_odd_mesh_refused(run_ranks: Callable[..., Any], mesh: str) -> None:
+    """A mesh whose copies of a shard do not follow each other is refused."""
+
     def run() -> str:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -65,7 +65,9 @@ def test_a_mesh_whose_copies_do_not_follow_each_other_is_refused(
     assert all("init_device_mesh" in says for says in run_ranks(run, 1, 4))
 
 
-def test_copies_that_train_as_one_go_on(run_ranks: Callable[..., Any]) -> None:
+def test_copies_under_ddp_accepted(run_ranks: Callable[..., Any]) -> None:
+    """Copies that DDP keeps equal are accepted."""
+
     def run(me: Any) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 8)
@@ -86,11 +88,10 @@ def test_copies_that_train_as_one_go_on(run_ranks: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["diloco", "demo"])
 @pytest.mark.parametrize("root", [True, False])
-def test_a_root_that_nobody_sharded_is_named(
-    run_ranks: Callable[..., Any], name: str, root: bool
-) -> None:
-    """Only one layer is sharded: the ranks hold the other whole, and train it on rows of their
-    own."""
+def test_copies_unsharded_root_warned(run_ranks: Callable[..., Any], name: str, root: bool) -> None:
+    """A warning names the root module that nobody sharded. Only one layer is sharded: the ranks
+    hold the other whole, and train it on rows of their own.
+    """
 
     def run(me: Any) -> list[str]:
         from torch.distributed.fsdp import fully_shard
@@ -124,7 +125,9 @@ def test_a_root_that_nobody_sharded_is_named(
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_fsdp1_is_refused_by_name(run_ranks: Callable[..., Any], flat: bool) -> None:
+def test_copies_fsdp1_refused(run_ranks: Callable[..., Any], flat: bool) -> None:
+    """A model under FSDP1 is refused, and the error names FSDP1."""
+
     def run() -> str:
         from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -69,9 +69,9 @@ def batch(t: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_full_is_large_batch_training(run_ranks, clip):
-    """2 x 2 processes with 4 rows each, FSDP2 inside: AdamW on the batch of 16 rows of one process,
-    the clip after the mean.
+def test_full_equals_large_batch(run_ranks, clip):
+    """The preset `full` is training on one large batch. 2 x 2 processes with 4 rows each, FSDP2
+    inside: AdamW on the batch of 16 rows of one process, the clip after the mean.
     """
 
     def run(me):
@@ -107,9 +107,9 @@ def test_full_is_large_batch_training(run_ranks, clip):
 
 @pytest.mark.parametrize("transformed", [True, False])
 @pytest.mark.parametrize("feedback", ["subtract", "none"])
-def test_everything_kept_is_a_dense_method(run_ranks, feedback, transformed):
-    """k = block, no sign, divisor R. subtract: nothing stays, plain SGD on the mean gradient; none:
-    dense momentum SGD.
+def test_sparse_all_kept_equals_dense(run_ranks, feedback, transformed):
+    """A sparse channel that keeps all coefficients is a dense method. k = block, no sign, divisor
+    R. subtract: nothing stays, plain SGD on the mean gradient; none: dense momentum SGD.
     """
     config = preset(
         "demo",
@@ -143,8 +143,10 @@ def test_everything_kept_is_a_dense_method(run_ranks, feedback, transformed):
     [preset("full"), preset("diloco", momentum_warmup=0, period=5, clip=None)],
     ids=lambda c: c.preset,
 )
-def test_element_wise_presets_do_not_depend_on_the_sharding(run_ranks, config):
-    """Bit-equal for one process, two with FSDP2 and two without, on every kind of parameter."""
+def test_sharding_elementwise_presets_equal(run_ranks, config):
+    """Element-wise presets do not depend on the sharding. Bit-equal for one process, two with FSDP2
+    and two without, on every kind of parameter.
+    """
 
     def run(me):
         return [
@@ -166,8 +168,10 @@ def test_element_wise_presets_do_not_depend_on_the_sharding(run_ranks, config):
     ],
     ids=["demo", "consensus", "released"],
 )
-def test_dct_presets_do_not_depend_on_shards_whose_edges_are_block_edges(run_ranks, config):
-    """128 x 128 in two shards of 64 x 128: the same bits as unsharded, with int8 values."""
+def test_sharding_dct_presets_block_edges(run_ranks, config):
+    """DCT presets do not depend on shards whose edges are edges of blocks. 128 x 128 in two shards
+    of 64 x 128: the same bits as unsharded, with int8 values.
+    """
     inner = sgd if config.preset == "demo" else adamw
 
     def run(me):
@@ -185,9 +189,9 @@ def mesh_of_islands(me, names=("dp_replicate", "dp_shard")):
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_one_world_with_a_mesh(run_ranks, name):
-    """Topology.from_mesh: four processes of one world, FSDP2 over the shard axis, the exchange over
-    the other.
+def test_topology_from_mesh_one_world(run_ranks, name):
+    """`Topology.from_mesh` makes the islands of one world. Topology.from_mesh: four processes of
+    one world, FSDP2 over the shard axis, the exchange over the other.
     """
     config = (
         preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
@@ -263,7 +267,8 @@ def test_hsdp_inside_one_island(run_ranks):
 
 @pytest.mark.parametrize("procs", [[1, 2], [2, 1]])
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "released"])
-def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
+def test_copies_differ_between_islands(run_ranks, procs, name):
+    """Islands with unlike numbers of copies of a shard exchange and stay equal."""
     config = {
         "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None),
         "full": preset("full"),
@@ -301,7 +306,9 @@ def test_islands_with_different_numbers_of_copies(run_ranks, procs, name):
         assert same(final, results[0][2])
 
 
-def test_scalar_parameters_are_exchanged(run_ranks):
+def test_scalar_parameters_exchanged(run_ranks):
+    """Parameters without a dimension are exchanged like others."""
+
     def run(me):
         scale = nn.Parameter(torch.tensor(1.0 + me.island))
         optimizer = sgd([scale])
@@ -314,7 +321,8 @@ def test_scalar_parameters_are_exchanged(run_ranks):
     assert run_ranks(run, procs=1) == pytest.approx([1 - 0.01 * 2] * 2)
 
 
-def test_no_island_is_one_replica_that_sends_nothing(run_ranks):
+def test_single_replica_sends_nothing(run_ranks):
+    """Without islands the run is one replica and sends nothing."""
     config = preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", clip=None)
 
     def run(me):
@@ -335,9 +343,9 @@ def test_no_island_is_one_replica_that_sends_nothing(run_ranks):
 # -- the momentum of the released rule -----------------------------------------------------------
 
 
-def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
-    """Rule released, mean over replicas, int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every
-    exchange, to rounding.
+def test_accumulator_sum_dense_recursion(run_ranks):
+    """The sum of the accumulators obeys the dense recursion. Rule released, mean over replicas,
+    int8: sum_r a_r = beta sum_r a_r + sum_r T(D_r) at every exchange, to rounding.
     """
     config = preset(
         "decoupled_momentum",
@@ -380,9 +388,9 @@ def test_the_sum_of_the_accumulators_obeys_the_dense_recursion(run_ranks):
 
 
 @pytest.mark.parametrize("kind", ["replicas", "senders"])
-def test_senders_inflate_the_sum_of_the_accumulators(run_ranks, kind):
-    """R = 3; row 0 is sent by one replica only, row 1 by two, row 2 by all: over senders their sum
-    grows R / |senders| times.
+def test_accumulator_mean_over_senders(run_ranks, kind):
+    """The mean over senders inflates the sum of the accumulators. R = 3; row 0 is sent by one
+    replica only, row 1 by two, row 2 by all: over senders their sum grows R / |senders| times.
     """
     config = preset(
         "decoupled_momentum",
@@ -464,9 +472,9 @@ def consistent(outs: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("islands", [2, 3])
-def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, islands):
-    """Sparse: one message a step. Dense: the header and two legs. Sizes by hand for four full
-    blocks, k = 32, int8.
+def test_meter_bytes_and_due_messages(run_ranks, islands):
+    """The meter counts to the byte, and messages leave when they are due. Sparse: one message a
+    step. Dense: the header and two legs. Sizes by hand for four full blocks, k = 32, int8.
     """
     sparse = preset("decoupled_momentum", transform=True, period=2)
 
@@ -506,9 +514,9 @@ def test_the_meter_counts_to_the_byte_and_messages_come_when_due(run_ranks, isla
     [preset("demo"), preset("full"), preset("diloco", momentum_warmup=0, period=1)],
     ids=lambda c: c.preset,
 )
-def test_an_island_sends_the_same_bytes_however_it_is_sharded(run_ranks, config):
-    """2 x 1, FSDP2 2 x 2 and unsharded 2 x 2, summed over the ranks of an island: equal up to
-    headers, checksums and presence bits.
+def test_bytes_independent_of_sharding(run_ranks, config):
+    """An island sends the same bytes however it is sharded. 2 x 1, FSDP2 2 x 2 and unsharded 2 x 2,
+    summed over the ranks of an island: equal up to headers, checksums and presence bits.
     """
 
     def run(me):
@@ -523,9 +531,10 @@ def test_an_island_sends_the_same_bytes_however_it_is_sharded(run_ranks, config)
         assert 0 <= total - one[0] <= 2 * (3 * 56 + 1 + 2 * 4)
 
 
-def test_an_unsharded_island_deals_out_the_blocks_of_one_process(run_ranks):
-    """All shapes of the probe, so edge blocks and dense elements too: equal up to a header,
-    presence bits and odd counts of indices.
+def test_bytes_unsharded_blocks_dealt(run_ranks):
+    """The copies of an unsharded island send together the blocks of one process. All shapes of the
+    probe, so edge blocks and dense elements too: equal up to a header, presence bits and odd counts
+    of indices.
     """
     config = preset("demo")
 
@@ -541,9 +550,9 @@ def test_an_unsharded_island_deals_out_the_blocks_of_one_process(run_ranks):
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_checkpoints_and_evaluation_never_tick(run_ranks, name):
-    """Fresh and used optimizers: get and set state_dict through torch.distributed.checkpoint,
-    forward passes; nothing moves.
+def test_step_count_checkpoint_and_evaluation(run_ranks, name):
+    """Checkpoints and evaluation take no step of the exchange. Fresh and used optimizers: get and
+    set state_dict through torch.distributed.checkpoint, forward passes; nothing moves.
     """
     inner = sgd if name == "demo" else adamw
 
@@ -585,7 +594,9 @@ def test_checkpoints_and_evaluation_never_tick(run_ranks, name):
     assert run_ranks(run) == [[(0, 0, 0.0), (2, messages, 0.0)]] * 4
 
 
-def test_optimizer_steps_while_paused_do_not_count(run_ranks):
+def test_pause_steps_not_counted(run_ranks):
+    """Steps of the optimizer inside `paused` do not count and send nothing."""
+
     def run(me):
         model = probe.Probe(0, ALIGNED)
         optimizer = sgd(model.parameters())
@@ -599,9 +610,9 @@ def test_optimizer_steps_while_paused_do_not_count(run_ranks):
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
-def test_a_skipped_step_leaves_the_replicas_together(run_ranks, name):
-    """Replica 1 drops steps 2 and 3: full takes the mean over the others; demo adds nothing to its
-    momentum; diloco stays where it is.
+def test_skip_leaves_replicas_equal(run_ranks, name):
+    """A skipped step leaves the replicas together. Replica 1 drops steps 2 and 3: full takes the
+    mean over the others; demo adds nothing to its momentum; diloco stays where it is.
     """
     diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
     config = {
@@ -643,8 +654,10 @@ def test_a_skipped_step_leaves_the_replicas_together(run_ranks, name):
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
-def test_weights_are_honoured(run_ranks, name):
-    """Island 0 saw one token for each three of island 1; two processes of an island add up."""
+def test_token_weights_mean(run_ranks, name):
+    """The mean over islands is weighted by the tokens of each. Island 0 saw one token for each
+    three of island 1; two processes of an island add up.
+    """
     config = {
         "full": preset("full"),
         "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32", sign=False, clip=None),
@@ -679,8 +692,10 @@ def test_weights_are_honoured(run_ranks, name):
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "diloco"])
-def test_clipping(run_ranks, name):
-    """full: the mean is clipped; the others clip each replica's gradient, over all its shards."""
+def test_clip_mean_or_own_gradient(run_ranks, name):
+    """Clipping uses the gradient that the preset exchanges. full: the mean is clipped; the others
+    clip each replica's gradient, over all its shards.
+    """
     config = {
         "full": preset("full"),
         "demo": preset("demo", **probe.PLAIN_EMBEDDINGS, value_dtype="fp32"),
@@ -705,9 +720,9 @@ def test_clipping(run_ranks, name):
 # -- more than one schedule, delays --------------------------------------------------------------
 
 
-def test_a_delayed_gradient_arrives_in_order(run_ranks):
-    """delay 2: after step t the parameters are those of t - 2 without delay; flush brings the rest;
-    digests may be asked for in flight.
+def test_delay_gradient_in_order(run_ranks):
+    """Delayed gradients are applied in order. delay 2: after step t the parameters are those of t -
+    2 without delay; flush brings the rest; digests may be asked for in flight.
     """
     config = preset("full").changed({"schedule.delay": 2})
 
@@ -723,9 +738,9 @@ def test_a_delayed_gradient_arrives_in_order(run_ranks):
         assert all(equal) and final_equal
 
 
-def test_a_delayed_delta(run_ranks):
-    """delay 1 on the outer step: replicas are equal after it was applied, and finish() leaves them
-    equal.
+def test_delay_delta_replicas_equal(run_ranks):
+    """A delta may be delayed. delay 1 on the outer step: replicas are equal after it was applied,
+    and finish() leaves them equal.
     """
     config = preset("diloco", momentum_warmup=0, period=3, clip=None).changed({"schedule.delay": 1})
 
@@ -737,8 +752,10 @@ def test_a_delayed_delta(run_ranks):
         assert equal == [False, False, False, True, False, False, True] and final
 
 
-def test_a_gradient_channel_with_a_period_accumulates(run_ranks):
-    """Every third step the base optimizer steps with what gathered; in between it does nothing."""
+def test_period_gradient_accumulates(run_ranks):
+    """A gradient channel with a period accumulates. Every third step the base optimizer steps with
+    what gathered; in between it does nothing.
+    """
     config = preset(
         "demo",
         **probe.PLAIN_EMBEDDINGS,
@@ -763,9 +780,9 @@ def two_channels(first: Channel, second: Channel) -> ExchangeConfig:
     return ExchangeConfig("two", (first, second), inner_optimizers=("any",))
 
 
-def test_channels_that_are_due_together(run_ranks):
-    """A sparse delta channel beside a gradient channel, and two sparse delta channels with
-    different clocks, also at finish().
+def test_channels_due_together(run_ranks):
+    """Several channels may be due at one step. A sparse delta channel beside a gradient channel,
+    and two sparse delta channels with different clocks, also at finish().
     """
     full, sparse = (
         preset("full").channels[0],
@@ -805,8 +822,10 @@ class Buffered(nn.Module):
 
 
 @pytest.mark.parametrize("procs", [1, 2, [1, 2]])
-def test_islands_start_from_the_parameters_of_island_0(run_ranks, procs):
-    """Parameters, frozen parameters and buffers, sharded or not; nobody trusts that seeds agree."""
+def test_start_parameters_of_island_0(run_ranks, procs):
+    """All islands start from the parameters of island 0. Parameters, frozen parameters and buffers,
+    sharded or not; nobody trusts that seeds agree.
+    """
 
     def run(me):
         from torch.distributed.fsdp import fully_shard
@@ -829,9 +848,9 @@ def test_islands_start_from_the_parameters_of_island_0(run_ranks, procs):
         assert equal and same(got, {n: t.detach() for n, t in truth.items()})
 
 
-def test_finish_brings_replicas_together(run_ranks):
-    """Consensus: a last exchange for the steps since the one before. No consensus: the mean, and
-    the drift is told.
+def test_finish_makes_replicas_equal(run_ranks):
+    """`finish` makes replicas equal. Consensus: a last exchange for the steps since the one before.
+    No consensus: the mean, and the drift is told.
     """
     diloco = preset("diloco", momentum_warmup=0, period=4, clip=None)
     released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
@@ -859,7 +878,8 @@ def test_finish_brings_replicas_together(run_ranks):
     assert a["final_equal"] is None and a["drift"] > 0
 
 
-def test_outer_parameters_show_the_anchor_and_go_away(run_ranks):
+def test_outer_parameters_show_anchor(run_ranks):
+    """`outer_parameters` shows the anchor in the model and puts the own parameters back."""
     diloco = preset("diloco", momentum_warmup=0, period=2, clip=None)
     released = preset("decoupled_momentum", transform=True, rule="released", period=2, clip=None)
 
@@ -933,8 +953,10 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(run_ranks, name):
-    """Bit for bit, in the middle of a period, with payloads in flight."""
+def test_resume_equals_uninterrupted_run(run_ranks, name):
+    """A resumed run is the run that was not interrupted. Bit for bit, in the middle of a period,
+    with payloads in flight.
+    """
     config = RESUMED[name]
     inner = sgd if name in ("demo", "random") else adamw
 
@@ -972,7 +994,9 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(run_ranks, name):
     assert run_ranks(run) == [True] * 4
 
 
-def test_a_peer_at_another_step_is_refused(run_ranks):
+def test_wire_peer_at_other_step_refused(run_ranks):
+    """A message of a peer at another step is refused."""
+
     def run(me):
         model = probe.Probe(0, ALIGNED)
         optimizer = sgd(model.parameters())
@@ -991,7 +1015,9 @@ def test_a_peer_at_another_step_is_refused(run_ranks):
     assert run_ranks(run, procs=1) == [True, True]
 
 
-def test_another_configuration_is_refused_with_both_values(run_ranks):
+def test_attach_other_config_refused(run_ranks):
+    """Another configuration is refused, and the error holds both values."""
+
     def run(me):
         model = probe.Probe(0, ALIGNED)
         with pytest.raises(ValueError, match="(?s)topk.*16|topk.*8"):
@@ -1001,8 +1027,10 @@ def test_another_configuration_is_refused_with_both_values(run_ranks):
     assert run_ranks(run, procs=1) == [True, True]
 
 
-def test_the_codec_config_is_used(run_ranks):
-    """bf16 and int8 values with a transform: close to the fp32 run, not equal to it."""
+def test_codec_config_changes_result(run_ranks):
+    """The codec of the configuration is the one that is used. bf16 and int8 values with a
+    transform: close to the fp32 run, not equal to it.
+    """
 
     def run(me):
         out = []
@@ -1026,8 +1054,10 @@ def test_the_codec_config_is_used(run_ranks):
         assert 0 < difference(exact, byte) < 0.1 * moved
 
 
-def test_process_groups_end_cleanly(run_ranks):
-    """finish, detach, and neither: every process exits with status 0 (run_ranks checks it)."""
+def test_process_exit_after_any_end(run_ranks):
+    """Process groups end cleanly. finish, detach, and neither: every process exits with status 0
+    (run_ranks checks it).
+    """
 
     def run(me):
         model = probe.Probe(0, ALIGNED)
@@ -1043,9 +1073,9 @@ def test_process_groups_end_cleanly(run_ranks):
     assert run_ranks(run, procs=1) == [False, False]
 
 
-def test_bf16_parameters_keep_what_rounding_takes(run_ranks):
-    """Ten outer steps of a tenth of 2^-6 each, every one too small for bf16 at 1.0: the fp32 anchor
-    adds them up to 2^-6.
+def test_bf16_anchor_keeps_small_steps(run_ranks):
+    """bf16 parameters keep what rounding takes. Ten outer steps of a tenth of 2^-6 each, every one
+    too small for bf16 at 1.0: the fp32 anchor adds them up to 2^-6.
     """
     config = preset(
         "diloco",

@@ -76,9 +76,11 @@ def train(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replicas_agree_and_equal_the_cpu(name: str) -> None:
-    """Products of matrices add up in another order there. Where that chooses other coefficients,
-    single values differ by a step; the most must be as on the CPU."""
+def test_gpu_replicas_agree_and_equal_cpu(name: str) -> None:
+    """Replicas on a GPU agree bit for bit and come to what the CPU comes to. Products of matrices
+    add up in another order there. Where that chooses other coefficients, single values differ by a
+    step; the most must be as on the CPU.
+    """
     a, b = values(islands(train(CASES[name], GPU), timeout=60))
     c, _ = values(islands(train(CASES[name], "cpu"), timeout=60))
     assert all(torch.equal(a[n], b[n]) for n in a)
@@ -87,15 +89,17 @@ def test_replicas_agree_and_equal_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco fp32"])
-def test_parameters_in_bf16(name: str) -> None:
+def test_gpu_bf16_parameters(name: str) -> None:
+    """Replicas with bf16 parameters agree on a GPU."""
     a, b = values(islands(train(CASES[name], GPU, dtype=torch.bfloat16), timeout=60))
     assert all(torch.equal(a[n], b[n]) and a[n].isfinite().all() for n in a)
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "demo late", "diloco fp32", "diloco late"])
-def test_no_step_waits_for_the_device(name: str) -> None:
-    """torch raises where a thread would wait for the stream. The first steps may: constants are
-    made."""
+def test_gpu_step_without_sync(name: str) -> None:
+    """No step waits for the device. torch raises where a thread would wait for the stream. The
+    first steps may: constants are made.
+    """
     together = threading.Barrier(2)
 
     def island(i: int, topology: Topology) -> Any:
@@ -124,10 +128,10 @@ def test_no_step_waits_for_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["demo late", "diloco fp32"])
-def test_shards_of_fsdp2_under_nccl(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A world of one rank: two ranks of one world cannot share a GPU."""
+def test_gpu_fsdp2_shards_nccl(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of FSDP2 under NCCL are exchanged. A world of one rank: two ranks of one world cannot
+    share a GPU.
+    """
     monkeypatch.setattr(threaded, "warm", lambda: None)  # makes a world of its own
     dist.init_process_group(BACKEND, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     mesh = dist.init_device_mesh(GPU, (1,))
@@ -153,6 +157,7 @@ def test_shards_of_fsdp2_under_nccl(
 
 
 @pytest.mark.parametrize("code", ["int8", "int4", "2bit", "1bit"])
-def test_a_code_round_trip_is_the_same_bytes_there(code: str) -> None:
+def test_gpu_codes_same_bytes(code: str) -> None:
+    """Every value code makes the same bytes on a GPU as on the CPU."""
     v = torch.randn(4096, 33, generator=torch.Generator().manual_seed(1)).cuda()
     assert torch.equal(quantize.encode(code, v).cpu(), quantize.encode(code, v.cpu()))

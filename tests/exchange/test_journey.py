@@ -45,7 +45,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "changes"),
     [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})],
 )
-def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
+def test_journey_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
+    """A step of the default path enters at most the files that the table of journeys lists."""
+
     def run(me: Any) -> dict[str, set[str]]:
         followed = journey.step(name, **changes)
         return {thread: followed.entered_by(thread) for thread in followed.threads}
@@ -65,8 +67,10 @@ def test_the_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int])
         assert len(files - HEARTBEATS) <= MOST[name], " ".join(sorted(files))
 
 
-def test_the_files_of_a_save_and_of_a_load(run_ranks: Any, tmp_path: Path) -> None:
-    """Saved by two islands with a message under way, loaded by three."""
+def test_journey_files_of_save_and_load(run_ranks: Any, tmp_path: Path) -> None:
+    """A save and a load enter at most the files that the table of journeys lists. The state is
+    saved by two islands with a message under way and loaded by three.
+    """
 
     def entered(followed: journey.Journey) -> set[str]:
         return set().union(*map(followed.entered_by, followed.threads)) - HEARTBEATS
@@ -79,7 +83,8 @@ def test_the_files_of_a_save_and_of_a_load(run_ranks: Any, tmp_path: Path) -> No
         assert len(files) <= MOST["load"], " ".join(sorted(files))
 
 
-def test_the_hooks_are_the_step_itself(alone: Any) -> None:
+def test_journey_hooks_call_runtime(alone: Any) -> None:
+    """The hooks of the optimizer call the runtime directly."""
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     exchange = fsdp_demo.attach(optimizer, "demo", inner_optimizers="as_is")
     hooks, runtime = exchange._hooks, exchange._runtime
@@ -87,7 +92,8 @@ def test_the_hooks_are_the_step_itself(alone: Any) -> None:
     exchange.detach()
 
 
-def test_gradients_are_read_once_per_channel(alone: Any) -> None:
+def test_journey_gradients_read_once_per_channel(alone: Any) -> None:
+    """Each channel reads the gradients once, and one more read checks that they are finite."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = fsdp_demo.attach(optimizer, "demo", inner_optimizers="as_is")
@@ -105,8 +111,10 @@ def test_gradients_are_read_once_per_channel(alone: Any) -> None:
     exchange.detach()
 
 
-def test_a_finished_exchange_that_nobody_keeps_is_still_found(alone: Any) -> None:
-    """Its hooks say that it is finished; who attaches again gets rid of them."""
+def test_finish_unreferenced_exchange_found(alone: Any) -> None:
+    """The optimizer still finds a finished exchange to which nobody holds a reference. Its hooks
+    say that it is finished; who attaches again gets rid of them.
+    """
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     fsdp_demo.attach(optimizer, "diloco", model=model).finish()

@@ -84,9 +84,8 @@ OF = {"fp32": (plain(), 0), "bf16": (plain("bf16"), 0), "tokens": (plain(weight=
 
 
 @pytest.mark.parametrize(("config", "tokens"), OF.values(), ids=OF)
-def test_the_steps_since_the_last_exchange_count_with_their_share(
-    run_ranks, config: ExchangeConfig, tokens: int
-) -> None:
+def test_leave_early_part_weight(run_ranks, config: ExchangeConfig, tokens: int) -> None:
+    """The steps of a leaving island since its last exchange count with their share."""
     found = run_ranks(trained, 3, 1, env=ENV, args=(config, tokens), check=False)
     one, two = ended(found)
     assert SAID in found[VICTIM].log
@@ -95,8 +94,10 @@ def test_the_steps_since_the_last_exchange_count_with_their_share(
     assert torch.equal(one[1], torch.full((3, 5000), -sum(rounds)))
 
 
-def test_all_ranks_of_an_island_leave_at_one_step(run_ranks, everywhere) -> None:
-    """Two copies, both active; the signal comes to both, at unlike moments."""
+def test_leave_all_ranks_at_one_step(run_ranks, everywhere) -> None:
+    """All ranks of an island leave at one step. Two copies, both active; the signal comes to both,
+    at unlike moments.
+    """
     everywhere.setattr("fsdp_demo.peers.votes", "VOTE_EVERY", 0.0)  # they leave after the very step
     found = run_ranks(trained, 3, 2, env=ENV, args=(plain(),), check=False)
     values = ended(found, 2)
@@ -148,7 +149,8 @@ def told(me: Any, case: str) -> Any:
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-def test_presets(run_ranks, case: str) -> None:
+def test_leave_presets(run_ranks, case: str) -> None:
+    """Under every preset an island leaves, and the survivors end with one model."""
     found = run_ranks(told, 3, 1, env=ENV, args=(case,), check=False)
     one, two = ended(found)
     log = found[VICTIM].log

@@ -57,7 +57,11 @@ def trained(islands: int, preset: str, changes: dict[str, Any], look: Any, steps
 
 @pytest.mark.parametrize(("preset", "changes"), CASES)
 @pytest.mark.parametrize("islands", [2, 3])
-def test_the_rows_are_all_bytes(run_ranks: Any, preset: str, changes: Any, islands: int) -> None:
+def test_ledger_rows_hold_all_bytes(
+    run_ranks: Any, preset: str, changes: Any, islands: int
+) -> None:
+    """The rows of the ledger hold all bytes that a process hands to its group."""
+
     def look(exchange: Any, tap: Any) -> dict[str, Any]:
         page, metrics = exchange.ledger(), exchange.metrics()
         channels = [c.channel for c in exchange.channels]
@@ -90,8 +94,10 @@ def test_the_rows_are_all_bytes(run_ranks: Any, preset: str, changes: Any, islan
 
 
 @pytest.mark.parametrize(("preset", "changes"), [("demo", {}), ("sparse_loco", {"period": 2})])
-def test_kept_energy_of_a_selection(run_ranks: Any, preset: str, changes: Any) -> None:
-    """Of exact values: the largest squares of the block over all of them."""
+def test_kept_energy_of_topk(run_ranks: Any, preset: str, changes: Any) -> None:
+    """The kept energy of a top-k selection is that of the values it sends. Of exact values: the
+    largest squares of the block over all of them.
+    """
 
     def run() -> Any:
         names = {"codec.value_dtype": "fp32", "codec.topk": 16, "codec.transform": "none"}
@@ -129,7 +135,9 @@ def test_kept_energy_of_a_selection(run_ranks: Any, preset: str, changes: Any) -
         assert before == {} and list(kept.values()) == pytest.approx([by_hand], rel=1e-4)
 
 
-def test_kept_energy_of_what_goes_whole(run_ranks: Any) -> None:
+def test_kept_energy_of_dense(run_ranks: Any) -> None:
+    """The kept energy of a dense channel is 1 in fp32 and less in coarser codes."""
+
     def run() -> Any:
         look = lambda exchange, tap: exchange.kept_energy()  # noqa: E731
         return [
@@ -142,7 +150,9 @@ def test_kept_energy_of_what_goes_whole(run_ranks: Any) -> None:
     assert 1.0 > rounded["delta"] > 1 - 2**-15 > coarse["delta"] > 0.9
 
 
-def test_measuring_changes_nothing(run_ranks: Any) -> None:
+def test_kept_energy_changes_no_bit(run_ranks: Any) -> None:
+    """Watching the kept energy changes no bit of the training."""
+
     def run() -> Any:
         def weights(exchange: Any, tap: Any) -> Any:
             return [p.detach().clone() for p in exchange.host.tensors("parameter")]

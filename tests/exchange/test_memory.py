@@ -144,14 +144,16 @@ def compare(config: ExchangeConfig, planned: Memory, found: Memory) -> None:
 
 
 @pytest.mark.parametrize(("name", "islands"), RUNS)
-def test_the_plan_is_what_is_held(name: str, islands: int, smaller: None) -> None:
+def test_memory_plan_equals_held(name: str, islands: int, smaller: None) -> None:
+    """The planned memory is what an exchange holds."""
     config = CASES[name]
     planned = plan_memory(config, TENSORS, islands, staged=False)
     compare(config, planned, measured(name, islands))
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_the_plan_of_a_shard_and_of_late_exchanges(name: str, smaller: None) -> None:
+def test_memory_plan_shard_and_delay(name: str, smaller: None) -> None:
+    """The planned memory of a shard and of delayed exchanges is what they hold."""
     config = LATE[name]
     local = [(n, local_shape(shape, 4, 0)) for n, shape in TENSORS]
     found = weighing.measure(config, local, 2, weighing.steps_of(config))
@@ -167,7 +169,7 @@ REDUCED = tuple(
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name not in REDUCED])
-def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
+def test_memory_workspace_of_a_step(name: str, smaller: None) -> None:
     """A step with an exchange takes at most 64 MB and twice the largest shard (64 times smaller) on
     top of what is kept. Without feedback the delta itself is made for it.
     """
@@ -178,9 +180,9 @@ def test_the_workspace_of_a_step(name: str, smaller: None) -> None:
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_a_vector_that_is_reduced_is_held_once(name: str, smaller: None) -> None:
-    """The message itself is what these presets send, 4 bytes per element of each channel that is
-    due; nothing of that size comes on top.
+def test_memory_reduced_vector_held_once(name: str, smaller: None) -> None:
+    """A vector that is reduced is held once. The message itself is what these presets send, 4 bytes
+    per element of each channel that is due; nothing of that size comes on top.
     """
     sent = max(
         sum(
@@ -198,7 +200,7 @@ def _vectors(section: ChannelCodec) -> int:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_edges_and_small_tensors(name: str, smaller: None) -> None:
+def test_memory_plan_edges_and_small_tensors(name: str, smaller: None) -> None:
     """Padded blocks and whole tensors are counted as they are laid out."""
     config = CASES[name]
     planned, found = (
@@ -208,8 +210,8 @@ def test_edges_and_small_tensors(name: str, smaller: None) -> None:
     assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
 
 
-def test_two_islands_of_two_ranks(run_ranks: Any) -> None:
-    """Real peers and FSDP2 shards instead of an echo."""
+def test_memory_plan_two_islands_of_two_ranks(run_ranks: Any) -> None:
+    """The planned memory holds with real peers and FSDP2 shards instead of an echo."""
     config, tensors = (
         preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9}),
         weighing.small(64, 2, 100),
@@ -249,7 +251,7 @@ def test_two_islands_of_two_ranks(run_ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_offload_outer_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anchors and outer momenta go to their home (here the meta device), nothing else does."""
     empty = torch.empty
     monkeypatch.setattr(
@@ -277,7 +279,10 @@ def test_outer_state_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert alike.device_state == planned.device_state + planned.host_state and alike.host_state == 0
 
 
-def test_low_precision_keeps_what_was_written() -> None:
+def test_memory_plan_low_precision() -> None:
+    """Parameters in low precision keep 4 bytes more per parameter: the values as they
+    were written.
+    """
     whole, low = (
         plan_memory(preset("diloco"), TENSORS, 2, low_precision=low) for low in (False, True)
     )
@@ -285,7 +290,7 @@ def test_low_precision_keeps_what_was_written() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_llama_on_the_meta_device(shards: int) -> None:
+def test_memory_plan_llama_meta_device(shards: int) -> None:
     """`attach` as far as it goes without data: state of the whole model, and of one eighth."""
     whole = weighing.load("llama-3.2-1b")
     for name in ("demo", "diloco", "decoupled_momentum"):
@@ -302,7 +307,8 @@ def test_llama_on_the_meta_device(shards: int) -> None:
         exchange.detach()
 
 
-def test_inner_state() -> None:
+def test_memory_inner_optimizer_state() -> None:
+    """The bytes of the inner optimizer's state follow from the preset and the shard."""
     tensors = [("layers.0.weight", (64, 128)), ("embed.weight", (32, 16)), ("norm", (16,))]
     numel = 64 * 128 + 32 * 16 + 16
     found = {name: inner_state(preset(name), tensors) for name in ("demo", "diloco", "muloco")}
@@ -311,8 +317,10 @@ def test_inner_state() -> None:
     assert inner_state(preset("diloco"), tensors, 3, 2) == 8 * last
 
 
-def test_published_settings() -> None:
-    """What the README's table says, in bytes per parameter: state and payloads under way."""
+def test_memory_plan_readme_table() -> None:
+    """The planned bytes per parameter, state and payloads under way, are those of the README's
+    table.
+    """
     rows = {e.preset: e for e in weighing.entries(weighing.load("llama-3.2-1b"), 4, 8)}
     device = {n: round(e.here.per_parameter("device_state"), 2) for n, e in rows.items()}
     host = {n: round(e.host.per_parameter("host_state"), 2) for n, e in rows.items()}
@@ -358,9 +366,10 @@ def script(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     weighing.main()
 
 
-def test_the_table_is_the_plan(
+def test_memory_benchmark_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The table of the memory benchmark is the plan."""
     script(
         monkeypatch,
         "--model",
@@ -385,9 +394,10 @@ def test_the_table_is_the_plan(
     ("words", "says"),
     [(["--model", "nothing"], "is not known"), (["--shards", "0"], "is not allowed")],
 )
-def test_bad_input_is_one_line(
+def test_memory_benchmark_bad_input(
     words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Bad input of the memory benchmark ends in an error of one line."""
     with pytest.raises(SystemExit) as ended:
         script(monkeypatch, *words)
     printed = capsys.readouterr()

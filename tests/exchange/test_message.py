@@ -27,9 +27,9 @@ def section(
     return ChannelCodec(layout, Channel(name, source, accumulator=accumulator, codec=codec), size)
 
 
-def test_channels_lie_in_order() -> None:
-    """Bits of all gradient channels, then gathered sections, then the vectors of the others:
-    whoever reads finds what was written.
+def test_message_channels_in_order() -> None:
+    """The channels lie in the message in their order. Bits of all gradient channels, then gathered
+    sections, then the vectors of the others: whoever reads finds what was written.
     """
     made = [
         section("a", 3, INDEXED),
@@ -86,7 +86,8 @@ def test_channels_lie_in_order() -> None:
     ]
 
 
-def test_messages_after_the_step_have_no_bits() -> None:
+def test_message_after_step_no_presence_bits() -> None:
+    """A message after the step has no presence bits."""
     message = MessageLayout(
         [section("a", 9, INDEXED, "delta"), section("b", 2, Codec(), "parameter")]
     )
@@ -104,7 +105,8 @@ def test_messages_after_the_step_have_no_bits() -> None:
     assert (nothing.body_bytes, nothing.num_bytes, nothing.vectors) == (0, HEADER.size, [])
 
 
-def test_legs_have_their_headers() -> None:
+def test_message_leg_headers() -> None:
+    """Each leg of a message has a header of its own."""
     message = MessageLayout([section("a", 2, INDEXED), section("b", 2, SEEDED)])
     there, back = legs(message.vectors, 3)
     assert message.legs(3) == tuple(
@@ -112,7 +114,8 @@ def test_legs_have_their_headers() -> None:
     )
 
 
-def test_zeros_are_blank() -> None:
+def test_message_zeros_blank() -> None:
+    """A message of zeros is blank."""
     message = MessageLayout(
         [
             section("a", 1, INDEXED, "delta"),

@@ -90,9 +90,9 @@ def one_parameter(params: list[torch.nn.Parameter]) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_element_spoils_nothing(run_ranks: Callable[..., Any], name: str) -> None:
-    """NaN in one element of one gradient of island 0, at one step: all goes on, everywhere, and
-    replicas end equal.
+def test_nan_one_gradient_element(run_ranks: Callable[..., Any], name: str) -> None:
+    """One element spoils nothing. NaN in one element of one gradient of island 0, at one step: all
+    goes on, everywhere, and replicas end equal.
     """
 
     def island(i: int, topology: Topology) -> Any:
@@ -136,9 +136,9 @@ def test_one_element_spoils_nothing(run_ranks: Callable[..., Any], name: str) ->
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_a_host_that_clips_by_itself_asks_to_look(run_ranks: Callable[..., Any]) -> None:
-    """torch's `clip_grad_norm_` has spread one NaN over all gradients: the inner optimizer takes no
-    step on them.
+def test_nan_after_torch_clip(run_ranks: Callable[..., Any]) -> None:
+    """A host that clips by itself asks to look for NaN. torch's `clip_grad_norm_` has spread one
+    NaN over all gradients: the inner optimizer takes no step on them.
     """
 
     def spread(params: list[torch.nn.Parameter]) -> None:
@@ -179,9 +179,8 @@ HEALED = [
 
 
 @pytest.mark.parametrize("name", HEALED)
-def test_parameters_that_are_not_finite_are_healed_by_the_others(
-    run_ranks: Callable[..., Any], name: str
-) -> None:
+def test_nan_parameters_healed_by_others(run_ranks: Callable[..., Any], name: str) -> None:
+    """Parameters that are not finite are replaced by those of the others."""
     config = CONFIGS[name]
 
     def island(i: int, topology: Topology) -> Any:
@@ -200,7 +199,7 @@ def test_parameters_that_are_not_finite_are_healed_by_the_others(
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_the_mean_is_that_of_the_others(run_ranks: Callable[..., Any]) -> None:
+def test_nan_island_left_out_of_mean(run_ranks: Callable[..., Any]) -> None:
     """Three islands, one of which brings NaN to the first exchange: the anchor moves by the mean of
     the other two's deltas.
     """
@@ -231,7 +230,9 @@ def test_the_mean_is_that_of_the_others(run_ranks: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
-def test_it_stops_where_it_does_not_come_back(run_ranks: Callable[..., Any], name: str) -> None:
+def test_nan_repeated_stops_island(run_ranks: Callable[..., Any], name: str) -> None:
+    """An island whose values stay not finite stops with an error."""
+
     def island(i: int, topology: Topology) -> Any:
         made = Island(topology, CONFIGS[name])
         steps = 0
@@ -253,7 +254,9 @@ def test_it_stops_where_it_does_not_come_back(run_ranks: Callable[..., Any], nam
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_parameters_nobody_has_any_more(run_ranks: Callable[..., Any]) -> None:
+def test_nan_parameters_on_all_islands(run_ranks: Callable[..., Any]) -> None:
+    """Parameters that are finite on no island end the run with an error."""
+
     def island(i: int, topology: Topology) -> Any:
         made = Island(topology, CONFIGS["local_sgd"])
         with pytest.raises(NotFinite, match="no island"):
@@ -267,7 +270,7 @@ def test_parameters_nobody_has_any_more(run_ranks: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["demo", "full", "diloco", "decoupled_momentum"])
 @pytest.mark.parametrize("what", ["gradient", "parameter"])
-def test_one_shard_speaks_for_its_island(
+def test_nan_one_shard_leaves_out_island(
     run_ranks: Callable[..., Any], name: str, what: str
 ) -> None:
     """2 x 2 FSDP2 ranks; one rank of one island brings NaN: both lines leave the island out."""

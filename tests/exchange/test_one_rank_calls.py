@@ -49,8 +49,10 @@ def alone(me: Any) -> list[str]:
     return [line for line in heard.lines if "totals()" in line]
 
 
-def test_each_rank_says_where_all_are(run_ranks: Any) -> None:
-    """Of one replica, too, and whatever carries the messages between islands."""
+def test_one_rank_call_named_on_every_rank(run_ranks: Any) -> None:
+    """Each rank says where all ranks are when one of them makes a collective call alone, also of
+    one replica and over any transport.
+    """
     first, second = run_ranks(alone, 1, 2)
     both = "Rank 0 has waited"
     calls = (
@@ -65,7 +67,9 @@ def test_each_rank_says_where_all_are(run_ranks: Any) -> None:
     assert first[0].endswith("(docs/troubleshooting.md#one-rank-calls)")
 
 
-def test_a_call_that_all_make_says_nothing(run_ranks: Any) -> None:
+def test_one_rank_call_silent_when_common(run_ranks: Any) -> None:
+    """A call that all ranks make logs nothing."""
+
     def together(me: Any) -> list[str]:
         patch = pytest.MonkeyPatch()
         patch.setattr(island, "PATIENCE", 0.3)

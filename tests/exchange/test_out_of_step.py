@@ -5,25 +5,18 @@ does; and never status 75.
 from __future__ import annotations
 
 import logging
-import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import ExchangeConfig, Mismatch, PeerLost, Topology, WireError, preset
-from fsdp_demo.elastic import agreement
-from fsdp_demo.exchange import watch
-from fsdp_demo.peers import header
+from fsdp_demo import ExchangeConfig, Mismatch, Topology, preset
 
-from ..elastic.test_peer_group import on_lines
 from ..support import threaded
-from ..support.threaded import Tap, values
-from .test_failure import Small
+from ..support.small import Small
+from ..support.threaded import values
 
 CONFIGS = {
     "demo": preset("demo"),
@@ -59,8 +52,10 @@ def both(config: ExchangeConfig, acts: Callable[[int, Small], Any]) -> list[str]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_island_ends_early(run_ranks: Callable[..., Any], name: str) -> None:
-    """Four steps here, six there: the likeliest mistake of a loop over unequal data."""
+def test_out_of_step_early_finish(run_ranks: Callable[..., Any], name: str) -> None:
+    """An island that finishes earlier than the other causes an error on both sides. Four steps
+    here, six there: the likeliest mistake of a loop over unequal data.
+    """
 
     def acts(i: int, small: Small) -> None:
         small.train(6 if i else 4)
@@ -80,7 +75,9 @@ def test_one_island_ends_early(run_ranks: Callable[..., Any], name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "released"])
-def test_one_island_evaluates_alone(run_ranks: Callable[..., Any], name: str) -> None:
+def test_out_of_step_lone_evaluation(run_ranks: Callable[..., Any], name: str) -> None:
+    """An evaluation of one island alone causes an error on both sides."""
+
     def acts(i: int, small: Small) -> None:
         small.train(4)
         if i:
@@ -97,7 +94,9 @@ def test_one_island_evaluates_alone(run_ranks: Callable[..., Any], name: str) ->
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_other_calls_at_one_step(run_ranks: Callable[..., Any]) -> None:
+def test_out_of_step_unlike_calls(run_ranks: Callable[..., Any]) -> None:
+    """Unlike calls at one step cause an error on both sides that names both calls."""
+
     def acts(i: int, small: Small) -> None:
         small.train(4)
         if i:
@@ -114,7 +113,9 @@ def test_other_calls_at_one_step(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_a_step_that_a_loop_drops(run_ranks: Callable[..., Any]) -> None:
+def test_out_of_step_dropped_step(run_ranks: Callable[..., Any]) -> None:
+    """A step that one loop drops causes an error that names `skip()`."""
+
     def acts(i: int, small: Small) -> None:
         small.train(3)
         small.exchange.step += i
@@ -132,7 +133,9 @@ def test_a_step_that_a_loop_drops(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(run, 1, 1) == [True]
 
 
-def test_guard_does_not_ask_to_be_started_again(run_ranks: Callable[..., Any]) -> None:
+def test_out_of_step_guard_exits_78(run_ranks: Callable[..., Any]) -> None:
+    """`guard` ends with status 78, not 75, where islands are out of step."""
+
     def run(me: Any) -> None:
         logging.basicConfig(level=logging.INFO, force=True)
         small = Small(Topology.from_env(), CONFIGS["diloco"])
@@ -144,206 +147,3 @@ def test_guard_does_not_ask_to_be_started_again(run_ranks: Callable[..., Any]) -
     assert [o.status for o in outcomes] == [78, 78]
     assert all("for the steps of the others see fsdp-demo inspect" in o.log for o in outcomes)
     assert "once that is mended" in outcomes[0].log and "finished at step 4" in outcomes[1].log
-
-
-# ---- texts of any length -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("claimed", [2**31, 2**40, 2**47, 0])
-def test_a_claimed_length_is_not_believed(run_ranks: Callable[..., Any], claimed: int) -> None:
-    def lies(piece: torch.Tensor, index: int) -> torch.Tensor:
-        fields = list(header.HEADER.unpack(bytes(piece[: header.HEADER.size].tolist())))
-        fields[7] = claimed
-        forged = piece.clone()
-        forged[: header.HEADER.size] = torch.tensor(list(header.HEADER.pack(*fields)))
-        return forged
-
-    def speak(line: Any) -> Any:
-        if line.rank == 1:
-            Tap(SimpleNamespace(_peers=line), lies)
-        tracemalloc.start()
-        with pytest.raises((WireError, PeerLost)) as caught:
-            agreement.gather_json(line, {"here": line.rank})
-        return str(caught.value), tracemalloc.get_traced_memory()[1]
-
-    def run() -> Any:
-        found = on_lines(speak, 2, timeout=5)
-        (text, peak) = found[0]
-        assert f"island 1 (island1) claims a text of {claimed} bytes" in text and peak < 1 << 22
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
-
-
-@pytest.mark.parametrize("body", [b"{", b"\xff\xfe\xfd", b"[" * 100_000])
-def test_what_is_no_json_is_refused_by_name(run_ranks: Callable[..., Any], body: bytes) -> None:
-    def speak(line: Any) -> Any:
-        if line.rank == 0:
-            with pytest.raises(WireError, match=r"island 1 \(island1\) sent .* no JSON"):
-                agreement.gather_json(line, [1])
-            return True
-
-        data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        line.gather_any(line.header(header.SETUP), data, agreement.LONGEST)
-        return True
-
-    assert run_ranks(lambda: on_lines(speak, 2, timeout=5), 1, 1) == [[True, True]]
-
-
-# ---- replicas that are no longer equal ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("name", ["demo", "full", "diloco", "consensus", "streaming_diloco"])
-def test_a_bit_that_flipped_is_an_error_with_a_name(
-    run_ranks: Callable[..., Any], everywhere: Any, name: str, count: int
-) -> None:
-    everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 4)
-    config = CONFIGS[name]
-
-    def island(i: int, topology: Topology) -> Any:
-        small = Small(topology, config)
-        small.train(3)
-        if i == 1:
-            (channel,) = small.exchange.channels
-            spoiled = small.params[0].data if channel.anchor is None else channel.anchor
-            spoiled.view(-1).view(torch.int32)[7] ^= 1 << 3
-        with pytest.raises(Mismatch) as caught:
-            small.train(20)
-        small.exchange.detach()
-        return str(caught.value), small.exchange.step
-
-    def run() -> Any:
-        found = values(threaded.islands(island, count))
-        what = "parameters" if config.channels[0].before_step else "outer parameters (anchors)"
-        for text, step in found:
-            assert (
-                f"no longer equal: {what}" in text and "island 1 (island1)" in text and step <= 9
-            ), text
-            # of two nobody knows which is right
-            assert ("island 0 (island0)" in text) == (count == 2)
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]
-
-
-def test_on_unlike_machines_it_is_said_and_goes_on(
-    run_ranks: Callable[..., Any], everywhere: Any
-) -> None:
-    everywhere.setattr("fsdp_demo.exchange.runtime", "EVERY", 4)
-
-    def run(me: Any) -> Any:
-        logging.basicConfig(level=logging.INFO, force=True)
-        small = Small(Topology.from_env(), CONFIGS["demo"])
-        small.exchange._queue.watch.unlike = True
-        small.train(3)
-        small.params[0].data.view(-1)[7] += 1e-6 * me.island
-        small.train(10)
-        small.exchange.finish()
-        whole = torch.cat([p.detach().view(-1) for p in small.params])
-        return whole, small.exchange.digests_equal(), small.exchange.metrics()["drift"]
-
-    outcomes = run_ranks(run, 2, 1, check=False)
-    assert [o.status for o in outcomes] == [0, 0]
-    for o in outcomes:
-        assert "no longer equal" in o.log and "are the mean over the islands now" in o.log
-        whole, equal, drift = o.value
-        assert torch.equal(whole, outcomes[0].value[0]) and equal is True and 0 < drift < 1e-6
-
-
-def test_sums_tell_tensors_apart() -> None:
-    g = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        t = torch.randn(1000, generator=g).to(dtype)
-        words = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
-        assert (
-            int(watch.total([t], t.device)) % 2**64 == sum(int(w) for w in words.tolist()) % 2**64
-        )
-        assert int(watch.total([t[:400], t[400:]], t.device)) == int(watch.total([t], t.device))
-    assert int(watch.total([torch.empty(0)], torch.device("cpu"))) == 0
-    assert [watch.odd_ones(v) for v in ([1, 1], [1, 2], [1, 1, 2], [1, 2, 3], [None, 2, 2], [None, 2, 3])] == [  # noqa: E501
-        [], [0, 1], [2], [0, 1, 2], [], [1, 2],
-    ]  # fmt: skip
-
-
-# ---- the same rows -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["demo", "full", "random", "diloco", "consensus", "local_sgd"])
-def test_islands_on_the_same_rows_are_told_once(run_ranks: Callable[..., Any], name: str) -> None:
-    config = CONFIGS[name]
-
-    def run(me: Any, same: bool) -> None:
-        logging.basicConfig(level=logging.INFO, force=True)
-        small = Small(Topology.from_env(), config)
-        for p in small.params:  # zeros first: what says nothing is not compared
-            p.grad = torch.zeros_like(p)
-        small.optimizer.step()
-        small.island = 0 if same else small.island
-        small.train(6)
-        small.exchange.finish()
-
-    for same in (True, False):
-        logs = [o.log for o in run_ranks(run, 2, 1, check=False, args=(same,))]
-        assert [log.count("sent the same first payload") for log in logs] == [int(same)] * 2, logs
-
-
-@pytest.mark.parametrize("name", ["demo", "full"])
-def test_an_island_that_is_alone_is_told_of_no_same_rows(
-    run_ranks: Callable[..., Any], name: str
-) -> None:
-    config = CONFIGS[name]
-
-    def run(me: Any) -> None:
-        logging.basicConfig(level=logging.INFO, force=True)
-        small = Small(Topology.from_env(), config)
-        if me.island == 1:
-            return  # it is lost before its first message
-        small.train(3)
-        small.exchange.finish()
-
-    logs = [o.log for o in run_ranks(run, 2, 1, check=False)]
-    assert "training goes on with island 0" in logs[0], logs
-    assert "sent the same first payload" not in logs[0], logs
-
-
-def test_headers_of_messages_are_whole(run_ranks: Callable[..., Any]) -> None:
-    """Every message of a run, set-up and questions included, begins with a header that says what it
-    is.
-    """
-
-    def island(i: int, topology: Topology) -> Any:
-        small = Small(topology, replace(CONFIGS["diloco"], clip=1.0, clip_scope="islands"))
-        seen: list[tuple[int, int]] = []
-
-        def note(data: torch.Tensor, index: int) -> torch.Tensor:
-            magic, _, kind, _, digest, step, *_ = header.HEADER.unpack(
-                bytes(data[: header.HEADER.size].tolist())
-            )
-            assert magic == header.MAGIC and digest == small.exchange.config.digest()
-            seen.append((kind, step))
-            return data
-
-        Tap(small.exchange, note)
-        small.train(2)
-        small.exchange.across_islands.mean([1.0])
-        small.exchange.digests_equal()
-        small.exchange.finish()
-        return seen
-
-    def run() -> Any:
-        first, second = values(threaded.islands(island))
-        norm, pay, parts, means = header.NORM, header.PAYLOAD, header.PARTS, header.MEANS
-        expected = [
-            (norm, 0),
-            (norm, 1),
-            (pay, 1),
-            (parts, 1),
-            (means, 1),
-            (header.QUESTION, 2),
-            (header.DIGESTS, 2),
-        ]
-        assert first == second == [*expected, (header.DIGESTS, 2), (header.END, 2)]
-        return True
-
-    assert run_ranks(run, 1, 1) == [True]

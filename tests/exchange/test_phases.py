@@ -16,7 +16,10 @@ from fsdp_demo.exchange.plan import plan_memory
 from ..support.threaded import islands, values
 
 
-def test_a_share_of_the_run_becomes_a_step_when_its_steps_are_known() -> None:
+def test_phase_begin_share_of_run() -> None:
+    """The begin of a phase, given as a share of the run, becomes a step when the number of steps is
+    known.
+    """
     config = preset("sign_loco", switch=0.25)
     assert config.waits_for_steps and ExchangeConfig.from_yaml(config.to_yaml()) == config
     fixed = config.fixed(1000)
@@ -48,7 +51,8 @@ def test_a_share_of_the_run_becomes_a_step_when_its_steps_are_known() -> None:
         ([{"begin": 20, "lr": 1}], "unknown key channels"),
     ],
 )
-def test_refuses(later: list[dict[str, Any]], said: str) -> None:
+def test_phase_settings_refused(later: list[dict[str, Any]], said: str) -> None:
+    """Phases that cannot work are refused."""
     data = preset("sign_loco").to_dict()
     for phase in later:
         own = data["channels"][0]
@@ -59,7 +63,8 @@ def test_refuses(later: list[dict[str, Any]], said: str) -> None:
         ExchangeConfig.from_dict(data)
 
 
-def test_an_accumulator_stays() -> None:
+def test_phase_without_accumulator_refused() -> None:
+    """A later phase that drops the accumulator is refused."""
     data = preset("sign_loco", beta=0.6, switch=10).to_dict()
     data["channels"][0]["later"][0] |= {"accumulator": None, "feedback": "none"}
     with pytest.raises(ValueError, match="what is in it would be lost"):
@@ -86,7 +91,7 @@ def begun(topology: Any, steps: int | None, state: Any = None, **changes: Any) -
     return exchange, model, optimizer
 
 
-def test_a_longer_run_that_is_resumed_does_not_switch_back(run_ranks: Any) -> None:
+def test_phase_resume_longer_run(run_ranks: Any) -> None:
     """A run of 8 steps switches at 4. It goes on to step 40: its phases begin where they began."""
 
     def run(me: Any) -> Any:
@@ -110,7 +115,8 @@ def test_a_longer_run_that_is_resumed_does_not_switch_back(run_ranks: Any) -> No
     assert run_ranks(run, 1, 1) == [[([0, 4], 1.5)] * 2]
 
 
-def test_an_engine_that_loads_behind_attach_takes_the_steps_of_the_first_start() -> None:
+def test_phase_engine_loads_after_attach() -> None:
+    """An engine that loads its state after attach takes the phases of the first start."""
     first, *_ = begun(None, steps=8)
     told = {"config": first.config.to_dict()}
     first.detach()
@@ -128,7 +134,8 @@ def test_an_engine_that_loads_behind_attach_takes_the_steps_of_the_first_start()
     exchange.detach()
 
 
-def test_without_the_number_of_steps_todays_rule_stays(run_ranks: Any, caplog: Any) -> None:
+def test_phase_unknown_number_of_steps(run_ranks: Any, caplog: Any) -> None:
+    """Without the number of steps the first phase stays, also after a resume."""
     exchange, *_ = begun(None, steps=None)
     assert exchange.config.begins == [0]
     assert "not known from its first start" in caplog.text and "must_match" in caplog.text
@@ -140,7 +147,8 @@ def test_without_the_number_of_steps_todays_rule_stays(run_ranks: Any, caplog: A
     again.detach()
 
 
-def test_another_number_of_phases_than_at_the_first_start_is_refused() -> None:
+def test_phase_count_changed_refused() -> None:
+    """Another number of phases than at the first start is refused."""
     data = preset("sign_loco", switch=10).to_dict()
     phases = data["channels"][0]["later"]
     data["channels"][0]["later"] = [*phases, {**phases[0], "begin": 20}]
@@ -148,7 +156,8 @@ def test_another_number_of_phases_than_at_the_first_start_is_refused() -> None:
         preset("sign_loco", switch=0.25).begun_as(ExchangeConfig.from_dict(data))
 
 
-def test_memory_is_that_of_the_larger_phase() -> None:
+def test_phase_memory_of_larger_one() -> None:
+    """The planned memory is that of the larger phase."""
     shape = [("layers.0.weight", (1024, 1024))]
     first, late, both = (
         plan_memory(config, shape, islands=2).per_parameter("device_state")

@@ -143,7 +143,8 @@ def counted(me: Any, name: str, config: ExchangeConfig) -> list[tuple[int, ...]]
     return out
 
 
-def test_every_preset_is_a_case() -> None:
+def test_bytes_plan_covers_every_preset() -> None:
+    """Every preset is a case of this file."""
     assert set(presets()) <= set(CASES)
     assert [CASES[name].preset for name in presets()] == list(presets())
 
@@ -152,8 +153,10 @@ LONG = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2), (4, 1
 
 
 @pytest.mark.parametrize(("islands", "procs"), [(2, 1), (3, 1), *LONG])
-def test_the_plan_is_what_the_meter_counts(run_ranks: Any, islands: int, procs: int) -> None:
-    """Every step of every rank: exchanges, messages, bytes sent and received."""
+def test_bytes_plan_equals_meter(run_ranks: Any, islands: int, procs: int) -> None:
+    """The plan of bytes is what the meter counts. Every step of every rank: exchanges, messages,
+    bytes sent and received.
+    """
     tensors = [(n, s) for n, s in SHAPES.items() if n != "frozen"]
 
     def run(me: Any) -> dict[str, list[tuple[int, ...]]]:
@@ -177,7 +180,8 @@ def test_the_plan_is_what_the_meter_counts(run_ranks: Any, islands: int, procs: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_averages_and_the_largest_exchange_follow_from_the_steps(name: str) -> None:
+def test_bytes_plan_average_and_largest(name: str) -> None:
+    """The average and the largest exchange of a plan follow from its steps."""
     tensors = [(n, s) for n, s in SHAPES.items() if n != "frozen"]
     (made,) = plan.plan_model(CASES[name], tensors, 3)
     steps = [made.message(t) for t in range(made.cycle, 3 * made.cycle)]
@@ -189,9 +193,9 @@ def test_averages_and_the_largest_exchange_follow_from_the_steps(name: str) -> N
     assert made.most().bytes_sent == max(m.bytes_sent for m in steps)
 
 
-def test_a_long_cycle_is_counted_exchange_by_exchange() -> None:
-    """Periods without a common divisor: close to the exact mean (a header per channel more),
-    without walking the cycle.
+def test_bytes_plan_long_cycle() -> None:
+    """The plan of a long cycle counts exchange by exchange. Periods without a common divisor: close
+    to the exact mean (a header per channel more), without walking the cycle.
     """
     config = preset("desloc", embeddings=True, period=1, states={"exp_avg": 101, "exp_avg_sq": 103})
     (made,) = plan.plan_model(config, [("layers.0.weight", (128, 128))], 2)
@@ -201,7 +205,8 @@ def test_a_long_cycle_is_counted_exchange_by_exchange() -> None:
     assert made.most().bytes_sent == 3 * 56 + 3 * 4 * 128 * 128
 
 
-def test_one_island_sends_nothing() -> None:
+def test_bytes_plan_one_island() -> None:
+    """The plan of one island sends nothing."""
     for config in CASES.values():
         for made in plan.plan_model(config, [(n, s) for n, s in SHAPES.items()], 1, 2):
             assert made.average() == (0, 0, 0) and made.most().bytes_sent == 0
@@ -220,7 +225,8 @@ def claims(models: dict[str, Any]) -> dict[str, counting.Claim]:
     return {c.claim: c for c in counting.published(models["olmo-300m"], models["olmo-1b"])}
 
 
-def test_shapes(models: dict[str, Any]) -> None:
+def test_bytes_published_model_shapes(models: dict[str, Any]) -> None:
+    """The shapes of the published models have the published numbers of elements."""
     assert {n: counting.numel(t) for n, t in models.items()} == {
         "olmo-300m": 16 * 16 * 1024**2 + 50304 * 1024,
         "olmo-1b": 16 * 16 * 2048**2 + 50304 * 2048,
@@ -246,11 +252,11 @@ def block_bytes(k: int, values: float | None = None) -> float:
         ("1B: k = 2", 6.89, 2),
     ],
 )
-def test_demo(
+def test_bytes_published_demo(
     claims: dict[str, counting.Claim], models: dict[str, Any], claim: str, figure: float, k: int
 ) -> None:
-    """MB per step, two decimals, cut; ours is 8-bit values, positions and a scale per block, a
-    header and one bit per tensor.
+    """The bytes of DeMo are those that its paper claims. MB per step, two decimals, cut; ours is
+    8-bit values, positions and a scale per block, a header and one bit per tensor.
     """
     row = claims[f"DeMo {claim}, per step"]
     assert math.floor(100 * row.by_format) / 100 == figure
@@ -261,22 +267,28 @@ def test_demo(
     assert row.ratio == pytest.approx(12 * k / block_bytes(k), rel=1e-3)
 
 
-def test_demo_gradient_of_adamw(claims: dict[str, counting.Claim]) -> None:
-    """The two gradients of the table are not exactly those of the shapes that its payloads give."""
+def test_bytes_published_demo_adamw(claims: dict[str, counting.Claim]) -> None:
+    """The gradient of AdamW in DeMo's table is the bytes of its shapes, to 3 %. The two gradients
+    of the table are not exactly those of the shapes that its payloads give.
+    """
     for label, figure, off in (("300M", 636.9, 0.005), ("1B", 2416.6, 0.027)):
         row = claims[f"DeMo {label}: gradient of AdamW, per step"]
         assert row.by_format == pytest.approx(figure, rel=off)
         assert 0 <= row.ours - row.by_format < 3e-4  # header and checksums
 
 
-def test_desloc(claims: dict[str, counting.Claim]) -> None:
+def test_bytes_published_desloc(claims: dict[str, counting.Claim]) -> None:
+    """The savings of DES-LOC are those that its paper claims."""
     row = claims["DES-LOC: below data parallelism, period 256"]
     assert round(row.by_format, 1) == round(row.ours, 1) == 170.7
     row = claims["DES-LOC: below Local Adam"]
     assert round(row.by_format, 1) == round(row.ours, 1) == 2.0
 
 
-def test_streaming(claims: dict[str, counting.Claim], models: dict[str, Any]) -> None:
+def test_bytes_published_streaming(
+    claims: dict[str, counting.Claim], models: dict[str, Any]
+) -> None:
+    """The bytes of Streaming DiLoCo are those that its paper claims."""
     two, four = (claims[f"Streaming DiLoCo: below bf16 data parallelism, R = {r}"] for r in (2, 4))
     assert round(two.ours / 100) * 100 == two.by_format == 400 and 0.998 < two.ratio < 1
     assert four.ours == pytest.approx(400 / 1.5, rel=2e-3)  # half a byte there, one back
@@ -285,9 +297,12 @@ def test_streaming(claims: dict[str, counting.Claim], models: dict[str, Any]) ->
     assert peak.ratio == pytest.approx(1 / (1 + 2 / 2048), rel=1e-4)  # a scale per 4096 values
 
 
-def test_sparse_loco(claims: dict[str, counting.Claim], models: dict[str, Any]) -> None:
-    """146 by the formula, with 12 bits for a position; ours has two levels of each block on top and
-    shorter positions."""
+def test_bytes_published_sparse_loco(
+    claims: dict[str, counting.Claim], models: dict[str, Any]
+) -> None:
+    """The compression of SparseLoCo is the one that its paper claims. 146 by the formula, with 12
+    bits for a position; ours has two levels of each block on top and shorter positions.
+    """
     row = claims["SparseLoCo: payload below fp32, k = 64"]
     assert round(row.by_format, 1) == 146.3
     levels = quantize.num_bytes("2bit", 1, 64) - 16
@@ -299,8 +314,10 @@ def test_sparse_loco(claims: dict[str, counting.Claim], models: dict[str, Any]) 
     assert sent == pytest.approx(56 + whole + 2 * norms, abs=8)
 
 
-def test_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
-    """2 rho / R against DiLoCo, sent and received: 42.7, 21.3, 10.7 by the released format."""
+def test_bytes_published_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
+    """The savings of decoupled momentum are those that its paper claims. 2 rho / R against DiLoCo,
+    sent and received: 42.7, 21.3, 10.7 by the released format.
+    """
     name = "decoupled momentum"
     meter = claims[f"{name}: below DiLoCo, k = 16, R = 4, released meter"]
     assert round(meter.by_format, 1) == 17.1 and 15 < meter.by_format < meter.ours
@@ -314,7 +331,8 @@ def test_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
             assert row.ours == pytest.approx(2 * rho / islands, rel=1e-3)
 
 
-def test_released_chunks_shrink_to_divisors() -> None:
+def test_bytes_released_chunks_divisors() -> None:
+    """The chunks of the released DeMo code shrink to divisors of a tensor's sides."""
     assert (
         counting.coefficients([("a", (128, 192)), ("b", (5,)), ("c", (67, 3)), ("d", (2048,))], 32)
         == 6 * 32 + 5 + 67 * 3 + 32 * 32
@@ -325,7 +343,8 @@ def test_released_chunks_shrink_to_divisors() -> None:
 
 
 @pytest.mark.parametrize("topk", [32, 64, 1000])
-def test_most_islands(topk: int) -> None:
+def test_bytes_most_islands_of_gather(topk: int) -> None:
+    """A gather sends less than a ring all-reduce up to `most_islands`, and no further."""
     tensors = [("layers.0.weight", (4096, 4096))]
     config = preset("demo", topk=topk)
     most = counting.most_islands(config, tensors)
@@ -335,7 +354,8 @@ def test_most_islands(topk: int) -> None:
         assert (sent < ring_all_reduce_bytes(islands, 2 * 4096**2)) == less
 
 
-def test_what_is_reduced_has_no_largest_number_of_islands(models: dict[str, Any]) -> None:
+def test_bytes_most_islands_of_reduce(models: dict[str, Any]) -> None:
+    """A method that reduces has no largest number of islands."""
     llama = models["llama-3.2-1b"]
     assert {
         n: counting.most_islands(preset(n), llama)
@@ -366,7 +386,8 @@ def row(text: str, first: str) -> list[str]:
     return found.removeprefix(first).split()
 
 
-def test_published_table_is_printed(claims: dict[str, counting.Claim], tmp_path: Path) -> None:
+def test_bytes_benchmark_published_table(claims: dict[str, counting.Claim], tmp_path: Path) -> None:
+    """The byte benchmark prints the table of published figures."""
     text = script("--table", "published", "--json", str(tmp_path / "out.json"))
     saved = json.loads((tmp_path / "out.json").read_text())
     assert set(saved) == {"published"} and len(saved["published"]) == len(claims)
@@ -390,7 +411,8 @@ def test_published_table_is_printed(claims: dict[str, counting.Claim], tmp_path:
     assert max(map(len, text.splitlines())) <= 160
 
 
-def test_presets_table_is_the_plan(tmp_path: Path) -> None:
+def test_bytes_benchmark_presets_table(tmp_path: Path) -> None:
+    """The table of presets that the byte benchmark prints is the plan."""
     words = [
         "--model",
         "tiny",
@@ -432,9 +454,9 @@ def test_presets_table_is_the_plan(tmp_path: Path) -> None:
     assert saved["presets"]["rows"][0]["sent"] == ring
 
 
-def test_counts_of_llama(models: dict[str, Any]) -> None:
-    """What the README quotes: bytes of an island do not depend on its shards, but for edges of
-    blocks.
+def test_bytes_plan_llama(models: dict[str, Any]) -> None:
+    """The bytes of Llama 3.2 1B are those that the README quotes; they do not depend on an island's
+    shards, but for edges of blocks.
     """
     llama = models["llama-3.2-1b"]
     rows = {e.preset: e for e in counting.entries(llama, 3, 1, Link.parse("200Mbit"))}
@@ -452,9 +474,10 @@ def test_counts_of_llama(models: dict[str, Any]) -> None:
     )
 
 
-def test_no_link_no_seconds(
+def test_bytes_benchmark_without_link(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a link the byte benchmark prints no seconds."""
     monkeypatch.setattr(
         sys, "argv", ["bytes.py", "--model", "tiny", "--link", "none", "--islands", "1"]
     )
@@ -465,9 +488,10 @@ def test_no_link_no_seconds(
     assert row(text, "demo ")[6:-1] == ["0", "B", "0", "B", "0", "-", "0", "B", "0", "B", "-"]
 
 
-def test_one_setting_alone(
+def test_bytes_benchmark_one_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The byte benchmark counts one setting alone."""
     words = ["--model", "tiny", "--islands", "2", "--exchange", "demo", "--set", "topk=16"]
     monkeypatch.setattr(sys, "argv", ["bytes.py", *words])
     counting.main()
@@ -495,13 +519,14 @@ def test_one_setting_alone(
         (["--model", "tiny", "--json", "{folder}/no/such/folder.json"], "No such file"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bytes_benchmark_bad_input(
     words: list[str],
     says: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Bad input of the byte benchmark ends in an error of one line."""
     (tmp_path / "torn.json").write_text('{"model_type": "none of these"}')
     monkeypatch.setattr(sys, "argv", ["bytes.py", *(w.format(folder=tmp_path) for w in words)])
     with pytest.raises(SystemExit) as ended:
@@ -545,11 +570,10 @@ def warned(me: Any, config: ExchangeConfig, steps: int = 3) -> list[str]:
 
 
 @pytest.mark.parametrize(("islands", "procs", "enough"), [(2, 1, 3500), (3, 1, 2308), (2, 2, 3500)])
-def test_a_gather_that_loses_is_warned_of_once(
-    run_ranks: Any, islands: int, procs: int, enough: int
-) -> None:
-    """Four blocks of k values in bf16 and their positions to each other island, against 2 (R - 1) /
-    R of 2 bytes per element: R > 2 x ratio from k on.
+def test_bytes_gather_warning_once(run_ranks: Any, islands: int, procs: int, enough: int) -> None:
+    """A gather that sends more than an all-reduce is warned of once. Four blocks of k values in
+    bf16 and their positions to each other island, against 2 (R - 1) / R of 2 bytes per element: R >
+    2 x ratio from k on.
     """
     dense = ring_all_reduce_bytes(islands, 2 * 128 * 128)
     assert (
@@ -575,7 +599,8 @@ def test_a_gather_that_loses_is_warned_of_once(
         )
 
 
-def test_the_meter_of_a_plan_adds_up() -> None:
+def test_bytes_plan_meter_adds_up() -> None:
+    """The meters of a plan's messages add up."""
     (made,) = plan.plan_model(preset("demo"), [("a", (64, 64))], 2)
     total = Meter()
     total.add(made.message(0))

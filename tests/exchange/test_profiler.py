@@ -36,9 +36,11 @@ def train(preset: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("preset", "changes"), [("demo", {}), ("diloco", {"period": 2}), ("sparse_loco", {"period": 2})]
 )
-def test_each_part_of_an_exchange_has_its_range(
+def test_profiler_ranges_of_an_exchange(
     run_ranks: Any, preset: str, changes: dict[str, Any]
 ) -> None:
+    """Each part of an exchange has a named range in the profile."""
+
     def run() -> dict[str, int]:
         every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as seen:

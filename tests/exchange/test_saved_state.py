@@ -99,7 +99,8 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
-def test_the_tree_stays_what_it_was() -> None:
+def test_saved_state_tree_unchanged() -> None:
+    """A saved tree keeps its names and forms when its typed form is written again."""
     state = ExchangeState.from_tree(tree())
     assert same(state.to_tree(), tree())
     assert (state.tokens, state.weighed, state.loss, state.losses) == (
@@ -120,14 +121,16 @@ def test_the_tree_stays_what_it_was() -> None:
     )
 
 
-def test_a_channel_that_keeps_something_else() -> None:
+def test_saved_state_other_channel_refused() -> None:
+    """The saved state of a channel with other fields is refused."""
     with pytest.raises(ValueError, match=r"channel 'delta'.*'variance'.*resume with"):
         ChannelState.from_tree(
             "delta", {"anchor": torch.zeros(2), "variance": torch.zeros(2), "present": []}
         )
 
 
-def test_an_exchange_gives_that_tree(alone: Any) -> None:
+def test_saved_state_of_an_exchange(alone: Any) -> None:
+    """The `state_dict` of an exchange is that tree."""
     _, exchange = under_way()
     given = exchange.state_dict()
     assert list(given) == [*tree(), "history", "config"] and list(given["in_flight"][0]) == list(
@@ -137,8 +140,8 @@ def test_an_exchange_gives_that_tree(alone: Any) -> None:
     assert same(ExchangeState.from_tree(given).to_tree()["channels"], given["channels"])
 
 
-def test_the_queue_only_queues(alone: Any) -> None:
-    """What has arrived changes nothing until its channel applies it."""
+def test_queue_applies_nothing_itself(alone: Any) -> None:
+    """The queue only queues. What has arrived changes nothing until its channel applies it."""
     model, exchange = under_way()
     (c,) = exchange.channels
     assert c.anchor is not None
@@ -164,9 +167,9 @@ def taken_up(state: dict[str, Any]) -> fsdp_demo.Exchange:
     )
 
 
-def test_a_message_of_buffers_that_are_not_here_is_left_out(alone: Any) -> None:
-    """Where gradients are exchanged, a message may hold buffers alone. Who resumes without the
-    model has no channel for them.
+def test_saved_state_message_of_absent_buffers(alone: Any) -> None:
+    """A saved message of buffers that the model lacks is left out. Where gradients are exchanged, a
+    message may hold buffers alone. Who resumes without the model has no channel for them.
     """
     _, exchange = under_way()
     state = exchange.state_dict()
@@ -182,11 +185,9 @@ def test_a_message_of_buffers_that_are_not_here_is_left_out(alone: Any) -> None:
     assert resumed.step == 2
 
 
-def test_a_message_that_failed_to_act_does_not_linger(
-    alone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory ran out while a mean was applied: the part has left its message, which was saved
-    without any.
+def test_queue_failed_message_dropped(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message whose application failed does not stay in the queue. Memory ran out while a mean
+    was applied: the part has left its message, which was saved without any.
     """
 
     def apply(arrived: Any) -> None:

@@ -137,9 +137,10 @@ def saved(folder: Path) -> list[int]:
     [{0: 9, 1: 11}, {0: 8, 1: 8}, pytest.param({0: 11, 1: 10}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_a_resume_comes_to_the_bits_of_a_run_without_interruption(
+def test_stop_resume_equals_uninterrupted_run(
     run_ranks: Any, tmp_path: Path, case: str, at: dict[int, int]
 ) -> None:
+    """After a common stop the resumed run comes to the bits of a run without interruption."""
     if case.startswith(BY_SGD):  # nobody comes further than the other: they exchange in each step
         at = {i: min(at.values()) for i in at}
     check(run_ranks, tmp_path, case, at)
@@ -162,30 +163,35 @@ def check(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["demo, late", "diloco", "streaming_diloco"])
-def test_three_islands_at_unlike_steps(run_ranks: Any, tmp_path: Path, case: str) -> None:
+def test_stop_three_islands_unlike_steps(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    """Three islands that are told to stop at unlike steps stop between the same messages."""
     at = {0: 10, 1: 9, 2: 10}
     check(run_ranks, tmp_path, case, at if case != "demo, late" else dict.fromkeys(at, 9))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["sparse_loco", "decoupled_momentum, late"])
-def test_islands_of_two_ranks(run_ranks: Any, tmp_path: Path, everywhere: Any, case: str) -> None:
+def test_stop_islands_of_two_ranks(
+    run_ranks: Any, tmp_path: Path, everywhere: Any, case: str
+) -> None:
+    """Islands of two ranks that are told to stop resume bit for bit."""
     everywhere.setattr("fsdp_demo.peers.votes", "VOTE_EVERY", 0.0)
     check(run_ranks, tmp_path, case, {0: 9, 1: 10}, ranks=2)
 
 
 @pytest.mark.slow
-def test_an_island_that_stands_in_an_exchange_for_seven_seconds(
-    run_ranks: Any, tmp_path: Path
-) -> None:
-    """The time to save is what the launcher leaves (ISLAND_STOP), not less."""
+def test_stop_during_long_exchange(run_ranks: Any, tmp_path: Path) -> None:
+    """An island that waits seven seconds in an exchange still saves. The time to save is what the
+    launcher leaves (ISLAND_STOP), not less.
+    """
     check(run_ranks, tmp_path, "diloco", {0: 9, 1: 11}, late=7.0)
 
 
 @pytest.mark.slow
-def test_one_is_told_long_before_the_other(run_ranks: Any, tmp_path: Path) -> None:
-    """Its part counts in an exchange that it has not applied. So it takes over from the other,
-    and nobody goes back."""
+def test_stop_one_told_long_before(run_ranks: Any, tmp_path: Path) -> None:
+    """One island is told to stop long before the other. Its part counts in an exchange that it has
+    not applied. So it takes over from the other, and nobody goes back.
+    """
     at = {0: 14, 1: 8}  # the one with the highest number is told first, and leaves
     interrupted(run_ranks, tmp_path, "diloco", at, late=-1.0)
     stopped = saved(tmp_path)
@@ -198,8 +204,10 @@ def test_one_is_told_long_before_the_other(run_ranks: Any, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["diloco", "decoupled_momentum, late"])
-def test_one_dies_while_all_are_told(run_ranks: Any, tmp_path: Path, case: str) -> None:
-    """The others stop together without it; nobody goes back to the last checkpoint."""
+def test_stop_one_dies_meanwhile(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    """One island dies while all are told to stop. The others stop together without it; nobody goes
+    back to the last checkpoint.
+    """
     at = {0: 9, 1: 10, 2: 9}
     args = (tmp_path, case, at, 0.0, True)
     found = run_ranks(run, 3, 1, env=ENV, args=args, check=False)

@@ -105,6 +105,7 @@ def trained(me: Any, case: str, victim: int, at: int, steps: int = 14) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_survivors_train_on(run_ranks, case: str) -> None:
+    """The survivors of a killed island train on and end with one model."""
     found = run_ranks(trained, 3, 1, env=ENV, args=(case, 1, 7))
     assert found[1] == 9
     one, two = found[0], found[2]
@@ -115,10 +116,10 @@ def test_survivors_train_on(run_ranks, case: str) -> None:
     assert one[2]["loss"] == two[2]["loss"] == 2.0  # of islands 0 and 2
 
 
-def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(
-    run_ranks, tmp_path: Path
-) -> None:
-    """SIGSTOP for longer than ISLAND_DEAD."""
+def test_survivors_woken_island_exits_75(run_ranks, tmp_path: Path) -> None:
+    """An island that wakes after the others went on (SIGSTOP for longer than ISLAND_DEAD) writes
+    nothing and ends with status 75.
+    """
 
     def fn(me: Any) -> Any:
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("full"))
@@ -147,11 +148,9 @@ def test_woken_after_the_others_went_on_it_writes_nothing_and_ends_with_75(
 
 
 @pytest.mark.parametrize("stands", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_island_that_stands_still_ends_and_never_the_one_that_waits(
-    run_ranks, tmp_path: Path, stands: int
-) -> None:
-    """Its heartbeats go on: ISLAND_STALL counts, not ISLAND_DEAD, nor ISLAND_TIMEOUT; and the slot
-    does not.
+def test_survivors_stalled_island_ends(run_ranks, tmp_path: Path, stands: int) -> None:
+    """An island that stands still ends, and never the one that waits for it. Its heartbeats go on:
+    ISLAND_STALL counts, not ISLAND_DEAD, nor ISLAND_TIMEOUT; and the slot does not.
     """
 
     def fn(me: Any) -> Any:
@@ -179,10 +178,10 @@ def test_an_island_that_stands_still_ends_and_never_the_one_that_waits(
 
 
 @pytest.mark.parametrize("bad", [1e6, float("nan")], ids=["far", "not finite"])
-def test_an_island_that_is_left_out_again_and_again_ends_with_75(
-    run_ranks, tmp_path: Path, bad: float
-) -> None:
-    """It comes back as a newcomer; the others have taken nothing of it."""
+def test_survivors_left_out_island_exits_75(run_ranks, tmp_path: Path, bad: float) -> None:
+    """An island that is left out again and again ends with status 75. It comes back as a newcomer;
+    the others have taken nothing of it.
+    """
 
     def fn(me: Any) -> Any:
         model, optimizer, exchange = by_sgd(me, tmp_path, preset("demo", clip=None))

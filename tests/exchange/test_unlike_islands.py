@@ -108,7 +108,9 @@ def islands(run_ranks: Any) -> Callable[..., list[Any]]:
     )[0]
 
 
-def test_optimizers_that_differ(islands: Any) -> None:
+def test_attach_unlike_optimizers_refused(islands: Any) -> None:
+    """Optimizers that differ between islands are refused with both values."""
+
     def run(topology: Any) -> None:
         me = topology.island
         for name, (*makes, form) in UNLIKE.items():
@@ -123,14 +125,16 @@ def test_optimizers_that_differ(islands: Any) -> None:
         for name, alike in ALIKE.items():
             net = Net(topology)
             exchange = fsdp_demo.attach(alike[me](net), CONFIG, model=net, topology=topology)
-            assert exchange._runtime.unlike is False, name
+            assert exchange._queue.watch.unlike is False, name
             exchange.detach()
 
     islands(run)
 
 
-def test_an_island_that_joins_later_has_another_rate(islands: Any) -> None:
-    """A schedule has moved the rate of the one that is further, and a cycle its momentum."""
+def test_attach_scheduled_rate_accepted(islands: Any) -> None:
+    """The current learning rate may differ where an island resumes at another step. A schedule has
+    moved the rate of the one that is further, and a cycle its momentum.
+    """
 
     def run(topology: Any) -> None:
         step, lr = (40, 0.002) if topology.island else (0, 0.01)
@@ -150,7 +154,9 @@ def test_an_island_that_joins_later_has_another_rate(islands: Any) -> None:
     islands(run)
 
 
-def test_the_first_parameter_that_differs_is_named(islands: Any) -> None:
+def test_attach_unlike_parameters_named(islands: Any) -> None:
+    """The error names the first parameter that differs between islands."""
+
     class Wide(Net):
         def __init__(self, topology: Any):
             super().__init__(topology)
@@ -215,7 +221,9 @@ def test_the_first_parameter_that_differs_is_named(islands: Any) -> None:
     islands(run)
 
 
-def test_three_islands_each_hear_of_one_that_differs(islands: Any) -> None:
+def test_attach_unlike_island_named_to_all(islands: Any) -> None:
+    """Each of three islands gets an error that names one that differs."""
+
     class Odd(Net):
         def __init__(self, topology: Any):
             super().__init__(topology)
@@ -248,7 +256,8 @@ def test_three_islands_each_hear_of_one_that_differs(islands: Any) -> None:
 place = threading.local()  # whose island a thread is
 
 
-def test_machines_that_differ_are_said_in_one_line(islands: Any, everywhere: Any) -> None:
+def test_attach_unlike_machines_logged(islands: Any, everywhere: Any) -> None:
+    """One line of the log says how the machines of the islands differ."""
     assert set(run_specification.machine(torch.device("cpu"))) == {"torch", "device", "processor"}
 
     def machine(device: torch.device) -> dict[str, str]:
@@ -271,7 +280,7 @@ def test_machines_that_differ_are_said_in_one_line(islands: Any, everywhere: Any
             f"has processor kind {you}, here it is kind {me}" in line
             and f"has torch 2.{you}, here it is 2.{me}" in line
         )
-        assert "last bit" in line and exchange._runtime.unlike is True
+        assert "last bit" in line and exchange._queue.watch.unlike is True
         exchange.detach()
 
     islands(run)
@@ -312,7 +321,9 @@ def steps_at(rate: Callable[[int, int], Any], config: Any, topology: Any) -> lis
     return [line for line in lines if "learning rates differ" in line]
 
 
-def test_learning_rates_that_drift_apart_are_said_once(islands: Any) -> None:
+def test_learning_rates_drift_warned_once(islands: Any) -> None:
+    """Learning rates that drift apart are warned of once."""
+
     def run(topology: Any) -> list[list[str]]:
         config = preset("diloco", period=5, clip=None)
         out = [steps_at(rate, config, topology) for rate in RATES.values()]
@@ -327,7 +338,8 @@ def test_learning_rates_that_drift_apart_are_said_once(islands: Any) -> None:
     assert not any(said.values())
 
 
-def test_rates_on_a_device_are_not_waited_for() -> None:
+def test_learning_rates_on_device_no_wait() -> None:
+    """The mean learning rate does not wait for rates that lie on a device."""
     with plug_in(), Accelerator() as mode:
         with mode.waiting():
             there = torch.tensor(0.25).to(DEVICE)

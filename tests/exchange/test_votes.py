@@ -53,7 +53,8 @@ class Votes:
         self.optimizer.step()
 
 
-def test_the_first_step_votes_and_then_it_is_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vote_first_step_then_each_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks vote at the first step, and then about once a second."""
     now = [100.0]
     monkeypatch.setattr(pacing.time, "monotonic", lambda: now[0])
     ranks = [VotePace(), VotePace()]
@@ -73,7 +74,8 @@ def test_the_first_step_votes_and_then_it_is_once_a_second(monkeypatch: pytest.M
     assert voted[-50:] == list(range(350, 400))  # slow steps vote each
 
 
-def test_many_quick_steps_are_not_left_without_a_vote() -> None:
+def test_vote_after_many_quick_steps() -> None:
+    """Quick steps go without a vote for at most VOTE_STEPS steps."""
     pace = VotePace()
     for _ in range(20):
         pace.agreed(1e-6)
@@ -82,10 +84,10 @@ def test_many_quick_steps_are_not_left_without_a_vote() -> None:
     assert pace.due(now=True)
 
 
-def test_all_ranks_of_an_island_stop_at_one_step(
-    run_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    """SIGTERM to one rank between two votes. The other islands are far from an exchange."""
+def test_vote_island_stops_at_one_step(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """All ranks of an island stop at one step. SIGTERM to one rank between two votes. The other
+    islands are far from an exchange.
+    """
 
     def run(me: Any) -> None:
         logging.basicConfig(level=logging.INFO, force=True)
@@ -109,7 +111,9 @@ def test_all_ranks_of_an_island_stop_at_one_step(
     assert 41 <= step <= 41 + VOTE_STEPS and len(agreed) < step / 2
 
 
-def test_a_rank_that_dies_ends_the_others(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_vote_dead_rank_ends_others(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """A rank that dies ends the other ranks of its island."""
+
     def run(me: Any) -> None:
         votes = Votes(FAR)
         for t in range(900):
@@ -134,10 +138,12 @@ def test_a_rank_that_dies_ends_the_others(run_ranks: Callable[..., Any], tmp_pat
     ],
     ids=["after the step", "before the step"],
 )
-def test_every_exchange_votes_when_it_leaves_and_when_it_is_applied(
+def test_vote_at_send_and_apply(
     run_ranks: Callable[..., Any], everywhere: Everywhere, config: Any
 ) -> None:
-    """Also with a delay; and both islands agree in the end."""
+    """The ranks vote when an exchange leaves and when it is applied, also with a delay; both
+    islands agree in the end.
+    """
     everywhere.setattr(pacing, "VOTE_EVERY", 1e9)  # else at most every VOTE_STEPS steps
 
     def run(me: Any) -> Any:
@@ -159,7 +165,7 @@ def test_every_exchange_votes_when_it_leaves_and_when_it_is_applied(
     assert len(voted) <= len({*left, *applied}) + 10
 
 
-def test_a_wish_of_all_islands_lands_with_the_exchange(
+def test_vote_stop_together_lands_with_exchange(
     run_ranks: Callable[..., Any], everywhere: Everywhere
 ) -> None:
     """`request_stop(together=True)` on one rank: at the same step on all ranks of all islands."""
@@ -181,7 +187,9 @@ def test_a_wish_of_all_islands_lands_with_the_exchange(
     assert run_ranks(run, 2, 2, timeout=90) == [19] * 4  # leaves in step 15, applied in 18
 
 
-def test_a_resumed_run_votes_from_its_first_step(run_ranks: Callable[..., Any]) -> None:
+def test_vote_first_step_after_resume(run_ranks: Callable[..., Any]) -> None:
+    """A resumed run votes at its first step."""
+
     def run(me: Any) -> Any:
         votes = Votes(FAR)
         for _ in range(5):

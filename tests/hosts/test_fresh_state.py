@@ -174,8 +174,8 @@ def test_fresh_state_is_what_torch_would_make(name: str, options: dict[str, Any]
 def test_fresh_state_takes_a_saved_replica(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """What an optimizer makes at its first step only has to be there all the same when a run goes
-    on.
+    """A replica is loaded into a fresh optimizer: what an optimizer makes at its first step only
+    has to be there all the same when a run goes on.
     """
     model = net(name)
     optimizer = build(name, options, model)

@@ -74,7 +74,8 @@ def train(rank, shard, precision, tied):
         (False, "bf16", False, 0.05),
     ],
 )
-def test_gradient_is_the_mean_over_the_island(run_ranks, shard, precision, tied, tolerance):
+def test_accelerate_gradient_mean_over_island(run_ranks, shard, precision, tied, tolerance):
+    """The gradient is the mean over the ranks of the island."""
     expected = expected_gradients(tied)
     for grads, kinds, units, synced in run_ranks(
         train, islands=1, procs=2, args=(shard, precision, tied), env={"ISLAND_COUNT": "1"}
@@ -112,9 +113,10 @@ def exchange_steps(rank):
     )
 
 
-def test_two_islands_sharded_by_accelerate_follow_one_process_and_stay_silent_on_micro_batches(
+def test_accelerate_islands_follow_one_process(
     run_ranks,
 ):
+    """Two islands that Accelerate shards follow one process and send nothing on micro-batches."""
     model = llama()
     optimizer = fsdp_demo.base_optimizer(
         fsdp_demo.preset("full"), model.named_parameters(), lr=0.01
@@ -134,7 +136,8 @@ def test_two_islands_sharded_by_accelerate_follow_one_process_and_stay_silent_on
             )
 
 
-def test_one_process_needs_no_sharding():
+def test_accelerate_one_process_unsharded():
+    """One process is not sharded."""
     accelerator = integration.accelerator()
     model = llama()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -142,7 +145,9 @@ def test_one_process_needs_no_sharding():
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_scheduler_advances_once_per_call_on_islands_of_any_size(run_ranks):
+def test_accelerate_scheduler_once_per_call(run_ranks):
+    """The scheduler advances once per call on islands of any size."""
+
     def rate(rank):
         accelerator = integration.accelerator()
         model = llama()
@@ -158,7 +163,8 @@ def test_scheduler_advances_once_per_call_on_islands_of_any_size(run_ranks):
     assert run_ranks(rate, islands=1, procs=2, env={"ISLAND_COUNT": "1"}) == [[0.5], [0.5]]
 
 
-def test_what_cannot_work_is_refused_with_the_cure(monkeypatch):
+def test_accelerate_refusals_name_cure(monkeypatch):
+    """Settings that cannot work are refused with the cure."""
     with pytest.raises(ValueError, match="fp16"):
         integration.accelerator(mixed_precision="fp16")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -175,7 +181,9 @@ def test_what_cannot_work_is_refused_with_the_cure(monkeypatch):
     assert integration._use_cpu()
 
 
-def test_moved_internals_are_named(run_ranks):
+def test_accelerate_moved_internals_named(run_ranks):
+    """The error names internals of Accelerate that a release has moved."""
+
     def moved(rank):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Accelerator, "is_fsdp2", False)
@@ -247,15 +255,17 @@ def resumed_by_accelerate(rank, folder):
     return [p.numpy() for p in own]
 
 
-def test_a_run_saved_by_accelerate_goes_on_bit_for_bit(run_ranks, tmp_path):
-    """Anchors, outer momenta and the islands' own steps between two exchanges included."""
+def test_accelerate_resume_bit_for_bit(run_ranks, tmp_path):
+    """A run that Accelerate saved goes on bit for bit. Anchors, outer momenta and the islands' own
+    steps between two exchanges included.
+    """
     one, two = run_ranks(resumed_by_accelerate, 2, 1, args=(tmp_path,))
     assert any((a != b).any() for a, b in zip(one, two, strict=True))  # own steps
 
 
-def test_accelerate_does_not_save_an_exchange(run_ranks, tmp_path):
-    """It keeps the file of one rank for all: refused at the registration, or at the save of an
-    Accelerator of the user's own, on every rank.
+def test_accelerate_save_of_exchange_refused(run_ranks, tmp_path):
+    """Accelerate does not save an exchange. It keeps the file of one rank for all: refused at the
+    registration, or at the save of an Accelerator of the user's own, on every rank.
     """
 
     def run(rank):

@@ -235,7 +235,8 @@ def by_hand(clip=None, schedule=(1.0,) * WINDOWS):
     return torch.cat([p.detach().flatten() for p in parameters]), norms
 
 
-def test_accumulated_micro_batches_are_one_step_of_the_exchange(islands):
+def test_accelerate_accumulation_is_one_step(islands):
+    """Accumulated micro-batches are one step of the exchange."""
     accumulated, at_once = (
         islands("diloco", {"period": 2}),
         islands("diloco", {"period": 2}, together=True),
@@ -248,7 +249,8 @@ def test_accumulated_micro_batches_are_one_step_of_the_exchange(islands):
     assert differ(accumulated, at_once) < 1e-4
 
 
-def test_clip_grad_norm_clips_each_islands_own_gradient(islands):
+def test_accelerate_clip_of_own_gradient(islands):
+    """`clip_grad_norm_` clips each island's own gradient."""
     clip = 0.2
     clipped = islands("full", {"clip": None}, clip=clip)
     expected, norms = by_hand(clip)
@@ -260,9 +262,9 @@ def test_clip_grad_norm_clips_each_islands_own_gradient(islands):
     )
 
 
-def test_clipping_before_an_sgd_step_reaches_the_parameters(islands):
-    """AdamW forgets the scale of a gradient, SGD does not: a run that clips moves less, one with a
-    far limit as if there were none.
+def test_accelerate_clip_reaches_sgd_step(islands):
+    """Clipping before an SGD step reaches the parameters. AdamW forgets the scale of a gradient,
+    SGD does not: a run that clips moves less, one with a far limit as if there were none.
     """
     start = torch.cat([p.detach().flatten() for p in llama().parameters()])
     free, far, near = (
@@ -272,7 +274,8 @@ def test_clipping_before_an_sgd_step_reaches_the_parameters(islands):
     assert (far[0]["params"] == free[0]["params"]).all() and moved[1] < 0.1 * moved[0]
 
 
-def test_prepared_scheduler_sets_the_rate_of_every_step(islands):
+def test_accelerate_prepared_scheduler_rate(islands):
+    """The prepared scheduler sets the rate of every step."""
     schedule = (1.0, 0.5, 0.1)
     scheduled = islands("full", {"clip": None}, schedule=schedule)
     for result in scheduled:
@@ -284,7 +287,8 @@ def test_prepared_scheduler_sets_the_rate_of_every_step(islands):
     assert differ(scheduled, islands("full", {"clip": None})) > 1e-2
 
 
-def test_tracker_is_told_the_metrics_on_the_main_process_and_changes_nothing(islands):
+def test_accelerate_tracker_gets_metrics(islands):
+    """A tracker gets the metrics on the main process and changes nothing."""
     tracked, silent = islands("demo", log=True), islands("demo")
     assert (tracked[0]["params"] == silent[0]["params"]).all()
     for rank, result in enumerate(tracked):
@@ -318,7 +322,8 @@ def test_tracker_is_told_the_metrics_on_the_main_process_and_changes_nothing(isl
         "whole on island 0",
     ],
 )
-def test_compiled_model_trains_as_the_eager_one(islands, way):
+def test_accelerate_compile_equals_eager(islands, way):
+    """A compiled model trains as the eager one."""
     eager, compiled_runs = (
         islands("diloco", {"period": 2}),
         islands("diloco", {"period": 2}, compile=way),
@@ -333,7 +338,8 @@ def test_compiled_model_trains_as_the_eager_one(islands, way):
 
 
 @pytest.mark.parametrize("way", ["model", "launcher"])
-def test_activation_checkpointing_computes_twice_and_trains_the_same(islands, way):
+def test_accelerate_activation_checkpointing(islands, way):
+    """Activation checkpointing computes twice and trains the same."""
     plain, again = islands("demo"), islands("demo", recompute=way)
     for one, two in zip(plain, again, strict=True):
         assert two["forwards"] == 2 * one["forwards"] == 4 * WINDOWS * MICRO // 2
@@ -341,7 +347,8 @@ def test_activation_checkpointing_computes_twice_and_trains_the_same(islands, wa
         assert two["names"] == one["names"]
 
 
-def test_checkpointing_compilation_and_bf16_together(islands):
+def test_accelerate_checkpointing_compile_and_bf16(islands):
+    """Activation checkpointing, compilation and bf16 work together."""
     everything = {"compile": "layers", "recompute": "model", "precision": "bf16"}
     bf16, all_of_it, fp32 = (
         islands("diloco", {"period": 2}, precision="bf16"),
@@ -361,7 +368,8 @@ def test_checkpointing_compilation_and_bf16_together(islands):
 
 
 @pytest.mark.parametrize("preset", ["full", "demo"])
-def test_bf16_computes_in_bf16_and_exchanges_fp32(islands, preset):
+def test_accelerate_bf16_exchanges_fp32(islands, preset):
+    """A bf16 run computes in bf16 and exchanges fp32."""
     changes = {"clip": None} if preset == "full" else {"clip": None, "sign": False}
     half, whole = islands(preset, changes, precision="bf16"), islands(preset, changes)
     assert all(result["kinds"] == {(True, torch.float32, torch.float32)} for result in half)

@@ -142,8 +142,10 @@ PRESETS = {
 
 @pytest.mark.parametrize("case", PRESETS)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "fsdp2"])
-def test_the_folder_has_the_loss_that_the_run_evaluated(run_ranks, tmp_path, case, sharded):
-    """In the middle of a run, between exchanges."""
+def test_export_has_evaluated_loss(run_ranks, tmp_path, case, sharded):
+    """The exported folder has the loss that the run evaluated. In the middle of a run, between
+    exchanges.
+    """
     preset, changes, kind = PRESETS[case]
     out = run_ranks(
         lambda r: trained(r, preset, 6, [2, 6], sharded, **changes),
@@ -165,7 +167,8 @@ def test_the_folder_has_the_loss_that_the_run_evaluated(run_ranks, tmp_path, cas
         assert any(not torch.equal(own[name], ours[name]) for name in own)
 
 
-def test_model_in_safetensors_shards(run_ranks, tmp_path):
+def test_export_of_safetensors_shards(run_ranks, tmp_path):
+    """A model in several safetensors files is exported."""
     out = run_ranks(
         lambda r: trained(r, "local_sgd", 3, [3], "safetensors", period=2), islands=2, procs=2
     )
@@ -173,7 +176,8 @@ def test_model_in_safetensors_shards(run_ranks, tmp_path):
     assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0][0]) < 1e-6
 
 
-def test_copies_of_a_model_hold_the_anchors_together(run_ranks, tmp_path):
+def test_export_anchors_of_copies(run_ranks, tmp_path):
+    """Ranks that hold copies of the model have the anchors together."""
     out = run_ranks(
         lambda r: trained(r, "diloco", 3, [3], make=lambda: small(wide=True), period=2),
         islands=2,
@@ -183,7 +187,9 @@ def test_copies_of_a_model_hold_the_anchors_together(run_ranks, tmp_path):
     assert abs(held_out_loss(loaded(tmp_path / "out")) - out[0][0][0]) < 1e-6
 
 
-def test_tied_and_frozen_and_low_precision(run_ranks, tmp_path):
+def test_export_tied_frozen_and_low_precision(run_ranks, tmp_path):
+    """A model with tied, frozen and bf16 parameters is exported."""
+
     def make():
         model = small(tied=True).to(torch.bfloat16)
         model.model.layers[0].requires_grad_(False)
@@ -208,7 +214,8 @@ def test_tied_and_frozen_and_low_precision(run_ranks, tmp_path):
         )
 
 
-def test_after_the_end_all_islands_hold_the_model(run_ranks, tmp_path):
+def test_export_after_finish_of_any_island(run_ranks, tmp_path):
+    """After `finish` every island holds the model."""
     for case in ("averages", "released"):
         preset, changes, _ = PRESETS[case]
         out = run_ranks(
@@ -231,7 +238,8 @@ def refused(run, out, **keywords):
     return str(caught.value)
 
 
-def test_a_mean_needs_all_islands(run_ranks, tmp_path, caplog):
+def test_export_mean_needs_all_islands(run_ranks, tmp_path, caplog):
+    """A model that is a mean needs the checkpoints of all islands."""
     out = run_ranks(lambda r: trained(r, "local_sgd", 4, [2, 4], period=4), islands=2, procs=1)
     run = Path(out[0][1])
     (run / "island1" / "checkpoint-4").rename(tmp_path / "lost")
@@ -258,7 +266,8 @@ def test_a_mean_needs_all_islands(run_ranks, tmp_path, caplog):
     assert (one_checkpoint.kind, one_checkpoint.step) == ("replica", 4)
 
 
-def test_one_run_at_a_time(run_ranks, tmp_path):
+def test_export_two_runs_refused(run_ranks, tmp_path):
+    """A folder with two runs is refused."""
     runs = [
         run_ranks(lambda r, k=k: trained(r, "local_sgd", 2, [2], period=k), islands=1, procs=1)[0][
             1
@@ -277,7 +286,9 @@ def test_one_run_at_a_time(run_ranks, tmp_path):
     assert export(both, tmp_path / "other").step == 2
 
 
-def test_an_upload_that_fails_leaves_the_folder(run_ranks, tmp_path, monkeypatch):
+def test_export_failed_upload_keeps_folder(run_ranks, tmp_path, monkeypatch):
+    """An upload that fails leaves the folder."""
+
     def offline(*args, **keywords):
         raise ConnectionError("no route\nmore")
 
@@ -290,7 +301,8 @@ def test_an_upload_that_fails_leaves_the_folder(run_ranks, tmp_path, monkeypatch
     loaded(tmp_path / "out")
 
 
-def test_what_cannot_be_exported_is_refused_in_a_sentence(run_ranks, tmp_path):
+def test_export_refusals_in_a_sentence(run_ranks, tmp_path):
+    """A run that cannot be exported is refused in a sentence."""
     out = run_ranks(lambda r: trained(r, "diloco", 3, [3], True, period=2), islands=1, procs=2)
     run = Path(out[0][1])
     here = run / "island0" / "checkpoint-3"
@@ -331,9 +343,9 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run_ranks, tmp_path):
     assert "lacks rank 1 of island 0" in refused(run, tmp_path / "no")
 
 
-def test_of_a_trainer_run_with_its_tokenizer_and_a_card(run_ranks, tmp_path, monkeypatch):
-    """The evaluation loss of step 4, between exchanges, as the Trainer logged it; then again by a
-    Trainer without islands.
+def test_export_of_trainer_run(run_ranks, tmp_path, monkeypatch):
+    """A Trainer run is exported with its tokenizer and a card. The evaluation loss of step 4,
+    between exchanges, as the Trainer logged it; then again by a Trainer without islands.
     """
 
     def run(rank, fsdp):
@@ -410,9 +422,9 @@ def test_of_a_trainer_run_with_its_tokenizer_and_a_card(run_ranks, tmp_path, mon
 
 
 @pytest.mark.parametrize("case", ["diloco", "released", "demo"])
-def test_of_a_trainer_in_a_mesh(run_ranks, tmp_path, case):
-    """One world of four ranks: the model file of a checkpoint mixes replicas, which differ at step
-    4.
+def test_export_of_trainer_mesh(run_ranks, tmp_path, case):
+    """A Trainer run in a mesh is exported. One world of four ranks: the model file of a checkpoint
+    mixes replicas, which differ at step 4.
     """
     preset, changes, kind = PRESETS[case]
     changes = changes | ({"period": 3} if kind != "parameters" else {})
@@ -445,8 +457,10 @@ def test_of_a_trainer_in_a_mesh(run_ranks, tmp_path, case):
     assert chosen.kind == kind and abs(again.evaluate()["eval_loss"] - out[0][0][0]) < 1e-6
 
 
-def test_the_command_runs_on_the_cpu_without_a_warning_of_deepspeed(monkeypatch, tmp_path):
-    """transformers imports DeepSpeed where it is there, which warns if it finds no GPU."""
+def test_export_command_without_deepspeed_warning(monkeypatch, tmp_path):
+    """The command runs on the CPU without a warning of DeepSpeed. transformers imports DeepSpeed
+    where it is there, which warns if it finds no GPU.
+    """
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     seen = []
 
@@ -458,16 +472,17 @@ def test_the_command_runs_on_the_cpu_without_a_warning_of_deepspeed(monkeypatch,
     assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 0 and seen == ["cpu"]
 
 
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
+def test_export_command_error_is_one_line(tmp_path, capsys):
+    """The command says in one line what is wrong."""
     assert cli.main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fsdp-demo: error: ") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_the_card_takes_the_numbers_of_its_step(tmp_path):
-    """What recipes/pretrain.py logs: the evaluation after the end is that of the last checkpoint
-    only if that came after the end, too.
+def test_export_card_numbers_of_step(tmp_path):
+    """The card takes the numbers of its step. What recipes/pretrain.py logs: the evaluation after
+    the end is that of the last checkpoint only if that came after the end, too.
     """
     island = tmp_path / "island0"
     (island / "checkpoint-4").mkdir(parents=True)
@@ -500,9 +515,9 @@ def test_the_card_takes_the_numbers_of_its_step(tmp_path):
     )
 
 
-def test_metadata_that_names_code_is_not_executed(tmp_path):
-    """`.metadata` of torch's distributed checkpoints is a pickle: only names that a checkpoint of
-    tensors needs are looked up.
+def test_export_metadata_executes_no_code(tmp_path):
+    """Metadata that names code is not executed. `.metadata` of torch's distributed checkpoints is a
+    pickle: only names that a checkpoint of tensors needs are looked up.
     """
     import pickle
 
@@ -520,8 +535,10 @@ def test_metadata_that_names_code_is_not_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def test_metadata_written_by_any_python_is_read():
-    """Python 3.13 names the module of its paths `pathlib._local`, others `pathlib`."""
+def test_export_metadata_of_any_python():
+    """Metadata that any release of Python wrote is read. Python 3.13 names the module of its paths
+    `pathlib._local`, others `pathlib`.
+    """
     import io
 
     from fsdp_demo.integrations.export.weights import _Names

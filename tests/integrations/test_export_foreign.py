@@ -26,7 +26,8 @@ def indexed(folder, *files):
 @pytest.mark.parametrize(
     "name", ["../secret.safetensors", "a/../../secret.safetensors", "/etc/passwd"]
 )
-def test_an_index_names_files_of_its_folder_only(tmp_path, name):
+def test_export_index_outside_folder_refused(tmp_path, name):
+    """An index that names files outside its folder is refused."""
     save_file({"w1": torch.ones(2)}, tmp_path / "secret.safetensors")
     folder = tmp_path / "checkpoint"
     (folder / "a").mkdir(parents=True)
@@ -42,13 +43,15 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
 @pytest.mark.parametrize(
     "text", ["[" * 200_000, "[]", "{}", '{"weight_map": []}', '{"weight_map": 3}']
 )
-def test_a_damaged_index_is_named(tmp_path, text):
+def test_export_damaged_index_named(tmp_path, text):
+    """The error names a damaged index."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="index.json is damaged"):
         read_model(tmp_path)
 
 
-def test_a_nested_manifest_is_damage(tmp_path):
+def test_export_nested_manifest_is_damage(tmp_path):
+    """A manifest that is nested too deeply counts as damage."""
     (tmp_path / "manifest.json").write_text("[" * 200_000)
     problems = []
     assert (
@@ -58,7 +61,8 @@ def test_a_nested_manifest_is_damage(tmp_path):
     )
 
 
-def test_an_adapter_is_not_a_whole_model(tmp_path):
+def test_export_adapter_refused(tmp_path):
+    """An adapter is refused: it is not a whole model."""
     save_file({"lora_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(
         ValueError, match=r"holds an adapter of peft.*PeftModel.from_pretrained\(BASE, "

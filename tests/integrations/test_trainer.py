@@ -34,7 +34,9 @@ def history(trained, key):
     return [row[key] for row in trained.state.log_history if key in row]
 
 
-def test_alone_it_is_as_if_the_line_were_not_there(tmp_path, run_ranks):
+def test_trainer_alone_is_plain_training(tmp_path, run_ranks):
+    """Alone the Trainer trains as if the callback were not there."""
+
     def run(rank, where, extra):
         trained = script.trainer(rank.folder / where, extra)
         trained.train()
@@ -97,8 +99,10 @@ class Poison(TrainerCallback):
 
 
 @pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])
-def test_an_island_takes_no_step_on_nan(run_ranks, procs, fsdp):
-    """The Trainer clips, so the exchange does not: it looks all the same. Moments stay finite."""
+def test_trainer_nan_step_skipped(run_ranks, procs, fsdp):
+    """An island takes no step on NaN. The Trainer clips, so the exchange does not: it looks all the
+    same. Moments stay finite.
+    """
 
     def work(rank):
         lines = one_line("diloco", period=4)
@@ -126,7 +130,8 @@ def test_an_island_takes_no_step_on_nan(run_ranks, procs, fsdp):
 @pytest.mark.parametrize(
     "procs, fsdp", [(1, False), (2, False), (2, True)], ids=["single", "ddp", "fsdp2"]
 )
-def test_islands_train_one_model(run_ranks, procs, fsdp):
+def test_trainer_islands_train_one_model(run_ranks, procs, fsdp):
+    """Two islands under the Trainer end with one model."""
     out = run_ranks(
         lambda rank: two_islands(rank, "diloco", fsdp, period=4),
         islands=2,
@@ -163,7 +168,9 @@ def test_islands_train_one_model(run_ranks, procs, fsdp):
 
 
 @pytest.mark.parametrize("preset", ["demo", "stride", "muloco"])
-def test_presets_with_an_optimizer_of_their_own(run_ranks, preset):
+def test_trainer_presets_with_own_optimizer(run_ranks, preset):
+    """Presets that bring an optimizer of their own train under the Trainer."""
+
     def run(rank):
         changes = {"period": 4} if preset == "muloco" else {}
         with pytest.raises(
@@ -214,7 +221,9 @@ class StopAt(TrainerCallback):
 @pytest.mark.parametrize(
     "event, preset, stops", [("step", "demo", 5), ("evaluate", "demo", 5), ("log", "diloco", 6)]
 )
-def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, stops):
+def test_trainer_stop_of_one_island_stops_all(run_ranks, event, preset, stops):
+    """A callback that asks one island to stop stops all at one step."""
+
     def run(rank):
         extra = one_line(preset, **({"period": 3} if preset == "diloco" else {}))
         if preset == "demo":
@@ -247,9 +256,7 @@ def test_one_island_asks_to_stop_all_do_at_one_step(run_ranks, event, preset, st
         ("streaming_diloco", {"period": 4, "delay": 2}, False, False),
     ],
 )
-def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(
-    run_ranks, preset, changes, fsdp, slow
-):
+def test_trainer_sigterm_saves_and_resumes(run_ranks, preset, changes, fsdp, slow):
     """All islands are told to end: each saves after its own step and ends with status 75, and what
     was cut off in between is made up for.
     """
@@ -302,7 +309,9 @@ def test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been(
         assert resumed[3].items() <= whole[3].items() and len(resumed[3]) >= 11
 
 
-def test_resume_needs_the_exchanges_state(run_ranks):
+def test_trainer_resume_needs_exchange_state(run_ranks):
+    """A resume without the state of the exchange is refused."""
+
     def run(rank):
         script.trainer(rank.folder / "out", one_line("diloco", period=4)).train()
         checkpoint = rank.folder / "out" / f"island{rank.island}" / "checkpoint-4"
@@ -319,8 +328,10 @@ def test_resume_needs_the_exchanges_state(run_ranks):
     assert out[0][0] == 8 and torch.equal(out[0][1], out[1][1])
 
 
-def test_islands_evaluate_log_and_save_at_different_times(run_ranks):
-    """Where the evaluated mean costs a round of communication, too."""
+def test_trainer_events_at_unlike_times(run_ranks):
+    """Islands may evaluate, log and save at unlike times. Where the evaluated mean costs a round of
+    communication, too.
+    """
 
     def run(rank, preset, changes):
         settings = {
@@ -346,7 +357,9 @@ def test_islands_evaluate_log_and_save_at_different_times(run_ranks):
         )
 
 
-def test_a_mean_is_shown_where_all_islands_evaluate(run_ranks):
+def test_trainer_evaluates_mean_together(run_ranks):
+    """A mean is evaluated where all islands evaluate."""
+
     def run(rank):
         trained = script.trainer(rank.folder / "out", one_line("local_sgd", period=3))
         trained.train()
@@ -361,7 +374,8 @@ def test_a_mean_is_shown_where_all_islands_evaluate(run_ranks):
 
 
 @pytest.mark.parametrize("procs, fsdp", [(1, False), (2, True)], ids=["single", "fsdp2"])
-def test_best_model_is_chosen_together(run_ranks, procs, fsdp):
+def test_trainer_best_model_common(run_ranks, procs, fsdp):
+    """The islands choose the best model together."""
     best = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "loss",
@@ -409,7 +423,9 @@ def test_best_model_is_chosen_together(run_ranks, procs, fsdp):
     assert (out[0][4] + out[-1][4]) / 2 == pytest.approx(out[0][1], abs=1e-6)
 
 
-def test_the_last_of_sharded_checkpoints_may_be_the_best(run_ranks):
+def test_trainer_best_model_last_sharded(run_ranks):
+    """The last of sharded checkpoints may be the best."""
+
     def run(rank):
         trained = script.trainer(
             rank.folder / "out",
@@ -426,7 +442,9 @@ def test_the_last_of_sharded_checkpoints_may_be_the_best(run_ranks):
         assert best == "checkpoint-8" and torch.equal(whole, out[0][1])
 
 
-def test_forgotten_split_is_noticed(run_ranks):
+def test_trainer_forgotten_split_warned(run_ranks):
+    """A warning says that the rows were not split between the islands."""
+
     def run(rank, split, seed):
         records = []
         handler = logging.Handler()
@@ -450,7 +468,9 @@ def test_forgotten_split_is_noticed(run_ranks):
     assert [o[0] for o in run_ranks(run, islands=2, procs=1, args=(True, False))] == [[], []]
 
 
-def test_what_cannot_work_is_refused_in_one_sentence(run_ranks, tmp_path):
+def test_trainer_refusals_in_one_sentence(run_ranks, tmp_path):
+    """Settings that cannot work are refused in one sentence."""
+
     def run(rank):
         def build(extra, **settings):
             return script.trainer(rank.folder / f"island{rank.island}", extra, **settings)
@@ -494,7 +514,9 @@ def test_what_cannot_work_is_refused_in_one_sentence(run_ranks, tmp_path):
         ExchangeCallback("diloco", clip=0.5)
 
 
-def test_islands_of_one_name_are_refused(run_ranks):
+def test_trainer_islands_of_one_name_refused(run_ranks):
+    """Islands of one name are refused."""
+
     def run(rank):
         with pytest.raises(ValueError, match=r"islands \[0, 1\] all have ISLAND_NAME='here'"):
             script.trainer(rank.folder / "out", one_line("diloco")).train()
@@ -502,7 +524,7 @@ def test_islands_of_one_name_are_refused(run_ranks):
     run_ranks(run, islands=2, procs=1, env={"ISLAND_NAME": "here"})
 
 
-def test_stop_inside_an_epoch_that_saves_at_its_end(run_ranks):
+def test_trainer_stop_inside_epoch(run_ranks):
     """The checkpoint of the stop holds the state before the last exchange, with fragments under
     way, and is not written over.
     """
@@ -540,7 +562,9 @@ class EpochStop(TrainerCallback):
         control.should_epoch_stop = state.global_step % 8 == 4
 
 
-def test_islands_whose_data_end_early_part_with_one_model(run_ranks):
+def test_trainer_data_end_early(run_ranks):
+    """Islands whose data end early end with one model."""
+
     def run(rank):
         settings = {
             "max_steps": -1,
@@ -558,7 +582,9 @@ def test_islands_whose_data_end_early_part_with_one_model(run_ranks):
     assert first[:2] == second[:2] == (12, 16) and torch.equal(first[2], second[2])
 
 
-def test_one_trainer_trains_twice_and_two_share_their_arguments(run_ranks):
+def test_trainer_twice_and_shared_arguments(run_ranks):
+    """One Trainer trains twice, and two Trainers share their arguments."""
+
     def run(rank):
         patch = pytest.MonkeyPatch()  # of a rank, which ends with it
         patch.setattr("transformers.Trainer.push_to_hub", lambda self, **keywords: keywords)
@@ -592,8 +618,8 @@ def test_one_trainer_trains_twice_and_two_share_their_arguments(run_ranks):
     assert first[3] == {"model_name": "out"} and second[3] is None
 
 
-def test_sigterm_without_an_exchange_ends_the_process(run_ranks):
-    """Waiting for peers that do not come, a process must still end when told to."""
+def test_trainer_sigterm_without_exchange(run_ranks):
+    """A process that waits for peers that do not come still ends at SIGTERM."""
     out = run_ranks(_wait_for_nobody, islands=2, procs=1, check=False, timeout=40)
     assert out[0].status == -signal.SIGTERM
 
@@ -606,8 +632,8 @@ def _wait_for_nobody(rank):
         trained.train()
 
 
-def test_sigterm_twice_ends_the_process(run_ranks):
-    """Told once more it ends as any process does; within seconds of the first that is only the
+def test_trainer_sigterm_twice(run_ranks):
+    """A second SIGTERM ends the process at once; within seconds of the first it is only the
     launcher's repetition.
     """
 

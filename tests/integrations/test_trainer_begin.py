@@ -41,7 +41,9 @@ def told(folder):
     return {p.name: p.read_text() for p in Path(folder).glob("*")}
 
 
-def test_sigterm_before_the_first_step_saves(run_ranks):
+def test_trainer_sigterm_before_first_step(run_ranks):
+    """SIGTERM before the first step saves and ends with status 75."""
+
     def work(rank):
         class Terminated(session.Evaluations):
             def __init__(self, *args):
@@ -62,8 +64,10 @@ def test_sigterm_before_the_first_step_saves(run_ranks):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_lost_peer_beside_a_full_disk_must_not_start_again(run_ranks, full):
-    """It would go on from an older checkpoint: uncaught, the error ends Python with 1, not 75."""
+def test_trainer_peer_lost_and_disk_full(run_ranks, full):
+    """A run with a lost peer and a full disk does not ask to be started again. It would go on from
+    an older checkpoint: uncaught, the error ends Python with 1, not 75.
+    """
 
     def work(rank):
         class Lost(TrainerCallback):
@@ -88,9 +92,9 @@ def test_a_lost_peer_beside_a_full_disk_must_not_start_again(run_ranks, full):
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_who_joins_restores_callbacks_and_none_is_left_out(run_ranks, behind):
-    """transformers takes restored callbacks out of the list and puts them in anew, while
-    `on_train_begin` walks it.
+def test_trainer_newcomer_restores_callbacks(run_ranks, behind):
+    """A newcomer restores the states of callbacks, and none is left out. transformers takes
+    restored callbacks out of the list and puts them in anew, while `on_train_begin` walks it.
     """
 
     def work(rank):

@@ -117,7 +117,9 @@ def train(rank, preset, noisy=False, **changes):
 @pytest.mark.parametrize(
     "preset, changes, exchanges", [("demo", {}, 4), ("diloco", {"period": 2}, 2)]
 )
-def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, preset, changes, exchanges):
+def test_trainer_mesh_sends_payloads_only(run_ranks, preset, changes, exchanges):
+    """Two steps in a mesh send nothing but payloads between nodes."""
+
     def run(rank):
         return train(rank, preset, **changes)
 
@@ -130,7 +132,9 @@ def test_two_steps_send_nothing_but_payloads_between_nodes(run_ranks, preset, ch
         assert torch.equal(mine, out[r % 2][3]) and evaluated == out[0][4]
 
 
-def test_the_count_sees_a_gather_over_all_nodes(run_ranks):
+def test_trainer_mesh_recorder_sees_gather(run_ranks):
+    """The recorder of collectives sees a gather over all nodes."""
+
     def run(rank):
         return train(rank, "demo", noisy=True)
 
@@ -148,9 +152,9 @@ def test_the_count_sees_a_gather_over_all_nodes(run_ranks):
         ("decoupled_momentum", {"period": 3, "rule": "released"}),
     ],
 )
-def test_a_mesh_resumes_bit_for_bit(run_ranks, tmp_path, preset, changes):
-    """What the Trainer saves in a mesh is a mixture of replicas: where they differ, each keeps its
-    own beside it.
+def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
+    """A mesh resumes bit for bit. What the Trainer saves in a mesh is a mixture of replicas: where
+    they differ, each keeps its own beside it.
     """
 
     def run(rank):
@@ -197,9 +201,9 @@ def test_a_mesh_resumes_bit_for_bit(run_ranks, tmp_path, preset, changes):
         )
 
 
-def test_sigterm_to_one_rank_of_a_mesh(run_ranks):
-    """Saving is a collective over all nodes here, so nothing is saved before all have heard of
-    it.
+def test_trainer_mesh_sigterm_to_one_rank(run_ranks):
+    """SIGTERM to one rank stops a mesh. Saving is a collective over all nodes here, so nothing is
+    saved before all have heard of it.
     """
 
     class Term(TrainerCallback):
@@ -236,7 +240,9 @@ def test_sigterm_to_one_rank_of_a_mesh(run_ranks):
     assert torch.equal(out[0][1], out[2][1]) and torch.equal(out[1][1], out[3][1])
 
 
-def test_a_plain_hsdp_mesh_is_refused(run_ranks):
+def test_trainer_mesh_plain_hsdp_refused(run_ranks):
+    """A plain HSDP mesh is refused."""
+
     def run(rank):
         extra = {"callbacks": [ExchangeCallback("diloco")]}
         with pytest.raises(
@@ -254,7 +260,8 @@ def test_a_plain_hsdp_mesh_is_refused(run_ranks):
     run_ranks(run, islands=1, procs=4, env=WORLD, timeout=60)
 
 
-def test_sizes_that_do_not_fit_are_refused(monkeypatch):
+def test_trainer_mesh_sizes_refused(monkeypatch):
+    """Sizes of a mesh that do not fit the nodes are refused."""
     with pytest.raises(
         ValueError, match="dp_replicate_size=2 with dp_shard_size=1: Accelerate would take DDP"
     ):
@@ -270,9 +277,9 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch):
         mesh_topology(type("Accelerator", (), {"parallelism_config": None}))
 
 
-def test_accelerate_in_a_mesh(run_ranks):
-    """`accelerator(parallelism_config=ExchangeParallelismConfig(...))`, attach with
-    `mesh_topology`.
+def test_accelerate_mesh(run_ranks):
+    """Accelerate trains in a mesh.
+    `accelerator(parallelism_config=ExchangeParallelismConfig(...))`, attach with `mesh_topology`.
     """
     from fsdp_demo import attach
     from fsdp_demo.integrations.accelerate import accelerator

@@ -53,9 +53,9 @@ def extra(preset, changes, **own):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_preset_goes_on_bit_for_bit(run_ranks, name):
-    """From checkpoint-5, between two exchanges and, where there is a delay, with payloads under
-    way.
+def test_trainer_resume_bit_for_bit(run_ranks, name):
+    """Every preset resumes bit for bit. From checkpoint-5, between two exchanges and, where there
+    is a delay, with payloads under way.
     """
     preset, changes, fsdp = CASES[name]
 
@@ -111,9 +111,10 @@ class Dies(TrainerCallback):
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
 @pytest.mark.slow
-def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, fsdp):
-    """Island 1 ends after island 0 has saved step 8: step 4 must still be there, with
-    save_total_limit=1, and both go on from it.
+def test_trainer_resume_after_lost_island(run_ranks, fsdp):
+    """An island that is lost between two saves costs no common checkpoint. Island 1 ends after
+    island 0 has saved step 8: step 4 must still be there, with save_total_limit=1, and both go on
+    from it.
     """
 
     def run(rank):
@@ -157,7 +158,11 @@ def test_an_island_lost_between_two_saves_costs_no_common_checkpoint(run_ranks, 
         assert whole[0] == resumed[0] and whole[1][0] == "checkpoint-12" and len(whole[1]) <= 2
 
 
-def test_none_in_common_is_refused_with_what_each_holds(run_ranks):
+def test_trainer_resume_none_in_common_refused(run_ranks):
+    """A resume without a common checkpoint is refused, and the error lists what each
+    island holds.
+    """
+
     def run(rank):
         settings = {"max_steps": 8, "save_steps": 4 + rank.island * 2, "eval_strategy": "no"}
         script.trainer(rank.folder / "out", extra("diloco", {"period": 3}), **settings).train()
@@ -178,9 +183,9 @@ def test_none_in_common_is_refused_with_what_each_holds(run_ranks):
     "preset, changes", [("diloco", {"period": 3}), ("demo", {}), ("sparse_loco", {"period": 2})]
 )
 @pytest.mark.parametrize("islands", [1, 3])
-def test_an_island_more_or_fewer(run_ranks, tmp_path, preset, changes, islands):
-    """Loss goes on: the next steps' loss is near that of the run that was not stopped, far below
-    that of a fresh model.
+def test_trainer_resume_other_number_of_islands(run_ranks, tmp_path, preset, changes, islands):
+    """The loss goes on with an island more or fewer: it is near that of the run that was not
+    stopped, far below that of a fresh model.
     """
     settings = {
         "max_steps": 12,
@@ -216,9 +221,9 @@ def test_an_island_more_or_fewer(run_ranks, tmp_path, preset, changes, islands):
     assert all(torch.equal(o[1], after[0][1]) for o in after)
 
 
-def test_what_is_newer_than_the_resumed_step_counts_no_more(run_ranks):
-    """Resume from an older path: the abandoned branch must neither be resumed later nor make
-    rotation delete the new one.
+def test_trainer_resume_drops_newer_checkpoints(run_ranks):
+    """A resume from an older path abandons the newer checkpoints. They must neither be resumed
+    later nor make rotation delete the new ones.
     """
 
     def run(rank):

@@ -15,7 +15,7 @@ pytest.importorskip("zmq")
 
 from transformers import TrainerCallback  # noqa: E402
 
-from ..checkpoint.test_returning import Lines  # noqa: E402
+from ..checkpoint.test_run_state_returning import Lines  # noqa: E402
 from ..exchange.test_survivors import ENV  # noqa: E402
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer_resume import extra  # noqa: E402
@@ -80,8 +80,10 @@ def life(me, dies=0):
     return whole, (watch.rates, watch.clocks), said
 
 
-def test_it_goes_on_with_moments_of_its_own(run_ranks):
-    """Those of `diloco`, with AdamW inside: the Trainer's own methods load them."""
+def test_trainer_returning_keeps_own_moments(run_ranks):
+    """An island that comes back goes on with moments of its own: those of `diloco`, with AdamW
+    inside. The Trainer's own methods load them.
+    """
 
     def run(me):
         if me.island == 1 and (child := os.fork()):

@@ -52,7 +52,9 @@ def again():
     os.environ["ISLAND_RUN"] += "-again"
 
 
-def test_a_flipped_bit_is_found_at_resume(run_ranks):
+def test_trainer_save_flipped_bit_found(run_ranks):
+    """A flipped bit in a checkpoint is found at the resume."""
+
     def work(rank):
         made(rank, max_steps=4, save_steps=2).train()
         files = json.loads((own(rank) / "checkpoint-4" / "manifest.json").read_text())["files"]
@@ -89,7 +91,9 @@ class Poison(TrainerCallback):
             self.kept[0] = self.value
 
 
-def test_no_checkpoint_of_a_nan(run_ranks):
+def test_trainer_save_nan_refused(run_ranks):
+    """A model with NaN makes no checkpoint."""
+
     def work(rank):
         trained = made(rank, callbacks=[Poison()] if rank.island else [], max_steps=6, save_steps=2)
         trained.train()
@@ -106,7 +110,9 @@ def test_no_checkpoint_of_a_nan(run_ranks):
 
 @pytest.mark.parametrize("where", ["exchange", "model"])
 @pytest.mark.parametrize("always", [False, True])
-def test_a_full_disk_is_a_warning_until_the_third_in_a_row(run_ranks, where, always):
+def test_trainer_save_full_disk_third_failure(run_ranks, where, always):
+    """A full disk is a warning, and the third failure in a row is an error."""
+
     def work(rank):
         def full(*args, **kwargs):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -171,8 +177,8 @@ class Late(TrainerCallback):
         time.sleep(0.5)
 
 
-def test_sigterm_in_an_exchange_where_islands_may_leave(run_ranks):
-    """The others train on."""
+def test_trainer_sigterm_during_exchange(run_ranks):
+    """An island that gets SIGTERM in an exchange saves and leaves, and the others train on."""
 
     def work(rank):
         try:
@@ -185,7 +191,9 @@ def test_sigterm_in_an_exchange_where_islands_may_leave(run_ranks):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_save_that_fails_at_the_end_is_no_save(run_ranks, full):
+def test_trainer_save_failed_at_end(run_ranks, full):
+    """A save that fails at the end does not count as a save."""
+
     def work(rank):
         def fails(*args, **kwargs):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -205,7 +213,9 @@ def test_a_save_that_fails_at_the_end_is_no_save(run_ranks, full):
     assert out == [(1, []) if full else (75, [5])] * 2
 
 
-def test_auto_begins_where_nobody_holds_any_and_true_does_not(run_ranks):
+def test_trainer_resume_auto_without_checkpoint(run_ranks):
+    """Without any checkpoint `auto` begins a run and `True` is refused."""
+
     def work(rank):
         with pytest.raises(NeedsDecision, match="no island holds a checkpoint"):
             made(rank, max_steps=2).train(resume_from_checkpoint=True)
@@ -217,11 +227,10 @@ def test_auto_begins_where_nobody_holds_any_and_true_does_not(run_ranks):
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_auto_does_not_begin_anew_beside_checkpoints_of_another_number_of_islands(
-    run_ranks, several
-):
-    """From one island to several, and back: they keep checkpoints in other folders. What the
-    sentence names works."""
+def test_trainer_resume_auto_other_number_of_islands(run_ranks, several):
+    """`auto` does not begin anew beside checkpoints of another number of islands. From one island
+    to several, and back: they keep checkpoints in other folders. What the sentence names works.
+    """
 
     def work(rank):
         environment = dict(os.environ)
@@ -248,7 +257,9 @@ def test_auto_does_not_begin_anew_beside_checkpoints_of_another_number_of_island
         assert "auto' finds no" in text and step == 4
 
 
-def test_swapped_folders_and_a_refused_start_leave_all_usable(run_ranks):
+def test_trainer_save_swapped_folders_refused(run_ranks):
+    """Swapped folders are refused, and a refused start leaves all checkpoints usable."""
+
     def work(rank):
         made(rank, max_steps=6, save_steps=2).train()
         every = script.whole_steps(own(rank))
@@ -281,7 +292,9 @@ class Usurped(TrainerCallback):
             Fence(Path(args.output_dir), "later").begin("token")
 
 
-def test_a_process_of_an_earlier_life_writes_nothing(run_ranks):
+def test_trainer_save_earlier_life_writes_nothing(run_ranks):
+    """A process of an earlier life writes nothing."""
+
     def work(rank):
         with pytest.raises(Superseded, match="belongs to a later life"):
             made(rank, callbacks=[Usurped()], max_steps=6, save_steps=2).train()
@@ -290,7 +303,9 @@ def test_a_process_of_an_earlier_life_writes_nothing(run_ranks):
     assert run_ranks(work, islands=2, procs=1) == [["checkpoint-2"]] * 2
 
 
-def test_ranks_of_an_island_share_the_checksums(run_ranks):
+def test_trainer_save_checksums_of_all_ranks(run_ranks):
+    """The manifest has a checksum of every file, of whichever rank it is."""
+
     def work(rank):
         trained = script.trainer(
             rank.folder / "out", extra("demo", {}), fsdp=True, **SETTINGS, max_steps=2, save_steps=2

@@ -74,9 +74,9 @@ def kept(rank, where="disk"):
 
 
 @pytest.mark.parametrize("resume", [True, "auto", "out/checkpoint-4"])
-def test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost(run_ranks, resume):
-    """`full` has no accumulators, and its optimizer's moments are the donor's: equal to the
-    uninterrupted run in every bit.
+def test_trainer_take_over_gradient_preset(run_ranks, resume):
+    """A gradient preset goes on as if no folder had been lost. `full` has no accumulators, and its
+    optimizer's moments are the donor's: equal to the uninterrupted run in every bit.
     """
 
     def run(rank):
@@ -123,7 +123,9 @@ SHARDED = {
 
 @pytest.mark.parametrize("preset", SHARDED)
 @pytest.mark.parametrize("fsdp", [False, True], ids=["single", "fsdp2"])
-def test_both_end_equal(run_ranks, preset, fsdp):
+def test_trainer_take_over_ends_equal(run_ranks, preset, fsdp):
+    """An island that lost its folder takes over, and both islands end equal."""
+
     def run(rank):
         logging.basicConfig(level=logging.WARNING, force=True)
         plan = {"max_steps": 10, "fsdp": fsdp, "save_steps": 5}
@@ -151,7 +153,9 @@ def test_both_end_equal(run_ranks, preset, fsdp):
     )
 
 
-def test_none_anywhere(run_ranks):
+def test_trainer_take_over_no_checkpoint(run_ranks):
+    """Without any checkpoint `True` and a path are refused and `auto` begins."""
+
     def run(rank):
         with pytest.raises(NeedsDecision, match="no island holds a checkpoint"):
             train(rank, "diloco", {"period": 3}, resume=True)
@@ -167,7 +171,7 @@ def test_none_anywhere(run_ranks):
     assert torch.equal(a[0], b[0]) and a[1] == b[1] == 1
 
 
-def test_without_the_exchanges_own_state(run_ranks):
+def test_trainer_take_over_fresh(run_ranks):
     """`fresh=True`: the channels start anew, from the parameters of the island that holds the
     checkpoint; a torn folder holds nothing.
     """
@@ -192,7 +196,7 @@ def test_without_the_exchanges_own_state(run_ranks):
     assert torch.equal(a[0], b[0]) and a[1] == b[1] == [9, 10, 11, 12]
 
 
-def test_the_furthest_is_taken_over_by_all(run_ranks):
+def test_trainer_take_over_from_furthest(run_ranks):
     """Islands 0 and 1 hold states between the same exchanges; one that holds none takes the
     furthest, and so does the one behind it.
     """
@@ -226,7 +230,8 @@ class Told:
         return {"name": "b", "state": self.state}
 
 
-def test_what_a_donor_tells(tmp_path):
+def test_take_over_facts_of_donor(tmp_path):
+    """The donor hands over the facts of its Trainer state that are small enough."""
     assert told(tmp_path) == {}
     state = {
         "global_step": 4,
@@ -272,7 +277,8 @@ def test_trainer_resume_of_sharded_files_without_fsdp_is_refused(tmp_path):
         ),
     ],
 )
-def test_a_scheduler_goes_to_its_place(make, recwarn):
+def test_take_over_scheduler_forwarded(make, recwarn):
+    """A scheduler is forwarded to the step of the donor."""
     rates = []
     for steps in (7, 0):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
@@ -285,14 +291,16 @@ def test_a_scheduler_goes_to_its_place(make, recwarn):
     assert rates[0] == rates[1] and not recwarn
 
 
-def test_a_scheduler_that_goes_by_a_metric_is_told(caplog):
+def test_take_over_metric_scheduler_warned(caplog):
+    """A warning says which scheduler cannot be forwarded."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     taking_over.forward(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), 3)
     taking_over.forward(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), -2)
     assert "ReduceLROnPlateau goes by a metric" in caplog.text and "is 2 steps ahead" in caplog.text
 
 
-def test_what_is_not_exact_is_said():
+def test_take_over_log_names_losses():
+    """The log says what is not exact after a take-over."""
     args = SimpleNamespace(ignore_data_skip=False, load_best_model_at_end=True)
     exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"))
     text = sentence(exchange, args, 4, TakeOver(4, "a"), 1.0, moments=False)

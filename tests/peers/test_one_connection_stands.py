@@ -95,10 +95,10 @@ def test_connection_late_while_an_island_ends(run_ranks) -> None:
                 network.relays[0, 1][NOTES].wait = 0.4
             met.wait(10)
             if line.slot == 0:
-                signs, until = line._driver.signs, time.monotonic() + 10
-                while not all(w.gone for w in signs.wires) and time.monotonic() < until:
+                detector, until = line._driver.detector, time.monotonic() + 10
+                while not all(w.gone for w in detector.wires) and time.monotonic() < until:
                     time.sleep(0.01)
-                seen.append((line._driver.machine.state, len(signs.leaving)))
+                seen.append((line._driver.machine.state, len(detector.leaving)))
 
         here.run(fn)
         network.close()

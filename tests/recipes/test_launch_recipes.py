@@ -24,7 +24,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.config.presets import RECOMMENDED, UNPUBLISHED  # noqa: E402
+from fsdp_demo.config.methods import RECOMMENDED, UNPUBLISHED  # noqa: E402
 from fsdp_demo.launch.processes import reserve_port  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

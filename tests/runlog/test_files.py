@@ -46,7 +46,7 @@ def test_runlog_reads_back(tmp_path, monkeypatch) -> None:
 
 
 def test_runlog_fields_are_documented(tmp_path, monkeypatch) -> None:
-    """Every field that is written stands in the tables of `runlog.files`."""
+    """Every field that is written stands in the tables of docs/report.md."""
     folder = made.run(monkeypatch, tmp_path / "run", steps=20, lost_at=5) / "island0"
     assert set(json.loads((folder / files.HEAD_FILE).read_text())) == set(keys(files.HEAD_FILE))
     assert set(lines(folder / files.STEPS_FILE)[0]) == set(keys(files.STEPS_FILE))

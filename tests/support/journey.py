@@ -36,7 +36,7 @@ import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
 
 ROOT = Path(fsdp_demo.__file__).parent
-THREADS = {"CommWorker.submit": "exchange", "Driver._post": "network"}
+THREADS = {"CommWorker.submit": "exchange", "NetworkLoop.do": "network"}
 """Functions that give work to a thread: behind them stands what that thread has entered."""
 
 FOLLOW = getattr(threading, "setprofile_all_threads", threading.setprofile)  # of Python 3.12

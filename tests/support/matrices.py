@@ -16,123 +16,123 @@ KEPT = {
     # file: {test: expression found in the ids of the cases that stay; "" for a test that is slow as
     # a whole}
     "channels/test_delays_oracle.py": {
-        "test_late_means_follow_the_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",  # noqa: E501
+        "test_delay_follows_oracle": r"^delta-[36]|consensus-4|2bit|int4|streaming-8|parameter-9|state-4|gradient-4|demo-3|od-2",  # noqa: E501
     },
     "channels/test_presets_oracle.py": {
-        "test_coded_values_follow_the_oracle": r"-(2x2|3x1)$",
-        "test_computing_in_bf16": r"^(full|streaming_diloco)-2x2$",
-        "test_follows_the_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",  # noqa: E501
-        "test_muloco_on_measured_updates": r"^2x2",
-        "test_schedule_clipping_accumulation_and_weight_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",  # noqa: E501
+        "test_preset_value_codes_follow_oracle": r"-(2x2|3x1)$",
+        "test_preset_bf16_compute": r"^(full|streaming_diloco)-2x2$",
+        "test_preset_follows_oracle": r"^[a-z_]+-2x2$|^(demo-[av]|diloco-w|released-a).*2x2$|^(demo|random)-2x2-un|^demo-4x1",  # noqa: E501
+        "test_preset_muloco_measured_updates": r"^2x2",
+        "test_preset_with_schedule_clip_and_decay": r"^(full|desloc|stream\w+|demo|consensus|sparse\w+)$",  # noqa: E501
     },
     "channels/test_sign_loco.py": {
-        "test_follows_the_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
+        "test_sign_loco_follows_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
     },
     "checkpoint/test_checkpoint.py": {
-        "test_attach_takes_a_saved_state_bit_for_bit": r"^(demo, "
+        "test_resume_attach_bit_for_bit": r"^(demo, "
         r"delayed|streaming_diloco)-True|^desloc-False",
     },
     "checkpoint/test_cut_off.py": {
-        "test_what_was_cut_off_is_made_up_for_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
+        "test_cut_off_resume_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
         r"l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
     },
     "checkpoint/test_resharding_runs.py": {
-        "test_the_loss_goes_on": r"^diloco$",
+        "test_resharding_run_loss_goes_on": r"^diloco$",
     },
-    "checkpoint/test_returning.py": {
-        "test_it_goes_on_with_moments_of_its_own": r"diloco|late",
+    "checkpoint/test_run_state_returning.py": {
+        "test_returning_island_keeps_own_moments": r"diloco|late",
     },
     "membership/test_exhaustive.py": {
         # OwnView-gather-1 is another end of the same mutant
         "test_explorer_finds_mutants": r"^(?!OwnView-gather-2)",
     },
     "deepspeed/test_zero_accelerate.py": {
-        "test_islands": r"zero2-attach0|zero3-attach1",
+        "test_zero_accelerate_islands": r"zero2-attach0|zero3-attach1",
     },
     "deepspeed/test_zero_launch.py": {
-        "test_the_accelerate_file_shards_a_trainer_script": "",
+        "test_zero_launch_accelerate_file": "",
     },
     "deepspeed/test_zero_mesh.py": {
-        "test_from_pretrained_loads_every_replica_and_cuts_inside_the_node": r"^bf16",
-        "test_the_trainer_is_confined_by_one_line": r"^zero3",
-        "test_no_collective_crosses_and_replicas_stay_equal": r"fp32|optimizer",
-        "test_training_stays_inside_the_node_and_averages_it": r"bf16",
+        "test_zero_mesh_from_pretrained": r"^bf16",
+        "test_zero_mesh_trainer_confined": r"^zero3",
+        "test_zero_mesh_exchange_replicas_equal": r"fp32|optimizer",
+        "test_zero_mesh_collectives_inside_node": r"bf16",
     },
     "deepspeed/test_zero_oracle.py": {
-        "test_an_offloaded_optimizer_follows_the_oracle": r"full-zero2|demo-zero3|desloc-zero2",
-        "test_bf16_groups_accumulation_and_clipping_follow_the_oracle": r"zero3-parts",
-        "test_follows_the_oracle": r"full-zero1|demo-zero3-p|^diloco-zero1|desloc-zero3-p|streaming_diloco-zero2|sign_loco-zero3-p",  # noqa: E501
+        "test_zero_preset_offloaded_optimizer": r"full-zero2|demo-zero3|desloc-zero2",
+        "test_zero_preset_bf16_accumulation_and_clip": r"zero3-parts",
+        "test_zero_preset_follows_oracle": r"full-zero1|demo-zero3-p|^diloco-zero1|desloc-zero3-p|streaming_diloco-zero2|sign_loco-zero3-p",  # noqa: E501
     },
     "deepspeed/test_zero_recipes.py": {
-        "test_a_resumed_run_is_the_uninterrupted_one": r"^3-",
-        "test_every_stage_learns_what_fsdp2_learns": "",
-        "test_mesh_keeps_zero_inside_the_node": r"^3$",
+        "test_zero_recipe_resume_bit_for_bit": r"^3-",
+        "test_zero_recipe_learns_like_fsdp2": "",
+        "test_zero_recipe_mesh": r"^3$",
     },
     "deepspeed/test_zero_shards.py": {
-        "test_a_replica_that_skips_a_step_joins_with_nothing_to_say": r"^full-(zero1|wrapper)$|^diloco-zero3$",  # noqa: E501
-        "test_a_step_skipped_by_the_loop_and_one_skipped_by_the_engine_are_the_same": r"zero1-full|zero2-diloco|parts-demo|offload",  # noqa: E501
-        "test_every_preset_counts_the_bytes_it_planned_and_ends_with_one_model": r"zero3-parts",
-        "test_zero3_and_fsdp2_send_the_same_bytes_and_end_with_the_same_parameters": r"^demo",
-        "test_the_shards_of_an_island_make_up_every_parameter_once": r"False|parts|wrapper",
+        "test_zero_skip_by_one_replica": r"^full-(zero1|wrapper)$|^diloco-zero3$",  # noqa: E501
+        "test_zero_skip_by_loop_equals_engine": r"zero1-full|zero2-diloco|parts-demo|offload",  # noqa: E501
+        "test_zero_shards_preset_bytes_planned": r"zero3-parts",
+        "test_zero_shards_zero3_equals_fsdp2": r"^demo",
+        "test_zero_shards_make_up_parameters": r"False|parts|wrapper",
     },
     "deepspeed/test_zero_take_over.py": {
-        "test_both_end_equal": r"^0-zero3-parts-diloco|^1-zero2-demo",
-        "test_the_trainer_takes_over": r"zero3",
+        "test_zero_take_over_ends_equal": r"^0-zero3-parts-diloco|^1-zero2-demo",
+        "test_zero_take_over_trainer": r"zero3",
     },
     "deepspeed/test_zero_trainer.py": {
-        "test_islands_train_one_model": r"zero3-parts-demo",
+        "test_zero_trainer_islands_train_one_model": r"zero3-parts-demo",
     },
     "deepspeed/test_zero_trainer_resume.py": {
-        "test_resume_goes_on_bit_for_bit": r"sub",
-        "test_sigterm_stops_all_and_resume_goes_on": r"zero2-demo",
-        "test_the_recipe_trains_saves_and_resumes": r"zero3",
+        "test_zero_trainer_resume_bit_for_bit": r"sub",
+        "test_zero_trainer_sigterm_saves_and_resumes": r"zero2-demo",
+        "test_zero_trainer_recipe_saves_and_resumes": r"zero3",
     },
     "exchange/test_exchange_oracle.py": {
-        "test_a_resumed_run_is_the_run_that_was_not_interrupted": r"^(demo|diloco-queue|streaming_diloco)$",  # noqa: E501
-        "test_everything_kept_is_a_dense_method": r"subtract-True",
-        "test_islands_with_different_numbers_of_copies": r"procs0|^demo",
-        "test_element_wise_presets_do_not_depend_on_the_sharding": r"diloco",
+        "test_resume_equals_uninterrupted_run": r"^(demo|diloco-queue|streaming_diloco)$",  # noqa: E501
+        "test_sparse_all_kept_equals_dense": r"subtract-True",
+        "test_copies_differ_between_islands": r"procs0|^demo",
+        "test_sharding_elementwise_presets_equal": r"diloco",
     },
     "exchange/test_memory.py": {
-        "test_the_plan_is_what_is_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",  # noqa: E501
+        "test_memory_plan_equals_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",  # noqa: E501
     },
-    "exchange/test_norms.py": {
-        "test_others_train_as_without_that_contribution": r"-3$|^(full|demo)-2$",
+    "exchange/test_norm_limit.py": {
+        "test_norm_limit_leaves_out_contribution": r"-3$|^(full|demo)-2$",
     },
     "exchange/test_plan.py": {
-        "test_the_plan_is_what_the_meter_counts": r"^2-1",
+        "test_bytes_plan_equals_meter": r"^2-1",
     },
     "integrations/test_accelerate_features.py": {
-        "test_compiled_model_trains_as_the_eager_one": r"regional",
-        "test_bf16_computes_in_bf16_and_exchanges_fp32": r"demo",
+        "test_accelerate_compile_equals_eager": r"regional",
+        "test_accelerate_bf16_exchanges_fp32": r"demo",
     },
     "integrations/test_export.py": {
-        "test_of_a_trainer_in_a_mesh": r"diloco",
-        "test_the_folder_has_the_loss_that_the_run_evaluated": r"whole-diloco|fsdp2-streaming",
+        "test_export_of_trainer_mesh": r"diloco",
+        "test_export_has_evaluated_loss": r"whole-diloco|fsdp2-streaming",
     },
     "integrations/test_trainer.py": {
-        "test_presets_with_an_optimizer_of_their_own": r"muloco",
-        "test_sigterm_saves_and_resume_goes_on_as_if_nothing_had_been": r"^decoupled|^streaming",
+        "test_trainer_presets_with_own_optimizer": r"muloco",
+        "test_trainer_sigterm_saves_and_resumes": r"^decoupled|^streaming",
     },
     "integrations/test_trainer_mesh.py": {
-        "test_a_mesh_resumes_bit_for_bit": r"^decoupled",
-        "test_two_steps_send_nothing_but_payloads_between_nodes": r"demo",
+        "test_trainer_mesh_resume_bit_for_bit": r"^decoupled",
+        "test_trainer_mesh_sends_payloads_only": r"demo",
     },
-    "integrations/test_trainer_parts.py": {
-        "test_the_recipe_trains_saves_and_resumes": r"diloco",
-        "test_what_a_trainer_may_switch_on": r"^streaming_diloco",
+    "integrations/test_trainer_features.py": {
+        "test_trainer_recipe_saves_and_resumes": r"diloco",
+        "test_trainer_features_beside_exchange": r"^streaming_diloco",
     },
     "integrations/test_trainer_resume.py": {
-        "test_an_island_lost_between_two_saves_costs_no_common_checkpoint": r"fsdp2",
-        "test_an_island_more_or_fewer": r"3-demo|1-diloco",
-        "test_every_preset_goes_on_bit_for_bit": r"flight",
+        "test_trainer_resume_after_lost_island": r"fsdp2",
+        "test_trainer_resume_other_number_of_islands": r"3-demo|1-diloco",
+        "test_trainer_resume_bit_for_bit": r"flight",
     },
     "integrations/test_trainer_saves.py": {
-        "test_a_full_disk_is_a_warning_until_the_third_in_a_row": r"^False-model$|^True-",
+        "test_trainer_save_full_disk_third_failure": r"^False-model$|^True-",
     },
     "integrations/test_trainer_take_over.py": {
-        "test_a_gradient_preset_goes_on_as_if_nothing_had_been_lost": r"auto|checkpoint",
-        "test_both_end_equal": r"fsdp2-diloco",
+        "test_trainer_take_over_gradient_preset": r"auto|checkpoint",
+        "test_trainer_take_over_ends_equal": r"fsdp2-diloco",
     },
     "launch/test_rehearse.py": {
         "test_rehearse_by_accelerate_runs_every_rank": "",
@@ -154,20 +154,20 @@ KEPT = {
         "test_pretrain_interrupted_goes_on_bit_for_bit": r"^diloco$",
     },
     "deepspeed/test_zero_resume.py": {
-        "test_resumes_bit_for_bit": r"zero1-demo|zero2|parts-diloco",
-        "test_weights_alone": r"options1",
+        "test_zero_resume_bit_for_bit": r"zero1-demo|zero2|parts-diloco",
+        "test_zero_resume_weights_alone": r"options1",
     },
     "deepspeed/test_zero_fresh_state.py": {
-        "test_one_replica_is_plain_training": r"zero1|zero3",
+        "test_zero_fresh_state_one_replica": r"zero1|zero3",
     },
     "deepspeed/test_zero_trainer_mesh.py": {
-        "test_a_mesh_resumes_bit_for_bit": r"zero3",
+        "test_zero_trainer_mesh_resume_bit_for_bit": r"zero3",
     },
-    "exchange/test_growing.py": {
-        "test_two_of_three_begin_and_the_third_joins": r"^full-2$",
+    "exchange/test_elastic_join.py": {
+        "test_elastic_third_island_joins": r"^full-2$",
     },
-    "exchange/test_failure.py": {
-        "test_survivors_save_and_end_with_75_at_one_step": r"killed|2x2",
+    "exchange/test_guard.py": {
+        "test_peer_loss_saves_and_exits_75": r"killed|2x2",
     },
     "exchange/test_survivors.py": {
         "test_survivors_train_on": r"^(demo|streaming_diloco)$",
@@ -191,11 +191,11 @@ KEPT = {
         "test_store_frozen_while_islands_meet_is_an_error": r"^$",
         "test_store_frozen_training_goes_on": r"zmq",
     },
-    "deepspeed/test_zero_joining.py": {
-        "test_it_goes_on_as_an_engine_that_walked_there": r"zero3|zero2",
+    "deepspeed/test_zero_newcomer.py": {
+        "test_zero_newcomer_equals_other_engines": r"zero3|zero2",
     },
-    "exchange/test_joining.py": {
-        "test_a_newcomer_stands_where_the_others_stand": (
+    "exchange/test_newcomer.py": {
+        "test_newcomer_state_equals_others": (
             r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late|sign_loco)$"
         ),
     },
@@ -205,7 +205,7 @@ KEPT = {
         ),
     },
     "exchange/test_not_finite.py": {
-        "test_one_shard_speaks_for_its_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",  # noqa: E501
+        "test_nan_one_shard_leaves_out_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",  # noqa: E501
     },
 }
 

@@ -39,12 +39,15 @@ def slow(line: Any, rate: float) -> list[int]:
     return sent
 
 
-def test_a_single_replica_has_no_link() -> None:
+def test_quick_probe_single_replica() -> None:
+    """A single replica has no link."""
     assert quick_probe(LonePeerGroup("island0", 1.0)) is None
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_islands_that_come_and_go_get_equal_numbers(run_ranks, count) -> None:
+def test_quick_probe_equal_on_all_islands(run_ranks, count) -> None:
+    """All islands of an elastic run get equal numbers."""
+
     def run() -> None:
         found = Islands(count).run(lambda line: (quick_probe(line, 0.5), line.meter))
         readings = {reading for reading, _ in found.values()}
@@ -57,7 +60,9 @@ def test_islands_that_come_and_go_get_equal_numbers(run_ranks, count) -> None:
     alone(run_ranks, run)
 
 
-def test_a_slow_island_bounds_the_rate_of_all(run_ranks) -> None:
+def test_quick_probe_slow_island(run_ranks) -> None:
+    """A slow island bounds the rate of all."""
+
     def run() -> None:
         def fn(i: int, topology: Any) -> Any:
             line = mesh_peers(topology, None)
@@ -72,7 +77,9 @@ def test_a_slow_island_bounds_the_rate_of_all(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_the_rehearsed_link_bounds_what_is_returned(run_ranks) -> None:
+def test_quick_probe_rehearsed_link(run_ranks) -> None:
+    """The rehearsed link bounds the numbers that are returned."""
+
     def run() -> None:
         def fn(i: int, topology: Any) -> Any:
             return quick_probe(mesh_peers(topology, Link(1e4, 0.5)), 0.2)
@@ -83,7 +90,9 @@ def test_the_rehearsed_link_bounds_what_is_returned(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_a_silent_island_is_an_error(run_ranks) -> None:
+def test_quick_probe_silent_island(run_ranks) -> None:
+    """A silent island is an error."""
+
     def run() -> None:
         def fn(i: int, topology: Any) -> Any:
             line = mesh_peers(topology, None)

@@ -99,7 +99,7 @@ def half_life_multiples(betas: dict[str, float], fastest: int = 3) -> dict[str, 
 
 
 def averaged(name: str, source: str, period: int, value_dtype: str, after: str = "") -> Channel:
-    """A channel whose mean replaces what was averaged."""
+    """A channel that replaces tensors by their mean, sent whole every `period` steps."""
     return Channel(
         name,
         source,

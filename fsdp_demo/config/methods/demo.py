@@ -50,8 +50,8 @@ def demo(
         rate=lr_inside,
     )
     codec = Codec("dct" if transform else "none", "topk", topk, value_dtype)
-    signed = sign if sign is not None else inner_optimizer != "adamw" and not second
-    return _gradient_method("demo", kept, codec, "senders", signed, inner_optimizer)
+    signed = False if sign is None and second else sign
+    return _gradient_method("demo", kept, codec, signed, inner_optimizer)
 
 
 def random(
@@ -70,7 +70,8 @@ def random(
     (`topk` 128 is 1/32), beta 0.999, sign, fp32 values. Ours: beta 0.95. The published one lost
     0.18 nats per byte in our study, two seeds (docs/measured/study.md, "Published forms").
     """
-    return _seeded("random", topk, beta, value_dtype, sign, transform, inner_optimizer)
+    codec = Codec("dct" if transform else "none", "random", topk, value_dtype)
+    return _gradient_method("random", Accumulator(beta=beta), codec, sign, inner_optimizer)
 
 
 def stride(
@@ -87,45 +88,27 @@ def stride(
     The released code never moves on where the stride divides the size and so sends the same
     coefficients for ever; here a pass visits all. Ours: beta 0.95, as in `random`.
     """
-    return _seeded("stride", topk, beta, value_dtype, sign, transform, inner_optimizer)
-
-
-def _seeded(
-    select: str,
-    topk: int,
-    beta: float,
-    value_dtype: str,
-    sign: bool | None,
-    transform: bool,
-    inner_optimizer: str,
-) -> ExchangeConfig:
-    codec = Codec("dct" if transform else "none", select, topk, value_dtype)
-    return _gradient_method(
-        select,
-        Accumulator(beta=beta),
-        codec,
-        "replicas",
-        sign if sign is not None else inner_optimizer != "adamw",
-        inner_optimizer,
-    )
+    codec = Codec("dct" if transform else "none", "stride", topk, value_dtype)
+    return _gradient_method("stride", Accumulator(beta=beta), codec, sign, inner_optimizer)
 
 
 def _gradient_method(
-    name: str, kept: Accumulator, codec: Codec, reducer: str, sign: bool, inner_optimizer: str
+    name: str, kept: Accumulator, codec: Codec, sign: bool | None, inner_optimizer: str
 ) -> ExchangeConfig:
     """DeMo and its relatives: a momentum of gradients, a part of which is exchanged at every step
-    and leaves it.
+    and leaves it. `sign` None: the sign is taken, but for AdamW.
     """
     one_of("inner_optimizer", inner_optimizer, ("sgd", "adamw", "as_is"))
+    signed = inner_optimizer != "adamw" if sign is None else sign
     channel = Channel(
         "momentum",
         "gradient",
         accumulator=kept,
         codec=codec,
         feedback="subtract",
-        reducer=Reducer(reducer),
-        applier=Applier("gradient", sign=sign),
+        reducer=Reducer("senders" if codec.indexed else "replicas"),
+        applier=Applier("gradient", sign=signed),
     )
     # without a sign SGD's step has the scale of the gradient
-    lr = 1e-3 if inner_optimizer == "adamw" else 4e-4 if sign else None
+    lr = 1e-3 if inner_optimizer == "adamw" else 4e-4 if signed else None
     return ExchangeConfig(name, (channel,), inner_optimizers=(inner_optimizer,), lr=lr, clip=1.0)

@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.utils import logging as hf_logging
 
 from ...config.load import changed, load_config, preset
-from ...config.presets import presets
+from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import see
 from ...exchange import summary

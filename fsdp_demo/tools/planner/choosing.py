@@ -14,7 +14,7 @@ from typing import Any
 
 from ...config.fragments import layer_of
 from ...config.load import preset
-from ...config.presets import presets
+from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import counted
 from ...net.link import Link, parse_rtt

@@ -7,6 +7,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,7 @@ def expected_gap(
     than the nearest of the source, "period": the source's, where it is another; else None}.
     """
     if config.preset == "full":
-        return {
-            "percent": 0.0,
-            "source": "the mean gradient of every step, as all-reduce",
-            "extrapolated": "",
-            "factor": 1.0,
-            "period": None,
-        }, ""
+        return gap(0.0, "the mean gradient of every step, as all-reduce"), ""
     period = max(c.schedule.sync_every for c in config.channels)
     if config.preset == "diloco" and parameters >= SMALL:
         return _diloco(parameters, islands, period), ""
@@ -54,13 +49,25 @@ def expected_gap(
     ] * (not 0.8 < factor < 1.25)
     if islands != study["islands"]:
         far.append(f"measured with {study['islands']} islands, not {islands}")
+    percent, source = 100 * difference / study["loss"], f"{study['source']}, {study['date']}"
+    return gap(percent, source, far, factor, _unlike(study["period"][name], period)), ""
+
+
+def gap(
+    percent: float,
+    source: str,
+    far: Sequence[str] = (),
+    factor: float = 1.0,
+    period: int | None = None,
+) -> dict[str, Any]:
+    """A gap as `expected_gap` returns it; `far`: how the source's case differs from the user's."""
     return {
-        "percent": round(100 * difference / study["loss"], 2),
-        "source": f"{study['source']}, {study['date']}",
+        "percent": round(percent, 2),
+        "source": source,
         "extrapolated": "; ".join(far),
         "factor": factor,
-        "period": _unlike(study["period"][name], period),
-    }, ""
+        "period": period,
+    }
 
 
 def _diloco(parameters: int, islands: int, period: int) -> dict[str, Any]:
@@ -83,13 +90,7 @@ def _diloco(parameters: int, islands: int, period: int) -> dict[str, Any]:
         far.append(f"{factor:.2g} times the table's {edge:.3g} parameters, whose entry this is")
     if islands > counts[-1]:
         far.append(f"the table ends at {counts[-1]} islands, whose entry this is")
-    return {
-        "percent": round(percent, 2),
-        "source": table["source"],
-        "extrapolated": "; ".join(far),
-        "factor": factor,
-        "period": _unlike(table["period"], period),
-    }
+    return gap(percent, table["source"], far, factor, _unlike(table["period"], period))
 
 
 def _unlike(there: int, here: int) -> int | None:

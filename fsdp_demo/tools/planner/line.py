@@ -171,22 +171,15 @@ def play(steps: int, due: Mapping[int, Sequence[Timed]], step_seconds: float) ->
         # a line that carries less than it is given falls behind, by what the delay allows in the
         # end; begin there
         state.free = delay * step_seconds
-    at = sorted(due)
-    before = state
+    at, before = sorted(due), state.spent
     for number in range(rounds):
-        if number == rounds - 1:
-            before = state.copy()
+        before = state.spent
         for step in at:
             state.go(number * steps + step)
             for message in due[step]:
                 state.launch(message)
         state.go((number + 1) * steps)
-    n = steps
-    return Played(
-        (state.waited - before.waited) / n,
-        (state.worked - before.worked) / n,
-        (state.line - before.line) / n,
-    )
+    return Played(*((b - a) / steps for a, b in zip(before, state.spent, strict=True)))
 
 
 class _State:
@@ -197,11 +190,10 @@ class _State:
         self.free = self.waited = self.worked = self.line = 0.0
         self.flights: list[tuple[int, float, float]] = []  # step of effect, arrival, work
 
-    def copy(self) -> _State:
-        """As it is now."""
-        out = _State(self.step_seconds)
-        out.waited, out.worked, out.line = self.waited, self.worked, self.line
-        return out
+    @property
+    def spent(self) -> tuple[float, float, float]:
+        """Seconds so far: waited, worked, and those of the line."""
+        return self.waited, self.worked, self.line
 
     def go(self, step: int) -> None:
         """To the end of the compute of `step`, with all that falls due before it."""

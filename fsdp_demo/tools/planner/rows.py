@@ -13,7 +13,7 @@ from ...exchange.plan import inner_state, plan_memory
 from ...net.link import Link
 from ...peers.meter import ring_all_reduce_bytes
 from .counting import Cycle, PlannedMessage, cycle, releases
-from .gaps import expected_gap
+from .gaps import expected_gap, gap
 from .line import BACKWARD, Played, Timed, message_seconds, play
 from .situation import Situation
 
@@ -96,7 +96,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
     device = 8 * memory.parameters + own  # parameters and gradients in fp32
     device += memory.device_state + memory.device_flight + memory.device_workspace
     host = memory.host_state + memory.host_flight + memory.host_workspace
-    gap, none = expected_gap(config, s.parameters, s.islands)
+    expected, none = expected_gap(config, s.parameters, s.islands)
     return _row(
         s,
         config,
@@ -108,7 +108,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         peak_gbit_s=max(ways, default=0.0),
         device_bytes=device,
         host_bytes=host,
-        expected_gap=gap,
+        expected_gap=expected,
         no_gap=none,
     )
 
@@ -118,7 +118,6 @@ def hsdp_row(situation: Situation) -> Row:
     s = situation
     size = ring_all_reduce_bytes(s.islands, 2 * s.parameters)
     share = (s.parameters * 4 + 3 * 4 * s.parameters) / s.shards  # parameters, gradient, AdamW
-    gap = {"percent": 0.0, "source": "itself", "extrapolated": "", "factor": 1.0, "period": None}
     return _row(
         s,
         None,
@@ -130,7 +129,7 @@ def hsdp_row(situation: Situation) -> Row:
         peak_gbit_s=8e-9 * size / s.step_seconds,
         device_bytes=share,
         host_bytes=0.0,
-        expected_gap=gap,
+        expected_gap=gap(0.0, "itself"),
         no_gap="",
     )
 

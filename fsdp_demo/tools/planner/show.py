@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.load import preset
-from ...config.presets import presets
+from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import counted, size
 from ...net.link import Link

@@ -26,7 +26,8 @@ def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_without_islands_it_looks_at_this_machine(capsys, tmp_path) -> None:
+def test_doctor_command_one_machine(capsys, tmp_path) -> None:
+    """Without islands the command examines this machine."""
     assert main(["doctor", "--step-time", "0.5", "--json", "doctor.json"]) == 0
     out = capsys.readouterr().out
     assert "MB/s to disk, 0.5 s per step" in out and "Links" not in out
@@ -36,15 +37,18 @@ def test_without_islands_it_looks_at_this_machine(capsys, tmp_path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["doctor.json"]  # nothing else is left
 
 
-def test_the_step_time_of_a_model(capsys) -> None:
+def test_doctor_command_step_time_of_model(capsys) -> None:
+    """The command measures the step time of a model."""
     pytest.importorskip("transformers")
     model = str(ROOT / "recipes" / "models" / "tiny.json")
     assert main(["doctor", "--no-disk", "--model", model]) == 0
     assert "s per step" in capsys.readouterr().out
 
 
-def test_long_steps_are_fewer(monkeypatch) -> None:
-    """An island that is slow tells its step time before the others miss it."""
+def test_doctor_command_few_long_steps(monkeypatch) -> None:
+    """Fewer steps are measured where they are long, so that a slow island tells its step time
+    before the others miss it.
+    """
     pytest.importorskip("transformers")
     import torch
 
@@ -71,26 +75,30 @@ def test_long_steps_are_fewer(monkeypatch) -> None:
         (["--json", "nowhere/doctor.json"], "there is no folder nowhere"),
     ],
 )
-def test_what_is_refused(capsys, words, message) -> None:
+def test_doctor_command_words_refused(capsys, words, message) -> None:
+    """Words that cannot work are refused."""
     assert main(["doctor", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
 
 
-def test_a_model_that_is_not_there_is_refused(capsys, monkeypatch) -> None:
+def test_doctor_command_missing_model_refused(capsys, monkeypatch) -> None:
+    """A model that is not there is refused."""
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["doctor", "--no-disk", "--model", "no/such-model"]) == 2
     assert "--model no/such-model: expected a config.json" in capsys.readouterr().err
 
 
-def test_other_ranks_of_an_island_have_nothing_to_do(capsys, monkeypatch) -> None:
+def test_doctor_command_other_ranks_silent(capsys, monkeypatch) -> None:
+    """The other ranks of an island have nothing to do."""
     monkeypatch.setenv("RANK", "1")
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == ""
 
 
-def test_a_store_that_is_not_there(capsys, monkeypatch) -> None:
+def test_doctor_command_missing_store(capsys, monkeypatch) -> None:
+    """A store that does not answer is an error."""
     for name, value in {"COUNT": "2", "RANK": "0", "TIMEOUT": "0.5"}.items():
         monkeypatch.setenv(f"ISLAND_{name}", value)
     monkeypatch.setenv("ISLAND_ENDPOINT", "127.0.0.1:1")
@@ -98,7 +106,9 @@ def test_a_store_that_is_not_there(capsys, monkeypatch) -> None:
     assert "no store answers" in capsys.readouterr().err
 
 
-def test_two_islands_print_the_same_and_island_0_writes(run_ranks, tmp_path) -> None:
+def test_doctor_command_two_islands(run_ranks, tmp_path) -> None:
+    """Two islands print the same, and island 0 writes the file."""
+
     def run(rank: Any) -> tuple[int, str]:
         import contextlib
         import io
@@ -116,7 +126,8 @@ def test_two_islands_print_the_same_and_island_0_writes(run_ranks, tmp_path) -> 
     assert reading.step_seconds == 0.25 and reading.link.bits_per_second > 0 < reading.link.rtt
 
 
-def test_the_help_needs_no_torch() -> None:
+def test_doctor_command_help_without_torch() -> None:
+    """The help of the command imports no torch."""
     code = (
         "import sys\nfrom fsdp_demo.cli import main\n"
         "try: main(['doctor', '--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
@@ -128,7 +139,8 @@ def test_the_help_needs_no_torch() -> None:
 # ---- facts -------------------------------------------------------------------------------------
 
 
-def test_the_interface_of_an_address() -> None:
+def test_doctor_facts_interface_of_address() -> None:
+    """The interface of an address, its MTU and its speed are found."""
     if not sys.platform.startswith("linux"):
         assert facts.interface("127.0.0.1") == ""
         return
@@ -137,7 +149,8 @@ def test_the_interface_of_an_address() -> None:
     assert facts.speed("lo") is None
 
 
-def test_speeds_are_read_as_the_driver_writes_them(monkeypatch, tmp_path) -> None:
+def test_doctor_facts_interface_speed(monkeypatch, tmp_path) -> None:
+    """The speed of an interface is read as the driver writes it."""
     monkeypatch.setattr(facts, "NETWORK", tmp_path)
     for name, text in {"a": "1000\n", "b": "-1\n", "c": "", "d": "?"}.items():
         (tmp_path / name).mkdir()
@@ -145,7 +158,8 @@ def test_speeds_are_read_as_the_driver_writes_them(monkeypatch, tmp_path) -> Non
     assert [facts.speed(name) for name in "abcde"] == [1000, None, None, None, None]
 
 
-def test_settings_of_tcp_are_empty_elsewhere(monkeypatch, tmp_path) -> None:
+def test_doctor_facts_tcp_settings(monkeypatch, tmp_path) -> None:
+    """Settings of TCP that the system does not have are empty."""
     monkeypatch.setattr(facts, "SYSCTL", tmp_path)
     none = {"congestion": "", "slow_start_after_idle": None, "rmem": None, "wmem": None}
     assert facts.tcp_settings() == none
@@ -154,6 +168,7 @@ def test_settings_of_tcp_are_empty_elsewhere(monkeypatch, tmp_path) -> None:
     assert facts.tcp_settings() == {**none, "wmem": 4194304, "slow_start_after_idle": False}
 
 
-def test_the_disk_is_written_and_cleared(tmp_path) -> None:
+def test_doctor_facts_disk(tmp_path) -> None:
+    """The measurement of the disk leaves no file."""
     assert facts.disk_mb_s(tmp_path, size=facts.BLOCK) > 0
     assert list(tmp_path.iterdir()) == []

@@ -27,7 +27,8 @@ def examined(step_seconds: float | None = None) -> tuple[Examination, str]:
 
 
 @pytest.mark.parametrize("islands", [2, 3])
-def test_all_islands_see_the_same(run_ranks, islands) -> None:
+def test_doctor_examine_equal_on_all_islands(run_ranks, islands) -> None:
+    """All islands see the same measurements and print the same text."""
     found = run_ranks(lambda: examined(), islands=islands, procs=1, timeout=120)
     assert len({said for _, said in found}) == 1
     seen = found[0][0]
@@ -45,14 +46,17 @@ def test_all_islands_see_the_same(run_ranks, islands) -> None:
     assert json.loads(json.dumps(as_json(seen, findings(seen))))["links"][0]["from"] == 0
 
 
-def test_the_same_run_can_be_examined_twice(run_ranks) -> None:
+def test_doctor_examine_twice(run_ranks) -> None:
+    """One run can be examined twice."""
     env = {"ISLAND_RUN": "examined-twice"}
     for _ in range(2):
         found = run_ranks(lambda: examined(), islands=2, procs=1, env=env, timeout=120)
         assert found[0][1] == found[1][1]
 
 
-def test_a_step_time_of_each_island(run_ranks) -> None:
+def test_doctor_examine_step_times(run_ranks) -> None:
+    """The step times of all islands are compared."""
+
     def run(rank) -> list[str]:
         seen, _ = examined(1.0 + rank.island)
         return [f.name for f in findings(seen)]
@@ -61,7 +65,9 @@ def test_a_step_time_of_each_island(run_ranks) -> None:
         assert "unequal-islands" in found
 
 
-def test_a_limit_of_open_files_that_all_slots_would_pass(run_ranks) -> None:
+def test_doctor_examine_open_files(run_ranks) -> None:
+    """A limit of open files that is too low for all slots is found."""
+
     def run(rank) -> list[str]:
         if rank.island:
             resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
@@ -73,7 +79,9 @@ def test_a_limit_of_open_files_that_all_slots_would_pass(run_ranks) -> None:
         assert says.startswith("island 1 (island1) allows 400 open files")
 
 
-def test_an_address_that_nobody_has_is_the_wrong_interface(run_ranks) -> None:
+def test_doctor_examine_wrong_interface(run_ranks) -> None:
+    """An address that no machine has is found as the wrong interface."""
+
     def env(rank) -> dict[str, str]:
         return {"ISLAND_ADDRESS": "192.0.2.7"} if rank.island else {}  # RFC 5737
 
@@ -84,8 +92,10 @@ def test_an_address_that_nobody_has_is_the_wrong_interface(run_ranks) -> None:
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
-def test_an_island_that_nobody_reaches(run_ranks, deaf) -> None:
-    """It listens no more, as a firewall that refuses would have it."""
+def test_doctor_examine_unreachable_island(run_ranks, deaf) -> None:
+    """An island that nobody reaches is found: it does not listen any more, as behind a firewall
+    that refuses.
+    """
 
     def run(rank) -> tuple[Examination, str]:
         if rank.island == deaf:
@@ -105,7 +115,9 @@ def test_an_island_that_nobody_reaches(run_ranks, deaf) -> None:
         assert all(d.rate for d in seen.directions.values())
 
 
-def test_a_missing_island_has_a_deadline(run_ranks) -> None:
+def test_doctor_examine_missing_island(run_ranks) -> None:
+    """A missing island is an error after the deadline."""
+
     def run(rank) -> None:
         if rank.island:
             return
@@ -116,13 +128,15 @@ def test_a_missing_island_has_a_deadline(run_ranks) -> None:
     run_ranks(run, islands=2, procs=1, timeout=60)
 
 
-def test_a_single_replica_has_no_links() -> None:
+def test_doctor_examine_single_replica() -> None:
+    """A single replica has no links."""
     seen = examine(Topology.from_env({}), SHORT)
     assert len(seen.islands) == 1 and not seen.directions
     assert summary(seen) is None and as_json(seen, [])["link"] is None
 
 
-def test_islands_that_come_later_are_refused() -> None:
+def test_doctor_examine_later_islands_refused() -> None:
+    """Islands beyond ISLAND_COUNT are refused."""
     late = {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3", "ISLAND_RANK": "2"}
     topology = Topology.from_env({**late, "ISLAND_ENDPOINT": "127.0.0.1:1"})
     with pytest.raises(ValueError, match="ISLAND_RANK=2 with ISLAND_COUNT=2"):
@@ -130,7 +144,8 @@ def test_islands_that_come_later_are_refused() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_in_a_tournament_each_two_meet_once(count) -> None:
+def test_doctor_examine_tournament(count) -> None:
+    """Each two islands meet once, and each island once per round."""
     rounds = list(tournament(count))
     met = [pair for pairs in rounds for pair in pairs]
     assert sorted(met) == [(i, j) for i in range(count) for j in range(i + 1, count)]
@@ -139,7 +154,8 @@ def test_in_a_tournament_each_two_meet_once(count) -> None:
         assert len(taking_part) == len(set(taking_part))
 
 
-def test_records_survive_json_and_another_release() -> None:
+def test_doctor_records_json_round_trip() -> None:
+    """Records come back from JSON, also from a later release."""
     for record in (
         Island(0, "a", "host", versions={"torch": "2"}),
         Reach(0, 1, "ok", forth=True),
@@ -149,7 +165,8 @@ def test_records_survive_json_and_another_release() -> None:
         assert from_json(json.dumps(note), type(record), "a record") == record
 
 
-def test_a_summary_needs_all_directions() -> None:
+def test_doctor_summary_needs_all_directions() -> None:
+    """The summary of the links needs the measurements of all directions."""
     islands = Island(0, "a", "h"), Island(1, "b", "h")
     whole = {(0, 1): Direction(0, 1, 10.0, mbit_s={"1": 50.0})}
     assert summary(Examination(islands, {}, whole)) is None

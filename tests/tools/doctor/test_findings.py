@@ -81,11 +81,13 @@ def only(found: Examination) -> Any:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_nothing_is_wrong(count) -> None:
+def test_doctor_findings_none(count) -> None:
+    """Islands without a fault have no finding."""
     assert findings(seen(of=islands(count))) == []
 
 
-def test_every_finding_has_a_section_that_names_its_cure() -> None:
+def test_doctor_findings_documented() -> None:
+    """Every finding has a section in the documents that names its cure."""
     text = PAGE.read_text(encoding="utf-8")
     for name in RULES:
         (section,) = [s for s in text.split("\n### ")[1:] if f"{{#{name}}}" in s.splitlines()[0]]
@@ -96,26 +98,30 @@ def test_every_finding_has_a_section_that_names_its_cure() -> None:
 
 
 @pytest.mark.parametrize("state", [TIMEOUT, REFUSED, UNREACHABLE, OTHER])
-def test_a_firewall_on_the_side_that_listens_stops_the_run(state) -> None:
+def test_doctor_firewall_of_listener_stops_run(state) -> None:
+    """A firewall on the side that listens stops the run."""
     finding = only(seen(reached(1, 0, state)))
     assert (finding.name, finding.stops) == ("one-sided-firewall", True)
     assert "island 1 (i1) cannot connect to island 0 (i0) at 10.0.0.1" in finding.says
     assert "on island 0 (i0)" in finding.cure and "10.0.0" not in finding.cure
 
 
-def test_a_firewall_on_the_other_side_stops_joins_only() -> None:
+def test_doctor_firewall_of_other_side() -> None:
+    """A firewall on the other side stops joins only."""
     finding = only(seen(reached(0, 1, TIMEOUT)))
     assert (finding.name, finding.stops) == ("one-sided-firewall", False)
     assert "cannot join" in finding.says
 
 
-def test_no_direction_is_told_once() -> None:
+def test_doctor_unreachable_both_ways_once() -> None:
+    """Two islands that do not reach each other make one finding."""
     finding = only(seen(reached(0, 1, TIMEOUT), reached(1, 0, REFUSED)))
     assert (finding.name, finding.stops) == ("unreachable", True)
     assert "nothing comes back" in finding.says and "refused" in finding.says
 
 
-def test_an_address_that_leads_nowhere_is_not_a_firewall() -> None:
+def test_doctor_wrong_interface() -> None:
+    """An address that leads nowhere is the wrong interface, not a firewall."""
     wrong = reached(0, 1, TIMEOUT, other="10.0.0.9")
     finding = only(seen(wrong))
     assert (finding.name, finding.stops) == ("wrong-interface", True)
@@ -127,12 +133,14 @@ def test_an_address_that_leads_nowhere_is_not_a_firewall() -> None:
     assert "an address that it does not have" in only(gone).says
 
 
-def test_one_island_that_reaches_it_makes_the_address_right() -> None:
+def test_doctor_wrong_interface_not_if_reached() -> None:
+    """An address that one island reaches is right."""
     found = seen(reached(0, 1, TIMEOUT, other="10.0.0.9"), of=islands(3))
     assert names(found) == ["one-sided-firewall"]
 
 
-def test_a_black_hole_names_the_size_that_passes() -> None:
+def test_doctor_mtu_black_hole() -> None:
+    """An MTU black hole is found with the size that passes."""
     holes = reached(0, 1, forth=False, back=None, packet=1400), reached(1, 0, packet=None)
     finding = only(seen(*holes))
     assert (finding.name, finding.stops) == ("mtu-black-hole", True)
@@ -143,12 +151,14 @@ def test_a_black_hole_names_the_size_that_passes() -> None:
     assert names(both) == ["mtu-black-hole"]
 
 
-def test_where_no_packet_passes_it_is_no_black_hole() -> None:
+def test_doctor_stalled_not_black_hole() -> None:
+    """A link on which no packet passes has stalled: it is no black hole."""
     finding = only(seen(reached(0, 1, forth=False, packet=0)))
     assert (finding.name, finding.stops) == ("stalled", True)
 
 
-def test_an_error_of_the_connections_is_told_once_and_only_where_connections_stand() -> None:
+def test_doctor_not_measured_once() -> None:
+    """An error of the connections makes one finding, and none where no connection stands."""
     errors = direction(0, 1, error="nothing came"), direction(1, 0, error="closed")
     finding = only(seen(*errors))
     assert (finding.name, finding.stops) == ("not-measured", True)
@@ -166,12 +176,14 @@ def of_rate(rate: float, **more: Any) -> list[Direction]:
 
 
 @pytest.mark.parametrize("rate, named", [(84.0, False), (94.1, True), (98.0, True), (101, False)])
-def test_the_rate_of_a_100_mbit_port(rate, named) -> None:
+def test_doctor_port_100_mbit_by_rate(rate, named) -> None:
+    """The rate of a 100 Mbit/s port is recognized."""
     assert names(seen(*of_rate(rate))) == ["port-100-mbit"] * named
 
 
 @pytest.mark.parametrize("speed, named", [(10, True), (100, True), (1000, False), (None, False)])
-def test_an_interface_of_100_mbit_is_named_once(speed, named) -> None:
+def test_doctor_port_100_mbit_by_interface(speed, named) -> None:
+    """An interface of 100 Mbit/s is named once."""
     found = seen(*of_rate(94.0 if named else 500.0), speed_mbit=[1000, speed])
     assert names(found) == ["port-100-mbit"] * named
     if named:
@@ -183,7 +195,8 @@ def windowed(**more: Any) -> Direction:
     return direction(0, 1, **{**slow, "held_here": 0.9, **more})
 
 
-def test_a_window_that_limits() -> None:
+def test_doctor_window_limited() -> None:
+    """A TCP window that limits the rate is found on the side that holds it."""
     finding = only(seen(windowed()))
     assert finding.name == "window-limited" and not finding.stops
     assert "40.0 Mbit/s and waited 90 % of the time for the send buffer" in finding.says
@@ -204,7 +217,8 @@ def test_a_window_that_limits() -> None:
         ({"rtt_ms": 1.0}, False),
     ],
 )
-def test_what_is_no_window(changes, named) -> None:
+def test_doctor_window_limited_threshold(changes, named) -> None:
+    """The finding of a limiting window needs a rate that more connections raise."""
     found = seen(windowed(**changes))
     assert list(map(lambda f: f.name, module.window_limited(found))) == ["window-limited"] * named
 
@@ -219,7 +233,8 @@ def test_what_is_no_window(changes, named) -> None:
         ({"first_after_idle_ms": None}, False),
     ],
 )
-def test_slow_start_after_a_pause(changes, named) -> None:
+def test_doctor_slow_start_after_idle(changes, named) -> None:
+    """Slow start after a pause is found."""
     found = seen(direction(0, 1, **changes))
     assert names(found) == ["slow-start-after-idle"] * named
     if named:
@@ -229,12 +244,14 @@ def test_slow_start_after_a_pause(changes, named) -> None:
 
 
 @pytest.mark.parametrize("loss, named", [(0.019, False), (0.021, True), (None, False)])
-def test_lost_packets(loss, named) -> None:
+def test_doctor_packet_loss(loss, named) -> None:
+    """Lost packets are found above 2 %."""
     assert names(seen(direction(0, 1, loss=loss))) == ["packet-loss"] * named
 
 
 @pytest.mark.parametrize("rate, named", [(161.0, False), (159.0, True)])
-def test_a_direction_at_half_the_rate_of_the_others(rate, named) -> None:
+def test_doctor_unequal_links(rate, named) -> None:
+    """A direction at half the rate of the others is found."""
     slow = direction(1, 0, mbit_s={"1": rate, "4": rate})
     assert names(seen(slow)) == ["unequal-links"] * named
 
@@ -243,7 +260,8 @@ def test_a_direction_at_half_the_rate_of_the_others(rate, named) -> None:
 
 
 @pytest.mark.parametrize("slow, named", [(1.14, False), (1.16, True)])
-def test_a_slow_island(slow, named) -> None:
+def test_doctor_unequal_islands(slow, named) -> None:
+    """An island whose steps are more than 15 % slower is found."""
     found = seen(of=islands(3, step_seconds=[1.0, slow, 1.0]))
     assert names(found) == ["unequal-islands"] * named
     if named:
@@ -251,26 +269,30 @@ def test_a_slow_island(slow, named) -> None:
         assert "runs on island 1 (i1)" in only(found).cure
 
 
-def test_one_step_time_is_not_compared() -> None:
+def test_doctor_unequal_islands_one_step_time() -> None:
+    """One step time is not compared."""
     assert list(module.unequal_islands(seen(step_seconds=[None, 2.0]))) == []
 
 
 @pytest.mark.parametrize("speed, named", [(49.0, True), (51.0, False), (None, False)])
-def test_a_slow_disk(speed, named) -> None:
+def test_doctor_slow_disk(speed, named) -> None:
+    """A disk below 50 MB/s is found."""
     assert names(seen(disk_mb_s=[900.0, speed])) == ["slow-disk"] * named
 
 
 @pytest.mark.parametrize(
     "what, stops", [("fsdp_demo", True), ("wire", True), ("torch", False), ("python", False)]
 )
-def test_unlike_versions(what, stops) -> None:
+def test_doctor_unlike_versions(what, stops) -> None:
+    """Unlike versions are found, and those of the library stop a run."""
     finding = only(seen(versions=[{what: "1"}, {what: "2"}]))
     assert (finding.name, finding.stops) == ("unlike-versions", stops)
     assert f"{what} differs: island 0 (i0) has 1, island 1 (i1) has 2" in finding.says
 
 
 @pytest.mark.parametrize("offset, word", [(4999.0, ""), (5001.0, "ahead of"), (-5001.0, "behind")])
-def test_clocks(offset, word) -> None:
+def test_doctor_clock_offset(offset, word) -> None:
+    """Clocks that are 5 s apart are found."""
     found = seen(direction(0, 1, clock_offset_ms=offset), direction(1, 0, clock_offset_ms=-offset))
     assert names(found) == ["clock-offset"] * bool(word)
     if word:
@@ -280,7 +302,8 @@ def test_clocks(offset, word) -> None:
 # ---- all together ------------------------------------------------------------------------------
 
 
-def test_what_stops_a_run_comes_first() -> None:
+def test_doctor_findings_order() -> None:
+    """The findings that stop a run come first."""
     found = seen(reached(1, 0, TIMEOUT), direction(0, 1, loss=0.5), disk_mb_s=[1.0, None])
     assert names(found) == ["one-sided-firewall", "packet-loss", "slow-disk"]
     for finding in findings(found):
@@ -289,7 +312,8 @@ def test_what_stops_a_run_comes_first() -> None:
         assert note.keys() == {"name", "says", "cure", "stops", "see"}
 
 
-def test_rules_name_what_they_are_called() -> None:
+def test_doctor_findings_rule_names() -> None:
+    """The table of rules has each rule under its name."""
     assert set(RULES) == {
         rule.__name__.replace("_", "-")
         for rule in vars(module).values()
@@ -299,7 +323,8 @@ def test_rules_name_what_they_are_called() -> None:
 
 
 @pytest.mark.parametrize("has, named", [(640, False), (639, True), (None, False)])
-def test_an_island_that_may_not_open_its_connections_does_not_start(has, named) -> None:
+def test_doctor_open_files(has, named) -> None:
+    """An island that may not open its connections does not start."""
     found = seen(open_files=[None, has], open_files_needed=[None, 640])
     assert names(found) == ["open-files"] * named
     if named:

@@ -76,7 +76,9 @@ def slowed(pair: Pair, rate: float) -> None:
         slow(group)
 
 
-def test_a_link_of_a_known_rate(run_ranks) -> None:
+def test_doctor_probe_known_rate(run_ranks) -> None:
+    """The probe measures a link of a known rate."""
+
     def run() -> None:
         def fn(pair: Pair, rank: int) -> Direction:
             if rank:
@@ -94,7 +96,9 @@ def test_a_link_of_a_known_rate(run_ranks) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
-def test_the_kernel_counts_what_is_sent(run_ranks) -> None:
+def test_doctor_probe_kernel_counts(run_ranks) -> None:
+    """The kernel counts the bytes that were sent."""
+
     def run() -> None:
         both = threading.Barrier(2)  # who ends first closes the connections
 
@@ -117,7 +121,9 @@ def test_the_kernel_counts_what_is_sent(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_with_a_token_all_is_measured_encrypted(run_ranks) -> None:
+def test_doctor_probe_encrypted(run_ranks) -> None:
+    """With a token all measurements are encrypted."""
+
     def run() -> None:
         found = paired(
             lambda pair, rank: Probe(pair, rank, 1 - rank, 1.0).run(),
@@ -129,7 +135,9 @@ def test_with_a_token_all_is_measured_encrypted(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_a_connection_that_dies_leaves_what_was_measured(run_ranks) -> None:
+def test_doctor_probe_dead_connection(run_ranks) -> None:
+    """A connection that dies leaves what was measured before."""
+
     def run() -> None:
         def fn(pair: Pair, rank: int) -> Direction:
             probe = Probe(pair, rank, 1 - rank, 1.0)
@@ -143,7 +151,9 @@ def test_a_connection_that_dies_leaves_what_was_measured(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_time_that_is_over_ends_it(run_ranks) -> None:
+def test_doctor_probe_deadline(run_ranks) -> None:
+    """The probe ends when its time is over."""
+
     def run() -> None:
         def fn(pair: Pair, rank: int) -> Direction:
             pair.message(rank == 0, [1])  # both have met
@@ -156,7 +166,8 @@ def test_time_that_is_over_ends_it(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_losses_are_those_between_two_looks() -> None:
+def test_doctor_probe_losses() -> None:
+    """Losses are counted between two readings of the kernel."""
     before = Counted(1448, 1500, 10, 5, 1000, 1.0, 0.0, 0.0)
     after = before._replace(again=15, packets=1500, mss=1400)
     assert lost([before], [after]) == {"loss": 0.02, "mss": 1400, "mtu": 1500}

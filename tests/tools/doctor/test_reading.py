@@ -25,11 +25,13 @@ def written(tmp_path: Any, value: Any) -> Any:
     return path
 
 
-def test_the_slowest_island_counts(tmp_path) -> None:
+def test_doctor_reading_slowest_island(tmp_path) -> None:
+    """The step time of a reading is that of the slowest island."""
     assert load(written(tmp_path, GOOD)) == Reading(Link(9.3e7, 0.041), 0.75)
 
 
-def test_without_all_step_times_there_is_none(tmp_path) -> None:
+def test_doctor_reading_missing_step_times(tmp_path) -> None:
+    """Without the step times of all islands a reading has none."""
     steps = [{"step_seconds": 0.5}, {"step_seconds": None}]
     assert load(written(tmp_path, {**GOOD, "islands": steps})).step_seconds is None
     assert load(written(tmp_path, {**GOOD, "islands": []})).step_seconds is None
@@ -46,16 +48,19 @@ def test_without_all_step_times_there_is_none(tmp_path) -> None:
         ({**GOOD, "link": {"bits_per_second": 1e6}}, "holds no measured link"),
     ],
 )
-def test_what_is_refused(tmp_path, value, message) -> None:
+def test_doctor_reading_refused(tmp_path, value, message) -> None:
+    """A file that is no `doctor.json` of this release is refused."""
     with pytest.raises(ValueError, match=message):
         load(written(tmp_path, value))
 
 
-def test_a_missing_file_is_refused(tmp_path) -> None:
+def test_doctor_reading_missing_file(tmp_path) -> None:
+    """A missing file is refused."""
     with pytest.raises(ValueError, match="cannot be read"):
         load(tmp_path / "none.json")
 
 
-def test_reading_needs_no_torch() -> None:
+def test_doctor_reading_without_torch() -> None:
+    """The reading of `doctor.json` imports no torch."""
     code = "import sys; import fsdp_demo.tools.doctor.reading; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

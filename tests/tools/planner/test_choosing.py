@@ -20,7 +20,8 @@ def taken(situation: Situation, keep: str | None = None) -> tuple[str, ExchangeC
     return choice.row.name, choice.config, choice.reason, choice.reached
 
 
-def test_a_fast_link_needs_no_compression() -> None:
+def test_planner_choice_fast_link() -> None:
+    """A fast link needs no compression."""
     tiny = Situation(load("tiny"), 2, Link(1e9), 1.0, device="cpu")
     rows = [r for r in plan_rows(tiny) if r.name != "hsdp"]
     choice = choose(rows, tiny)
@@ -28,12 +29,14 @@ def test_a_fast_link_needs_no_compression() -> None:
     assert choice.config.channels[0].codec.value_dtype == "bf16"
 
 
-def test_where_hsdp_reaches_the_reason_says_so() -> None:
+def test_planner_choice_hsdp_reaches() -> None:
+    """The reason says where HSDP itself reaches the target."""
     _, _, reason, reached = taken(replace(LLAMA, link=Link(1e13, 1e-5)))
     assert reached and reason.startswith("HSDP itself keeps 9")
 
 
-def test_the_slower_the_link_the_fewer_the_bytes() -> None:
+def test_planner_choice_slower_link_fewer_bytes() -> None:
+    """A slower link gets a method with fewer bytes."""
     sent = []
     for rate in (1e12, 1e11, 1e10, 1e9, 1e8):
         situation = replace(LLAMA, link=Link(rate, 0.02))
@@ -43,7 +46,8 @@ def test_the_slower_the_link_the_fewer_the_bytes() -> None:
     assert sent == sorted(sent, reverse=True)
 
 
-def test_the_first_setting_of_a_ladder_that_reaches_is_taken() -> None:
+def test_planner_choice_first_of_ladder() -> None:
+    """The first setting of a ladder that reaches the target is taken."""
     rows = {r.name: r for r in plan_rows(LLAMA) if r.chosen}
     assert set(rows) == set(LADDERS)
     for name, row in rows.items():
@@ -54,13 +58,15 @@ def test_the_first_setting_of_a_ladder_that_reaches_is_taken() -> None:
         assert row.compute_utilisation == pytest.approx(best) or reach
 
 
-def test_nothing_reaches_and_the_reason_says_so() -> None:
+def test_planner_choice_nothing_reaches() -> None:
+    """The reason says that no method reaches the target."""
     name, _, reason, reached = taken(replace(LLAMA, link=Link(1e6, 0.1)))
     assert not reached and reason.startswith("nothing keeps 95% on a link of 1Mbit,100ms")
     assert name in reason
 
 
-def test_memory_limits_the_choice() -> None:
+def test_planner_choice_memory_limit() -> None:
+    """The memory of the device limits the choice."""
     whole = max(r.device_bytes for r in plan_rows(LLAMA) if r.chosen)
     least = min(r.device_bytes for r in plan_rows(LLAMA) if r.chosen)
     situation = replace(LLAMA, memory_bytes=(whole + least) / 2)
@@ -70,7 +76,8 @@ def test_memory_limits_the_choice() -> None:
     assert not reached and reason.startswith("nothing fits into 0.001 GB: demo")
 
 
-def test_the_inner_optimizer_stays_if_it_must() -> None:
+def test_planner_choice_keeps_inner_optimizer() -> None:
+    """The inner optimizer stays if it must."""
     for link in (Link(1e9, 0.04), Link(1e8, 0.02)):
         situation = replace(LLAMA, link=link)
         rows = plan_rows(situation, keep_inner="adamw")
@@ -84,14 +91,16 @@ def test_the_inner_optimizer_stays_if_it_must() -> None:
         choose(plan_rows(LLAMA, ["random"]), LLAMA, "adamw")
 
 
-def test_a_gather_that_sends_more_than_an_all_reduce_is_not_taken() -> None:
+def test_planner_choice_no_costly_gather() -> None:
+    """A gather that sends more than an all-reduce is not taken."""
     situation = replace(LLAMA, islands=400, target=0.5, link=Link(1e11, 0.0))
     rows = plan_rows(situation, [preset("sparse_loco", period=250), preset("diloco", period=500)])
     assert rows[0].bytes_per_exchange > 2 * 2 * situation.parameters
     assert choose(rows, situation).row.name == "diloco"
 
 
-def test_where_all_gathers_send_more_than_an_all_reduce_the_reason_says_so() -> None:
+def test_planner_choice_costly_gather_reason() -> None:
+    """The reason says that every gather sends more than an all-reduce."""
     slow = preset("sparse_loco", topk=4096, value_dtype="fp32")
     situation = Situation(load("tiny"), 8, Link(1e11), 10.0)
     choice = choose(plan_rows(situation, [slow]), situation)
@@ -102,20 +111,23 @@ def test_where_all_gathers_send_more_than_an_all_reduce_the_reason_says_so() -> 
     assert beside.row.name == "diloco" and "sends more" not in beside.reason
 
 
-def test_of_given_rows_one_of_them_is_taken() -> None:
+def test_planner_choice_of_given_rows() -> None:
+    """The choice among given rows is one of them."""
     rows = plan_rows(LLAMA, ["hsdp", "demo", "diloco", "sparse_loco"])
     choice = choose(rows, LLAMA)
     assert choice.row in rows and choice.row.name == "sparse_loco" and "of these" in choice.reason
 
 
-def test_a_model_without_layers_has_no_fragments() -> None:
+def test_planner_choice_model_without_layers() -> None:
+    """A model without layers has no fragments."""
     situation = Situation([("weight", (64, 64)), ("bias", (64,))], 2, Link(1e6), 0.1, device="cpu")
     rows = plan_rows(situation)
     assert "streaming_diloco" not in {r.name for r in rows} and "diloco" in {r.name for r in rows}
     assert choose(rows, situation).reached
 
 
-def test_what_would_do_is_said() -> None:
+def test_planner_choice_names_sufficient_rate() -> None:
+    """The reason says on which rate the method would reach the target."""
     slow = replace(LLAMA, link=Link(1e7, 0.04))
     rows = plan_rows(slow, [preset("decoupled_momentum", period=256)])
     reason = choose(rows, slow).reason
@@ -125,7 +137,8 @@ def test_what_would_do_is_said() -> None:
     assert row.compute_utilisation >= 0.95
 
 
-def test_a_method_that_exchanges_every_step_comes_after_those_of_long_periods() -> None:
+def test_planner_choice_long_periods_first() -> None:
+    """A method that exchanges every step comes after those with long periods."""
     rows = plan_rows(replace(LLAMA, islands=2), [preset("sparse_loco", period=60), "demo"])
     fast = [replace(r, compute_utilisation=0.99) for r in rows]
     assert choose(fast, LLAMA).row.name == "sparse_loco"
@@ -133,14 +146,16 @@ def test_a_method_that_exchanges_every_step_comes_after_those_of_long_periods() 
     assert reason.endswith("its inner optimizer is SGD (fsdp_demo.base_optimizer)")
 
 
-def test_muon_stays_with_the_method_that_is_made_for_it() -> None:
+def test_planner_choice_muon() -> None:
+    """Muon stays with the method that is made for it."""
     rows = plan_rows(LLAMA, ["sparse_loco", "muloco"])
     fast = [replace(r, compute_utilisation=0.99) for r in rows]
     assert choose(fast, LLAMA, "muon").row.name == "muloco"
     assert choose(fast, LLAMA, "adamw").row.name == "sparse_loco"
 
 
-def test_with_muon_a_short_run_of_a_small_model_gets_what_led_our_study() -> None:
+def test_planner_choice_muon_small_model() -> None:
+    """A short run of a small model with Muon gets the method that led our study."""
     small = replace(TINY, link=Link(1e9, 0.04), steps=480)
     rows = plan_rows(small, None, keep_inner="muon")
     choice = choose([row for row in rows if row.name != "full"], small, "muon")
@@ -154,7 +169,8 @@ def test_with_muon_a_short_run_of_a_small_model_gets_what_led_our_study() -> Non
     assert "sign_muloco" not in {r.name for r in rows if r.chosen}
 
 
-def test_little_room_for_activations_is_said() -> None:
+def test_planner_choice_little_memory_left() -> None:
+    """The reason says where little memory is left for activations."""
     (row,) = plan_rows(LLAMA, ["sparse_loco"])
     for share, tight in ((0.9, True), (0.5, False)):
         reason = choose([row], replace(LLAMA, memory_bytes=row.device_bytes / share)).reason
@@ -165,7 +181,8 @@ TINY = Situation(load("tiny"), 2, Link(2e7, 0.04), 0.8, device="cpu")
 MEDIUM = Situation([(f"layers.{i}.w", (1024, 1024)) for i in range(12)], 2, Link(2e8, 0.04), 1.0)
 
 
-def test_what_won_among_small_models_is_recommended_for_small_models() -> None:
+def test_planner_choice_small_models() -> None:
+    """The method that won among small models is recommended for small models."""
     short = replace(TINY, steps=SHORT_RUN)
     name, config, _, reached = taken(short)
     assert TINY.parameters < SMALL and reached and name == "sign_loco"
@@ -177,13 +194,15 @@ def test_what_won_among_small_models_is_recommended_for_small_models() -> None:
 
 
 @pytest.mark.parametrize(("islands", "topk"), [(2, 90), (4, 90), (8, 45), (16, 22)])
-def test_more_islands_send_fewer_values_each(islands: int, topk: int) -> None:
+def test_planner_choice_more_islands_fewer_values(islands: int, topk: int) -> None:
+    """More islands send fewer values each."""
     short = replace(TINY, islands=islands, steps=SHORT_RUN)
     name, config, _, _ = taken(short)
     assert name == "sign_loco" and config.channels[0].codec.topk == topk
 
 
-def test_it_lost_in_long_runs_and_nobody_has_trained_a_large_model_with_it() -> None:
+def test_planner_choice_sign_loco_limits() -> None:
+    """`sign_loco` is recommended neither for long runs nor for large models."""
     for steps in (None, SHORT_RUN + 1):
         assert taken(replace(TINY, steps=steps))[0] != "sign_loco"
     assert MEDIUM.parameters >= SMALL
@@ -192,7 +211,8 @@ def test_it_lost_in_long_runs_and_nobody_has_trained_a_large_model_with_it() -> 
 
 
 @pytest.mark.parametrize("steps", [None, 200, 1000, 100_000])
-def test_a_short_run_gets_a_period_of_which_it_has_many_rounds(steps: int | None) -> None:
+def test_planner_choice_short_run_period(steps: int | None) -> None:
+    """A short run gets a period of which it has many rounds."""
     name, config, reason, reached = taken(replace(MEDIUM, steps=steps))
     period = max(c.schedule.sync_every for c in config.channels)
     assert reached and name == "diloco"
@@ -201,12 +221,14 @@ def test_a_short_run_gets_a_period_of_which_it_has_many_rounds(steps: int | None
     assert steps != 200 or period == 10  # the longest with enough rounds
 
 
-def test_the_length_of_a_run_follows_from_its_tokens() -> None:
+def test_planner_choice_steps_from_tokens() -> None:
+    """The length of a run follows from its tokens."""
     assert TINY.length is None and replace(TINY, steps=7, tokens=1e6).length == 7
     assert replace(TINY, tokens=1e6, tokens_per_step=1000).length == 500
 
 
-def test_of_two_that_reach_the_one_with_rounds_enough_is_taken() -> None:
+def test_planner_choice_enough_rounds() -> None:
+    """The choice between two methods that reach is the one with enough rounds."""
     given = [preset("diloco", period=100), preset("sparse_loco", period=30)]
     short = replace(TINY, steps=700)
     assert choose(plan_rows(TINY, given), TINY).row.name == "sparse_loco"  # parity
@@ -218,7 +240,8 @@ def test_of_two_that_reach_the_one_with_rounds_enough_is_taken() -> None:
     assert choose(plan_rows(short, given), short).row.name == "sparse_loco"
 
 
-def test_outer_momentum_rises_over_half_of_a_short_run() -> None:
+def test_planner_choice_momentum_warmup() -> None:
+    """The outer momentum rises over half of a short run."""
     _, config, _, _ = taken(replace(TINY, steps=200))
     assert config == preset("sign_loco", period=5, momentum_warmup=20)
     assert taken(replace(TINY, steps=SHORT_RUN))[1] == preset("sign_loco", period=5)

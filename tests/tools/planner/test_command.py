@@ -15,7 +15,6 @@ from fsdp_demo.cli import main
 from fsdp_demo.tools.planner import Situation, asking, load, plan_rows, show
 from fsdp_demo.tools.planner import show as planner_plot
 from fsdp_demo.tools.planner.choosing import said as said_of
-from fsdp_demo.tools.planner.measure import measured_step
 
 KEYS = {
     "preset",
@@ -42,7 +41,8 @@ def rows_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, A
     return found
 
 
-def test_the_table_and_the_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_table_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints the table and writes the recommended yaml."""
     out = said(capsys, *TINY, "--islands", "3", "--link", "10Mbit", "--rtt", "20ms",
                "--yaml", str(tmp_path / "a.yaml"), "--tokens", "1M", "--tokens-per-step", "500",
                "--memory", "1GB")  # fmt: skip
@@ -54,7 +54,8 @@ def test_the_table_and_the_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert name in out
 
 
-def test_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows have all keys, and one row is recommended."""
     rows = rows_of(capsys, *TINY, "--link", "10Mbit,20ms")
     assert all(set(r) >= KEYS for r in rows)
     assert sum(r["recommended"] for r in rows) == 1
@@ -65,7 +66,8 @@ def test_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
         assert r["compute_utilisation"] == pytest.approx(0.1 / whole)
 
 
-def test_lists_of_links_and_islands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lists of links and islands make a row for each case."""
     words = ["--islands", "2:10", "--link", "1Mbit,10Mbit", "1Gbit", "--rtt", "5ms"]
     rows = rows_of(capsys, *TINY, *words, "--exchange", "demo,random")
     seen = [(r["islands"], r["link"], r["preset"]) for r in rows]
@@ -75,7 +77,8 @@ def test_lists_of_links_and_islands(capsys: pytest.CaptureFixture[str]) -> None:
     assert sent[8] == pytest.approx(7 * sent[2])
 
 
-def test_settings_are_addressed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_set_per_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting may name the preset that it is for."""
     words = ["--exchange", "full,diloco", "--exchange", "streaming_diloco", "--link", "1Gbit"]
     words += ["--set", "period=40", "streaming_diloco:layers=1", "diloco:codec.value_dtype=int8"]
     rows = {r["preset"]: r["settings"] for r in rows_of(capsys, *TINY, *words)}
@@ -86,7 +89,8 @@ def test_settings_are_addressed(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_a_target_is_solved_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate for a target utilisation is solved for."""
     words = ["--target-utilisation", "0.5", "90%", "--exchange", "hsdp,diloco", "--rtt", "1ms"]
     rows = rows_of(capsys, *TINY, *words)
     assert [(r["preset"], r["target_utilisation"]) for r in rows] == [
@@ -102,9 +106,10 @@ def test_a_target_is_solved_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "50%" in out and "90%" in out and out.count("diloco") == 1
 
 
-def test_a_plot(
+def test_planner_command_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The command draws a plot."""
     pytest.importorskip("matplotlib")
     drawn = []
     draw = planner_plot.draw
@@ -114,7 +119,8 @@ def test_a_plot(
     assert len(drawn) == 1 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_guess_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_guessed_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """A guessed step time is called a guess."""
     words = ["--params", "1B", "--link", "1Gbit", "--exchange", "diloco", "--shards", "8"]
     out = said(capsys, *words)
     assert "a guess: 6 FLOPs per parameter and token, 65,536 tokens" in out
@@ -122,8 +128,12 @@ def test_a_guess_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["step_seconds"] == pytest.approx(6e9 * 65536 / (8 * 989e12 * 0.4))
 
 
-def test_the_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """10 steps in 8 s of which 3 were waited; the evaluation's 2 s count for the share only."""
+def test_planner_command_step_from_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step time comes from the summary of a run: 10 steps in 8 s of which 3 were waited; the
+    evaluation's 2 s count for the share only.
+    """
     summary = {"steps": 12, "since": 2, "tokens": 8000, "tokens_per_second": 1000.0}
     summary |= {"islands": 2, "wait_share": 0.3, "seconds": 10.0, "procs": 2}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
@@ -133,33 +143,6 @@ def test_the_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     steps = 1e6 / (2 * 400)
     whole = 0.5 + row["exposed_seconds_per_step"]
     assert row["days"] == pytest.approx(steps * whole / 86400)
-
-
-SCRIPT = """
-import sys, time, torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(int(sys.argv[1])):
-    model(torch.randn(2, 8)).sum().backward()
-    time.sleep(0.02)
-    optimizer.step()
-"""
-
-
-def test_the_steps_of_a_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    words = ["plan", "--model", "tiny", "--link", "1Gbit", "--exchange", "demo", "--json"]
-    assert main([*words, "--measure-steps", "4", "--", str(script), "100000"]) == 0
-    (row,) = json.loads(capfd.readouterr().out)
-    assert row["step_seconds"] >= 0.02
-    assert row["step_source"].startswith("measured: the median of 4 steps")
-    with pytest.raises(ValueError, match="ended with status 0 before enough steps"):
-        measured_step([str(script), "3"], 4, None)
-    with pytest.raises(ValueError, match="no-such-program-here could not be started"):
-        measured_step(["no-such-program-here"], 4, None)
-    with pytest.raises(ValueError, match="--measure-steps 1: 2 or more"):
-        measured_step([str(script)], 1, None)
 
 
 LINE = ["--link", "1Gbit"]
@@ -216,22 +199,25 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, "--link", "1Gbit,1Mbit", "--yaml", "a"], "--yaml a: of 2 cases"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(
+def test_planner_command_error_one_sentence(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An error of the command is one sentence."""
     assert main(["plan", *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert re.search(says, printed.err), printed.err
 
 
-def test_a_summary_that_is_none(tmp_path: Path) -> None:
+def test_planner_command_wrong_summary_refused(tmp_path: Path) -> None:
+    """A file that is no summary is refused."""
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="is no summary.json of a recipe"):
         asking.step_from(str(tmp_path / "a.json"))
 
 
-def test_what_doctor_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_reads_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command reads what `fsdp-demo doctor` has measured."""
     file = tmp_path / "doctor.json"
     islands = [{"step_seconds": 0.2}, {"step_seconds": 0.3}]
     link = {"bits_per_second": 5e8, "rtt": 0.02}
@@ -244,7 +230,8 @@ def test_what_doctor_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert row["link"] == "500Mbit,5ms" and row["step_seconds"] == 1
 
 
-def test_cases_are_summed_up_and_a_target_is_aimed_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_cases_and_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """Several cases are summed up, and the recommendation aims at the target."""
     words = [*TINY, "--link", "1Mbit,1Gbit", "--exchange", "demo,diloco"]
     out = said(capsys, *words, "--target-utilisation", "0.3")
     assert "that keeps 30%" in out and "Gbit/s of a link for a compute utilisation of" in out
@@ -257,7 +244,8 @@ def test_cases_are_summed_up_and_a_target_is_aimed_at(capsys: pytest.CaptureFixt
     assert slow.endswith("(below 95%)") and not fast.endswith(")")
 
 
-def test_the_notes_are_of_all_cases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_notes_of_all_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    """The notes are those of all cases."""
     words = [*TINY, "--link", "1Gbit", "--exchange", "diloco,sign_loco"]
     for islands in ("2,4", "4,2"):
         out = said(capsys, *words, "--islands", islands)
@@ -265,7 +253,8 @@ def test_the_notes_are_of_all_cases(capsys: pytest.CaptureFixture[str]) -> None:
         assert "* measured at other periods: diloco 20" in out
 
 
-def test_a_target_for_several_numbers_of_islands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_command_target_per_islands(capsys: pytest.CaptureFixture[str]) -> None:
+    """A target is solved for several numbers of islands."""
     words = [*TINY, "--exchange", "full", "--target-utilisation", "0.3", "--rtt", "2ms"]
     out = said(capsys, *words, "--islands", "2,4")
     assert out.startswith("tiny (0.5 M parameters), 2, 4 islands of 1 shard\n")
@@ -275,7 +264,8 @@ def test_a_target_for_several_numbers_of_islands(capsys: pytest.CaptureFixture[s
     assert row.split()[-2:] == alone and alone[0] != alone[1]
 
 
-def test_curves_end_where_nothing_moves_and_show_what_is_recommended() -> None:
+def test_planner_plot_curves() -> None:
+    """The curves of a plot end where they are flat, and one is the recommended method."""
     situation = Situation(load("tiny"), 2, Link(1e7), 0.1, device="cpu")
     mine, better = load_config("full"), load_config("demo")
     rates, (first, second) = planner_plot._curves(situation, [mine], [better, better], set())
@@ -286,7 +276,8 @@ def test_curves_end_where_nothing_moves_and_show_what_is_recommended() -> None:
     assert wider[-1] >= 5e11
 
 
-def test_a_narrow_terminal_gets_fewer_columns() -> None:
+def test_planner_table_narrow_terminal() -> None:
+    """A narrow terminal gets fewer columns."""
     rows = plan_rows(Situation(load("tiny"), 2, Link(1e7), 0.1, device="cpu"), ["demo", "diloco"])
     wide = show.plan_table(rows)
     assert show.plan_table(rows, 400) == wide
@@ -295,17 +286,20 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     assert left.startswith("left out, as the terminal is narrow: line use, GB host")
 
 
-def test_links_with_commas_or_spaces() -> None:
+def test_planner_command_links_text() -> None:
+    """Links are separated by commas or spaces."""
     for texts in (["100Mbit,1Gbit,40ms"], ["100Mbit", "1Gbit", "40ms"], ["100Mbit 1 Gbit 40ms"]):
         assert asking.links(texts, None) == [Link(1e8, 0.04), Link(1e9, 0.04)]
 
 
-def test_a_measured_link_is_rounded_where_it_is_read() -> None:
+def test_planner_reason_rounds_link() -> None:
+    """A measured link is rounded in the text of the reason."""
     measured = Situation([("w", (64, 64))], 2, Link(6262884193.505108, 0.00041763766), 1.0)
     assert said_of(measured) == "a link of 6.26Gbit,0.418ms"
 
 
-def test_numbers_and_times() -> None:
+def test_planner_command_numbers_and_times() -> None:
+    """Numbers, sizes and times are read with their units."""
     assert asking.number("1.3B", "--params") == 1.3e9
     assert asking.memory("80GB") == asking.memory("80e9") == 8e10
     assert asking.number("20e9", "--tokens") == 2e10
@@ -313,7 +307,8 @@ def test_numbers_and_times() -> None:
     assert asking.islands("2:9") == [2, 4, 8, 9] and asking.islands("5,8,4:5") == [5, 8, 4]
 
 
-def test_the_command_line_starts_without_torch() -> None:
+def test_planner_command_starts_without_torch() -> None:
+    """The command line starts without torch."""
     import subprocess
 
     program = "import sys, fsdp_demo.cli; fsdp_demo.cli.parser(); assert 'torch' not in sys.modules"

@@ -24,7 +24,8 @@ CASES = [(2, 1), (3, 2), (4, 4), (5, 1)]
 
 
 @pytest.mark.parametrize(("islands", "shards"), CASES)
-def test_rows_send_what_the_table_of_bytes_says(islands: int, shards: int) -> None:
+def test_planner_bytes_equal_benchmark(islands: int, shards: int) -> None:
+    """The bytes of the rows are those of the byte benchmark."""
     there = {
         e.preset: (e.sent, e.sent_per_step)
         for e in counting.entries(TINY, islands, shards, Link(1e9, 0.04))
@@ -39,8 +40,10 @@ def test_rows_send_what_the_table_of_bytes_says(islands: int, shards: int) -> No
 
 @pytest.mark.parametrize("shards", [1, 3, 4])
 @pytest.mark.parametrize("name", ["full", "demo", "streaming_diloco", "desloc", "muloco"])
-def test_equal_shards_are_counted_once_and_added(name: str, shards: int) -> None:
-    """Against one plan per rank, also where shards are unlike (3 do not divide 128)."""
+def test_planner_bytes_of_shards(name: str, shards: int) -> None:
+    """Equal shards are counted once and added. Against one plan per rank, also where shards are
+    unlike (3 do not divide 128).
+    """
     config = preset(name)
     plans = plan_model(config, TINY, 3, shards)
     found = cycle(config, TINY, 3, shards)
@@ -51,7 +54,8 @@ def test_equal_shards_are_counted_once_and_added(name: str, shards: int) -> None
 
 
 @pytest.mark.parametrize("name", presets())
-def test_legs_carry_the_bytes_of_the_plan(name: str) -> None:
+def test_planner_bytes_of_legs(name: str) -> None:
+    """The legs carry the bytes of the library's plan."""
     for config in (preset(name), preset(name, **{"schedule.delay": 2})):
         found = cycle(config, TINY, 3, 2)
         plans = plan_model(config, TINY, 3, 2)
@@ -62,7 +66,8 @@ def test_legs_carry_the_bytes_of_the_plan(name: str) -> None:
         assert all(len(m.legs) in (1, 2) and m.delay in (0, 2, 5) for m in messages)
 
 
-def test_a_given_size_moves_as_in_a_ring() -> None:
+def test_planner_bytes_of_given_size() -> None:
+    """A given size per parameter moves as in a ring all-reduce."""
     tensors = equal_layers(10_000_000, 8)
     assert numel(tensors) == 10_000_000
     for islands in (2, 5):
@@ -73,14 +78,16 @@ def test_a_given_size_moves_as_in_a_ring() -> None:
         )
 
 
-def test_streaming_fragments_make_peaks_of_their_own() -> None:
+def test_planner_bytes_of_fragments() -> None:
+    """Each fragment of Streaming DiLoCo is a message of its own."""
     tensors = equal_layers(24_000_000, 24)
     found = cycle(preset("streaming_diloco", period=100), tensors, 2, 1, 2.0)
     assert sorted(found.due) == [int(p * 100 / 8 - 1) % 100 for p in range(1, 8)] + [99]
     assert {round(m.bytes_out) for sent in found.due.values() for m in sent} == {2 * 3_000_000}
 
 
-def test_when_backward_has_what() -> None:
+def test_planner_backward_releases() -> None:
+    """The share of a message that backward has ready follows from the layers."""
     tensors = [("embed", (8, 2)), ("layers.0.w", (4, 2)), ("layers.1.w", (4, 2)), ("head", (8, 2))]
     assert releases(tensors, tensors) == ((0.5, 0.5), (0.5, 0.0))  # head with layer 1, embed with 0
     assert releases(tensors[1:2], tensors) == ((1.0, 0.0),)

@@ -33,7 +33,8 @@ def played(size: int, rate: float, rtt: float, window: float, cap: float) -> flo
 @pytest.mark.parametrize("rtt", [0.01, 0.02, 0.012])
 @pytest.mark.parametrize("megabits", [10, 100, 1000])
 @pytest.mark.parametrize("size", [3_000, 140_000, 3_000_000])
-def test_one_connection_after_a_long_pause(size: int, megabits: int, rtt: float) -> None:
+def test_planner_line_slow_start(size: int, megabits: int, rtt: float) -> None:
+    """The seconds of one connection after a long pause are those of the played line."""
     rate = megabits * 1e6 / 8
     system = System(share=1.0, window=None)
     found = message_seconds([(size, size)], Link(8 * rate, rtt), system, 1, idle=100.0)
@@ -43,7 +44,8 @@ def test_one_connection_after_a_long_pause(size: int, megabits: int, rtt: float)
     assert found >= rtt / 2 + size / rate - 1e-9
 
 
-def test_after_a_short_pause_the_window_is_open() -> None:
+def test_planner_line_short_pause() -> None:
+    """After a short pause the window is still open."""
     link, legs = Link(100e6, 0.02), [(164_000, 164_000)]
     open_, cold = (message_seconds(legs, link, System(), 1, idle) for idle in (0.1, 60.0))
     assert open_ == pytest.approx(0.01 + 8 * 164_000 / 100e6 / TCP_SHARE)
@@ -53,7 +55,8 @@ def test_after_a_short_pause_the_window_is_open() -> None:
     assert open_ < message_seconds(legs, link, System(), 1, 0.7) < cold
 
 
-def test_a_window_limits_a_long_link_and_connections_lift_it() -> None:
+def test_planner_line_window_limit() -> None:
+    """A window limits a long link, and more connections lift the limit."""
     link, size = Link(10e9, 0.1), 1_000_000_000
     one = message_seconds([(size, size)], link, System(slow_start=False), 1)
     # 100 ms: 8 connections (`peers.streams`), 4 MiB each per round trip
@@ -64,13 +67,15 @@ def test_a_window_limits_a_long_link_and_connections_lift_it() -> None:
     assert short == pytest.approx(0.15, rel=1e-3)
 
 
-def test_legs_follow_each_other_and_the_larger_direction_counts() -> None:
+def test_planner_line_legs() -> None:
+    """Legs follow each other, and in each the larger direction counts."""
     system = System(share=1.0, slow_start=False, window=None)
     found = message_seconds([(5e6, 1e6), (1e6, 2e6)], Link(8e6, 0.04), system, 3)
     assert found == pytest.approx(2 * 0.02 + 5 + 2)
 
 
-def test_without_a_rate_round_trips_are_left() -> None:
+def test_planner_line_without_rate() -> None:
+    """Without a rate only the round trips are left."""
     assert message_seconds([(5e9, 5e9)], Link(), System(), 4) == 0.0
     free = System(slow_start=False, window=None)
     assert message_seconds([(5e9, 5e9)] * 2, Link(None, 0.1), free, 4) == pytest.approx(0.1)

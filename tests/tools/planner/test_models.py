@@ -13,7 +13,8 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes" / "models"
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.json")), ids=lambda p: p.stem)
-def test_the_recipes_models_are_what_transformers_makes(path: Path) -> None:
+def test_planner_models_of_recipes(path: Path) -> None:
+    """The shapes of the recipes' models are those that transformers makes."""
     pytest.importorskip("transformers")
     assert load(path.stem) == load(str(path))
 
@@ -28,7 +29,8 @@ def test_the_recipes_models_are_what_transformers_makes(path: Path) -> None:
         ("mistral-7b", "Mistral"),
     ],
 )
-def test_other_families_are_what_transformers_makes(name: str, made: str) -> None:
+def test_planner_models_of_other_families(name: str, made: str) -> None:
+    """The shapes of other families are those that transformers makes."""
     transformers: Any = pytest.importorskip("transformers")
     import torch
 
@@ -70,17 +72,21 @@ def test_other_families_are_what_transformers_makes(name: str, made: str) -> Non
         ("tinyllama-1.1b", 1100.0),
     ],
 )
-def test_published_sizes(name: str, millions: float) -> None:
-    """As the model cards say (bf16 checkpoints, ties once)."""
+def test_planner_models_published_sizes(name: str, millions: float) -> None:
+    """The models have their published sizes, as the model cards say (bf16 checkpoints,
+    ties once).
+    """
     assert numel(load(name)) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-def test_a_hub_id_of_a_known_model_needs_no_network() -> None:
+def test_planner_models_hub_id_offline() -> None:
+    """A hub id of a known model needs no network."""
     for name in ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"):
         assert load(name) == load("llama-3.2-1b")
 
 
-def test_unknown_models_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_models_unknown_names_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of an unknown model names the nearest ones."""
     with pytest.raises(ValueError, match="'lama-3.2-1b' is not known: the nearest known are llama"):
         load("lama-3.2-1b")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -88,7 +94,8 @@ def test_unknown_models_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> Non
         load("nobody-at-all/qwen3-8c")
 
 
-def test_equal_layers_are_equal_and_whole() -> None:
+def test_planner_models_equal_layers() -> None:
+    """Equal layers are equal and have all parameters."""
     for parameters, layers in ((10, 10), (100_000_000_000, 108), (1_234_567, 7)):
         made = equal_layers(parameters, layers)
         assert numel(made) == parameters

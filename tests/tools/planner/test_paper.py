@@ -40,14 +40,17 @@ def asked(name: str, capsys: pytest.CaptureFixture[str], *more: str) -> list[flo
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_cell_is_within_a_fifth(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_paper_cells(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every cell of the published table is met within a fifth."""
     found = asked(name, capsys)
     off = [a / b - 1 for a, b in zip(found, PUBLISHED[name], strict=True)]
     assert all(abs(x) <= 0.2 for x in off), off
 
 
-def test_data_parallel_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 Gbit move; 23 of 24 layers hide behind 1/15 s of backward, and the last never does."""
+def test_planner_paper_data_parallel_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Data parallelism needs the rate that is counted by hand. 16 Gbit move; 23 of 24 layers hide
+    behind 1/15 s of backward, and the last never does.
+    """
     backward, gigabits = 0.1 * 2 / 3, 16.0
     for target, found in zip(WANTED, asked("data-parallel", capsys), strict=True):
         may = 0.1 * (1 / target - 1)
@@ -56,8 +59,10 @@ def test_data_parallel_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         assert found == pytest.approx(max(one, all_but), rel=2e-3)
 
 
-def test_overlap_is_a_step_more_for_each_fragment(capsys: pytest.CaptureFixture[str]) -> None:
-    """At 50 % the line is busy all the time: 8 fragments, 10 s to wait, what backward hides."""
+def test_planner_paper_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    """Overlap gives each fragment a step more. At 50 % the line is busy all the time: 8 fragments,
+    10 s to wait, what backward hides.
+    """
     for name, delay in (("Streaming", 0.0), ("Streaming, overlap", 0.1)):
         found = asked(name, capsys)[0]
         # fragment p has layers p, p + 8, p + 16: its first is ready (p + 16) / 24 of backward early

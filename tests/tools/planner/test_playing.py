@@ -74,7 +74,8 @@ def case(seed: int) -> tuple[int, dict[int, list[Timed]], int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_is_what_a_ticking_clock_shows(seed: int) -> None:
+def test_planner_play_equals_ticking_clock(seed: int) -> None:
+    """The played times are those of a ticking clock."""
     steps, due, step = case(seed)
     slow, fast = ticking(steps, due, step, 120), play(steps, due, step)
     assert fast.waiting == pytest.approx(slow.waiting, rel=0.02, abs=0.02)
@@ -82,20 +83,22 @@ def test_it_is_what_a_ticking_clock_shows(seed: int) -> None:
     assert fast.line == pytest.approx(slow.line)
 
 
-def test_the_cases_are_of_all_kinds() -> None:
+def test_planner_play_cases_of_all_kinds() -> None:
+    """The random cases hold runs that wait and runs that do not."""
     found = [play(*case(seed)) for seed in range(60)]
     assert sum(p.waiting == 0 for p in found) > 5 and sum(p.waiting > 1 for p in found) > 5
 
 
 @pytest.mark.parametrize("seconds", [30.0, 50.0, 90.0, 250.0])
-def test_a_delay_hides_its_steps_and_no_more(seconds: float) -> None:
+def test_planner_play_delay_hides_its_steps(seconds: float) -> None:
+    """A delay hides the time of its steps and no more."""
     played = play(10, {9: [Timed(seconds, delay=5)]}, 10.0)
     assert 10 * played.waiting == pytest.approx(max(0.0, seconds - 5 * 10.0))
 
 
 @pytest.mark.parametrize("layers", [1, 4, 24])
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 20.0, 400.0])
-def test_layers_that_leave_while_backward_runs(layers: int, seconds: float) -> None:
+def test_planner_play_layers_during_backward(layers: int, seconds: float) -> None:
     """The published closed form for equal layers: one layer's transfer is never hidden, and the
     others only as fast as backward makes them.
     """
@@ -106,5 +109,6 @@ def test_layers_that_leave_while_backward_runs(layers: int, seconds: float) -> N
     assert played.waiting == pytest.approx(one + (layers - 1) * max(0.0, one - per))
 
 
-def test_nothing_is_due() -> None:
+def test_planner_play_nothing_due() -> None:
+    """A cycle without a message has no waiting, no work and no line time."""
     assert play(5, {}, 1.0) == Played(0.0, 0.0, 0.0)

@@ -24,7 +24,8 @@ FIGURES = Path(__file__).resolve().parents[3] / "docs" / "figures"
 
 
 @pytest.mark.parametrize("name", presets())
-def test_memory_is_that_of_the_memory_model(name: str) -> None:
+def test_planner_row_memory(name: str) -> None:
+    """The memory of a row is that of the memory model."""
     for device, staged in (("h100", True), ("cpu", False)):
         (row,) = plan_rows(replace(THERE, device=device), [name])
         m = plan_memory(preset(name), TINY, 3, 2, staged=staged)
@@ -34,8 +35,10 @@ def test_memory_is_that_of_the_memory_model(name: str) -> None:
         assert row.host_bytes == m.host_state + m.host_flight + m.host_workspace
 
 
-def test_the_seconds_of_a_simple_row_by_hand() -> None:
-    """A delta of 459 904 values in fp32, every 10 steps, two islands, no round trip."""
+def test_planner_row_seconds_by_hand() -> None:
+    """The seconds of a simple row are those counted by hand: a delta of 459 904 values in fp32,
+    every 10 steps, two islands, no round trip.
+    """
     s = Situation(TINY, 2, Link(1e7), 0.1, device="cpu")
     (row,) = plan_rows(s, [preset("diloco", period=10)])
     d, sent = DEVICES["cpu"], row.bytes_per_exchange
@@ -53,7 +56,8 @@ def test_the_seconds_of_a_simple_row_by_hand() -> None:
     assert own.exposed_seconds_per_step == pytest.approx((rest + 1e-6 * 459_904) / 10)
 
 
-def test_ranks_of_an_island_work_side_by_side_and_share_its_line() -> None:
+def test_planner_row_ranks_share_line() -> None:
+    """The ranks of an island work side by side and share its line."""
     one, four = (
         plan_rows(Situation(TINY, 2, Link(1e6), 0.1, shards=n, device="cpu"), ["diloco"])[0]
         for n in (1, 4)
@@ -68,7 +72,8 @@ def test_ranks_of_an_island_work_side_by_side_and_share_its_line() -> None:
 
 
 @pytest.mark.parametrize("name", ["hsdp", *presets()])
-def test_a_faster_line_never_costs_and_the_solved_rate_keeps_the_share(name: str) -> None:
+def test_planner_row_solved_rate(name: str) -> None:
+    """A faster line never costs, and the solved rate keeps the target."""
     config = None if name == "hsdp" else preset(name)
     shares = [utilisation(replace(THERE, link=Link(10.0**n, 0.02)), config) for n in range(4, 13)]
     assert all(a <= b + 1e-9 for a, b in zip(shares, shares[1:], strict=False))
@@ -82,7 +87,8 @@ def test_a_faster_line_never_costs_and_the_solved_rate_keeps_the_share(name: str
     assert gbit_s(THERE, config, shares[-1] + 0.5 * (1 - shares[-1])) is None or name == "full"
 
 
-def test_a_run_of_so_many_tokens() -> None:
+def test_planner_row_days_and_bytes_of_run() -> None:
+    """The days and bytes of a run follow from its tokens."""
     s = replace(THERE, tokens=3e6, tokens_per_step=1e3)
     (row,) = plan_rows(s, ["demo"])
     assert row.days == pytest.approx(1000 * (0.1 + row.exposed_seconds_per_step) / 86400)
@@ -90,8 +96,10 @@ def test_a_run_of_so_many_tokens() -> None:
     assert plan_rows(THERE, ["demo"])[0].days is None
 
 
-def test_a_guessed_step() -> None:
-    """1 B parameters, 1 M tokens, 8 H100 at 40 %: 6e15 / (8 x 989e12 x 0.4) s."""
+def test_planner_guessed_step() -> None:
+    """A guessed step time follows from size, tokens and device. 1 B parameters, 1 M tokens, 8 H100
+    at 40 %: 6e15 / (8 x 989e12 x 0.4) s.
+    """
     assert guessed_step(10**9, 1e6, 8, DEVICES["h100"]) == pytest.approx(6e15 / 3.1648e15)
 
 
@@ -102,14 +110,14 @@ def test_a_guessed_step() -> None:
     ("parameters", "islands", "percent"),
     [(35e6, 2, 0.7), (550e6, 4, 0.7), (2.4e9, 8, 1.1), (90e6, 8, 3.1), (1.3e9, 1, -0.4)],
 )
-def test_the_published_table_at_its_entries(
-    parameters: float, islands: int, percent: float
-) -> None:
+def test_planner_gap_published_entries(parameters: float, islands: int, percent: float) -> None:
+    """The expected gap at the entries of the published table is the published one."""
     gap, _ = expected_gap(preset("diloco", period=30), round(parameters), islands)
     assert gap is not None and gap["percent"] == percent and gap["extrapolated"] == ""
 
 
-def test_the_published_table_between_and_beyond() -> None:
+def test_planner_gap_between_and_beyond() -> None:
+    """The expected gap is interpolated between the entries, and beyond them it says so."""
     gap, _ = expected_gap(preset("diloco", period=30), round((35e6 * 90e6) ** 0.5), 2)
     assert gap is not None and gap["percent"] == pytest.approx(0.6)
     gap, _ = expected_gap(preset("diloco", period=500), 24_000_000_000, 16)
@@ -119,7 +127,8 @@ def test_the_published_table_between_and_beyond() -> None:
     assert gap["period"] == 30
 
 
-def test_the_study_is_what_its_figures_say() -> None:
+def test_planner_gap_of_study() -> None:
+    """The gaps of our study are those of its figures."""
     rows = json.loads((FIGURES / "study-main.json").read_text(encoding="utf-8"))["rows"]
     own = [r for r in rows if not {"muon", "adamw"} & {*r["name"].split()}]
     tuned = {r["name"].split()[0]: r for r in own if r["name"].endswith(" tuned")}
@@ -144,13 +153,16 @@ def test_the_study_is_what_its_figures_say() -> None:
     assert "4 islands, not 2" in gap["extrapolated"]
 
 
-def test_without_a_source_there_is_no_number() -> None:
+def test_planner_gap_without_source() -> None:
+    """Without a source there is no number."""
     gap, why = expected_gap(replace(preset("demo"), preset="own"), 10**9, 4)
     assert gap is None and "'own'" in why
 
 
-def test_islands_behind_one_uplink_share_it() -> None:
-    """Two sites of two: each island sends two thirds of its bytes out, and two share the line."""
+def test_planner_row_shared_uplink() -> None:
+    """Islands behind one uplink share it. Two sites of two: each island sends two thirds of its
+    bytes out, and two share the line.
+    """
     alone = Situation(TINY, 4, Link(1e6), 0.1, device="cpu", system=System(compression=False))
     both = replace(alone, islands_per_uplink=2)
     assert both.crossing == pytest.approx(4 / 3) and alone.crossing == 1

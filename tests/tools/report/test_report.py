@@ -49,7 +49,8 @@ def drawn(text: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S)]
 
 
-def test_figures_are_those_of_the_files(tmp_path, monkeypatch) -> None:
+def test_report_figures_of_files(tmp_path, monkeypatch) -> None:
+    """The figures of a report are those of the files."""
     run = load(made.run(monkeypatch, tmp_path / "run", steps=40, each=5000, speed=2.0))
     found = figures(run)
     assert (found.step, found.steps, found.tokens, found.sent) == (40, 40, 512 * 40, 5000 * 40)
@@ -60,7 +61,8 @@ def test_figures_are_those_of_the_files(tmp_path, monkeypatch) -> None:
     assert dict(zip(head, row, strict=True))["against all-reduce"] == "4 x less"
 
 
-def test_curves_are_means_over_the_islands(tmp_path, monkeypatch) -> None:
+def test_report_curves_mean_over_islands(tmp_path, monkeypatch) -> None:
+    """The curves are means over the islands."""
     run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
     lines = [island.lines for island in run.islands]
     by_hand = [
@@ -74,7 +76,8 @@ def test_curves_are_means_over_the_islands(tmp_path, monkeypatch) -> None:
     assert [y for _, y in still(run.islands[1])] == pytest.approx([0.2] * 8)
 
 
-def test_a_count_that_began_anew_does_not_go_back(tmp_path, monkeypatch) -> None:
+def test_report_count_after_restart(tmp_path, monkeypatch) -> None:
+    """A count that began anew on one island does not go back."""
     run = load(made.run(monkeypatch, tmp_path / "run", steps=40))
     for line in run.islands[1].lines[4:]:  # it came back after step 20
         line["tokens"], line["bytes_sent"] = line["tokens"] - 10_000, line["bytes_sent"] - 90_000
@@ -84,7 +87,8 @@ def test_a_count_that_began_anew_does_not_go_back(tmp_path, monkeypatch) -> None
     assert figures(run).tokens == 512 * 40
 
 
-def test_the_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
+def test_report_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
+    """The page needs no other file."""
     folders = [
         made.run(monkeypatch, tmp_path / "a & b", islands=3, steps=200, lost_at=40),
         made.run(monkeypatch, tmp_path / "killed", steps=30, ended=False),
@@ -118,9 +122,8 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 @needs_matplotlib
-def test_the_pictures_of_the_page_have_text_and_the_colours_of_the_page(
-    tmp_path, monkeypatch
-) -> None:
+def test_report_pictures_text_and_colours(tmp_path, monkeypatch) -> None:
+    """The pictures of the page have text and the colours of the page."""
     folder = made.run(monkeypatch, tmp_path / "run", islands=3, steps=130, lost_at=40)
     assert cli.main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
@@ -141,7 +144,8 @@ def test_the_pictures_of_the_page_have_text_and_the_colours_of_the_page(
     assert "var(--c0)" in page and "var(--soft)" in page
 
 
-def test_a_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch) -> None:
+def test_report_page_without_matplotlib(tmp_path, monkeypatch) -> None:
+    """A page without matplotlib says what to install."""
     folder = made.run(monkeypatch, tmp_path / "run", steps=40)
     monkeypatch.setattr("fsdp_demo.tools.report.picture.available", lambda: False)
     assert cli.main(["report", str(folder)]) == 0
@@ -151,7 +155,8 @@ def test_a_page_without_matplotlib_says_what_to_install(tmp_path, monkeypatch) -
 
 
 @pytest.mark.parametrize("steps", [40, 400])
-def test_the_timeline_has_every_exchange_once(tmp_path, monkeypatch, steps: int) -> None:
+def test_report_timeline_of_exchanges(tmp_path, monkeypatch, steps: int) -> None:
+    """The timeline has every exchange once."""
     run = load(made.run(monkeypatch, tmp_path / "run", steps=steps))
     assert [len(bars) for _, _, bars in timeline_rows(run)] == [steps, steps]
     for _, _, bars in timeline_rows(run):
@@ -159,7 +164,8 @@ def test_the_timeline_has_every_exchange_once(tmp_path, monkeypatch, steps: int)
 
 
 @needs_matplotlib
-def test_many_exchanges_are_one_image(tmp_path, monkeypatch) -> None:
+def test_report_many_exchanges_one_image(tmp_path, monkeypatch) -> None:
+    """Many exchanges are drawn as one image."""
     few, many = (
         load(made.run(monkeypatch, tmp_path / str(n), steps=n)) for n in (40, report_png.MANY + 100)
     )
@@ -167,7 +173,8 @@ def test_many_exchanges_are_one_image(tmp_path, monkeypatch) -> None:
     assert len(report_png.exchanges(many)) < 200_000
 
 
-def test_a_png_where_matplotlib_is(tmp_path, monkeypatch) -> None:
+def test_report_png(tmp_path, monkeypatch) -> None:
+    """The command writes a PNG where matplotlib is installed."""
     pytest.importorskip("matplotlib")
     assert report_png.available()  # the name marks the test: tests/support/kinds.py
     folder = made.run(monkeypatch, tmp_path / "run", islands=3, lost_at=10)
@@ -175,7 +182,8 @@ def test_a_png_where_matplotlib_is(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+def test_report_error_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    """An error of the command is one line."""
     assert cli.main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fsdp-demo: error: ") and error.count("\n") == 1
@@ -188,7 +196,8 @@ def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number_and_a_damaged_file(tmp_path, monkeypatch) -> None:
+def test_report_nan_loss_and_damaged_file(tmp_path, monkeypatch) -> None:
+    """A loss that is no number and damaged lines do not prevent a report."""
     folder = made.run(monkeypatch, tmp_path / "run", steps=40)
     metrics = folder / "island0" / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines()
@@ -211,7 +220,9 @@ def test_a_loss_that_is_no_number_and_a_damaged_file(tmp_path, monkeypatch) -> N
     assert "nan" not in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_loss_says_when_it_was_measured(tmp_path, monkeypatch) -> None:
+def test_report_loss_names_its_step(tmp_path, monkeypatch) -> None:
+    """A loss of a run that did not end says when it was measured."""
+
     def loss(folder: Path) -> str:
         head, row = comparison([figures(load(folder))])
         return dict(zip(head, row, strict=True))["loss"]
@@ -225,7 +236,8 @@ def test_a_loss_says_when_it_was_measured(tmp_path, monkeypatch) -> None:
     assert loss(killed).endswith(" (training)")
 
 
-def test_runs_that_sent_unlike_amounts_are_drawn_by_ratio(tmp_path, monkeypatch) -> None:
+def test_report_runs_of_unlike_bytes(tmp_path, monkeypatch) -> None:
+    """Runs that sent unlike amounts are drawn by ratio."""
     folders = [
         made.run(monkeypatch, tmp_path / name, steps=40, each=each)
         for name, each in (("few", 100), ("many", 100_000))
@@ -236,7 +248,8 @@ def test_runs_that_sent_unlike_amounts_are_drawn_by_ratio(tmp_path, monkeypatch)
         assert ("by powers of ten" in out.read_text(encoding="utf-8")) is words
 
 
-def test_a_folder_of_runs_is_named(tmp_path, monkeypatch) -> None:
+def test_report_folder_of_runs_refused(tmp_path, monkeypatch) -> None:
+    """A folder of runs is refused, and the error names one of them."""
     made.run(monkeypatch, tmp_path / "runs" / "a", steps=5)
     with pytest.raises(ValueError, match=r"as in: fsdp-demo report .*runs.a$"):
         load(tmp_path / "runs")

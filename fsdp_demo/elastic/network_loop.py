@@ -1,0 +1,148 @@
+"""The loop of one member in the network thread: turns, jobs of other threads, and their waits.
+
+It knows no protocol: a turn is the driver's (`driver.py`). The parts of the driver get the loop for
+what they share: the membership machine as it is now, the connections, and the thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..membership.machine import Rank
+from ..peers.poller import Poller
+from .failure_detector import BEAT, SOON, FailureDetector
+
+log = logging.getLogger("fsdp_demo")
+
+CLOSED = "the connections were closed"
+"""The regular end: what this rank has is what all have. After a failure nobody knows that
+(seal-stable)."""
+
+LAST_WORD = 1.0
+"""Seconds that the last message of this rank has to arrive, and its last word to be handed over."""
+
+STOPPED = 2.0
+"""Seconds between two turns after which the process itself must have been stopped: the others are
+not to blame for their silence then.
+"""
+
+
+class NetworkLoop:
+    """What runs in the network thread (`peers/poller.py`) as long as a rank is a member.
+
+    Attributes:
+        machine: the membership of this rank as it is now; changed in the network thread only.
+        detector: the connections to the peers, and who is heard on them.
+        labels: how errors and logs name an island, by slot.
+        stable: all members have delivered every message below it (seal-stable).
+    """
+
+    def __init__(
+        self,
+        poller: Poller,
+        machine: Rank,
+        detector: FailureDetector,
+        labels: Callable[[int], str],
+    ):
+        self._poller, self.machine, self.detector, self.labels = poller, machine, detector, labels
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._soon: deque[tuple[float, Callable[[], None]]] = deque()
+        self._beat_at = self._turned = time.monotonic()
+        self.stable = 0
+        self._closed, self._left, self._failed = False, False, ""
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Run `job` in the network thread. From any thread."""
+        self._jobs.append(job)
+        self._poller.tell()
+
+    def later(self, seconds: float, job: Callable[[], None]) -> None:
+        """Run `job` some seconds from now. In the network thread."""
+        self._soon.append((time.monotonic() + seconds, job))
+
+    def wait(self, reached: Callable[[], bool], seconds: float) -> bool:
+        """Ask the members how far they are, and wait for what follows from it, or until this rank
+        has ended; whether it is reached. In another thread.
+        """
+        self.do(lambda: self.detector.say(["landed?"], self.detector.notes.values()))
+        self._wait(lambda: reached() or self._closed or self._left, seconds)
+        return reached()
+
+    def wait_stable(self, below: int, seconds: float) -> bool:
+        """Wait until all members have delivered the messages below that number."""
+        reached = self.wait(lambda: self.stable >= below, seconds)
+        return reached or self._left or self._failed == CLOSED
+
+    def _let_land(self) -> None:
+        """Wait a moment until the others have what was delivered here. "leave" takes a connection
+        of its own: those that hear it before a message settle without this rank, which has it.
+        """
+        had = self.machine.landed
+        self.wait(lambda: not self.machine.unread(had), LAST_WORD)
+
+    def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
+        with suppress(RuntimeError):  # the connections were closed
+            self._poller.wait_until(reached, seconds)
+
+    # ---- in the network thread -----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """From now on each look at the sockets is followed by a turn."""
+        self._poller.between = self._turn
+        self._poller.pause, self._poller.failed = self._pause, self._has_failed
+
+    def turn(self, now: float, stopped: bool) -> None:
+        """Take what has come; `stopped`: the process stood still before."""
+        raise NotImplementedError
+
+    def beat(self, now: float) -> None:
+        """Say that this rank lives, every `BEAT` seconds."""
+        raise NotImplementedError
+
+    def fail(self, reason: str) -> None:
+        """End the membership of this rank: all that waits for a message is told the reason."""
+        raise NotImplementedError
+
+    def expel(self, why: str) -> None:
+        """End this island: what it holds is not what the others hold."""
+        raise NotImplementedError
+
+    def _pause(self) -> float:
+        """What is put off for a moment is looked at often, else heartbeats set the pace."""
+        if self._jobs:
+            return 0.0
+        return SOON / 2 if self._soon or self.detector.soon else BEAT / 2
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        now = time.monotonic()
+        stopped, self._turned = now - self._turned > STOPPED, now
+        self.turn(now, stopped)
+        while self._soon and self._soon[0][0] <= now:
+            self._soon.popleft()[1]()
+        if now - self._beat_at >= BEAT:
+            self._beat_at = now
+            self.beat(now)
+        self._poller.tell()  # other threads that wait look again
+
+    def _has_failed(self, error: BaseException) -> None:
+        why, regular = f"the network thread has failed: {error!r:.200}", self._closed
+        if not regular:
+            log.error("membership: the thread has failed", exc_info=error)
+        self.fail(why)
+        self._poller.close(0)  # so that the others hear of it at once
+        if not regular:  # training may be far from its next message, or stand in another wait
+            self.expel(why)
+
+    def _do_jobs(self) -> None:
+        while self._jobs and not self._closed:
+            self._jobs.popleft()()
+
+    def _is_said(self) -> bool:
+        """Whether what was said last has left: closing the connections drops what waits here."""
+        return not any(wire.waiting and not wire.gone for wire in self.detector.wires)

@@ -1,0 +1,190 @@
+"""A run begins with fewer islands than there may be, and others join it: real processes over
+ZeroMQ, and all end with the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import preset
+from fsdp_demo.elastic import join_server
+from fsdp_demo.peers import bulk_stream
+
+from .test_survivors import Small, backward
+
+pytest.importorskip("zmq")
+CASES = {"full": preset("full"), "diloco": preset("diloco", period=3, momentum_warmup=0)}
+# most have switched when the third comes
+CASES["switch"] = preset("sign_loco", period=3, switch=5, **{"schedule.delay": 1})
+
+MORE = 12
+"""Steps that all take together."""
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def grown(me: Any, case: str, late: int, islands: int) -> Any:
+    """Train until all have come and `MORE` steps longer. The one that is late comes when the others
+    have taken a few steps.
+    """
+    begun, together = me.folder / "begun", me.folder / "end"
+    if me.island == late:
+        wait_for(begun)
+    model = Small()
+    kind = torch.optim.SGD if case == "full" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
+    first, topology = exchange.step, exchange.topology
+    slots = exchange._peers.slots
+    while exchange.step < (int(together.read_text() or 10**9) if together.exists() else 10**9):
+        backward(model, topology.island, exchange.step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if me.island == 0 and exchange.step == 4:
+            begun.touch()
+        if me.island == 0 and not together.exists():
+            time.sleep(0.02)
+            if len(exchange._peers.slots) == islands:
+                part = me.folder / f"part{os.getpid()}"
+                part.write_text(str(exchange.step + MORE))
+                part.rename(together)
+    exchange.finish()
+    found = exchange._peers.slots if exchange._peers else None
+    values = [p.detach().clone() for p in model.parameters()]
+    parts = topology.starters, topology.islands, topology.count
+    return first, slots, exchange.digests_equal(), exchange.step, values, parts, found
+
+
+def agree(found: list[Any]) -> None:
+    assert all(f[2] for f in found) and len({f[3] for f in found}) == 1
+    for f in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(f[4], found[0][4], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "procs"), [("full", 1), ("diloco", 1), ("full", 2), ("switch", 1)]
+)
+def test_elastic_third_island_joins(run_ranks, case: str, procs: int) -> None:
+    """A run begins with two of three islands, and the third joins it."""
+
+    def env(me: Any) -> dict[str, str]:
+        return {
+            "ISLAND_MIN": "2",
+            "ISLAND_TIMEOUT": "40" if me.island == 1 else "5",
+        }
+
+    found = run_ranks(grown, 3, procs, timeout=120, env=env, args=(case, 1, 3))
+    agree([found[i * procs] for i in range(3)])
+    one, two, three = found[0], found[procs], found[2 * procs]
+    assert one[1] == three[1] == (0, 2) and one[0] == three[0] == 0 and two[0] >= 4
+    assert all(f[5] == ((0, 2), 3, 3) for f in found)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_elastic_island_beyond_count_joins(run_ranks, early: bool) -> None:
+    """An island beyond ISLAND_COUNT joins, while the others train or before they do (then it
+    waits).
+    """
+
+    def env(me: Any) -> dict[str, str]:
+        if early and me.island == 2:
+            (me.folder / "begun").touch()
+        return {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+
+    found = run_ranks(grown, 3, 1, timeout=120, env=env, args=("full", 2, 3))
+    agree(found)
+    assert found[0][1] == found[1][1] == (0, 1) and found[2][0] > 0
+    assert all(f[5] == ((0, 1), 3, 2) for f in found)
+
+
+def test_elastic_run_of_one_grows(run_ranks) -> None:
+    """A run of one island grows when another one joins."""
+    env = {"ISLAND_COUNT": "1", "ISLAND_SLOTS": "2"}
+    found = run_ranks(grown, 2, 1, timeout=120, env=env, args=("full", 1, 2))
+    agree(found)
+    assert found[0][1] == (0,) and found[1][0] >= 4
+
+
+def dies_as_a_donor(moment: str) -> None:
+    """This process hands half a snapshot over and is killed, or some steps or messages later; it
+    plans no join."""
+    put, read, seen = bulk_stream.put, join_server._word, list[str]()
+
+    def half(poller: Any, wire: Any, head: bulk_stream.ItemHead, parts: Any) -> None:
+        seen.append(head.item)
+        if moment == head.item == "snapshot":
+            put(SimpleNamespace(changed=poller.changed, nudge=lambda wire: None), wire, head, parts)
+            wire._queue.pop()  # its last part
+            poller.nudge(wire)
+        else:
+            put(poller, wire, head, parts)
+        if seen.count(moment) == (1 if moment == "snapshot" else 3):
+            threading.Timer(0.3, os._exit, (9,)).start()
+
+    bulk_stream.put = half
+    join_server._word = lambda note: [w if w != "ready" else "" for w in read(note)]
+
+
+def handed_over(me: Any, case: str, moment: str) -> Any:
+    """Islands 0 and 1 train, 2 joins them while island 0 dies as its donor."""
+    begun, together = me.folder / "begun", me.folder / "end"
+    if me.island == 0:
+        dies_as_a_donor(moment)
+    if me.island == 2:
+        wait_for(begun)
+    model = Small()
+    kind = torch.optim.SGD if case == "full" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
+    first = exchange.step
+    while not together.exists() or exchange.step < int(together.read_text()):
+        backward(model, me.island, exchange.step)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+        if exchange.step == 4:
+            begun.touch()
+        if me.island == 1 and not together.exists() and exchange._peers.slots == (1, 2):
+            part = me.folder / f"part{os.getpid()}"
+            part.write_text(str(exchange.step + MORE))
+            part.rename(together)
+    exchange.finish()
+    values = [p.detach().clone() for p in model.parameters()]
+    return first, exchange.newcomer, exchange.digests_equal(), exchange.step, values
+
+
+@pytest.mark.parametrize(
+    ("case", "procs", "moment"),
+    [
+        ("full", 1, "snapshot"),
+        ("full", 1, "tick"),
+        ("diloco", 1, "snapshot"),
+        ("diloco", 1, "message"),
+        ("full", 2, "tick"),
+    ],
+)
+def test_elastic_newcomer_changes_donor(run_ranks, case: str, procs: int, moment: str) -> None:
+    """A newcomer whose donor dies takes another one, in the same process and without the first
+    snapshot.
+    """
+    env = {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+    more: dict[str, Any] = {"timeout": 120, "env": env, "check": False, "grace": 60.0}
+    outcomes = run_ranks(handed_over, 3, procs, args=(case, moment), **more)
+    assert 9 in [o.status for o in outcomes[:procs]]
+    logs = [o.log for o in outcomes]
+    one, two = (outcomes[procs * i].value for i in (1, 2))
+    assert one and two and "another island is asked for its state" in logs[2 * procs], logs
+    assert one[2] and two[2] and one[3] == two[3] and not one[1] and two[1] and two[0] >= 4
+    assert all(torch.equal(a, b) for a, b in zip(one[4], two[4], strict=True))

@@ -1,0 +1,397 @@
+"""Peers that die, fall silent or are told to stop: `guard` saves and ends with the right status.
+These are real processes and real signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo import ExchangeConfig, PeerLost, WireError, preset
+
+from .. import conftest
+from ..support import probe, threaded
+from ..support.threaded import Tap
+from ..support.world import replica
+
+SILENCE = 3.0  # ISLAND_TIMEOUT here, seconds
+runs = itertools.count()
+
+DEMO = preset("demo", value_dtype="fp32")
+DILOCO = preset("diloco", period=2, inner_optimizers="as_is")
+CONSENSUS = preset(
+    "decoupled_momentum", transform=True, period=2, value_dtype="bf16", inner_optimizers="as_is"
+)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors may take as long as the timeout and the vote after the first has died."""
+    monkeypatch.setattr(conftest, "GRACE", 30.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to which ranks of island 1 at step `at`, before its optimizer step or inside its
+    message number `message`.
+    """
+
+    config: ExchangeConfig
+    procs: int = 1
+    victims: tuple[int, ...] = (0,)
+    with_signal: int = signal.SIGKILL
+    at: int = 3
+    message: int | None = None
+    timed_out: bool = False  # some survivor can only learn of it by silence
+
+
+LOST = {
+    "killed between exchanges": Case(DEMO),
+    "killed inside an exchange": Case(DEMO, message=0),
+    "killed inside the second leg of a reduce": Case(DILOCO, message=2),
+    "killed with a payload in flight": Case(DEMO.changed({"schedule.delay": 2})),
+    "silent": Case(CONSENSUS, with_signal=signal.SIGSTOP, timed_out=True),
+    "2x2, all of it killed": Case(DEMO, 2, (0, 1)),
+    "2x2, one rank killed inside an exchange": Case(CONSENSUS, 2, (1,), message=0, timed_out=True),
+    "2x2, one rank silent inside a reduce": Case(
+        DILOCO, 2, (1,), signal.SIGSTOP, message=1, timed_out=True
+    ),
+}
+
+
+def job(me: Any, case: Case) -> None:
+    """Ten steps under guard(); island 1's victims strike themselves. Survivors write down what they
+    saw when they saved.
+    """
+    logging.basicConfig(level=logging.INFO, force=True)
+    (me.folder / f"pid{me.rank}").write_text(str(os.getpid()))
+    me, topology, mesh = replica(me, case.procs, SILENCE)
+    model = probe.Probe()
+    sharded = me.procs > 1
+    if sharded:
+        probe.shard(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    exchange = fsdp_demo.attach(optimizer, case.config, model=model, topology=topology)
+
+    def save() -> None:
+        state = exchange.state_dict()
+        record = {
+            "step": exchange.step,
+            "at": time.time(),
+            "last": state["last"],
+            "flights": len(state["in_flight"]),
+        }
+        partial = me.folder / f"partial{me.rank}"
+        torch.save(record, partial)
+        partial.rename(me.folder / f"saved{me.rank}")
+        # the last survivor ends what is left of island 1
+        if len(list(me.folder.glob("saved*"))) == me.procs:
+            for rank in range(me.procs, 2 * me.procs):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int((me.folder / f"pid{rank}").read_text()), signal.SIGKILL)
+
+    def strike(*_: Any) -> None:
+        (me.folder / "struck").write_text(str(time.time()))
+        os.kill(os.getpid(), case.with_signal)
+        # a signal to a process of several threads may come late: nothing more leaves this one
+        time.sleep(60)
+
+    victim = me.island == 1 and me.proc in case.victims
+    with fsdp_demo.guard(exchange, save, resume="python job.py --resume"):
+        for t in range(10):
+            probe.backward(model, me, t, 0, sharded)
+            if victim and t == case.at:
+                if case.message is None:
+                    strike()
+                else:
+                    Tap(exchange, lambda data, n: strike() or data if n == case.message else data)
+            optimizer.step()
+            optimizer.zero_grad()
+    raise AssertionError("the peer was not missed")
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_peer_loss_saves_and_exits_75(run_ranks, tmp_path, name) -> None:
+    """The ranks that survive a lost peer save at one step and end with status 75."""
+    case = LOST[name]
+    env = {"ISLAND_STATUS": str(tmp_path / "status")}
+    outcomes = run_ranks(job, 1, 2 * case.procs, timeout=45, env=env, check=False, args=(case,))
+    folder = next(tmp_path.glob("ranks-*"))
+    struck = float((folder / "struck").read_text())
+    due = case.at if case.config.channels[0].schedule.due(case.at) else case.at + 1
+    expected = [
+        due + d + (not case.config.channels[0].before_step)
+        for d in range(case.config.channels[0].schedule.delay + 1)
+    ]
+    where = [s for s in expected if f"island0 (island 0, rank 0), step {s}:" in outcomes[0].log]
+    assert len(where) == 1, outcomes[0].log
+    for rank in range(case.procs):
+        log = outcomes[rank].log
+        assert outcomes[rank].status == 75, (outcomes[rank].status, outcomes[rank].error, log)
+        assert f"island0 (island 0, rank {rank}), step {where[0]}:" in log
+        assert "python job.py --resume" in outcomes[0].log
+        saved = torch.load(folder / f"saved{rank}")
+        delay, before = case.config.channels[0].schedule.delay, case.config.channels[0].before_step
+        # what was sent and not received is kept, to be sent once more
+        sent = saved["last"][case.config.channels[0].name]
+        assert (
+            saved["step"] == where[0]
+            and sent == where[0] + before
+            and 1 <= saved["flights"] <= delay + 1
+        )
+        assert (tmp_path / "status" / f"rank{rank}").read_text() == "75"
+        late = saved["at"] - struck
+        assert late < SILENCE * case.timed_out + 8, f"saved {late:.1f} s after"
+        if case.with_signal == signal.SIGSTOP and case.procs == 1:
+            assert late > SILENCE - 0.5
+    assert "island 1 (island1) is gone or was silent" in "".join(
+        o.log for o in outcomes[: case.procs]
+    )
+
+
+# ---- SIGTERM -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["2x2, every step", "in flight", "every few steps"])
+def test_sigterm_one_rank_ends_mesh(run_ranks, tmp_path, name) -> None:
+    """SIGTERM to one rank of a mesh ends all ranks at one step."""
+    config, procs = {
+        "2x2, every step": (DEMO, 2),
+        "in flight": (DEMO.changed({"schedule.delay": 2}), 1),
+        "every few steps": (preset("diloco", period=5, inner_optimizers="as_is"), 1),
+    }[name]
+
+    def run(me: Any) -> None:
+        logging.basicConfig(level=logging.INFO, force=True)
+        me, topology, mesh = replica(me, procs, 10.0)
+        model = probe.Probe()
+        if me.procs > 1:
+            probe.shard(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
+
+        def save() -> None:
+            state = copy.deepcopy(exchange.state_dict())
+            local = [
+                p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+                for p in model.parameters()
+            ]
+            torch.save((exchange.step, state, local), me.folder / f"saved{me.rank}")
+
+        with fsdp_demo.guard(exchange, save):
+            for t in range(30):
+                probe.backward(model, me, t, 0, me.procs > 1)
+                if t == 3 and me.rank == me.islands * me.procs - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    env = {"ISLAND_STATUS": str(tmp_path / "status")}
+    outcomes = run_ranks(run, 1, 2 * procs, timeout=45, env=env, check=False)
+    assert [o.status for o in outcomes] == [75] * (2 * procs), [o.log for o in outcomes]
+    saved = [torch.load(next(tmp_path.glob("ranks-*")) / f"saved{r}") for r in range(2 * procs)]
+    steps = [s[0] for s in saved]
+    # The wish was in the header of step 3: all stop when it lands, equal. With rare exchanges the
+    # others miss the island later.
+    assert (
+        steps == {"2x2, every step": [4] * 4, "in flight": [6, 6], "every few steps": [5, 4]}[name]
+    )
+    if name != "every few steps":
+        for r in range(procs):
+            assert (
+                len(saved[r][1]["in_flight"])
+                == len(saved[procs + r][1]["in_flight"])
+                == config.channels[0].schedule.delay
+            )
+            assert all(
+                torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True)
+            )
+
+
+def test_guard_handler_restored_and_save_error(run_ranks) -> None:
+    """`guard` puts the signal handler back, passes errors on and reports a save that fails."""
+
+    def run(me: Any) -> None:
+        logging.basicConfig(level=logging.INFO, force=True)
+        p = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        exchange = fsdp_demo.attach(optimizer, "full")
+        old = signal.getsignal(signal.SIGTERM)
+        with fsdp_demo.guard(exchange):
+            assert signal.getsignal(signal.SIGTERM) is not old
+        assert signal.getsignal(signal.SIGTERM) is old
+        with pytest.raises(KeyError), fsdp_demo.guard(exchange):
+            raise KeyError("the user's own errors pass")
+
+        def save() -> None:
+            raise OSError("disk full")
+
+        with fsdp_demo.guard(exchange, save):
+            os.kill(os.getpid(), signal.SIGTERM)
+            p.grad = torch.ones(3)
+            optimizer.step()
+
+    (outcome,) = run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""}, check=False)
+    assert outcome.status == 1 and "disk full" in outcome.log and "saving failed" in outcome.log
+
+
+# ---- islands out of step -----------------------------------------------------------------------
+
+
+def test_out_of_step_error_without_abort(run_ranks) -> None:
+    """Islands out of step get an error on both sides, never SIGABRT, never a hang."""
+
+    def pair(config: ExchangeConfig, other: Callable[[Any, Any], Any]) -> list[Any]:
+        def island(i: int, topology: Any) -> Any:
+            p = torch.nn.Parameter(torch.zeros(64, 80))
+            optimizer = torch.optim.SGD([p], lr=0.1)
+            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
+
+            def step() -> None:
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+
+            try:
+                for _ in range(4):
+                    step()
+                if i:
+                    other(exchange, step)
+                for _ in range(4):
+                    step()
+                return "not noticed"
+            finally:
+                exchange.detach()
+
+        return threaded.islands(island, timeout=2)
+
+    def run(me: Any) -> None:
+        for config in (DEMO, preset("full"), preset("diloco", period=2, inner_optimizers="as_is")):
+            for name, other in {
+                "finish": lambda e, step: e.finish(),
+                "digest": lambda e, step: e.digests_equal(),
+                "other steps": lambda e, step: setattr(e, "step", e.step + 2),
+            }.items():
+                results = pair(config, other)
+                errors = [r for r in results if isinstance(r, RuntimeError)]
+                assert len(errors) == 2 and any(
+                    isinstance(r, (PeerLost, WireError)) for r in errors
+                ), (config.preset, name, results)
+
+    run_ranks(run, 1, 1)
+
+
+# ---- the end of a process ----------------------------------------------------------------------
+
+PROGRAM = """
+import gc, json, os, sys, time
+import torch
+import fsdp_demo
+
+torch.set_num_threads(1)
+torch.optim.AdamW([torch.zeros(1)])  # imports torch's compiler, which takes seconds, once for all
+gc.freeze()  # what was imported need not be looked through at the end of every child
+endings = sys.argv[1:]
+
+
+def job(island, number, ending):
+    os.environ.update(ISLAND_RANK=str(island), ISLAND_RUN=f"end-{number}")  # one run, as often as it is joined
+    model = torch.nn.Linear(70, 70)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    changes = {"must_match": {"island": island}} if ending == "refused" else {"schedule.delay": 1}
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2, **changes)
+    for t in range(6):
+        if ending == "error" and t == 4 and island == 0:
+            raise KeyError("a mistake in the training loop, one exchange under way")
+        if ending == "silent" and t == 3 and island == 1:
+            time.sleep(8)
+            os._exit(0)
+        if ending == "silent" and t == 4:
+            raise KeyError("a mistake, while the exchange under way waits for a silent peer")
+        model(torch.ones(1, 70)).sum().backward()
+        optimizer.step()
+    if ending == "finish":
+        exchange.finish()
+    if ending == "detach":
+        exchange.detach()
+
+
+# Forked after the imports, children run to the end of this file: the interpreter's and C++'s finalisation are those of a script.
+statuses, island, silent = [], None, []
+
+
+def ends(ending, children, start):
+    statuses.append([ending, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children], time.time() - start])
+
+
+for number, ending in enumerate(endings):
+    children = []
+    for i in range(2):
+        pid = os.fork()
+        if pid == 0:
+            island = i
+            break
+        children.append(pid)
+    if island is not None:
+        break
+    if ending == "silent":
+        silent.append((ending, children, time.time()))
+    else:
+        ends(ending, children, time.time())
+if island is None:
+    for which in silent:
+        ends(*which)
+    print(json.dumps(statuses))
+else:
+    for _ in range(3 if ending == "finish" else 1):
+        job(island, number, ending)
+"""  # noqa: E501
+
+
+def test_process_exit_status(exchange_store, tmp_path) -> None:
+    """Processes end with the status that they should. 12 finished jobs of 2 islands in 4 pairs of
+    processes, to the real end of their interpreters, and the other ways to end: no SIGABRT, no
+    hang.
+    """
+    program = tmp_path / "job.py"
+    program.write_text(PROGRAM)
+    endings = ["silent", *["finish"] * 4, "forget", "forget", "detach", "refused", "error"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
+    env |= {
+        "ISLAND_COUNT": "2",
+        "ISLAND_ENDPOINT": f"{exchange_store[0]}:{exchange_store[1]}",
+        "ISLAND_ADDRESS": "127.0.0.1",
+    }
+    env |= {"ISLAND_TIMEOUT": "30", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(program), *endings]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) == len(endings)
+    expected = {
+        "finish": [0, 0],
+        "detach": [0, 0],
+        "forget": [0, 0],
+        "refused": [1, 1],
+        "error": [1, 0],
+        "silent": [1, 0],
+    }
+    for ending, statuses, seconds in results:
+        assert statuses == expected[ending], (ending, statuses, done.stderr[-3000:])
+        assert ending == "silent" or seconds < 25, (ending, seconds)
+    assert "terminate called" not in done.stderr and "Fatal Python error" not in done.stderr

@@ -1,0 +1,71 @@
+"""The way out ends within ISLAND_STOP, also where a rank of the island does not come to the save,
+is dead, or stands in its step: nothing is saved then, the status is 75, and a line says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_demo
+from fsdp_demo.checkpoint import CheckpointManager, RunState
+
+from .test_survivors import Small, backward
+
+
+def told(me: Any, strike: str) -> None:
+    """An island that saves step 2, and is told to end in its fourth step; rank 1 strikes."""
+    logging.basicConfig(level=logging.INFO, force=True)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    topology = fsdp_demo.Topology.from_env()
+    manager = CheckpointManager(me.folder.parent / "saved", topology)
+    state = RunState(manager, model, optimizer)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology)
+
+    def extra() -> dict[str, Any]:
+        if me.proc == 1 and strike == "hangs":
+            time.sleep(60)
+        if me.proc == 1 and strike == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    with fsdp_demo.guard(exchange, save=lambda: state.save(exchange, extra, last=True)):
+        for t in range(400):
+            if t == 2:
+                state.save(exchange)
+            if t == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if strike == "stands":
+                    time.sleep(60)
+            backward(model, me.island, t)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strike", "statuses", "says"),
+    [
+        ("comes", [75, 75], "saved; to resume, start again with"),
+        ("hangs", [75, 75], "another rank of the island did not come to it"),
+        ("dies", [75, -signal.SIGKILL], "nothing was saved: a rank of this island is gone"),
+        ("stands", [75, 75], "step 3 still is under way: it ends, and nothing is saved"),
+    ],
+)
+def test_stop_ends_within_island_stop(
+    run_ranks: Any, tmp_path: Any, strike: str, statuses: list[int], says: str
+) -> None:
+    """The way out ends within ISLAND_STOP, whatever a rank of the island does."""
+    env = {"ISLAND_COUNT": "1", "ISLAND_STOP": "5" if strike in ("hangs", "stands") else "20"}
+    found = run_ranks(told, 1, 2, env=env, args=(strike,), check=False, timeout=50)
+    assert [f.status for f in found] == statuses, [f.log for f in found]
+    assert any(says in f.log for f in found)
+    whole = tmp_path.glob("*/checkpoint-*/manifest.json")
+    steps = sorted(int(p.parent.name.split("-")[1]) for p in whole)
+    assert steps[0] == 2 and len(steps) == (2 if strike == "comes" else 1)
