@@ -285,7 +285,7 @@ def marks(run: Run) -> list[dict[str, Any]]:
 
 
 def said(event: dict[str, Any]) -> str:
-    """An event in words."""
+    """The text of an event, for the table below the pictures."""
     who = ", ".join(map(str, event.get("islands", ())))
     return {
         "lost": f"island {who} lost",

@@ -206,14 +206,14 @@ def _legend(names: Sequence[tuple[str, int]]) -> str:
 
 
 def _drawn(draw: Callable[[], str]) -> str:
-    """A picture, or how to have it."""
+    """A picture, or the text that says what to install for it."""
     if picture.available():
         return draw()
     return _empty("pictures need matplotlib: pip install 'fsdp_demo[report]', then run it again")
 
 
 def _empty(text: str) -> str:
-    """In the place of a picture that has nothing to show."""
+    """A text in the place of a picture that has nothing to show."""
     return f'<p class="empty">{escape(text)}</p>'
 
 
