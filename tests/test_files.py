@@ -20,7 +20,7 @@ import fsdp_demo.store.server as launched
 from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
-from fsdp_demo.commands import during_run, step_clock
+from fsdp_demo.commands import during_run
 from fsdp_demo.config.parsing import read_yaml
 from fsdp_demo.elastic import descriptors
 from fsdp_demo.files import in_one_piece
@@ -43,20 +43,12 @@ def port_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     during_run.store(argparse.Namespace(bind="h:7", file=None, port_file=str(path), quiet=True))
 
 
-def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_clock.os, "getpid", lambda: int(path.stem))
-    ticks = step_clock.Clock(path.parent, 1)
-    for _ in range(step_clock.SETTLE + 3):
-        ticks(path)
-
-
 @pytest.mark.parametrize(
     ("name", "write"),
     [
         ("note", lambda path, monkeypatch: in_one_piece(path, lambda part: part.write_text("1"))),
         ("run.json", lambda path, monkeypatch: files.write_json(path, {"step": 1})),
         ("port", port_file),
-        ("123.json", clock),
     ],
 )
 def test_files_temporary_link_is_not_followed(

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_demo import Link, PeerLost
 from fsdp_demo.elastic import chunks, message_state, peer_group
+from fsdp_demo.elastic.agreement import round_trip
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.net.link import TCP_SHARE
 from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
@@ -173,7 +174,7 @@ def test_network_thread_failure_is_raised_at_a_launch(run_ranks) -> None:
         def fn(line: Any) -> None:
             exchanged(line, 0)
             line._driver.do(lambda: 1 / 0)
-            while line._driver._thread.is_alive():
+            while line._driver._poller.thread.is_alive():
                 time.sleep(0.01)
             for _ in range(2):
                 with pytest.raises(
@@ -183,6 +184,7 @@ def test_network_thread_failure_is_raised_at_a_launch(run_ranks) -> None:
             assert not line.wait_stable(5.0)
 
         one.run(fn)
+        one.survivors()
         assert one.expelled == [(0, 0)]  # in a run this ends the process with 75
 
     alone(run_ranks, run)
@@ -263,7 +265,7 @@ def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
                 return out
 
             line.all_gather = slow
-            return float(line.round_trip())
+            return float(round_trip(line))
 
         found = set(islands.run(fn).values())
         (seconds,) = found  # the same on all
