@@ -34,11 +34,12 @@ from ..channels.bind import Bound
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..config.schema import ExchangeConfig
 from ..elastic import agreement
+from ..elastic.join_server import DonorFeed
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
 from ..peers.header import LEAVING
-from ..peers.join_messages import JoinFeed, Tick
+from ..peers.join_messages import Tick
 from ..peers.votes import VotePace
 from ..rendezvous.island import SiblingWatch, collective
 from ..rendezvous.topology import Topology
@@ -161,7 +162,7 @@ class StepRuntime:
         return self.connections.peers
 
     @property
-    def donor_feed(self) -> JoinFeed | None:
+    def donor_feed(self) -> DonorFeed | None:
         """Gives the state and the steps of this rank to an island that joins, where one may."""
         return None if self.peers is None else self.peers.donor_feed
 
