@@ -1,7 +1,5 @@
 """Step hooks of plain torch optimizers: one tick is one complete round of the attached optimizers'
 steps.
-
-What the hooks of every engine do in the same way, pausing, is `PausableStepHooks`.
 """
 
 from __future__ import annotations
@@ -9,7 +7,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,52 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import see
+from .base import StepHooks
 from .closures import CalledOnce, RoundGradients, version
 
 
-class PausableStepHooks:
-    """What the step hooks of all engines share: whom they call, and when they do not.
-
-    Args:
-        before, after: run ahead of and behind the base step of every tick. `before` says whether
-            it has made of the gradients what cannot be made twice in a step.
-        gradients: whether `before` needs or changes gradients, asked at every step.
-
-    Attributes:
-        aside: see `base.StepHooks`.
-    """
-
-    def __init__(
-        self,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        gradients: Callable[[], bool],
-    ):
-        self._run_before, self._run_after, self._gradients = before, after, gradients
-        self._off = 0
-        self._refusal = ""
-        self.aside = False
-
-    @contextmanager
-    def paused(self, refusal: str = "") -> Iterator[None]:
-        """See `base.StepHooks.paused`."""
-        before = self._refusal
-        self._off, self._refusal = self._off + 1, refusal or before
-        try:
-            yield
-        finally:
-            self._off, self._refusal = self._off - 1, before
-
-    def begin_anew(self) -> None:
-        """See `base.StepHooks.begin_anew`; here nothing is kept of a tick."""
-
-    def _refuse(self) -> None:
-        """Raise RuntimeError in a pause that refuses steps."""
-        if self._refusal:
-            raise RuntimeError(self._refusal)
-
-
-class OptimizerStepHooks(PausableStepHooks):
+class OptimizerStepHooks(StepHooks):
     """Calls `before` at the first base step of a round and `after` at its end.
 
     Steps inside `paused()` do not count, nor do those of torch's checkpoints that only make
@@ -75,7 +31,7 @@ class OptimizerStepHooks(PausableStepHooks):
         optimizers: they step in turns, each once per round, behind all backward passes of it.
         check: run ahead of each step with the number of the optimizer that takes it; raises where
             that cannot go on.
-        before, after, gradients: as for `PausableStepHooks`.
+        before, after, gradients: as for `StepHooks`.
     """
 
     def __init__(
@@ -111,7 +67,6 @@ class OptimizerStepHooks(PausableStepHooks):
         self._not_stepped.start()
 
     def stop(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._not_stepped.stop()
@@ -119,15 +74,12 @@ class OptimizerStepHooks(PausableStepHooks):
 
     @property
     def partial(self) -> int:
-        """How many optimizers have stepped in a round that is not complete; 0 where one has failed
-        in it.
-        """
         return 0 if self._begun - self._stepped else len(self._stepped)
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients
-        and learning rate zero. It ends a round in which a step has failed: who has stepped in it
-        has no gradients, who has not gets those of the round.
+        and learning rate zero. It ends a round in which a step has failed: an optimizer
+        that has stepped in it has no gradients, another one gets those of the round.
         """
         self._refuse()
         if base_step is None:
@@ -238,7 +190,6 @@ class OptimizerStepHooks(PausableStepHooks):
             self._run_after()
 
     def begin_anew(self) -> None:
-        """The round is over, or does not count."""
         self._begun.clear()
         self._stepped.clear()
         self._round.clear()
@@ -269,8 +220,8 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _callers() -> Iterator[FrameType]:
-    """The functions that have called a step: the hook, which is not compiled, torch's wrapper of
-    step, the two of a scaler or the one of a checkpoint, and somebody's wrappers.
+    """The frames of the functions that have called a step: the hook, torch's wrapper of `step`,
+    those of a scaler or a checkpoint, and wrappers of users. Sixteen are enough.
     """
     frame = sys._getframe().f_back
     for _ in range(16):
@@ -332,7 +283,7 @@ class NotStepped:
                 self._hooks.append(hook)
 
     def stop(self) -> None:
-        """Somebody steps, or nothing is to be said any more."""
+        """Stop looking, since an optimizer has stepped or the warning was given."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

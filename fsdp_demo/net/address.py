@@ -106,7 +106,7 @@ STRETCH = 1 << 14  # work of one guess of a token, the n of scrypt: 40 ms and 16
 
 
 class Keys:
-    """Keys of a run.
+    """The keys of CURVE that all ranks of a run derive from its token.
 
     Attributes:
         mark: what the islands compare before they connect, so that different tokens are told apart
@@ -137,7 +137,7 @@ class Keys:
 
 
 def check(token: str) -> str:
-    """The token.
+    """The token, if it is long enough.
 
     Raises:
         ValueError: it is short.

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 import zmq
 
 from ..errors import WireError
-from ..net.address import Keys, join_address, split_address
+from ..net.address import Keys, join_address, route_to, split_address
 from ..net.tcp import HANDSHAKE_MS, keep_alive
 from .messages import LARGEST_MESSAGE, SALT, Answer, Question, pack, read_question
 from .records import KEYS, MEMORY, ROOM, Records
@@ -42,11 +40,11 @@ LOOK = 0.2  # seconds between two looks whether to end
 
 
 class StoreServer:
-    """A store that is served while `serve_until` or `serve_while` runs.
+    """A store that is served while `serve_while` runs.
 
     Args:
         bind: `ADDR:PORT`; ADDR is an address or name of this machine (`0.0.0.0` or `[::]`: all),
-            PORT 0 picks a free one. "zmq://" may stand before it.
+            PORT 0 picks a free one. "zmq://" may stand before it. Or a socket that listens.
         file: where it keeps its keys; ":memory:" for nowhere.
         token: ISLAND_TOKEN; "" lets everybody in.
         keys, room: how many keys, and how many bytes the file may have.
@@ -63,51 +61,46 @@ class StoreServer:
 
     def __init__(
         self,
-        bind: str,
+        bind: str | socket.socket,
         file: str | Path = FILE,
         token: str = "",
         keys: int = KEYS,
         room: int = ROOM,
     ):
-        name, port = split_address(bind.removeprefix("zmq://"))
-        host = _resolved(bind, name, port)
         lock = Keys(token, SALT) if token else None
-        self._records = Records(file, keys, room)
-        self._context: Any = zmq.Context()
-        self._socket = self._listen(bind, host, port, lock)
+        listener = bind if isinstance(bind, socket.socket) else listen(bind)
+        try:
+            self._records = Records(file, keys, room)
+        except ValueError:
+            listener.close()
+            raise
         self.file = MEMORY if str(file) == MEMORY else str(Path(file).absolute())
-        address = ipaddress.ip_address(host.partition("%")[0])
-        self.host = host
-        self.port = int(self._socket.last_endpoint.decode().rstrip("\0").rpartition(":")[2])
-        self.endpoint = _reached_at(address, self.port)
-        self.warnings = (*_open_to(address, token), *_short_lived(file))
+        self.host, self.port = listener.getsockname()[:2]
+        address = ipaddress.ip_address(self.host.partition("%")[0])
+        reached = _default_route(listener.family) if address.is_unspecified else str(address)
+        self.endpoint = join_address(reached, self.port)
+        self.warnings = _open_to(address, token)
+        if self.file == MEMORY:
+            self.warnings.append(
+                "--file :memory: keeps nothing: when this process ends, the islands cannot go on "
+                "from what they have agreed"
+            )
+        self._context: Any = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._accept(listener, lock)
 
-    def _listen(self, bind: str, host: str, port: int, lock: Keys | None) -> Any:
-        made = self._context.socket(zmq.ROUTER)
-        made.linger, made.ipv6, made.backlog = 0, ":" in host, 4096
+    def _accept(self, listener: socket.socket, lock: Keys | None) -> None:
+        made = self._socket
+        made.linger = 0
         made.maxmsgsize, made.rcvhwm, made.sndhwm = LARGEST_MESSAGE, WAITING, WAITING
         made.handshake_ivl = HANDSHAKE_MS
         keep_alive(made)
         if lock is not None:
             lock.listen(made)
-        try:
-            made.bind(
-                f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
-            )
-        except zmq.ZMQError as error:
-            made.close()
-            self._context.term()
-            self._records.close()
-            raise ValueError(
-                f"--bind {bind}: cannot listen there: {error.strerror}{_cure(error.errno)}"
-            ) from None
-        return made
+        made.use_fd = listener.detach()
+        made.bind("tcp://127.0.0.1:*")  # not looked at: it listens already
 
     # ---- serving -------------------------------------------------------------------------------
-
-    def serve_until(self, signals: set[signal.Signals]) -> None:
-        """Serve until one of these signals comes, which must be blocked."""
-        self.serve_while(lambda: not signals & signal.sigpending())
 
     def serve_while(self, wanted: Callable[[], bool]) -> None:
         """Serve in this thread, then close."""
@@ -143,63 +136,43 @@ class StoreServer:
                 self._socket.send_multipart([who, pack(answer)], zmq.NOBLOCK)
 
 
-class InThread:
-    """A store that a thread of this process serves, until `end`: for tests, and whoever is the only
-    process.
-    """
-
-    def __init__(self, store: StoreServer):
-        self.endpoint, self._end = store.endpoint, threading.Event()
-        self._thread = threading.Thread(
-            target=store.serve_while,
-            args=(lambda: not self._end.is_set(),),
-            name="store",
-            daemon=True,
-        )
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop serving."""
-        self._end.set()
-        self._thread.join()
-
-
-def _open_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address, token: str) -> tuple[str, ...]:
+def _open_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address, token: str) -> list[str]:
+    """A warning where the whole internet may reach a store without a token."""
     if token or not (address.is_unspecified or address.is_global):
-        return ()
+        return []
     what = "every address of this machine" if address.is_unspecified else "a PUBLIC address"
-    cure = (
-        "set ISLAND_TOKEN here and on all islands (openssl rand -hex 32), or bind to a private "
-        "address"
-    )
-    return (
+    return [
         f"{address} is {what}, and without ISLAND_TOKEN whoever reaches it can read, change and "
-        f"end the run: {cure}",
-    )
+        "end the run: set ISLAND_TOKEN here and on all islands (openssl rand -hex 32), or bind to "
+        "a private address"
+    ]
 
 
-def _short_lived(file: str | Path) -> tuple[str, ...]:
-    if str(file) != MEMORY:
-        return ()
-    return (
-        "--file :memory: keeps nothing: when this process ends, the islands cannot go on from what "
-        "they have agreed",
-    )
-
-
-def _resolved(bind: str, name: str, port: int) -> str:
-    """The address to bind to.
+def listen(bind: str) -> socket.socket:
+    """A socket that listens at `ADDR:PORT`, which `StoreServer` explains.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or nobody can listen there.
     """
+    name, port = split_address(bind.removeprefix("zmq://"))
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = socket.getaddrinfo(
+            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
         raise ValueError(
             f"--bind {bind}: the name {name!r} has no address ({error.strerror or error})"
         ) from None
-    return str(found[0][4][0])
+    try:
+        made = socket.create_server(
+            address, family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
+        )
+    except OSError as error:
+        raise ValueError(
+            f"--bind {bind}: cannot listen there: {error.strerror}{_cure(error.errno)}"
+        ) from None
+    made.setblocking(False)
+    return made
 
 
 def bound_memory(more: int = BYTES) -> int | None:
@@ -240,23 +213,11 @@ def _cure(number: int | None) -> str:
     return ""
 
 
-def _reached_at(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
-    """host:port for the islands; for a wildcard address, this machine's address on its default
-    route.
-    """
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    return join_address(_default_route(family) if address.is_unspecified else str(address), port)
-
-
 def _default_route(family: socket.AddressFamily) -> str:
-    """This machine's address on its default route (no packet is sent), or its name where there is
-    no route.
-    """
+    """This machine's address on its default route, or its name where there is no route."""
     # addresses reserved for documentation
-    elsewhere = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
+    elsewhere = "[2001:db8::1]:9" if family == socket.AF_INET6 else "192.0.2.1:9"
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))
-            return str(probe.getsockname()[0])
+        return route_to(elsewhere)
     except OSError:
         return socket.gethostname()
