@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +24,11 @@ from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
 
 from ..support.cases import named
 from ..support.elastic import Islands, agree, descriptors, exchanged, talk
+from ..support.threaded import alone
 
 ALL = (0, 1, 2)
 # messages of the start about the round trip: where the kernel does not tell, it is measured
 FIRST = 1 if sys.platform == "linux" else 6
-
-
-def alone(run_ranks: Any, run: Callable[[], Any], timeout: float = 120) -> Any:
-    """run() in a process of its own: threads and sockets end with it."""
-    return run_ranks(lambda me: run(), 1, 1, timeout=timeout)[0]
 
 
 def killed_at(

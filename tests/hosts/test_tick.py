@@ -19,58 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
 import fsdp_demo
 from fsdp_demo import preset
 
-from ..support import threaded
-from ..support.threaded import values
+from ..support.two_layers import AS_IS, Net, equal, sgd
 
-AS_IS = {"inner_optimizers": "as_is", "clip": None}
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
 DILOCO = preset("diloco", period=3, **AS_IS)
-
-
-@pytest.fixture
-def islands(run_ranks) -> Callable[..., list[Any]]:
-    """`islands(fn, count=2)`: fn(topology) on threads, in a process of their own; what must hold is
-    asserted inside.
-    """
-
-    def call(fn: Callable[[Any], Any], count: int = 2) -> list[Any]:
-        return run_ranks(
-            lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1
-        )[0]
-
-    return call
-
-
-class Net(torch.nn.Module):
-    """Two layers; inputs depend on island and key."""
-
-    def __init__(self, topology: Any):
-        super().__init__()
-        self.island = topology.island
-        self.a, self.b = torch.nn.Linear(66, 64), torch.nn.Linear(64, 3)
-        g = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=g) / 8)
-
-    def loss(self, key: int) -> torch.Tensor:
-        x = torch.randn(4, 66, generator=torch.Generator().manual_seed(100 * key + self.island))
-        return self.b(self.a(x).tanh()).square().sum()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).tanh())
-
-    def copies(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.parameters()]
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def sgd(params: Any, lr: float = 0.01) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

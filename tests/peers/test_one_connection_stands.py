@@ -18,8 +18,9 @@ pytest.importorskip("zmq")
 
 from fsdp_demo.net.tcp import stood
 
-from ..elastic.test_lossy_links import Network, alone, through
+from ..elastic.test_lossy_links import Network, through
 from ..support.elastic import Islands, agree, exchanged
+from ..support.threaded import alone
 
 NOTES, LANE = 0, 1
 """Of the relays between two islands: in the order in which the connections are opened."""

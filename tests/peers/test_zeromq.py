@@ -29,6 +29,7 @@ from fsdp_demo.store.server import InThread, StoreServer
 
 from ..support import probe
 from ..support.relay import Relay
+from ..support.threaded import alone
 from ..support.world import replica
 
 TOKEN = "a secret of these tests only"
@@ -116,11 +117,6 @@ def good(results: list[Any]) -> list[Any]:
 
 def piece(size: int, value: int = 0) -> torch.Tensor:
     return torch.full((size,), value, dtype=torch.uint8)
-
-
-def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
-    """run() in a process of its own: threads and sockets end with it."""
-    return run_ranks(lambda me: run(), 1, 1)[0]
 
 
 # ---- the same bytes ----------------------------------------------------------------------------
