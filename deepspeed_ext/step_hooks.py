@@ -15,20 +15,20 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_demo.hosts.step_hooks import PausableStepHooks
+from fsdp_demo.hosts.base import StepHooks
 
 from .partitions import Partitions
 
 log = logging.getLogger("fsdp_demo")
 
 
-class EngineStepHooks(PausableStepHooks):
-    """Implements `fsdp_demo.hosts.base.StepHooks` on `engine.step`.
+class EngineStepHooks(StepHooks):
+    """Step hooks on `engine.step`.
 
     Args:
         engine, partitions: the engine and the view of its wrapper.
         before: run ahead of the inner step. after: run when `engine.step` is done with a step.
-            skip: run instead of both for a step that the engine has skipped.
+        skip: run instead of both for a step that the engine has skipped.
         gradients: whether `before` needs or changes gradients, asked at every step.
     """
 
@@ -62,11 +62,6 @@ class EngineStepHooks(PausableStepHooks):
             del self._engine.step
         if self._partitions.release():
             self._partitions.clip_again()
-
-    @property
-    def partial(self) -> int:
-        """A ZeRO engine has one optimizer: no tick is ever incomplete."""
-        return 0
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken; where the engine does not know of it, count it

@@ -25,9 +25,14 @@ import torch
 from deepspeed import comm
 from torch import Tensor
 
-from fsdp_demo.hosts.base import LocalParam, foreign_tensors, named_buffers, plain_name
-from fsdp_demo.hosts.optimizers import fresh_state, optimizer_kind
-from fsdp_demo.rendezvous.island import IslandGroup
+from fsdp_demo.hosts.base import (
+    LocalParam,
+    TrainingHost,
+    foreign_tensors,
+    named_buffers,
+    plain_name,
+)
+from fsdp_demo.hosts.optimizers import fresh_state
 from fsdp_demo.rendezvous.position import ShardPosition
 
 from .step_hooks import EngineStepHooks
@@ -47,9 +52,8 @@ class _Piece:
         return flat.detach().narrow(0, self.offset, prod(self.shape)).view(self.shape)
 
 
-class ZeroHost:
-    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3; implements
-    `fsdp_demo.hosts.base.TrainingHost`.
+class ZeroHost(TrainingHost):
+    """Parameters of a DeepSpeed engine at ZeRO-1, 2 or 3.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -85,20 +89,14 @@ class ZeroHost:
         self._trained = [p.requires_grad for p in self._parameters.values()]
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
         """The optimizer that ZeRO steps; DeepSpeed may exchange the object."""
         return [self.partitions.inner]
 
     @property
     def clips(self) -> str:
-        """See `fsdp_demo.hosts.base.TrainingHost.clips`."""
         norm = self.partitions.zero.clip_grad
         return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
-
-    @property
-    def optimizer_names(self) -> list[str]:
-        """See `fsdp_demo.hosts.base.TrainingHost.optimizer_names`."""
-        return [optimizer_kind(self.partitions.inner)]
 
     def _flats(self, source: str) -> list[Tensor | None]:
         """One flat tensor per master."""
@@ -120,29 +118,14 @@ class ZeroHost:
         return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
 
     def tensors(self, source: str) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.tensors`: fp32 views into the masters, their
-        gradients and their states.
-        """
+        """fp32 views into the masters, their gradients and their states."""
         return self._views(self._flats(source))
 
     def rates(self) -> list[float]:
-        """See `fsdp_demo.hosts.base.TrainingHost.rates`."""
         return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
 
-    def states(self) -> list[str]:
-        """See `fsdp_demo.hosts.base.TrainingHost.states`."""
-        pairs = self.optimizer_states()
-        return sorted(
-            {
-                k
-                for m, state in pairs
-                for k, v in state.items()
-                if isinstance(v, Tensor) and v.shape == m.shape and k != "step"
-            }
-        )
-
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """See `fsdp_demo.hosts.base.TrainingHost.optimizer_states`: one pair per master."""
+        """One pair per master."""
         state = self.partitions.inner.state
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
@@ -175,9 +158,7 @@ class ZeroHost:
                 counted["step"] = counted["step"] * 0
 
     def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """See `fsdp_demo.hosts.base.TrainingHost.untrained_tensors`. Under ZeRO-3 parameters lie in
-        parts (`ds_tensor`).
-        """
+        """Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
         stepped = {s.name for s in self.params}
         named = ((plain_name(n), p) for n, p in model.named_parameters())
         left = {n: p for n, p in named if n not in stepped} | named_buffers(model)
@@ -189,8 +170,9 @@ class ZeroHost:
         }
 
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `fsdp_demo.hosts.base.TrainingHost.prepare_gradients`. A master has one gradient: it
-        goes when nothing in it is wanted, else what is not wanted becomes zeros."""
+        """A master has one gradient: it is removed when nothing in it is wanted, else what is not
+        wanted becomes zeros.
+        """
         for index, master in enumerate(self.partitions.masters()):
             here = [
                 (p, want) for p, want in zip(self._pieces, wanted, strict=True) if p.master == index
@@ -206,7 +188,6 @@ class ZeroHost:
         return self.tensors("gradient")
 
     def base_step(self) -> None:
-        """See `fsdp_demo.hosts.base.TrainingHost.base_step`."""
         self.partitions.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
@@ -217,7 +198,6 @@ class ZeroHost:
             self.partitions.push()
 
     def outside(self, model: torch.nn.Module) -> list[str]:
-        """See `fsdp_demo.hosts.base.TrainingHost.outside`."""
         mine = {s.name for s in self.params}
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
         return [n for n, p in named if p.requires_grad and n not in mine]
@@ -262,7 +242,6 @@ class ZeroHost:
 
     def hooks(
         self,
-        island: IslandGroup,
         before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],

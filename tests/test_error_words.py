@@ -16,7 +16,7 @@ import fsdp_demo
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer
 from fsdp_demo.integrations.trainer.setup import talk
 
-from .exchange.test_voice import LOG, said, silence
+from .exchange.test_log import LOG, said, silence
 from .support import trainer_script as script
 
 

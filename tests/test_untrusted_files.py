@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,10 @@ import fsdp_demo.store.server as launched
 from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
-from fsdp_demo.commands import during_run, step_clock
+from fsdp_demo.commands import during_run
 from fsdp_demo.config.parsing import read_yaml
-from fsdp_demo.elastic import descriptors
 from fsdp_demo.files import in_one_piece
+from fsdp_demo.net import tcp
 from fsdp_demo.runlog import files
 from fsdp_demo.tools.doctor import reading
 from fsdp_demo.tools.planner import asking
@@ -33,21 +34,15 @@ from fsdp_demo.tools.planner import asking
 
 def port_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = SimpleNamespace(
-        warnings=[], port=7, host="h", file="", endpoint="e", serve_until=lambda signals: None
+        warnings=[], port=7, host="h", file="", endpoint="e", serve_while=lambda wanted: None
     )
     monkeypatch.setattr(launched, "StoreServer", lambda *_: served)
     # what it changes of its process would stay
     monkeypatch.setattr(launched, "bound_memory", lambda: None)
-    monkeypatch.setattr(descriptors, "raise_to", lambda _: None)
-    monkeypatch.setattr(during_run.signal, "pthread_sigmask", lambda *_: set())
-    during_run.store(argparse.Namespace(bind="h:7", file=None, port_file=str(path), quiet=True))
-
-
-def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_clock.os, "getpid", lambda: int(path.stem))
-    ticks = step_clock.Clock(path.parent, 1)
-    for _ in range(step_clock.SETTLE + 3):
-        ticks(path)
+    monkeypatch.setattr(tcp, "raise_to", lambda _: None)
+    monkeypatch.setattr(during_run, "end_with_parent", lambda _: None)
+    words = argparse.Namespace(file=None, port_file=str(path), quiet=True)
+    during_run.serve(words, "", None, os.getpid(), first=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +51,6 @@ def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("note", lambda path, monkeypatch: in_one_piece(path, lambda part: part.write_text("1"))),
         ("run.json", lambda path, monkeypatch: files.write_json(path, {"step": 1})),
         ("port", port_file),
-        ("123.json", clock),
     ],
 )
 def test_files_temporary_link_is_not_followed(

@@ -18,6 +18,7 @@ from ..compression.staging import synchronize
 from ..config.auto import AutoChoice, AutoConfig, undecided
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
+from ..elastic.agreement import round_trip
 from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..exchange.assembly import check
@@ -69,7 +70,7 @@ def quick_probe(
         PeerLost: an island is gone or silent.
     """
     line = peers if peers is not None and peers.size > 1 else None
-    start, rtt = time.monotonic(), 0.0 if line is None else line.round_trip()
+    start, rtt = time.monotonic(), 0.0 if line is None else round_trip(line)
     rates, took = list[float](), 0.0
 
     def fits(more: float) -> bool:

@@ -115,13 +115,10 @@ def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
         target = less(x.copy_(anchor), window, flying)
         if since is not None:
             return target.sub_(since)
-        return (
-            torch.lerp(
-                target, window.pack(ContiguousViews(tensors), torch.empty_like(x)), mix, out=target
-            )
-            if mix
-            else target
-        )
+        if not mix:
+            return target
+        now = window.pack(ContiguousViews(tensors), torch.empty_like(x))
+        return torch.lerp(target, now, mix, out=target)
 
     with make_transform(c.channel.codec, c.host.device) as made:
         deliver(c, mean, tensors, change, made if plain else None, wrote=True)
@@ -165,26 +162,15 @@ def _step_anchor(
         )
         momentum = made.inverse_(window.group, x.copy_(window.of(c.accumulator)))
         local_step(anchor, window.of(own), momentum, c.channel.accumulator.beta, lr)
-    elif number is None:
+        c.store(c.anchor, window, anchor)
+        return anchor
+    mean = x if made is None else made.inverse_(window.group, x)
+    if number is None:
         gain = c.channel.accumulator.gain if c.channel.accumulator is not None else 1.0
-        outer_step(
-            anchor,
-            None,
-            x if made is None else made.inverse_(window.group, x),
-            0.0,
-            False,
-            1.0 / gain,
-        )
+        outer_step(anchor, None, mean, 0.0, False, 1.0 / gain)
     else:
         held, mu = c.fetch(c.momentum, window), applier.momentum_in(number)
-        outer_step(
-            anchor,
-            held,
-            x if made is None else made.inverse_(window.group, x),
-            mu,
-            applier.nesterov,
-            lr,
-        )
+        outer_step(anchor, held, mean, mu, applier.nesterov, lr)
         c.store(c.momentum, window, held)
     c.store(c.anchor, window, anchor)
     return anchor
@@ -256,7 +242,8 @@ def deliver(
     )
     with ContiguousViews(tensors, back=True) as memory:
         for w in c.windows:
-            there = _as_it_is(mean, w, made) if reads else None
+            inverted = made is not None and w.group is not None and w.group.transform
+            there = mean.view(w) if reads and not inverted else None
             found = _decoded(mean, w, room, alone, made) if there is None else _cut(w, there)
             for part, place in found:
                 x = place if change is None else change(part, place)
@@ -273,12 +260,6 @@ def deliver(
     with ContiguousViews(tensors) as memory:
         for part in parts:
             _note(c, part, part.of(room), memory, wrote)
-
-
-def _as_it_is(mean: DecodedMean, window: Window, made: Transform | None) -> Tensor | None:
-    """The window's elements of the mean where they lie, if they need no inverse transform."""
-    transformed = made is not None and window.group is not None and window.group.transform
-    return None if transformed else mean.view(window)
 
 
 def _cut(window: Window, elements: Tensor) -> Iterator[tuple[Window, Tensor]]:

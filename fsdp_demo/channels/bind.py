@@ -15,14 +15,12 @@ from ..hosts.base import LocalParam, is_foreign, local_part, plain_name
 from .channel import ChannelRunner
 from .state import LocalChannel, Placement
 
-# The floating-point buffers of a model (running statistics of BatchNorm) as something a channel
-# can average.
-#
-# No optimizer steps them, so no exchange of gradients or deltas moves them: every island would
-# end with its own. They are averaged like the parameters of `local_sgd`: in the message of the
-# channel that moves parameters, or every EVERY steps where only gradients are exchanged, and at
-# the end. Whole-number buffers (counters), those that a model does not save, and masks stay as
-# they are, and so do those that are each island's own (`ExchangeConfig.own_tensors`).
+# Floating-point buffers of a model (running statistics of BatchNorm) are averaged, too: no
+# optimizer steps them, so every island would end with its own. That happens as for the parameters
+# of `local_sgd`: in the message of the channel that moves parameters, or every EVERY steps where
+# only gradients are exchanged, and at the end. Whole-number buffers (counters), those that a model
+# does not save, masks, and those that are each island's own (`ExchangeConfig.own_tensors`) stay as
+# they are.
 
 NAME = "buffers"
 """Of the channel. Configurations have no channel of this name: nobody sets it."""
@@ -37,8 +35,12 @@ EVERY = 100
 
 
 class Buffers:
-    """What a channel reads of `TrainingHost`: the local parts of a model's floating-point buffers
-    that are saved with it, by name. own: `ExchangeConfig.own_tensors`, which are left out.
+    """The local parts of a model's floating-point buffers that are saved with it, in the place of a
+    `TrainingHost` for the channel that averages them.
+
+    Args:
+        device: of the buffers.
+        own: `ExchangeConfig.own_tensors`, which are left out.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device, own: Sequence[str] = ()):
@@ -91,14 +93,19 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def channel(
+def buffer_channel(
     model: torch.nn.Module | None,
     moving: Sequence[Channel],
     placement: Placement,
     own: Sequence[str] = (),
 ) -> list[ChannelRunner]:
-    """The channel that averages a model's buffers over the islands, on the schedule of the first of
-    `moving`; none where nothing is to do. own: `ExchangeConfig.own_tensors`."""
+    """The channel that averages a model's buffers over the islands, as a list; empty where there is
+    nothing to average.
+
+    Args:
+        moving: the channels that write parameters: the first one gives the schedule.
+        own: `ExchangeConfig.own_tensors`.
+    """
     if (
         model is None
         or placement.islands == 1
@@ -112,7 +119,7 @@ def channel(
 
 @dataclass(frozen=True)
 class Bound:
-    """What an exchange has at work on one rank.
+    """The channels of an exchange at work on one rank.
 
     Attributes:
         channels: in the order of the configuration.
@@ -131,8 +138,7 @@ def bind(
     placement: Placement,
     model: torch.nn.Module | None,
 ) -> Bound:
-    """Bind `channels`, which are those of `config` with every fragment a channel, and what goes
-    with them.
+    """Bind `channels`, those of `config` with every fragment a channel, to the tensors of a rank.
 
     Args:
         model: whose buffers are averaged; None: nobody's.
@@ -148,7 +154,7 @@ def bind(
     if config.equal_at_end and placement.islands > 1:
         _check_covered(active, placement, config.preset)
     moving = [c for c in channels if c.writes_parameters]
-    return Bound(active, channel(model, moving, placement, config.own_tensors), parameters)
+    return Bound(active, buffer_channel(model, moving, placement, config.own_tensors), parameters)
 
 
 def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, preset: str) -> None:

@@ -263,15 +263,12 @@ class ChannelRunner(LocalChannel):
             self.energy = torch.stack(norms).square()
         return out
 
-    def subtract(self, out: ChannelPayload) -> None:
+    def subtract(self, out: ChannelPayload, sign: float = 1.0) -> None:
         """Take what is sent, as the others decode it, out of the accumulator (`feedback`: subtract,
         put_back): rounding stays in it.
-        """
-        self._take(out, 1.0)
 
-    def _take(self, out: ChannelPayload, sign: float) -> None:
-        """Subtract `sign` times alpha times what was sent from the accumulator: 1 when sending, -1
-        to undo it.
+        Args:
+            sign: -1 puts it back.
         """
         if self.accumulator is not None and self.section is not None and self._sent_here(out):
             alpha, only = sign * self.channel.taken, self.section.taken_at_once(out.present)
@@ -311,27 +308,14 @@ class ChannelRunner(LocalChannel):
 
         Only the sent part can come back where the source has moved on (a delay), or is not here
         (gradients; see `StepRuntime.begun`)."""
-        self.of(out.step)._undo(out)
-
-    def _undo(self, out: ChannelPayload) -> None:
-        self._take(out, -1.0)
-        settings = self.channel.accumulator
-        if (
-            self.accumulator is None
-            or settings is None
-            or self.layout is None
-            or self.channel.schedule.delay
-            or settings.beta == 0
-        ):
+        then = self.of(out.step)
+        then.subtract(out, -1.0)
+        settings, moved_on = then.channel.accumulator, then.channel.schedule.delay > 0
+        if settings is None or then.accumulator is None or not settings.beta:
             return
-        if self.channel.before_step:
-            return
-        self._into_accumulator(
-            self.tensors(self.channel.target),
-            (),
-            1.0 / settings.beta,
-            -settings.gain / settings.beta,
-        )
+        if not (moved_on or then.channel.before_step):
+            tensors = then.tensors(then.channel.target)
+            then._into_accumulator(tensors, (), 1.0 / settings.beta, -settings.gain / settings.beta)
 
     def drop(self, out: ChannelPayload) -> None:
         """Forget what is accumulated here, and this replica's own part in what it has sent: the

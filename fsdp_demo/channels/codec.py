@@ -1,15 +1,14 @@
-"""What one channel puts into a message, and how R such parts become one mean: selection, code,
-bytes. No communication, no state.
+"""The part of one channel in a message, made and read: selection, code, bytes, and the mean of the
+parts of R replicas. No communication, no state.
 
 Three forms, by codec and number of replicas:
 
 * indexed (top-k): a section of the message's body with values and positions
   (`compression/sparse.py`).
-* vectors: everything, or the values at positions known to all (`selection.seeded`); reduced by the
-  transport.
+* vectors: all values, or those at positions known to all (`selection.seeded`), reduced on the way.
 * gathered vectors: codes under 8 bits between few replicas, in the body (`dense.gathers`).
 
-What arrives becomes a mean window by window (`decode.py`), so that no workspace is made for it.
+The mean is decoded window by window (`decode.py`), so that no workspace is made for it.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ class ChannelCodec:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the positions that are kept from one exchange to the next, where all replicas
-        know them.
-        """
+        """Bytes in memory of the positions that all replicas know, kept between exchanges."""
         if not self.codec.seeded:
             return 0
         return sum(

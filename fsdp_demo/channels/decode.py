@@ -1,8 +1,9 @@
-"""What arrived for a channel, decoded window by window: the replicas' mean in the transform domain,
-without a workspace of its own.
+"""The replicas' mean of what they sent for one channel, decoded window by window in the transform
+domain, without a workspace of its own.
 
-Every form fills windows of a layout in order (`windows.Window`). Replicas are added in rank order
-in fp32, so the same bits come out everywhere, whatever the size of a window.
+Each class is a form in which payloads arrive. It fills the windows of a layout in order
+(`windows.Window`). Replicas are added in rank order in fp32, so the bits are the same everywhere,
+whatever the size of a window.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class DecodedMean:
     """A mean over the replicas as a function of the window.
 
     Attributes:
-        layout: of the workspace that it stands for.
-        device: where its windows are made.
+        layout: of the workspace in whose place the mean stands.
+        device: where windows are made.
     """
 
     layout: Layout
@@ -46,8 +47,9 @@ class DecodedMean:
         return None
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
-        """Where few elements of a window of blocks are not zero: places in the block (int64 [n, m])
-        and values (fp32 [n, m]), which are added where a place comes again."""
+        """The elements of a window of n blocks that are not zero, where these are few: places in
+        the block (int64 [n, m]) and values (fp32 [n, m]), which add up where a place comes again.
+        None where most elements are not zero."""
         return None
 
     def scatter(self, terms: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
@@ -72,27 +74,24 @@ class DecodedMean:
 
 
 class DenseMean(DecodedMean):
-    """A workspace that is there already, or the mean of a vector that is the whole workspace; it
-    may lie on another device.
-    """
+    """A mean that is there already as a whole workspace `work`, perhaps on another device."""
 
     def __init__(self, layout: Layout, work: Tensor):
         self.layout, self.work, self.device = layout, work, work.device
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `DecodedMean.fill`."""
         return out.copy_(window.of(self.work), non_blocking=True)
 
     def view(self, window: Window) -> Tensor | None:
-        """See `DecodedMean.view`; none of what has to come to the device first."""
+        # what has to come to the device first does not lie there
         return window.of(self.work) if self.work.device == self.device else None
 
 
 class SparseMean(DecodedMean):
-    """Sections of values and positions (`compression/sparse.py`).
+    """The mean of sections of values and positions (`compression/sparse.py`).
 
     Args:
-        bodies, weights: sections of the replicas that count, in rank order.
+        bodies, weights: sections and weights of the replicas that count, in rank order.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class SparseMean(DecodedMean):
         self._counts: Tensor | None = None
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `DecodedMean.fill`."""
         if not self.weights:
             return out.zero_()
         if window.group is None:
@@ -131,7 +129,6 @@ class SparseMean(DecodedMean):
         return self.scatter(terms, out)
 
     def terms(self, window: Window) -> tuple[Tensor, Tensor] | None:
-        """See `DecodedMean.terms`."""
         if window.group is None or not self.weights:
             return None
         places, values = self._decoded(window)
@@ -144,7 +141,6 @@ class SparseMean(DecodedMean):
         return places, shares[0] if len(shares) == 1 else torch.cat(shares)
 
     def scatter(self, terms: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        """See `DecodedMean.scatter`."""
         self._add(out.zero_().view(-1, BLOCK), *terms)
         return out
 
@@ -194,7 +190,7 @@ class SparseMean(DecodedMean):
             blocks.scatter_add_(1, p, v)
 
     def add_to(self, work: Tensor, alpha: float) -> None:
-        """See `DecodedMean.add_to`; only what was sent is touched."""
+        # only what was sent is touched
         if len(self.bodies) != 1 or self.weights != [1.0] or self.reducer.clip != "none":
             super().add_to(work, alpha)
             return
@@ -239,7 +235,7 @@ class SparseMean(DecodedMean):
 
 
 class QuantizedMean(DecodedMean):
-    """Whole vectors in a code, gathered (`compression/dense.py`)."""
+    """The mean of whole vectors that were gathered in a code (`compression/dense.py`)."""
 
     def __init__(
         self, layout: Layout, code: str, bodies: Sequence[Tensor], weights: Sequence[float]
@@ -248,14 +244,12 @@ class QuantizedMean(DecodedMean):
         self.device = bodies[0].device if bodies else torch.device("cpu")
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `DecodedMean.fill`."""
         out.zero_()
         for body, w in zip(self.bodies, self.weights, strict=True):
             vectors.add_part(self.code, body, self.layout.numel, window.begin, out, w)
         return out.div_(sum(self.weights)) if self.weights else out
 
     def add_to(self, work: Tensor, alpha: float) -> None:
-        """See `DecodedMean.add_to`."""
         if len(self.bodies) == 1 and self.weights == [1.0]:
             vectors.decode_into(self.code, self.bodies[0], work, alpha)
         else:
@@ -263,7 +257,7 @@ class QuantizedMean(DecodedMean):
 
 
 class SeededMean(DecodedMean):
-    """Values at positions that are known, and the dense elements.
+    """The mean of values at positions that all replicas know, and of the dense elements.
 
     Args:
         positions: of each group, places in the slots, int64 [count, k], on the device of the
@@ -291,7 +285,6 @@ class SeededMean(DecodedMean):
             at += g.count * g.k(topk)
 
     def fill(self, window: Window, out: Tensor) -> Tensor:
-        """See `DecodedMean.fill`."""
         if window.group is None:
             start = self.layout.num_blocks * BLOCK
             return out.copy_(
@@ -302,7 +295,7 @@ class SeededMean(DecodedMean):
         return out
 
     def add_to(self, work: Tensor, alpha: float) -> None:
-        """See `DecodedMean.add_to`; only what was sent is touched."""
+        # only what was sent is touched
         for w in self.layout.windows(work.device):
             if w.group is not None:
                 place, values = self._of(w)

@@ -70,8 +70,8 @@ class Placement:
 
 @dataclass
 class ChannelState:
-    """What a channel keeps between exchanges: workspaces of its active copy, None where it keeps
-    none, and which of its tensors have a gradient. See `LocalChannel`."""
+    """The state that a channel keeps between exchanges: workspaces of its active copy, None where
+    it keeps none, and which of its tensors have a gradient. Fields as in `LocalChannel`."""
 
     present: list[bool]
     accumulator: Tensor | None = None
@@ -81,13 +81,13 @@ class ChannelState:
 
     @property
     def workspaces(self) -> dict[str, Tensor]:
-        """Those that are kept, by name."""
+        """The workspaces that are kept, by name."""
         return {
             key: work for key, work in vars(self).items() if key != "present" and work is not None
         }
 
     def to_tree(self) -> dict[str, Any]:
-        """As a checkpoint holds it; tensors are references."""
+        """The state as a checkpoint holds it; tensors are references."""
         return {**self.workspaces, "present": list(self.present)}
 
     @classmethod
@@ -106,9 +106,9 @@ class LocalChannel:
     """A `Channel` bound to the shards of one rank.
 
     Args:
-        channel: what to do.
-        placement: where this rank stands; of its shards the channel covers those that its patterns
-            name and that are not frozen.
+        channel: its settings.
+        placement: the shards of this rank. The channel covers those that its patterns name and that
+            are not frozen.
 
     Attributes:
         host, position, active_copies, copies, size: of the placement (`size`: its islands).
@@ -193,16 +193,14 @@ class LocalChannel:
         return max(sum(begin <= step for begin, _ in self.stages) - 1, 0)
 
     def has_momentum(self, step: int) -> bool:
-        """Whether an outer momentum is kept after `step` steps; of one that joins, before `start`,
-        too.
-        """
+        """Whether the channel keeps an outer momentum after `step` steps; known before `start`."""
         landing = self.stages[self.stage(step - self.channel.schedule.delay)][1]
         return landing.source == "delta" and bool(landing.applier.momentum)
 
     def enter(self, step: int) -> None:
-        """Take the stage of what is sent at `step` from now on. An accumulator that it is the first
-        to have begins at zero. So does its outer momentum, at the first step at which something
-        that was sent in this stage may land.
+        """Take the settings of the stage in which `step` lies. Where they are the first with an
+        accumulator, that begins at zero. So does the outer momentum, at the first step at which a
+        message of this stage may land.
         """
         sends, lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
         if sends != self._sends:

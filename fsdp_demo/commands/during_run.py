@@ -6,14 +6,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 
-from ..launch.command_line import Commands
+from ..launch.command_line import USAGE_ERROR, Commands
+from ..launch.processes import end_with_parent, shell_status
 
 OPEN_FILES = 1 << 16  # descriptors: one for each connection of each rank of all islands
+
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+DEATHS, WITHIN = 5, 60.0  # so many deaths of the server within so many seconds end the store
 
 
 def add_store(commands: Commands) -> None:
@@ -39,39 +47,95 @@ def add_store(commands: Commands) -> None:
 
 
 def store(args: argparse.Namespace) -> int:
-    """Serve a store until SIGINT or SIGTERM."""
-    from ..elastic import descriptors
-    from ..files import in_one_piece
-    from ..net.address import join_address
-    from ..rendezvous import environment
-    from ..store.server import FILE, StoreServer, bound_memory
+    """Serve a store until SIGINT or SIGTERM, in a child process that is started again where it
+    dies: libzmq aborts its process where there is no memory left, and a stranger can cause that.
 
-    # Blocked before the store starts its threads, which inherit it: the signals wait for `sigwait`
-    # below.
-    signals = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    This process holds the listening socket. So the address stays, and clients wait there.
+    """
+    from ..rendezvous import environment
+    from ..store.server import FILE, listen
+
+    token, listener, deaths = environment.token(os.environ), listen(args.bind), list[float]()
+    # Blocked in the server, too, before its threads start, which inherit it: both processes look
+    # whether one of them is pending.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        served = StoreServer(args.bind, args.file or FILE, environment.token(os.environ))
+        while True:
+            code = _serve_in_child(args, token, listener, first=not deaths)
+            if code in (0, USAGE_ERROR) or SIGNALS & signal.sigpending():
+                return max(code, 0)
+            deaths = [*deaths[1 - DEATHS :], time.monotonic()]
+            reason = signal.Signals(-code).name if code < 0 else f"status {code}"
+            said = f"fsdp-demo store: the server has ended ({reason})"
+            if len(deaths) == DEATHS and deaths[-1] - deaths[0] < WITHIN:
+                _say(
+                    f"{said}, {DEATHS} times within {WITHIN:g} s, and is not started again: see "
+                    "what stands above; where strangers may cause it, set ISLAND_TOKEN"
+                )
+                return shell_status(code)
+            _say(f"{said} and is started again on {args.file or FILE}")
     except BaseException:
         # whoever called main() in a process of its own goes on
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         raise
+
+
+def _serve_in_child(
+    args: argparse.Namespace, token: str, listener: socket.socket, first: bool
+) -> int:
+    """The exit code of one server; negative: the signal that has ended it."""
+    server = multiprocessing.get_context("fork").Process(
+        target=serve, args=(args, token, listener, os.getpid(), first), daemon=True
+    )
+    server.start()
+    while server.exitcode is None:
+        server.join(0.2)
+        if SIGNALS & signal.sigpending():
+            server.terminate()
+            server.join(3.0)
+            server.kill()
+    return server.exitcode
+
+
+def serve(
+    args: argparse.Namespace, token: str, listener: socket.socket, parent: int, first: bool
+) -> None:
+    """Serve until SIGINT or SIGTERM, which must be blocked, or until the parent process ends.
+
+    Raises:
+        SystemExit: the file cannot be used; it has been said.
+    """
+    from ..files import in_one_piece
+    from ..net.address import join_address
+    from ..net.tcp import raise_to
+    from ..store.server import FILE, StoreServer, bound_memory
+
+    # what was answered is on the disk
+    end_with_parent(signal.SIGKILL)
+    try:
+        served = StoreServer(listener, args.file or FILE, token)
+        if args.port_file:
+            # In one piece, so that who waits for the file never reads half a number.
+            in_one_piece(Path(args.port_file), lambda part: part.write_text(f"{served.port}\n"))
+    except (OSError, ValueError) as error:
+        _say(f"fsdp-demo: error: {error}")
+        sys.exit(USAGE_ERROR)
     bound_memory()
-    descriptors.raise_to(OPEN_FILES)
-    for warning in served.warnings:
-        print(f"fsdp-demo store: WARNING: {warning}", file=sys.stderr, flush=True)
-    if args.port_file:
-        # In one piece, so that who waits for the file never reads half a number.
-        in_one_piece(Path(args.port_file), lambda part: part.write_text(f"{served.port}\n"))
+    raise_to(OPEN_FILES)
+    for warning in served.warnings if first else ():
+        _say(f"fsdp-demo store: WARNING: {warning}")
     listening = join_address(served.host, served.port)
-    if not args.quiet:
+    if first and not args.quiet:
         print(
             f"store listening on {listening}, keys in {served.file}; on every island: export "
             f"ISLAND_ENDPOINT={served.endpoint}",
             flush=True,
         )
-    served.serve_until(signals)
-    return 0
+    served.serve_while(lambda: not SIGNALS & signal.sigpending() and os.getppid() == parent)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def add_status(commands: Commands) -> None:

@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         help="say what each method costs on a link, and which to start with",
         description="What each method costs on a link, from shapes: bytes, seconds, memory, loss.",
         usage="fsdp-demo plan [--model NAME | --params N] --link RATE [--islands R] "
-        "[--step-time TIME] [options] [-- torchrun ... SCRIPT ARGS]",
+        "[--step-time TIME] [options]",
     )
     sub.example(
         "fsdp-demo plan --model llama-3.2-1b --islands 4 --shards 8 --link 1Gbit --rtt 40ms "
@@ -73,13 +73,6 @@ def add(commands: Commands) -> None:
     step.add_argument(
         "--compression-time", metavar="TIME", help="of an exchange's work per value, as in 0.5ns"
     )
-    step.add_argument(
-        "--measure-steps",
-        type=int,
-        default=20,
-        metavar="N",
-        help="of the script after -- (default: 20)",
-    )
     what = sub.add_argument_group("methods")
     what.add_argument(
         "--exchange",
@@ -120,7 +113,7 @@ def add(commands: Commands) -> None:
     out.add_argument("--json", action="store_true", help="print a list of rows")
     out.add_argument("--yaml", metavar="FILE", help="write the recommended configuration there")
     out.add_argument("--plot", metavar="FILE", help="draw utilisation over the rate of the link")
-    sub.set_defaults(run_command=run, takes_script=True)
+    sub.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:

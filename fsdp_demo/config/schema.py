@@ -212,6 +212,11 @@ class ExchangeConfig:
         return "anchor" if all(c.source == "delta" and c.equal_at_end for c in moving) else "mean"
 
     @property
+    def clips_together(self) -> bool:
+        """Whether each replica's own gradients are clipped by their norm over all islands."""
+        return self.clip_scope == "islands" and self.clip is not None and not self.clips_mean
+
+    @property
     def clips_mean(self) -> bool:
         """Whether `clip` acts on the mean gradient over the islands; else on each replica's own.
 

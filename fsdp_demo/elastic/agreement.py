@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -167,3 +168,24 @@ def all_equal(peers: PeerGroup, mark: bytes, kind: int = DIGESTS, step: int = 0)
     """Whether `mark` (`digest` of some tensors) is the same on all replicas."""
     marks = peers.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8), kind, step)
     return all(torch.equal(m, marks[0]) for m in marks)
+
+
+def round_trip(peers: PeerGroup) -> float:
+    """Seconds of a round trip between the two islands that are farthest apart, the same on all
+    ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is the
+    shortest of four short messages, which busy cores make longer.
+    """
+
+    def longest(seconds: float) -> float:
+        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
+        return max(float(theirs.clone().view(torch.float64)) for theirs in peers.all_gather(mine))
+
+    known = longest(peers.seen_round_trip())
+    if math.isfinite(known):
+        return known
+    seen = []
+    for _ in range(4):
+        start = time.perf_counter()
+        peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        seen.append(time.perf_counter() - start)
+    return longest(min(seen))

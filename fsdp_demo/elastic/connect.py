@@ -20,6 +20,8 @@ from ..peers.zeromq import GroupConnections, Meeting, ZeroMQ
 from ..status import SAVED, leave, tell_launcher
 from ..store.client import Store
 from . import descriptors
+from .agreement import round_trip
+from .chunks import streams
 from .driver import Driver
 from .failure_detector import FailureDetector
 from .join_server import JoinServer
@@ -102,12 +104,24 @@ def elastic_peers(
         poller.close(0)
         raise
     try:
-        peers.widen(lambda k: by_member(transport.open(k), members))
+        widen(peers, lambda k: by_member(transport.open(k), members))
         start.open_listener()  # not before: a newcomer gets as many connections as the others
     except BaseException:
         peers.release()
         raise
     return peers
+
+
+def widen(peers: PeerGroup, connect: Callable[[int], Mapping[Member, PeerConnection]]) -> None:
+    """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by member,
+    as many on all ranks (`chunks.streams`). Raises PeerLost: an island was lost.
+    """
+    if peers.size > 1:
+        rtt = round_trip(peers)
+        count = streams(rtt, peers.size - 1)
+        peers.add_connections([connect(k) for k in range(1, count)])
+        if count > 1:
+            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
 
 
 def newcomer_peers(
@@ -238,8 +252,7 @@ class Starter:
             self.poller,
             meeting.prefix,
             meeting.address,
-            detector,
-            lambda: driver.machine,
+            driver,
             place.names,
         )
         self.peers.drive(driver, max((len(w) for w in connections.values()), default=1))

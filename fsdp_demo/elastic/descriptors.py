@@ -7,10 +7,10 @@ raised at the start, and where the hard limit is too low, the start says so.
 from __future__ import annotations
 
 import os
-import resource
 from contextlib import suppress
 
 from ..errors import see
+from ..net.tcp import raise_to
 from .chunks import most_streams
 
 FOR_EACH = 5
@@ -34,27 +34,11 @@ def needed(slots: int, ranks: int = 1) -> int:
     return FOR_EACH * (slots * (SHORT + most_streams(slots - 1)) + ranks - 1)
 
 
-def allowed() -> int:
-    """The hard limit of this process; 2**31 where there is none."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return 2**31 if hard == resource.RLIM_INFINITY else hard
-
-
 def num_open() -> int:
     """Descriptors that this process has open; 0 where the system does not tell."""
     with suppress(OSError):
         return len(os.listdir("/dev/fd"))
     return 0
-
-
-def raise_to(wanted: int) -> int:
-    """Raise the soft limit to so many, or as far as the hard limit allows; the soft limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return 2**31 if soft == resource.RLIM_INFINITY else soft
-    with suppress(OSError, ValueError):  # a system with another limit above this one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, allowed()), hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def allow(slots: int, ranks: int = 1) -> None:

@@ -26,24 +26,15 @@ from ..membership.protocol_types import Ballot, Member, Record
 from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
 from ..peers.poller import Poller
-from .failure_detector import BEAT, SOON, FailureDetector, ProgressWatch
+from .failure_detector import SOON, FailureDetector, ProgressWatch
 from .join_server import JoinServer
 from .leaving import EarlyPieces, Stopping
 from .message_io import Traffic
 from .message_state import RoundMessage
-from .network_loop import LAST_WORD, NetworkLoop
+from .network_loop import CLOSED, LAST_WORD, NetworkLoop
 from .store_session import StoreSession
 
 log = logging.getLogger("fsdp_demo")
-
-CLOSED = "the connections were closed"
-"""The regular end: what this rank has is what all have. After a failure nobody knows that
-(seal-stable)."""
-
-STOPPED = 2.0
-"""Seconds between two turns of this thread after which the process itself must have been stopped:
-the others are not to blame then.
-"""
 
 
 class Driver(NetworkLoop):
@@ -60,8 +51,7 @@ class Driver(NetworkLoop):
         traffic: the messages that are kept, and their pieces. stopping: which islands are told to
             end. early_pieces: what an island that leaves sends ahead of its time.
         join_server: where newcomers ask, if they can come in here.
-        stable: all members have delivered every message below it (seal-stable). changes: how many
-            views this rank has adopted.
+        changes: how many views this rank has adopted.
     """
 
     def __init__(
@@ -77,12 +67,11 @@ class Driver(NetworkLoop):
         self.notes, self.connections = detector.notes, detector.connections
         self._expelled = expelled
         self.join_server: JoinServer | None = None
-        self.stable = self.changes = 0
+        self.changes = 0
         self._last: RoundMessage | None = None
         self._early: list[tuple[int, Event]] = []  # of epochs whose record is not here yet
         self._fetched = machine.record.epoch
-        self._beat_at = self._turned = time.monotonic()
-        self._frozen_at, self._failed = 0.0, ""
+        self._frozen_at = 0.0
         self.traffic = Traffic(poller, self, self._take_later, self.refuse)
         self.early_pieces = EarlyPieces(self, self.traffic)
         self.stopping = Stopping(self)
@@ -96,7 +85,7 @@ class Driver(NetworkLoop):
             self._store_session.begin(machine.record)
         self.traffic.adopt(machine.record)
         detector.forgive(time.monotonic())
-        poller.post(self._run)
+        poller.post(self.begin)
 
     # ---- asked by other threads ----------------------------------------------------------------
 
@@ -132,11 +121,6 @@ class Driver(NetworkLoop):
         self.do(lambda: self.detector.say(["joined"], self.notes.values()))
         self.do(then)
 
-    def wait_stable(self, below: int, seconds: float) -> bool:
-        """Wait until all members have delivered the messages below that number."""
-        reached = self.wait(lambda: self.stable >= below, seconds)
-        return reached or self._left or self._failed == CLOSED
-
     def wait_read(self, below: int, seconds: float) -> bool:
         """Wait until all members have delivered the messages below that number, or are gone.
 
@@ -159,26 +143,18 @@ class Driver(NetworkLoop):
             if word == "leave":
                 self._let_land()
             self.do(lambda: self._end(word))
-            self._ended.wait(5.0)
+            self._wait(lambda: self._closed, 5.0)
+            self._wait(self._is_said, LAST_WORD)
         self._store_session.close()
         self._poller.close(linger)
 
-    def _let_land(self) -> None:
-        """Wait a moment until the others have what was delivered here. "leave" takes a connection
-        of its own: those that hear it before a message settle without this rank, which has it.
-        """
-        had = self.machine.landed
-        self.wait(lambda: not self.machine.unread(had), LAST_WORD)
-
     # ---- in the network thread -----------------------------------------------------------------
 
-    def turn(self) -> None:
+    def turn(self, now: float, stopped: bool) -> None:
         """Take what has come, then look at the clock. The order matters: pieces before notes, since
         an island's last message and its "leave" may come in one turn, and all that has come before
         anybody is called lost.
         """
-        now = time.monotonic()
-        stopped, self._turned = now - self._turned > STOPPED, now
         self.traffic.look()
         self._do_jobs()
         self._read_all_notes(now)
@@ -195,13 +171,16 @@ class Driver(NetworkLoop):
         longest = self.detector.dead + self.detector.meeting
         if self.machine.state == "frozen" and now - self._frozen_at > longest:
             self.fail(f"a change of members has not come to an end within {longest:g} s")
-        self._do_what_was_put_off(now)
-        if now - self._beat_at >= BEAT:
-            self._beat_at = now
-            self._beat()
-            self.detector.watch(now)
-            if self.machine.state == "running":
-                self._watch(now)
+
+    def beat(self, now: float) -> None:
+        """Say that this rank lives and how far it is, and look which peers stand."""
+        self.detector.say(["beat", self.machine.next], self.notes.values())
+        self.stopping.look(again=True)
+        for member in self.notes:
+            self._hear_landed(member)
+        self.detector.watch(now)
+        if self.machine.state == "running":
+            self._watch(now)
 
     def _watch(self, now: float) -> None:
         """With every beat, while no island is lost."""
@@ -262,7 +241,7 @@ class Driver(NetworkLoop):
     def fail(self, reason: str) -> None:
         """See `NetworkLoop`. A message that is launched later fails at once."""
         self._failed, self._closed = self._failed or reason, True
-        # the last may wait in `_work`
+        # the last may wait among the jobs
         self.traffic.fail(reason, [self._last] if self._last else [])
         self._poller.tell()
 
@@ -302,26 +281,15 @@ class Driver(NetworkLoop):
             self._fetch(self.machine.record.epoch + 1)
 
     def _let_move_in(self) -> None:
-        """Connect what the machine calls a member and has no connection here yet: the joining
-        island, or one that has not reached this rank and is lost.
+        """Connect the members that have no connection here yet: the joining island moves in, any
+        other one has not reached this rank and is lost.
         """
-        record, known = self.machine.record, {self.machine.me, *self.notes}
-        for member in record.members:
+        known = {self.machine.me, *self.notes}
+        for member in self.machine.record.members:
             if member in known or self.machine.state not in ("running", "frozen"):
                 continue
-            moved = self.join_server.move_in(member) if self.join_server is not None else None
-            if moved is None:
+            if self.join_server is None or not self.join_server.move_in(member):
                 self._lost(member, "it is a member, but has not reached this rank")
-                continue
-            self.detector.admit(member, *moved, time.monotonic())
-            for wire in self.detector.of(member):
-                wire.said = (record.epoch, self.machine.landed)
-                wire.renew(record.view)
-            self.detector.say(["planned", record.epoch], [self.notes[member]])
-            if self.machine.rank == 0:
-                base = record.base[record.members.index(member)]
-                who = self.labels(member.slot)
-                log.info("epoch %d: %s joins, from message %d on", record.epoch, who, base)
 
     def _freeze(self, action: protocol_events.Freeze) -> None:
         self._frozen_at = time.monotonic()
@@ -369,12 +337,6 @@ class Driver(NetworkLoop):
         self.fail("this island was expelled: the others went on without it")
 
     # ---- words and signs of life ---------------------------------------------------------------
-
-    def _beat(self) -> None:
-        self.detector.say(["beat", self.machine.next], self.notes.values())
-        self.stopping.look(again=True)
-        for member in self.notes:
-            self._hear_landed(member)
 
     def _hear_landed(self, member: Member) -> None:
         """How far a peer is, as its last frame said."""

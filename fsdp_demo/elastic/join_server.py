@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..errors import UNREADABLE
 from ..files import from_json
-from ..membership.machine import Rank
 from ..membership.protocol_types import Member
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
@@ -44,8 +43,8 @@ from ..peers.join_messages import (
 from ..peers.poller import Poller
 from ..peers.zeromq import bound
 from .chunks import most_streams
-from .failure_detector import FailureDetector
 from .message_state import RoundMessage
+from .network_loop import NetworkLoop
 
 log = logging.getLogger("fsdp_demo")
 
@@ -110,8 +109,7 @@ class JoinServer:
     Args:
         prefix: keys of the run. address: where others reach this rank, "" if nobody can: then there
             is no listener.
-        detector: the connections to the members. machine: asked for the membership as it is now.
-        names: of the islands, by slot; a newcomer's is added.
+        loop: the membership of this rank. names: of the islands, by slot; a newcomer's is added.
 
     Attributes:
         joining_island: the newcomer that is there.
@@ -123,14 +121,13 @@ class JoinServer:
         poller: Poller,
         prefix: str,
         address: str,
-        detector: FailureDetector,
-        machine: Callable[[], Rank],
+        loop: NetworkLoop,
         names: dict[int, str],
     ):
         self._poller, self._prefix, self._address = poller, prefix, address
-        self._detector, self._machine, self._names = detector, machine, names
-        self._me, self._peer_group = machine().me, machine().rank
-        self._dead, self._looked = detector.dead, time.monotonic()
+        self._loop, self._names = loop, names
+        self._me, self._peer_group = loop.machine.me, loop.machine.rank
+        self._dead, self._looked = loop.detector.dead, time.monotonic()
         self.joining_island: JoiningIsland | None = None
         self.endpoint = ("", 0)
         self._listener: Any = None
@@ -192,16 +189,16 @@ class JoinServer:
             self.drop("it has started again")
         if self.joining_island is not None:
             return {"later": f"{self.joining_island.name} joins at the moment"}
-        if self._machine().state != "running":
+        if self._loop.machine.state != "running":
             return {"later": "the members change at the moment"}
-        if found.slot in [m.slot for m in self._machine().record.members]:
+        if found.slot in [m.slot for m in self._loop.machine.record.members]:
             return {"later": f"island {found.slot} is a member: its end was not noticed yet"}
         return self._let_in(Member(found.slot, found.incarnation), found.name[:200])
 
     def _status(self) -> dict[str, Any]:
         """How this rank stands, for `rendezvous/run_status.py`."""
-        rank, island, now = self._machine(), self.joining_island, time.monotonic()
-        notes = self._detector.notes
+        rank, island, now = self._loop.machine, self.joining_island, time.monotonic()
+        notes = self._loop.detector.notes
         return {
             "launched": rank.next,
             "delivered": rank.landed,
@@ -212,7 +209,7 @@ class JoinServer:
 
     def _let_in(self, who: Member, name: str) -> dict[str, Any]:
         wires, ports = {}, []
-        count = num_connections(self._detector.connections)
+        count = num_connections(self._loop.detector.connections)
         for k in connection_names(count):
             wire = wires[k] = self._poller.add(0, True)
             ports.append(self._bind(wire.socket))
@@ -279,15 +276,24 @@ class JoinServer:
         for wire in wires:
             wire.close(0)
 
-    def move_in(self, member: Member) -> tuple[PeerConnection, list[PeerConnection]] | None:
-        """The joining island is a member from now on: its connection for words, and those for
-        messages. What it follows goes on until `over`. None if it is not there.
+    def move_in(self, member: Member) -> bool:
+        """The joining island is a member from now on; False if it is not there. What it follows
+        goes on until `over`.
         """
-        island = self.joining_island
+        island, rank, detector = self.joining_island, self._loop.machine, self._loop.detector
         if island is None or island.member != member:
-            return None
-        island.moved = True
-        return island.wires["notes"], island.connections
+            return False
+        island.moved, notes, record = True, island.wires["notes"], rank.record
+        detector.admit(member, notes, island.connections, time.monotonic())
+        for wire in detector.of(member):
+            wire.said = (record.epoch, rank.landed)
+            wire.renew(record.view)
+        detector.say(["planned", record.epoch], [notes])
+        if self.first:
+            base = record.base[record.members.index(member)]
+            who = self._loop.labels(member.slot)
+            log.info("epoch %d: %s joins, from message %d on", record.epoch, who, base)
+        return True
 
     def over(self, member: Member) -> None:
         """The newcomer needs nothing more of what it follows."""
@@ -311,21 +317,19 @@ class DonorFeed:
     at once, the others in the thread that exchanges.
 
     Args:
-        do: runs a job in the network thread. next_message: the number of the next message of the
-            peer group.
-
-    Attributes:
-        submit: runs a job in the thread that exchanges, after all that is under way.
+        do: runs a job in the network thread. submit: runs a job in the thread that exchanges, after
+            all that is under way. next_message: the number of the next message of the peer group.
     """
 
     def __init__(
         self,
         join_server: JoinServer,
         do: Callable[[Callable[[], None]], None],
+        submit: Callable[[Callable[[], None]], Any],
         next_message: Callable[[], int],
     ):
-        self._join_server, self._do, self._next = join_server, do, next_message
-        self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
+        self._join_server, self._do = join_server, do
+        self._submit, self._next = submit, next_message
         self._for: JoiningIsland | None = None  # which got the last snapshot
 
     @property
@@ -378,7 +382,7 @@ class DonorFeed:
             island.limit = most + len(every) + len(messages) + 1024
             island.following = True
 
-        self.submit(begin)
+        self._submit(begin)
 
     def tick(self, tick: Tick) -> None:
         """Send a step that has ended. The first one after `hand` has the snapshot's step as its
@@ -387,7 +391,7 @@ class DonorFeed:
         island = self._for
         if island is not None and self._join_server.first:
             head = bulk_stream.ItemHead("tick")
-            self.submit(lambda: self._put(island, "ticks", head, [tick.pack()]))
+            self._submit(lambda: self._put(island, "ticks", head, [tick.pack()]))
 
     def launching(self, message: RoundMessage) -> None:
         """A message is sent here now: a newcomer may begin with it, if it is of a step."""

@@ -7,7 +7,6 @@ what they share: the membership machine as it is now, the connections, and the t
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,8 +18,17 @@ from .failure_detector import BEAT, SOON, FailureDetector
 
 log = logging.getLogger("fsdp_demo")
 
+CLOSED = "the connections were closed"
+"""The regular end: what this rank has is what all have. After a failure nobody knows that
+(seal-stable)."""
+
 LAST_WORD = 1.0
 """Seconds that the last message of this rank has to arrive, and its last word to be handed over."""
+
+STOPPED = 2.0
+"""Seconds between two turns after which the process itself must have been stopped: the others are
+not to blame for their silence then.
+"""
 
 
 class NetworkLoop:
@@ -30,6 +38,7 @@ class NetworkLoop:
         machine: the membership of this rank as it is now; changed in the network thread only.
         detector: the connections to the peers, and who is heard on them.
         labels: how errors and logs name an island, by slot.
+        stable: all members have delivered every message below it (seal-stable).
     """
 
     def __init__(
@@ -42,8 +51,9 @@ class NetworkLoop:
         self._poller, self.machine, self.detector, self.labels = poller, machine, detector, labels
         self._jobs: deque[Callable[[], None]] = deque()
         self._soon: deque[tuple[float, Callable[[], None]]] = deque()
-        self._closed = self._left = False
-        self._ended = threading.Event()
+        self._beat_at = self._turned = time.monotonic()
+        self.stable = 0
+        self._closed, self._left, self._failed = False, False, ""
 
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the network thread. From any thread."""
@@ -59,14 +69,38 @@ class NetworkLoop:
         has ended; whether it is reached. In another thread.
         """
         self.do(lambda: self.detector.say(["landed?"], self.detector.notes.values()))
-        with suppress(RuntimeError):  # the connections were closed
-            self._poller.wait_until(lambda: reached() or self._closed or self._left, seconds)
+        self._wait(lambda: reached() or self._closed or self._left, seconds)
         return reached()
+
+    def wait_stable(self, below: int, seconds: float) -> bool:
+        """Wait until all members have delivered the messages below that number."""
+        reached = self.wait(lambda: self.stable >= below, seconds)
+        return reached or self._left or self._failed == CLOSED
+
+    def _let_land(self) -> None:
+        """Wait a moment until the others have what was delivered here. "leave" takes a connection
+        of its own: those that hear it before a message settle without this rank, which has it.
+        """
+        had = self.machine.landed
+        self.wait(lambda: not self.machine.unread(had), LAST_WORD)
+
+    def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
+        with suppress(RuntimeError):  # the connections were closed
+            self._poller.wait_until(reached, seconds)
 
     # ---- in the network thread -----------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Take what has come, and look at the clock."""
+    def begin(self) -> None:
+        """From now on each look at the sockets is followed by a turn."""
+        self._poller.between = self._turn
+        self._poller.pause, self._poller.failed = self._pause, self._has_failed
+
+    def turn(self, now: float, stopped: bool) -> None:
+        """Take what has come; `stopped`: the process stood still before."""
+        raise NotImplementedError
+
+    def beat(self, now: float) -> None:
+        """Say that this rank lives, every `BEAT` seconds."""
         raise NotImplementedError
 
     def fail(self, reason: str) -> None:
@@ -77,39 +111,38 @@ class NetworkLoop:
         """End this island: what it holds is not what the others hold."""
         raise NotImplementedError
 
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                if not self._jobs:
-                    # what is put off for a moment is looked at often, else heartbeats set the pace
-                    soon = self._soon or self.detector.soon
-                    self._poller.move(SOON / 2 if soon else BEAT / 2)
-                self.turn()
-                self._poller.tell()  # other threads that wait look again
-            self._hand_over()
-        except BaseException as error:
-            why, regular = f"the network thread has failed: {error!r:.200}", self._closed
-            if not regular:
-                log.exception("membership: the thread has failed")
-            self.fail(why)
-            self._poller.close(0)  # so that the others hear of it at once
-            if not regular:  # training may be far from its next message, or stand in another wait
-                self.expel(why)
-        finally:
-            self._ended.set()
+    def _pause(self) -> float:
+        """What is put off for a moment is looked at often, else heartbeats set the pace."""
+        if self._jobs:
+            return 0.0
+        return SOON / 2 if self._soon or self.detector.soon else BEAT / 2
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        now = time.monotonic()
+        stopped, self._turned = now - self._turned > STOPPED, now
+        self.turn(now, stopped)
+        while self._soon and self._soon[0][0] <= now:
+            self._soon.popleft()[1]()
+        if now - self._beat_at >= BEAT:
+            self._beat_at = now
+            self.beat(now)
+        self._poller.tell()  # other threads that wait look again
+
+    def _has_failed(self, error: BaseException) -> None:
+        why, regular = f"the network thread has failed: {error!r:.200}", self._closed
+        if not regular:
+            log.error("membership: the thread has failed", exc_info=error)
+        self.fail(why)
+        self._poller.close(0)  # so that the others hear of it at once
+        if not regular:  # training may be far from its next message, or stand in another wait
+            self.expel(why)
 
     def _do_jobs(self) -> None:
         while self._jobs and not self._closed:
             self._jobs.popleft()()
 
-    def _do_what_was_put_off(self, now: float) -> None:
-        while self._soon and self._soon[0][0] <= now:
-            self._soon.popleft()[1]()
-
-    def _hand_over(self) -> None:
-        """Let what was said last leave: closing the connections drops what waits here."""
-        end = time.monotonic() + LAST_WORD
-        while any(wire.waiting and not wire.gone for wire in self.detector.wires):
-            if (left := end - time.monotonic()) <= 0:
-                return
-            self._poller.move(left)
+    def _is_said(self) -> bool:
+        """Whether what was said last has left: closing the connections drops what waits here."""
+        return not any(wire.waiting and not wire.gone for wire in self.detector.wires)

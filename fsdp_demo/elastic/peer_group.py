@@ -12,7 +12,6 @@ longer. Where all must stay it raises (`rendezvous/fixed_peers.py`).
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +26,14 @@ from ..membership.protocol_types import Member
 from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
 from ..peers.collectives import ReceivedMessage
+from ..peers.connection import PeerConnection
 from ..peers.header import ENDING, SETUP, Header
 from ..peers.join_messages import Expected
 from ..peers.meter import Meter
-from .chunks import streams
 from .driver import Driver
 from .join_server import DonorFeed
 from .message_state import Due, EarlyMessage, RoundMessage, Vectors, Weigh
 from .newcomer import Following
-
-log = logging.getLogger("fsdp_demo")
 
 
 class PeerGroup:
@@ -54,6 +51,7 @@ class PeerGroup:
             they are, and what errors call them.
         digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
             `finish()`.
+        num_connections: to each peer, for messages.
         alike, something: of a message to compare, whether all have sent the same of this rank's
             part, and whether that is more than zeros.
         unsettled: not all islands have what this one has, and will not: nothing may be saved.
@@ -81,21 +79,21 @@ class PeerGroup:
         self.following: Following | None = None
         self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
-        self._submit: Callable[[Callable[[], None]], Any] | None = None
-        self._num_connections, self._since, self._longest_early = 1, 0.0, 0
+        self._submit: Callable[[Callable[[], None]], Any] = lambda job: job()
+        self.num_connections, self._since, self._longest_early = 1, 0.0, 0
         self._message: RoundMessage | None = None  # under way
         self._wish: Callable[[], bool] = lambda: False
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """This rank is a member from now on."""
-        self._driver, self._num_connections = driver, num_connections
+        self._driver, self.num_connections = driver, num_connections
         driver.traffic.longest = self._longest_early
         driver.stopping.wish = self._wish
         if driver.join_server is not None:
-            self.donor_feed = DonorFeed(driver.join_server, driver.do, lambda: self._next)
-            if self._submit is not None:
-                self.donor_feed.submit = self._submit
+            self.donor_feed = DonorFeed(
+                driver.join_server, driver.do, lambda job: self._submit(job), lambda: self._next
+            )
 
     def follow(self, following: Following, slots: Sequence[int]) -> None:
         """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
@@ -105,8 +103,6 @@ class PeerGroup:
     def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
         """`submit` runs a job in the thread that exchanges, after all that is under way."""
         self._submit = submit
-        if self.donor_feed is not None:
-            self.donor_feed.submit = submit
 
     def _set(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
@@ -131,12 +127,8 @@ class PeerGroup:
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
         """The header of a message of this rank, but for its number."""
-        return Header(
-            self.digest,
-            step,
-            kind=kind,
-            **{**fields, "flags": fields.get("flags", 0) | ENDING * self.ending},
-        )
+        flags = fields.pop("flags", 0) | ENDING * self.ending
+        return Header(self.digest, step, kind=kind, flags=flags, **fields)
 
     def all_gather(
         self, data: Tensor, kind: int = SETUP, step: int = 0, setup: bool = True
@@ -148,8 +140,7 @@ class PeerGroup:
         self, header: Header, data: Tensor, setup: bool = False
     ) -> tuple[list[Header], list[Tensor]]:
         """`all_gather` with the headers."""
-        headers, bodies, _ = self._run(header, data, setup=setup)
-        return headers, bodies
+        return self._run(header, data, setup=setup)[:2]
 
     def gather_any(self, header: Header, data: Tensor, longest: int) -> list[Tensor]:
         """`data` (uint8 [n], n > 0, of any length) of every rank, in rank order. Who claims
@@ -211,7 +202,7 @@ class PeerGroup:
             vectors,
             weigh,
             longest,
-            self._num_connections,
+            self.num_connections,
             compare,
         )
         due = self._taken_part(message)
@@ -295,42 +286,12 @@ class PeerGroup:
 
     # ---- connections ---------------------------------------------------------------------------
 
-    def widen(self, connect: Callable[[int], Any]) -> None:
-        """On a long link, add connections: `connect(k)` makes the connections k = 1, 2, ... by
-        member, as many on all ranks (`streams`).
-
-        Raises:
-            PeerLost: an island was lost.
-        """
-        if self.size == 1:
-            return
-        rtt = self.round_trip()
-        count = streams(rtt, self.size - 1)
-        for k in range(1, count):
+    def add_connections(self, connections: Sequence[Mapping[Member, PeerConnection]]) -> None:
+        """Deal messages to these connections, too: one to each peer in each of them."""
+        for wires in connections:
             assert self._driver is not None
-            self._driver.do(partial(self._driver.traffic.widen, connect(k)))
-        self._num_connections = count
-        if count > 1:
-            log.info("%.0f ms to the other islands: %d connections to each", 1e3 * rtt, count)
-
-    def round_trip(self) -> float:
-        """Seconds of a round trip between the two islands that are farthest apart, the same on all
-        ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is
-        the shortest of four short messages, which busy cores make longer.
-        """
-        known = self._longest(self.seen_round_trip())
-        if math.isfinite(known):
-            return known
-        seen = []
-        for _ in range(4):
-            start = time.perf_counter()
-            self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-            seen.append(time.perf_counter() - start)
-        return self._longest(min(seen))
-
-    def _longest(self, seconds: float) -> float:
-        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
-        return max(float(theirs.clone().view(torch.float64)) for theirs in self.all_gather(mine))
+            self._driver.do(partial(self._driver.traffic.widen, wires))
+        self.num_connections = 1 + len(connections)
 
     def seen_round_trip(self) -> float:
         """Seconds of the shortest round trip to the farthest peer, as the kernel has seen it; inf

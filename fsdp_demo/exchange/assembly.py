@@ -1,6 +1,6 @@
 """The parts of an exchange on one rank, made for a method: channels bound to the host's parameters,
-the queue of messages, and the step that works with both. The method may change before anything is
-exchanged (`auto`).
+the queue of messages, and the step that works with both. The method may change as long as nothing
+is exchanged (`auto`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,7 @@ def assemble(
         model: gives parameters their names, as for `attach`.
     """
     bound = _bound(config, host, model, connections)
-    queue = InFlightQueue(
-        [*bound.channels, *bound.buffers],
-        connections,
-        host.device,
-        topology.rank == 0,
-        config.norm_limit,
-        topology.islands,
-    )
+    queue = InFlightQueue(connections, host.device, topology.islands, speaks=topology.rank == 0)
     runtime = StepRuntime(config, topology, host, bound, queue, step)
     leaving.allow(runtime)
     if topology.elastic:
@@ -63,11 +56,10 @@ def assemble(
 def change_method(
     runtime: StepRuntime, config: ExchangeConfig, model: torch.nn.Module | None
 ) -> None:
-    """See `Exchange.choose`."""
+    """Replace the method, which has exchanged nothing, by that of `config` (`Exchange.choose`)."""
     check(config, runtime.host)
     bound = _bound(config, runtime.host, model, runtime.connections)
     watched = any(c.watches_energy for c in runtime.channels)
-    runtime.queue.work_with([*bound.channels, *bound.buffers], config.norm_limit)
     runtime.work_with(config, bound)
     if (peers := runtime.peers) is not None:
         peers.digest = config.digest()

@@ -21,7 +21,8 @@ from .in_flight import InFlightQueue
 
 
 class IslandConsensus:
-    """What `Exchange.across_islands` is.
+    """The questions of `Exchange.across_islands`. All ranks of all islands ask the same one at the
+    same step.
 
     Example:
         >>> import torch, fsdp_demo
@@ -47,14 +48,13 @@ class IslandConsensus:
                 f"a mean over the islands of {found} values: all must bring the same ones, in the "
                 "same order"
             )
-        means = (
-            [sum(column) / len(everyone) for column in zip(*everyone, strict=True)]
-            if everyone
-            else [-math.inf] * len(values)
-        )
-        lost = self._island.max(*(float(not math.isfinite(m) and bool(everyone)) for m in means))
-        shared = self._island.max(*(m if math.isfinite(m) else -math.inf for m in means))
-        return [math.nan if gone else m for gone, m in zip(lost, shared, strict=True)]
+        means = [sum(column) / len(everyone) for column in zip(*everyone, strict=True)]
+        # a copy without peers has none; of several shards the largest counts
+        known = [theirs for theirs in self._island.everyone(means) if theirs]
+        return [
+            max(column) if all(map(math.isfinite, column)) else math.nan
+            for column in zip(*known, strict=True)
+        ]
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Number by number the largest that any rank of any island brings; all bring as many."""

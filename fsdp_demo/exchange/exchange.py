@@ -1,10 +1,10 @@
-"""The object users hold: the way to all that an exchange does. No step passes through it.
+"""`Exchange`, the object that users hold. Its methods check that a call is possible, and pass it
+on; no step goes through it.
 
-One tick is one complete round of the attached optimizers. What happens in it is in `runtime.py`.
-The parts are made in `assembly.py`. A run begins in `startup.py` and `first_step.py`, and ends in
-`finish.py`; an island stops in `leaving.py`. What is kept is in `resume.py`, what a method calls
-its model in `finish.py`, what can be read in `readings.py`. This file checks that what is asked for
-can be done.
+A tick is one complete round of the attached optimizers; `runtime.py` has what happens in it. The
+parts of an exchange are made in `assembly.py`. A run begins in `startup.py` and `first_step.py`,
+and ends in `finish.py`; an island stops in `leaving.py`. Saved state is in `resume.py`, and numbers
+that can be read are in `readings.py`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ _SHOWN = (
 
 
 class Exchange(Readings):
-    """Joins one model's replicas; made by `attach`.
-
-    How it stands is in `Readings`, what it does is here.
+    """Joins the replicas of one model; made by `attach`. What can be read of it is in `Readings`.
 
     Attributes:
-        topology, host: what was agreed, and what the engine offers.
-        newcomer: this island has joined a run under way: what `attach` was given of parameters,
-            state and step was replaced by what the others hold, and `step` is where they were; they
-            answer no question that is asked between `attach` and the first step.
-        auto_choice: of an "auto" run: what was planned with, and why this method.
+        topology: the place of this rank among islands and ranks.
+        host: the engine's parameters and optimizers.
+        newcomer: this island has joined a run under way. Parameters, state and step that `attach`
+            was given were replaced by those of the others. These answer no question that is asked
+            between `attach` and the first step.
+        auto_choice: of an "auto" run: what was measured, and why this method; else None.
         shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -95,12 +94,7 @@ class Exchange(Readings):
         try:
             Copies(host, self._island).check()
             self._runtime = assembly.assemble(
-                config,
-                topology,
-                host,
-                model,
-                self._connections,
-                start.step,
+                config, topology, host, model, self._connections, start.step
             )
             self._runtime.owner = self
             self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
@@ -127,8 +121,8 @@ class Exchange(Readings):
 
     @torch.no_grad()
     def choose(self, config: ExchangeConfig, model: torch.nn.Module | None) -> None:
-        """Go on with the method of `config`, which all islands have agreed on, in place of one that
-        has exchanged nothing: replicas have equal parameters, and nothing is under way.
+        """Replace the method by that of `config`, which all islands have agreed on. The method so
+        far has exchanged nothing: replicas have equal parameters, and nothing is under way.
 
         All ranks of all islands call it at the end of the same step.
 
@@ -167,11 +161,11 @@ class Exchange(Readings):
         step: int,
         model: torch.nn.Module | None = None,
     ) -> None:
-        """What `attach` does when it joins, once more: for an engine that loads a checkpoint after
-        it was attached.
+        """Join the other islands once more, as `attach` does: for an engine that loads a checkpoint
+        after it was attached.
 
         All ranks of all replicas call it together, each with its parameters and inner optimizer
-        states loaded. What is under way is forgotten.
+        states loaded. Messages under way are forgotten.
 
         Args:
             state, model: as for `attach`. Without a state channels start anew, and all replicas
@@ -192,41 +186,38 @@ class Exchange(Readings):
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Send once more what was under way in the state from which this replica resumes; and where
-        a loss has cut off the exchange of its last step, wait for the others to come so far, and
-        apply it. Does nothing when called again.
+        """Send the messages once more that were under way in the state from which this replica
+        resumes. Where a loss has cut off the exchange of its last step, wait until the others have
+        come so far, and apply it. Does nothing when called again.
 
-        `attach(..., catch_up=False)` leaves it to its caller, who asks the islands something
-        before, and calls this ahead of the first forward pass.
+        `attach` calls it, but with `catch_up=False`: then the caller asks the islands something
+        first, and calls this method ahead of the first forward pass.
         """
         self._first.catch_up()
 
     def accept_parameters(self) -> None:
-        """The parameters as they are now are right: for a host that has put this replica's own back
-        after attach, as its saved state has them. Elsewhere parameters that were changed between
-        attach and the first step are refused there."""
+        """Accept the parameters as they are now: for a host that has put this replica's own back
+        after `attach`, as its saved state has them. Otherwise the first step refuses parameters
+        that were changed since `attach`."""
         self._first.accept_parameters()
 
     def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
-        """Tell the exchange this rank's tokens since the last call (the island's weight) and its
-        loss: the mean of those since the last message travels in the next header (a tensor is
-        read only then), NaN left out."""
+        """Report this rank's tokens since the last call, which are the island's weight, and its
+        loss. The mean of the losses since the last message, without NaN, travels in the next
+        header; a tensor is read only then."""
         self._runtime.status.add(tokens, loss)
 
     def watch_gradients(self) -> None:
-        """Look at the gradients of every step, also where the exchange neither clips nor sends
-        them: where they hold NaN or Inf the inner optimizer takes no step, and its moments stay
-        finite.
+        """Check the gradients of every step, also where the exchange neither clips nor sends them:
+        where they hold NaN or Inf the inner optimizer takes no step, and its moments stay finite.
 
-        For a host that clips by itself before the step. torch's `clip_grad_norm_` spreads one NaN
-        over all gradients. It costs a pass over the gradients.
+        For a host that clips by itself before the step: torch's `clip_grad_norm_` spreads one NaN
+        over all gradients. The check costs a pass over the gradients.
         """
         self._runtime.watches_gradients = True
 
     def rows_compared(self) -> None:
-        """A host that has compared the islands' rows by itself says so: their first payloads need
-        not be compared as well.
-        """
+        """Do not compare the islands' first payloads: for a host that has compared their rows."""
         self._queue.watch.compares = False
 
     def request_stop(self, together: bool = False) -> None:
@@ -244,15 +235,15 @@ class Exchange(Readings):
 
     @collective("leave()")
     def leave(self, stopped: bool) -> None:
-        """Tell the other islands that this one goes on no more, before it saves (`guard` and the
-        Trainer call it). Nothing is applied.
+        """Tell the other islands that this one trains no further, before it saves. `guard` and the
+        Trainer call it. Nothing is applied.
 
         Where islands come and go the others train on, and this one may join them again.
 
         Args:
-            stopped: it was told to stop. Where islands come and go all ranks of the island call it
-                together, and try for at most half of ISLAND_STOP to send ahead what it has done
-                since its last exchange.
+            stopped: the island was told to stop. Where islands come and go all its ranks call this
+                together, and try for at most half of ISLAND_STOP to send its part of the coming
+                exchange ahead.
         """
         self._departures.leave(self._runtime, stopped)
 
@@ -277,7 +268,7 @@ class Exchange(Readings):
     @torch.no_grad()
     @collective("flush()")
     def flush(self) -> None:
-        """Wait for what is in flight and apply it, in order of its steps."""
+        """Wait for the messages in flight and apply them, in the order of their steps."""
         refuse_shown(self.shows_result, "flush()")
         self._runtime.check_usable()
         finish.flush(self._runtime)
@@ -286,13 +277,13 @@ class Exchange(Readings):
     @torch.no_grad()
     @collective("finish()")
     def finish(self, close: bool = True) -> None:
-        """End the exchange: apply what is in flight, exchange once more what changed since, leave
-        all replicas with equal parameters.
+        """End the exchange: apply the messages in flight, exchange the changes since, and leave all
+        replicas with equal parameters. All replicas call it at the same step.
 
-        Inside a round that is the plain mean of the replicas (of what they send), without an outer
-        step: see `finish.conclude`. Where the preset has no consensus, the parameters become their
-        mean over the replicas and `drift` says how far this one was. Afterwards the connections are
-        closed; calling it again does nothing. All replicas call it at the same step.
+        Inside a round the last exchange is the plain mean of the replicas' changes, without an
+        outer step (`finish.conclude`). Where the preset has no consensus, the parameters become
+        their mean over the replicas, and `drift` says how far this one was from it. Afterwards the
+        connections are closed, and calling it again does nothing.
 
         Args:
             close: False keeps the connections for questions to the `across_islands`, until
@@ -315,8 +306,10 @@ class Exchange(Readings):
 
     @property
     def across_islands(self) -> IslandConsensus:
-        """Small questions to all islands at one step (`consensus.IslandConsensus`), while they are
-        connected.
+        """Small questions to all islands at one step, while they are connected.
+
+        Raises:
+            RuntimeError: they are connected no more.
         """
         if self._queue.broken or self.closed:
             raise RuntimeError("the islands are connected no more: ask before finish()")
@@ -341,11 +334,12 @@ class Exchange(Readings):
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
         """Within this context `model` holds the parameters that the method calls its result: the
-        anchor, or the mean over the replicas.
+        anchor, or the mean over the replicas. Use it to evaluate and export.
 
-        Use it to evaluate and export. Where `result_kind` is "mean" all replicas enter at the same
-        step, since they communicate here. Gradient presets hold them anyway. Local parameters come
-        back at the end. A RuntimeError here: a step, `flush`, `finish`, and a save (`state_dict`).
+        Where `result_kind` is "mean" all replicas enter at the same step, since they communicate
+        here. Under gradient presets the model holds its result anyway. The replica's own parameters
+        come back at the end. A step, `flush`, `finish` and a save (`state_dict`) raise RuntimeError
+        inside.
         """
         kind = "parameters" if self.finished or self._queue.broken else self.result_kind
         with (
@@ -360,13 +354,13 @@ class Exchange(Readings):
                 self.shows_result = before
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that must survive a restart, as tensors and numbers: step and the channels'
-        state of this rank.
+        """The state of this rank that must survive a restart, as tensors and numbers: step,
+        channels, and messages in flight, which are waited for.
 
-        What is in flight is waited for and saved with it. Where islands come and go it waits until
-        all of them have what this one has: a checkpoint must not hold what the others may settle
-        otherwise. Belongs to this shard of this replica: save one per rank. Tensors are references
-        to the live state: save them before the next step.
+        Where islands come and go it waits until all of them have what this one has: a checkpoint
+        must not hold what the others may settle otherwise. The state belongs to this shard of this
+        replica: save one per rank. Tensors are references to the live state: save them before the
+        next step.
 
         Raises:
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
@@ -392,8 +386,8 @@ class Exchange(Readings):
         """Restore `state_dict()` of the same rank, bit for bit, and its step.
 
         This takes a run back to an earlier step. All ranks of all islands call it at the same step,
-        with the state of one step, and load model and optimizer from there, too. What is under way
-        is waited for and dropped. To go on with a saved run in a new process, and where islands
+        with the state of one step, and load model and optimizer from there, too. Messages under way
+        are waited for and dropped. To go on with a saved run in a new process, and where islands
         hold states of unlike steps, use `attach(state=...)`: then they agree on a step.
 
         Raises:

@@ -1,5 +1,5 @@
-"""How an exchange ends: what is in flight is applied, and one last exchange leaves all replicas
-with one model.
+"""The end of an exchange: what is in flight is applied, and one last exchange leaves all replicas
+with one model. And the model that a method calls its result, shown during the run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..errors import NotFinite
 from ..peers.header import DIGESTS, PARAMETERS
-from .runtime import StepRuntime, drift
-
-# What a method calls its model (`ExchangeConfig.result`), made on the ranks of a run: the
-# anchors, or the mean of the parameters.
+from .runtime import StepRuntime
+from .watch import drift
 
 
 @contextmanager

@@ -94,8 +94,8 @@ class _Deadline:
     does not come must not keep the others until their launcher kills them.
 
     Attributes:
-        status: with which it ends.
-        unfinished: what it was at, for the log; empty before it has left the loop.
+        status: with which the process ends.
+        unfinished: what the process was doing, for the log; empty before it has left the loop.
     """
 
     def __init__(self, exchange: Exchange):
@@ -176,13 +176,20 @@ def _leave(
             "longer"
         )
         if save is not None:
-            _save(save)
+            try:
+                save()
+            except PeerLost:  # found only now: what was under way is saved as it was sent
+                save()
         deadline.end()
         if exchange.topology.rank == 0:
             done = "saved" if save is not None else "nothing was saved"
             command = resume or "the same command"
             when = "to resume" if status == SAVED else "once that is mended"
-            who = _who(exchange, status)
+            who = "all islands "
+            if exchange.topology.islands == 1:
+                who = ""
+            elif status == SAVED and exchange.topology.elastic:  # the others may train on
+                who = "this island (and each other one that has ended) "
             log.log(level, "%s: %s; %s, start %sagain with: %s", where, done, when, who, command)
             if save is not None and exchange.topology.islands > 1:
                 log.log(level, "%s: for the steps of the others see fsdp-demo inspect", where)
@@ -198,22 +205,3 @@ def _leave(
             status = 1
     tell_launcher(exchange.topology.rank, status)
     leave(status)
-
-
-def _who(exchange: Exchange, status: int) -> str:
-    """Whom to start again. Where islands come and go, the others may train on, or have ended."""
-    if exchange.topology.islands == 1:
-        return ""
-    if status == SAVED and exchange.topology.elastic:
-        return "this island (and each other one that has ended) "
-    return "all islands "
-
-
-def _save(save: Callable[[], Any]) -> None:
-    """Save; once more if only now a peer is found lost, since what was under way is then saved as
-    it was sent.
-    """
-    try:
-        save()
-    except PeerLost:
-        save()

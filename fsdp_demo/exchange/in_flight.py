@@ -24,7 +24,7 @@ from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
-from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP
+from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP, Header
 from .ledger import Ledger
 from .message import MessageLayout, Said
 from .saved_state import History, InFlightState
@@ -38,12 +38,11 @@ class InFlightQueue:
     """The messages of one rank, in the order in which they were sent.
 
     Args:
-        channels, norm_limit: as for `work_with`.
         connections: whose worker sends, and whose island votes; a copy that is not active has no
             worker.
         device: of what is sent.
-        speaks: this rank logs what it sees in the messages of its peer group.
         islands: of the run.
+        speaks: this rank logs what it sees in the messages of its peer group.
 
     Attributes:
         channels: all of them, in the order of the configuration.
@@ -63,12 +62,10 @@ class InFlightQueue:
 
     def __init__(
         self,
-        channels: Sequence[ChannelRunner],
         connections: ExchangeConnections,
         device: torch.device,
-        speaks: bool = False,
-        norm_limit: float | None = None,
-        islands: int = 1,
+        islands: int,
+        speaks: bool,
     ):
         self.device = device
         self.connections = connections
@@ -80,20 +77,18 @@ class InFlightQueue:
         self.broken = self.replays = False
         self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
-        self.work_with(channels, norm_limit)
 
     def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
-        """From now on: at the start, and where the method is chosen later, while nothing is under
-        way. What was seen of the other islands so far stays.
+        """Take these channels from now on: at the start, and where the method is chosen later,
+        while nothing is under way. What was seen of the other islands so far stays.
 
         Args:
             channels: all channels, in the order of the configuration.
             norm_limit: of the configuration.
         """
         self.channels = list(channels)
-        self.norms = Norms(
-            norm_limit, max((c.channel.schedule.in_flight for c in channels), default=0)
-        )
+        in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
+        self.norms = Norms(norm_limit, in_flight)
         self.sender = MessageSender(
             self.connections, self.device, self.watch, self.norms, self.ledger
         )
@@ -102,9 +97,7 @@ class InFlightQueue:
 
     def launch(self, outgoing: dict[str, ChannelPayload], step: int, said: Said) -> None:
         """Send what the channels have to send at this step as one message."""
-        flight = PendingExchange(
-            step, list(outgoing), outgoing, None, layout=self.layout(outgoing, step)
-        )
+        flight = PendingExchange(step, list(outgoing), outgoing, layout=self.layout(outgoing, step))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
         self.sender.send(flight, said)
@@ -145,12 +138,14 @@ class InFlightQueue:
         now: int | None = None,
         last: bool = False,
     ) -> Iterator[tuple[ChannelRunner, Incoming]]:
-        """Wait, in order, for what `channels` launched `delay` or more steps before `step`: each
-        with what has come back to it, which it is to apply before the next is asked for. A
-        collective of the island.
+        """Wait, in order, for the messages that `channels` launched `delay` or more steps before
+        `step`. Gives each channel with what has come back to it, which it is to apply before the
+        next one is asked for. A collective of the island.
 
-        now: the step after which this really happens, where it is earlier than `step` (a flush);
-        last: see `Incoming`.
+        Args:
+            now: the step after which this really happens, where it is earlier than `step` (a
+                flush).
+            last: see `Incoming`.
         """
         for flight in list(self.flights):
             ready = [
@@ -163,19 +158,12 @@ class InFlightQueue:
             arrived = self._wait(flight)
             islands = () if arrived is None else arrived.slots
             told = 0 if arrived is None else self._told(arrived)
-            alone = bool(told & (NOT_FINITE | FAR))
             for c in ready:
                 if told & FAR:
                     c.drop(flight.parts[c.channel.name])
-                yield (
-                    c,
-                    self._incoming(
-                        flight,
-                        c,
-                        arrived,
-                        last or alone or (self.replays and c.channel.source == "delta"),
-                    ),
-                )
+                foreign = self.replays and c.channel.source == "delta"
+                plain = last or foreign or bool(told & (NOT_FINITE | FAR))
+                yield c, self._incoming(flight, c, arrived, plain)
                 self.applied[c.channel.name] = flight.step
             if not flight.parts:
                 self.flights.remove(flight)
@@ -184,87 +172,61 @@ class InFlightQueue:
     def _told(self, arrived: ReceivedMessage) -> int:
         """The flags of this replica's own contribution: NOT_FINITE or FAR where it was left out."""
         peers = self.connections.peers
-        own = (
-            h.flags
-            for slot, h in zip(arrived.slots, arrived.headers, strict=False)
-            if peers is not None and slot == peers.slot
-        )
-        return next(own, 0)
+        by_slot = dict(zip(arrived.slots, arrived.headers, strict=False))
+        return by_slot[peers.slot].flags if peers is not None and peers.slot in by_slot else 0
 
     def _incoming(
         self, flight: PendingExchange, c: ChannelRunner, arrived: ReceivedMessage | None, last: bool
     ) -> Incoming:
-        """What one channel is to apply, which leaves the flight."""
-        name, sent = c.channel.name, flight.parts[c.channel.name]
+        """The part of a message that one channel is to apply; it leaves the flight."""
+        sent, island = flight.parts[c.channel.name], self.connections.island
         c.release(sent)
-        if arrived is None:
-            received, present = None, sent.present
-        else:
-            received = flight.layout.split(name, arrived)
-            present = received.present
-        present = self._share(present)
-        del flight.parts[name]
+        received = None if arrived is None else flight.layout.split(c.channel.name, arrived)
+        present = sent.present if received is None else received.present
+        # copies that are not active have not heard the other islands: the union of the island
+        if present is not None and island.position.num_copies > self.connections.active_copies:
+            present = [bool(v) for v in island.max(*map(float, present))]
+        del flight.parts[c.channel.name]
         return Incoming(sent, received, present, self.under_way(c), last)
-
-    def _share(self, present: list[bool] | None) -> list[bool] | None:
-        """A copy that is not active has not heard the other islands: where there are such copies,
-        take the island's union.
-        """
-        if (
-            present is None
-            or self.connections.island.position.num_copies == self.connections.active_copies
-        ):
-            return present
-        return [bool(v) for v in self.connections.island.max(*map(float, present))]
 
     def ask(self, job: Callable[[PeerGroup], Any]) -> Any:
         """Run `job` on the peer group after what is in flight, with the island's vote. None on a
         copy without peers.
         """
-        worker = self.connections.worker
-        return self._wait(
-            PendingExchange(
-                -1, [], {}, None if worker is None else worker.submit(partial(job, worker.peers))
-            )
-        )
+        question, worker = PendingExchange(-1, [], {}), self.connections.worker
+        if worker is not None:
+            question.future = worker.submit(partial(job, worker.peers))
+        return self._wait(question)
 
     def layout(self, members: Collection[str], step: int) -> MessageLayout:
-        """Of a message of the channels with these names that is sent at `step`."""
+        """The layout of a message of the channels with these names that is sent at `step`."""
         sections = [c.of(step).section for c in self.channels if c.channel.name in members]
         return MessageLayout([s for s in sections if s is not None])
 
     def _wait(self, flight: PendingExchange) -> Any:
-        """What arrived, after the island's vote; on failure an error on every rank. What is under
-        way stays, to be saved and sent again.
+        """What has arrived for a message, after the island's vote; where it failed on any rank, an
+        error on all. What is under way stays, to be saved and sent again.
         """
         error: Exception | None = None
         arrived: Any = None
-        if flight.future is not None:
-            try:
-                worker, self.waits_since = self.connections.worker, time.monotonic()
-                since = time.perf_counter()
-                with record_function("fsdp_demo::wait"):
-                    arrived = worker.wait(flight.future) if worker else flight.future.result()
-            except Exception as e:
-                # whatever it is, the other ranks of the island must hear of it in the vote
-                error = e
-            flight.waited += flight.future.waited(since, time.perf_counter())
-            self.waits_since = 0.0
-        headers = arrived.headers if isinstance(arrived, ReceivedMessage) else []
-        if headers and not flight.counted:
-            error = self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
-            flight.counted = True
+        headers: list[Header] = []
+        try:
+            arrived = self._arrived(flight)
+            headers = arrived.headers if isinstance(arrived, ReceivedMessage) else []
+            if headers and not flight.counted:
+                flight.counted = True
+                self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
+        except Exception as e:
+            # whatever it is, the other ranks of the island must hear of it in the vote
+            error = e
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
         failed, stop, rewritten = self.connections.island.max(
             float(error is not None), float(asked), flight.rewritten
         )
         if failed:
             self.broken = True
-            raise (
-                error
-                if error is not None
-                else PeerLost(f"another rank of this island lost its peer at step {flight.step}")
-            )
+            lost = f"another rank of this island lost its peer at step {flight.step}"
+            raise error if error is not None else PeerLost(lost)
         self.watch.hear(headers, int(stop))
         if rewritten:
             self.watch.warn_of_rewritten()
@@ -274,6 +236,21 @@ class InFlightQueue:
             told = zip(arrived.slots, headers, strict=False)
             self.history.early = tuple(slot for slot, h in told if h.flags & EARLY)
         return arrived
+
+    def _arrived(self, flight: PendingExchange) -> Any:
+        """The result of a message's future, None where it has none; notes how long that was waited
+        for.
+        """
+        if flight.future is None:
+            return None
+        worker, self.waits_since = self.connections.worker, time.monotonic()
+        since = time.perf_counter()
+        try:
+            with record_function("fsdp_demo::wait"):
+                return worker.wait(flight.future) if worker else flight.future.result()
+        finally:
+            flight.waited += flight.future.waited(since, time.perf_counter())
+            self.waits_since = 0.0
 
     # ---- a run that goes on --------------------------------------------------------------------
 
@@ -289,8 +266,8 @@ class InFlightQueue:
         self.norms.load({})
 
     def note_unsent(self) -> None:
-        """All islands have stopped together: what has not come by now does not come, and is saved
-        as unsent.
+        """Mark messages that have not come by now as lost: all islands have stopped together, so
+        these do not come, and are saved as unsent.
         """
         futures = [f.future for f in self.flights if f.future is not None]
         self.broken |= any(not f.done() or f.exception() is not None for f in futures)
@@ -308,8 +285,8 @@ class InFlightQueue:
     # ---- what is kept --------------------------------------------------------------------------
 
     def state(self) -> list[InFlightState]:
-        """What is in flight, waited for. After a loss with what was sent but not what should have
-        come back: a resumed run sends it once more.
+        """The messages in flight, once they have come. After a loss they are given as they were
+        sent, without what should have come back: a resumed run sends them once more.
 
         Raises:
             PeerLost (or what else has failed): if the loss is found only here; called again it
@@ -338,9 +315,8 @@ class InFlightQueue:
             parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
             if not parts:  # nobody here is to apply any of it
                 continue
-            flight = PendingExchange(
-                s.step, s.members, parts, None, header=s.said, layout=self.layout(s.members, s.step)
-            )
+            layout = self.layout(s.members, s.step)
+            flight = PendingExchange(s.step, s.members, parts, header=s.said, layout=layout)
             if s.arrived is not None:
                 # that stop has happened
                 headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]

@@ -39,7 +39,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class LedgerPage:
-    """What a ledger says at one moment. `total` is what the meter has, to the byte.
+    """The rows of a ledger at one moment. Their `total` is that of the meter, to the byte.
 
     Attributes:
         channels: payload of each channel, by name (with fragments: of each fragment).
@@ -65,12 +65,12 @@ class LedgerPage:
 
 @dataclass
 class Ledger:
-    """Bytes of one rank, by channel. A step only counts messages (in the thread that sends); whose
-    bytes they had is calculated when somebody asks.
+    """Bytes of one rank, by channel. A step only counts messages (in the thread that sends); their
+    bytes are shared out when somebody asks.
 
     Attributes:
-        messages: how many there were, by the sections in them, the islands that shared them, this
-            one's place among these, and the bytes that were moved.
+        messages: number of messages by their sections, the number of islands that shared them, this
+            island's place among these, and the bytes that were moved.
     """
 
     messages: Counter[tuple[tuple[ChannelCodec, ...], int, int, Moved]] = field(

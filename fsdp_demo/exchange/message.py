@@ -44,7 +44,7 @@ from .watch import give_up
 
 
 class MessageLayout:
-    """What lies where in a message of some channels, of one active copy.
+    """The layout of a message of some channels, of one active copy.
 
     Args:
         sections: of the channels, in the order of the configuration.
@@ -81,7 +81,7 @@ class MessageLayout:
 
     @property
     def before_step(self) -> bool:
-        """Whether it is a message of gradients: those share none with other channels."""
+        """Whether this is a message of gradients; no other channels share it then."""
         return any(s.channel.before_step for s in self.sections.values())
 
     # ---- what is sent --------------------------------------------------------------------------
@@ -89,8 +89,8 @@ class MessageLayout:
     def pack(
         self, parts: Mapping[str, ChannelPayload]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """What the channels send, by name, in its order: presence bits (uint8, on the CPU),
-        sections of the body, vectors to be reduced.
+        """The payloads of the channels, given by name, in the order of the message: presence bits
+        (uint8, on the CPU), sections of the body, vectors to be reduced.
         """
         mine = [parts[name] for name in self.sections]
         bits = pack_bits([p for part in mine for p in part.present or []])
@@ -151,10 +151,11 @@ def _spans(lengths: Sequence[int], start: int = 0) -> list[slice]:
 
 
 def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
-    """Each replica's share in a channel's mean: its header's weight, or 1; 0 for the plain gradient
-    of a skipped step, for what is not finite, for a norm that is far from the others', and for a
-    newcomer's part of a round, unless all are newcomers. Of one that has left it is the weight
-    in any case: it has sent a part of a round.
+    """The share of each replica in a channel's mean: 1, or the weight in its header where islands
+    are weighed by tokens. The share is 0 for the plain gradient of a skipped step, for values that
+    are not finite, for a norm that is far from the others', and for a newcomer's part of a round,
+    unless all are newcomers. A replica that has left has sent a part of a round: its share is the
+    weight in its header in any case.
 
     Raises:
         RuntimeError: weights are tokens and no island has counted any.
@@ -204,18 +205,20 @@ def unpack_bits(data: Tensor, n: int) -> list[bool]:
 
 @dataclass(frozen=True)
 class Said:
-    """What goes into one header. Numbers that lie on a device are read in the thread that sends.
+    """The words of this replica for one header. Numbers that lie on a device are read in the thread
+    that sends.
 
     Attributes:
         weight, flags: as in `header.Header`.
         loss: a scalar, None where unknown.
-        bad: 1 where the contribution is not finite, else 0; `run`: steps in a row whose gradients
-            were not.
-        norm: of the contribution, of the whole island; 0 where it is not looked at.
-        total: int64 scalar, the 64-bit sum of what must be equal; None where it is not compared.
+        bad: 1 where the contribution is not finite, else 0. run: steps in a row whose gradients
+            were not finite.
+        norm: of the contribution of the whole island; 0 where nobody looks at it.
+        total: int64 scalar, the 64-bit sum of tensors that must be equal; None where they are not
+            compared.
         rate: the learning rate, the mean over the parameter groups; 0 where it is not said.
-        rewritten: more than 0 where something else has written parameters since an exchange. It is
-            not sent: only the thread that sends can read it.
+        rewritten: above 0 where something else has written parameters since an exchange. It is not
+            sent; it is here since only the thread that sends can read it from a device.
     """
 
     weight: float = 1.0
@@ -244,8 +247,8 @@ class Said:
 
 
 class LocalStatus:
-    """What one rank says of itself, from `Exchange.report` and `Exchange.request_stop` to the next
-    message.
+    """The tokens, losses and wishes of one rank, from `Exchange.report` and `Exchange.request_stop`
+    to the next message.
 
     Args:
         alone: an island that is told to end leaves the others, who train on.
@@ -254,8 +257,7 @@ class LocalStatus:
         tokens: that this rank has counted since the start of the job.
         skipping: this replica does not take the step under way.
         bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar
-            on the device that nobody has read.
-        run: such steps in a row.
+            on the device that nobody has read. run: such steps in a row.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -283,7 +285,7 @@ class LocalStatus:
             )
 
     def request_stop(self, together: bool) -> None:
-        """Wish to stop: with the other islands however long it takes (`together`), else as soon as
+        """Wish to stop: together with the other islands however long that takes, or as soon as
         nothing is under way.
         """
         self._together = together and (self._together or not self._wanted)
@@ -298,7 +300,10 @@ class LocalStatus:
         self._sent = self._wanted
 
     def gradients(self, bad: float | Tensor, peers: PeerGroup | None = None) -> None:
-        """Whether this step's gradients are not finite on any rank of the island (1 or 0).
+        """Note whether the gradients of this step are not finite on any rank of the island.
+
+        Args:
+            bad: 1 or 0.
 
         Raises:
             NotFinite: on every rank of the island, after LIMIT such steps in a row (on a device the
@@ -327,11 +332,13 @@ class LocalStatus:
     def header(
         self, names: Collection[str], by_tokens: bool, island: IslandGroup, device: torch.device
     ) -> Said:
-        """What the header of a message of the channels `names` says. Losses are used up; their mean
-        leaves out NaN.
+        """The words for the header of a message of the channels `names`. Losses are used up; their
+        mean leaves out NaN.
 
-        With weights `by_tokens`, which are those since the channels' last exchange, a collective
-        inside the island."""
+        Args:
+            by_tokens: the weight is the island's tokens since the last exchange of these channels.
+                A collective inside the island then.
+        """
         stop = 0 if self.goes else STOP * self._sent | LEAVING * (self._sent and self.told)
         weight, flags = 1.0, stop | SKIPPED * self.skipping
         if by_tokens:
@@ -362,8 +369,8 @@ class LocalStatus:
         self._losses.clear()
 
     def state(self) -> tuple[tuple[int, dict[str, float]], list[float]]:
-        """Tokens, and those up to the last exchange of each channel; losses noted since the last
-        message.
+        """((tokens, tokens up to the last exchange of each channel), losses since the last
+        message), for `load`.
         """
         return (self.tokens, dict(self._weighed)), [float(v) for v in self._losses]
 

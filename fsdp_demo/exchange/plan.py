@@ -1,5 +1,5 @@
-"""Bytes before the first step: what one rank sends and receives at each step, from shapes alone,
-through the meter that training uses.
+"""The bytes and the memory of an exchange on one rank, known before the first step, from shapes
+alone.
 
 A plan counts the same messages (`message.py`) as a run; a test compares the two to the byte for
 every preset.
@@ -27,7 +27,7 @@ from .message import MessageLayout
 
 
 class Plan:
-    """What a list of channels sends on one rank.
+    """The bytes that a list of channels sends on one rank, counted by the meter that training uses.
 
     Args:
         sections: of the channels, in the order of the configuration.
@@ -43,11 +43,7 @@ class Plan:
         """Steps after which the pattern of exchanges repeats: the least common multiple of the
         periods.
         """
-        return (
-            math.lcm(*(s.channel.schedule.sync_every for s in self.sections))
-            if self.sections
-            else 1
-        )
+        return math.lcm(*(s.channel.schedule.sync_every for s in self.sections))
 
     def message(self, step: int) -> Meter:
         """Counts of the exchanges that start at `step` (all zero if nothing is due)."""
@@ -117,7 +113,6 @@ class Plan:
         return max(
             (self.message(step) for step in range(self.cycle, 2 * self.cycle)),
             key=lambda m: m.bytes_sent,
-            default=Meter(),
         )
 
 
@@ -153,7 +148,9 @@ def plan_model(
 
 
 def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...]:
-    """What FSDP2 gives to a shard: ceil(rows / shards) rows, the last shards less or none."""
+    """The local shape of a shard of FSDP2: ceil(rows / shards) rows, in the last shards less or
+    none.
+    """
     if shards == 1 or not shape:
         return tuple(shape)
     rows = -(-shape[0] // shards)
@@ -170,9 +167,8 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
 #   (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again.
 # * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
 # * workspace: what one step with an exchange takes on top of both, at its largest: messages. A
-# sparse
-#   or gathered one is small; a vector that is reduced is a copy of what is sent, 4 bytes per
-# element.
+#   sparse or gathered one is small; a vector that is reduced is a copy of what is sent, 4 bytes
+#   per element.
 #
 # Each channel has four figures in each memory (`_Use`). A step adds up what acts in it; the order
 # within a message is left out, and what channels share in one is counted for each: at most 2 %
@@ -222,7 +218,7 @@ def plan_memory(
     staged: bool = True,
     low_precision: bool = False,
 ) -> Memory:
-    """What the exchange takes on one rank of an island whose ranks hold each shard once (no
+    """The memory of the exchange on one rank of an island whose ranks hold each shard once (no
     copies).
 
     Args:
@@ -331,8 +327,9 @@ class _Use:
 
 
 def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool) -> _Use:
-    """Workspaces of the channel, what it sends (coded, or fp32 vectors that are reduced), and what
-    a sender needs again when the mean arrives. What is worked on in windows is not counted.
+    """A channel's use of the device: its workspaces, its payload (coded, or fp32 vectors that are
+    reduced), and the values that a sender needs again when the mean arrives. Windows are not
+    counted.
     """
     channel, work = section.channel, 4 * section.layout.numel
     kept = section.known_bytes + (0 if channel.accumulator is None else work)
@@ -354,9 +351,10 @@ def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precisi
 
 
 def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) -> _Use:
-    """The bodies of all islands and the means, until they are applied; during the exchange a copy
-    of what is sent, or the coded parts of the means. Values that travel as they are, `alone` in
-    their message, come where the mean is to lie: then the others' shares of one part.
+    """A channel's use of the host: the bodies of all islands and the means, until they are applied;
+    during the exchange a copy of what is sent, or the coded parts of the means. Values in fp32 that
+    are `alone` in their message arrive where the mean is to lie: only the others' shares of one
+    part come on top then.
     """
     message, means = MessageLayout([section]), 0
     coded = message.num_bytes

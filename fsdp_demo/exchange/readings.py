@@ -1,5 +1,5 @@
-"""How an exchange stands: how far it is, whether it goes on, whether it stops, and its numbers. No
-communication, but where it says that all ranks of the island call it together.
+"""What can be read of an exchange: its step, whether it goes on or stops, and its numbers. Nothing
+communicates, but where a method says that all ranks of the island call it together.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from .sending import ExchangeConnections, ExchangeRecord
 
 @dataclass(frozen=True)
 class Activity:
-    """What one rank does at this moment. Another thread than the one that trains may read it, for a
-    line of progress. No communication.
+    """What one rank does at this moment, for a line of progress.
 
     Attributes:
-        kind: "training"; "sending": it trains while a message is under way; "waiting": training
-            stands still for a message; "finished".
+        kind: "training"; "sending": the rank trains while a message is under way; "waiting":
+            training stands still for a message; "finished".
         islands: with which the message is not done yet; empty where that is not known.
         seconds: for which training has stood still.
 
@@ -60,8 +59,8 @@ class Activity:
 
 
 class Readings:
-    """What can be read of an `Exchange` at any time (`step` and `raises_stopped` can be set,
-    too).
+    """What can be read of an `Exchange` at any time. `step`, `raises_stopped` and `tells` can be
+    set, too.
     """
 
     topology: Topology
@@ -103,8 +102,8 @@ class Readings:
 
     @property
     def stopped(self) -> bool:
-        """Whether all ranks of this island (and, where they could agree, all islands) stop after
-        this step. Raised as `Stopped` unless `raises_stopped` is False.
+        """Whether all ranks of this island stop after this step, and all islands where they could
+        agree on it. The step raises `Stopped` then, unless `raises_stopped` is False.
         """
         return self._runtime.stopped
 
@@ -115,8 +114,8 @@ class Readings:
 
     @property
     def leaving(self) -> bool:
-        """Whether it stops since an island was told to end (SIGTERM), not by a wish that all follow
-        (`request_stop(together=True)`).
+        """Whether the stop is due to an island that was told to end (SIGTERM), not to a wish that
+        all follow (`request_stop(together=True)`).
         """
         return self._runtime.leaving
 
@@ -131,15 +130,13 @@ class Readings:
 
     @property
     def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied here, -1 where there was
-        none.
-        """
+        """For each channel the step of the last message that was applied here, -1 for none."""
         return self._runtime.applied
 
     @property
     def history(self) -> str:
-        """Whose contributions the exchanges had that were applied here: a digest; empty where that
-        is not known, as on a copy that is not active."""
+        """A digest of the islands that took part in each exchange that was applied here
+        (`saved_state.History`); empty where they are not known, as on a copy that is not active."""
         return "" if self._peers is None else self._queue.history.digest
 
     @property
@@ -150,9 +147,9 @@ class Readings:
 
     @property
     def applied_by(self) -> list[int]:
-        """Of the `participants` those that hold what that exchange has led to, as far as this rank
-        knows: not those whose part had come ahead of its time, for they had left; nor those that
-        have been lost since, for they have saved nothing."""
+        """The `participants` that have applied that exchange, as far as this rank knows: without
+        those whose part had come ahead of its time, since they had left, and without those that
+        were lost after it, since they have saved nothing."""
         peers, early = self._peers, self._queue.history.early
         here = () if peers is None else peers.alive
         return [slot for slot in self.participants if slot not in early and slot in here]
@@ -166,8 +163,9 @@ class Readings:
 
     @property
     def tells(self) -> Callable[[], dict[str, Any]]:
-        """Gives what this island's host (a Trainer) tells the host of an island that joins later:
-        JSON of at most a megabyte. Called at the end of the step whose state is handed on."""
+        """A function whose result this island's host (a Trainer) tells the host of an island that
+        joins later: JSON of at most a megabyte. It is called at the end of the step whose state is
+        handed on."""
         return self._runtime.tells
 
     @tells.setter
@@ -176,8 +174,8 @@ class Readings:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a donor's host has told this one, if this island has joined a run under way. As it
-        came: not compared with anything.
+        """What the donor's host tells (`tells`), where this island has joined a run under way; not
+        compared with anything.
         """
         return self._runtime.told
 
@@ -198,14 +196,12 @@ class Readings:
 
     @property
     def waiting(self) -> float:
-        """Seconds for which the message under way has been, where islands come and go; else 0."""
+        """Age in seconds of the message under way, where islands come and go; else 0."""
         return 0.0 if self._peers is None else self._peers.waiting
 
     @property
     def activity(self) -> Activity:
-        """What this rank does now: it trains, it sends meanwhile, or it waits, and for whom. May be
-        read from another thread.
-        """
+        """What this rank does now. Another thread than the one that trains may read it."""
         if self.finished or self.closed:
             return Activity("finished")
         peers, since = self._peers, self._queue.waits_since
@@ -225,25 +221,26 @@ class Readings:
 
     @property
     def chosen_because(self) -> str:
-        """Of an "auto" run whose method is chosen: what was measured, and why this method."""
+        """What was measured, and why this method, in an "auto" run whose method is chosen; else
+        empty.
+        """
         return "" if self.auto_choice is None else self.auto_choice.reason
 
     def timeline(self) -> list[ExchangeRecord]:
-        """The exchanges that have ended (the last 10 000): step of launch, step of application,
-        when they were on the wire.
-        """
+        """The exchanges that have ended, oldest first; at most the last 10 000."""
         return list(self._queue.flown)
 
     def ended_since(self, last: ExchangeRecord | None) -> list[ExchangeRecord]:
-        """Those of `timeline()` behind `last`, oldest first; all of them for None. Cheap in every
-        step.
+        """The records of `timeline()` behind `last`, oldest first; all of them for None. Cheap
+        enough for every step.
         """
         new = list(takewhile(lambda record: record is not last, reversed(self._queue.flown)))
         return new[::-1]
 
     def metrics(self) -> dict[str, Any]:
-        """Counts of this rank (see `Meter`), the step, the mean over islands of the losses in the
-        last headers, the drift at the end.
+        """Numbers of this rank: the counts of `Meter`, `step`, `loss` (the mean over the islands at
+        the last exchange), `drift`, contributions that were left out (`not_finite`, `far`), and
+        where islands come and go how many there are.
         """
         seen = self._queue.watch
         return {
@@ -326,8 +323,8 @@ class Readings:
         return found
 
     def ledger(self) -> LedgerPage:
-        """This rank's bytes by channel, of headers, and of all else; their sum is `bytes_sent` and
-        `bytes_received` of `metrics()`, to the byte.
+        """The bytes of this rank by channel, of headers, and of all else. Their sum is `bytes_sent`
+        and `bytes_received` of `metrics()`, to the byte.
         """
         return self._queue.ledger.page(self._meter)
 
@@ -356,9 +353,9 @@ class Readings:
 
     @property
     def result_kind(self) -> str:
-        """What `outer_parameters` shows: "parameters" (those of the replica: gradient presets keep
-        them equal), "anchor" (the outer parameters, known to every replica) or "mean" (over the
-        replicas: a round of communication)."""
+        """What `outer_parameters` shows: "parameters" (the replica's own, which gradient presets
+        keep equal), "anchor" (the outer parameters, known to every replica) or "mean" (over the
+        replicas, by a round of communication)."""
         return self.config.result(self.topology.islands)
 
     @property

@@ -1,5 +1,5 @@
-"""What attach refuses or warns of before anything is sent: parameters and optimizers that an
-exchange could not serve.
+"""The checks of `attach` before anything is sent: parameters and optimizers that an exchange cannot
+serve are refused, or warned of.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from ..hosts.base import TrainingHost
 from ..rendezvous.island import IslandGroup
 from .watch import sums
 
-# Ranks of one island that hold the same shard must hold the same values: each of them sends a
-# part of it, and takes the rest from the others.
-#
-# That is looked at in `attach`, and once more in the first exchange, when training has moved the
-# values. So ranks that nobody made one island of (no DDP, no replicate axis) are refused before
-# they mix what they have.
-#
-# A parameter that is whole on ranks which shard others must stay equal there, too: nothing
-# gathers it. Ranks that differ in one (a root that nobody sharded) are named in a warning. It may
-# be meant: experts of one name can be other experts on each rank.
-
 log = logging.getLogger("fsdp_demo")
 
 
 class Copies:
-    """Compares what several ranks of an island hold; all of them call its methods together.
+    """The comparison of ranks of one island that hold the same shard, and so must hold the same
+    values: each of them sends a part of it, and takes the rest from the others. All ranks of the
+    island call the methods together.
+
+    They are compared in `attach`, and once more in the first exchange, when training has moved the
+    values. So ranks that nobody made one replica of (no DDP, no replicate axis) are refused before
+    they mix their values.
+
+    A parameter that is whole on ranks which shard others must stay equal there, too: nothing
+    gathers it. Ranks that differ in one (a root that nobody sharded) are named in a warning. That
+    may be meant: experts of one name can be other experts on each rank.
 
     Attributes:
         pending: there is something to compare, and the first exchange has not been looked at.
@@ -56,8 +55,8 @@ class Copies:
             raise ValueError(found)
 
     def look(self, channels: Sequence[ChannelRunner]) -> None:
-        """Compare once what the first exchange is about: gradients, where one of these channels
-        sends them, else parameters. It reads from the device.
+        """Compare, once, the source of the first exchange: gradients, where one of these channels
+        sends them, else parameters. This reads from the device.
 
         Raises:
             Mismatch: as `check`.
@@ -70,8 +69,8 @@ class Copies:
             raise Mismatch(found)
 
     def _unlike(self, what: str) -> str | None:
-        """Which two copies hold other values of a tensor; None where all are equal. A warning for
-        tensors that are whole on all shards.
+        """A sentence about two copies that hold other values of a tensor; None where all are equal.
+        Warns of tensors that are whole on all shards and differ.
         """
         shards, names = self._island.position.num_shards, [p.name for p in self._host.params]
         everyone = self._island.everyone(sums(self._host.tensors(what), self._host.device))

@@ -52,11 +52,12 @@ def join(
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
 ) -> None:
-    """Take a snapshot and make up for the steps since. All ranks of the island call it together,
-    with the engine's step hooks paused.
+    """Take a snapshot of a donor and make up for its steps since. All ranks of the island call it
+    together, with the engine's step hooks paused.
 
     Args:
-        model: as for `attach`. told: further facts of the run (`Start.facts`).
+        model: as for `attach`.
+        told: further facts of the run (`Start.facts`).
 
     Raises:
         ValueError: the others run something else.
@@ -96,7 +97,9 @@ def join(
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
-    """The donor is lost: take another one. Its snapshot replaces all that came of this one."""
+    """Ask another island for its state, since the donor is lost. Its snapshot replaces all that has
+    come.
+    """
     name = runtime.topology.name
     log.warning("%s: %s: another island is asked for its state", name, error)
     runtime.island.together(
@@ -117,7 +120,7 @@ def _take_snapshot(
     told: Mapping[str, Any],
     following: Following | None,
 ) -> DonorPosition:
-    """Where the donor stood."""
+    """Fetch a snapshot and let this island stand where its donor stood; that position."""
     island, what = runtime.island, f"{runtime.topology.name}: the snapshot of another island"
     _materialise(runtime)
     brings = snapshot.brings(runtime, model)
@@ -151,7 +154,9 @@ def _take_snapshot(
 def _fetching(
     following: Following, wanted: Sequence[int], name: str
 ) -> Callable[[], list[Tensor] | None]:
-    """Asks for the bodies of a snapshot, and says now and then how long that will take."""
+    """A function that asks for the bodies of a snapshot, of `wanted` bytes each, and logs now and
+    then how long that will take.
+    """
     began, before, whole = time.monotonic(), following.fetched, sum(wanted)
     says_at = SLICE / 2  # then twice as late each time
 
@@ -161,12 +166,9 @@ def _fetching(
         took = time.monotonic() - began
         come = following.fetched - before
         if found is None and took >= says_at:
-            says_at = 2 * took
-            left = (
-                f"about {(whole - come) * took / come / 60:.1f} minutes are left"
-                if come
-                else "nothing comes"
-            )
+            says_at, left = 2 * took, "nothing comes"
+            if come:
+                left = f"about {(whole - come) * took / come / 60:.1f} minutes are left"
             log.info(
                 "%s: %.0f of %.0f MiB of the snapshot after %.0f s: %s",
                 name,
@@ -181,7 +183,7 @@ def _fetching(
 
 
 def _materialise(runtime: StepRuntime) -> None:
-    """Optimizers that make their state at their first step take one on gradients of zero:
+    """Let optimizers that make their state at their first step take one, on gradients of zero:
     parameters and state are replaced after it.
     """
     if not runtime.before_step or snapshot.kept(runtime):
@@ -193,7 +195,7 @@ def _materialise(runtime: StepRuntime) -> None:
 
 
 def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -> T | None:
-    """What `ask` gives, asked until it has come on all ranks; None on ranks that ask nothing."""
+    """Call `ask` until it gives something on all ranks of the island that have one; that."""
     come: list[T] = []
 
     def once() -> None:
@@ -207,8 +209,8 @@ def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -
 
 
 def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
-    """How many steps were made up for. The first rank's peer group says which come; rates are those
-    of before in the end.
+    """Make up for the donor's steps, which the peer group of the island's first rank names; how
+    many there were. In the end learning rates are again those of before.
     """
     before, taken = run_specification.read_rates(runtime.host), 0
     runtime.queue.replays = True
@@ -228,7 +230,7 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
 
 
 def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
-    """The donor's next step; None when there is none and this island goes on by itself."""
+    """The donor's next step; None when this island goes on by itself."""
 
     def ask() -> list[Any]:
         assert following is not None, "the first rank of an island has a peer group"
@@ -245,7 +247,7 @@ def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
 
 
 def _take(runtime: StepRuntime, tick: Tick) -> None:
-    """One step without a gradient of this replica."""
+    """Take a step of the donor, without a gradient of this replica."""
     if tick.step != runtime.step:
         raise WireError(
             f"step {tick.step} came to be made up for, here comes {runtime.step}: start this "

@@ -1,4 +1,4 @@
-"""What an exchange keeps for a run that goes on with it, and what the islands of that run agree on:
+"""The saved state of an exchange, taken and restored, and the agreement of the islands that resume:
 which messages are sent once more.
 """
 
@@ -15,7 +15,7 @@ log = logging.getLogger("fsdp_demo")
 
 
 def state(runtime: StepRuntime) -> ExchangeState:
-    """See `Exchange.state_dict`."""
+    """The state of this rank, for `Exchange.state_dict`."""
     queue = runtime.queue
     in_flight = queue.state()
     (tokens, weighed), losses = runtime.status.state()
@@ -37,9 +37,11 @@ def state(runtime: StepRuntime) -> ExchangeState:
 
 
 def roll_back(runtime: StepRuntime, saved: ExchangeState) -> None:
-    """See `Exchange.load_state_dict`. All ranks of the island call it together.
+    """Take a run back to a saved state (`Exchange.load_state_dict`). All ranks of the island call
+    it together. What is under way is waited for and dropped: all islands send it once more.
 
-    What is under way is waited for and dropped: all islands are to send it once more.
+    Raises:
+        ValueError: the state has other channels, or messages that never came back.
     """
     check(runtime, saved)
     if runtime.peers is not None and any(s.arrived is None for s in saved.in_flight):

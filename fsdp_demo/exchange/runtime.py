@@ -21,7 +21,6 @@ here: nothing stands between it and the step.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -35,19 +34,20 @@ from ..channels.bind import Bound
 from ..channels.channel import ChannelPayload, ChannelRunner
 from ..config.schema import ExchangeConfig
 from ..elastic import agreement
+from ..elastic.join_server import DonorFeed
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
 from ..peers.header import LEAVING
 from ..peers.join_messages import Tick
 from ..peers.votes import VotePace
-from ..rendezvous.island import IslandGroup, SiblingWatch, collective
+from ..rendezvous.island import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import run_specification
 from .in_flight import InFlightQueue
 from .message import LocalStatus, mean_rate
 from .refusals import Copies
-from .watch import EVERY, Rewritten, total
+from .watch import EVERY, Rewritten, drift, total
 
 log = logging.getLogger("fsdp_demo")
 
@@ -64,13 +64,13 @@ class StepRuntime:
 
     Attributes:
         channels, buffers, parameters: see `Bound`. before_step, after_step: the channels and
-            buffers that act before the base step, and after it.
+            buffers that act before the base step, and after it. gradients_only: all channels act
+            before it.
         island: the other ranks of this replica. calls: which collective each of them is in.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
         status: what this replica says of itself in its messages.
         rewritten: notices parameters that something else has written since an exchange.
         step: optimizer steps of the job done so far (ticks).
-        drift: see `Readings.drift`.
         begun: the step whose gradients are in the accumulators: a step that was cut off in the
             middle does not add them twice when it is taken again.
         acted: the step whose gradients were exchanged, wholly; -1 for none.
@@ -81,10 +81,9 @@ class StepRuntime:
             trains more than another.
         stops_by: all islands are told to end, and this one sends nothing more: the time at which it
             stops at the latest (`time.monotonic`). ends_at: the number of steps at which it does.
-        stopped, leaving, raises_stopped: see `Readings`. stopped_alone: this island stops, and the
-            others do not. ended: the last exchange is over.
-        tells, told: see `Readings`.
-        watches_gradients: see `Exchange.watch_gradients`.
+        stopped, stopped_alone, leaving, raises_stopped, drift, tells, told: as in `Readings`.
+        ended: the last exchange is over.
+        watches_gradients: as `Exchange.watch_gradients` says.
         owner: the `Exchange`. The engine's hooks hold this runtime, and so whoever attaches to the
             optimizer again finds the exchange.
         ahead: called ahead of each step until it is None: what is to be done once, ahead of the
@@ -105,8 +104,7 @@ class StepRuntime:
         queue: InFlightQueue,
         step: int,
     ):
-        self.topology = topology
-        self.host = host
+        self.topology, self.host = topology, host
         self.step = step
         # `collective` notes there which call each rank of the island is in
         self._calls = self.calls = SiblingWatch(topology, lambda: self.step)
@@ -114,11 +112,7 @@ class StepRuntime:
         self.queue = queue
         self.work_with(config, bound)
         self.hooks = host.hooks(
-            self.island,
-            self.before,
-            self.after,
-            self.skip,
-            gradients=lambda: self.needs_gradients,
+            self.before, self.after, self.skip, gradients=lambda: self.needs_gradients
         )
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
@@ -127,13 +121,11 @@ class StepRuntime:
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
-        self.begun = self.acted = -1
+        self.begun = self.acted = self.ends_at = -1
         self.since = self.rows = 0
         self.seconds, self._ended_at = 0.0, time.monotonic()
         self.stops_by: float | None = None
-        self.ends_at = -1
-        self.ended = self.stopped = self.stopped_alone = self.leaving = False
-        self.rows_differ = False
+        self.ended = self.stopped = self.stopped_alone = self.leaving = self.rows_differ = False
         self.raises_stopped = True
         self.watches_gradients = False
         self.ahead: Callable[[], None] | None = None
@@ -143,21 +135,16 @@ class StepRuntime:
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
         self.goes_on: Callable[[], bool] | None = None
-        # of the step under way, where an island follows
-        self._rates: list[list[dict[str, Any]]] | None = None
+        self._rates: list[list[dict[str, Any]]] | None = None  # of this step, for a joining island
 
     def work_with(self, config: ExchangeConfig, bound: Bound) -> None:
-        """From now on: at the start, and where the method is chosen later. The queue works with the
-        same channels.
-        """
-        self.config = config
-        self.channels, self.buffers, self.parameters = (
-            bound.channels,
-            bound.buffers,
-            bound.parameters,
-        )
+        """Take this method from now on: at the start, and where it is chosen later."""
+        self.config, self.parameters = config, bound.parameters
+        self.channels, self.buffers = bound.channels, bound.buffers
+        self.queue.work_with([*self.channels, *self.buffers], config.norm_limit)
         self.before_step = [c for c in self.channels if c.channel.before_step]
         self.after_step = [c for c in (*self.channels, *self.buffers) if not c.channel.before_step]
+        self.gradients_only = len(self.before_step) == len(self.channels)
         for c in self.channels:
             c.measures = config.norm_limit is not None and self.topology.islands > 1
 
@@ -174,6 +161,11 @@ class StepRuntime:
         return self.connections.peers
 
     @property
+    def donor_feed(self) -> DonorFeed | None:
+        """Gives the state and the steps of this rank to an island that joins, where one may."""
+        return None if self.peers is None else self.peers.donor_feed
+
+    @property
     def finished(self) -> bool:
         """Whether the exchange has ended: optimizer steps count no more."""
         return self.ended or self.connections.closed
@@ -184,11 +176,6 @@ class StepRuntime:
         none. Replicas for which these are equal stand between the same exchanges: what consensus
         presets share (anchors, outer momenta) is equal there."""
         return {c.channel.name: self.queue.applied.get(c.channel.name, -1) for c in self.channels}
-
-    @property
-    def gradients_only(self) -> bool:
-        """Whether all channels act before the base step."""
-        return len(self.before_step) == len(self.channels)
 
     # ---- one tick ------------------------------------------------------------------------------
 
@@ -216,13 +203,12 @@ class StepRuntime:
         self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
         self.status.begin()
-        peers = self.peers
-        if peers is not None and peers.donor_feed is not None and peers.donor_feed.follows:
+        if (feed := self.donor_feed) is not None and feed.follows:
             self._rates = run_specification.read_rates(self.host)
         if self.needs_gradients:
             self._act_on_gradients()
         self.begun = self.step
-        if together := bool(self.before_step) or self._clips_together:
+        if together := bool(self.before_step) or self.config.clips_together:
             self.acted = self.step
         return together
 
@@ -328,11 +314,13 @@ class StepRuntime:
         now: int | None = None,
         last: bool = False,
     ) -> None:
-        """Send those that are due and apply what is: first the others, then those that come `after`
-        one and see what it has done.
+        """Send for the channels that are `due`, and apply what has arrived for all `channels`; then
+        the same for those that come `after` another one and see what it has done.
 
-        step, now, last: as for `InFlightQueue.receive`; what is sent in the last exchange is a part
-        of a round."""
+        Args:
+            step, now, last: as for `InFlightQueue.receive`. The last exchange sends a part of a
+                round.
+        """
         for first in (True, False):
             stage = [c for c in channels if first != bool(c.channel.after)]
             self.send([c for c in due if c in stage], partial=last)
@@ -345,9 +333,8 @@ class StepRuntime:
         now: int | None = None,
         last: bool = False,
     ) -> None:
-        """Receive and apply what is due of these channels, and settle it with the model. Arguments
-        as for `InFlightQueue.receive`.
-        """
+        """Receive and apply what is due for these channels, and settle it with the model. Arguments
+        as for `InFlightQueue.receive`."""
         applied = []
         for c, arrived in self.queue.receive(channels, step, now, last):
             with record_function("fsdp_demo::apply"):
@@ -366,15 +353,16 @@ class StepRuntime:
             self.island.clip(self.host.tensors("gradient"), self.config.clip, repeats=repeats)
 
     def _look_at_gradients(self, wanted: bool) -> None:
-        """Clip this replica's own gradients, as the configuration says; leave out those that are
-        not finite: nobody takes anything of this step from this replica, and it takes none of
-        its own.
+        """Clip this replica's own gradients, where the configuration says so. Gradients that are
+        not finite are left out, of the exchange and of this replica's own step.
 
-        `wanted`: they are looked at even if they are not clipped here."""
+        Args:
+            wanted: look at them even if they are not clipped here.
+        """
         limit = None if self.config.clips_mean else self.config.clip
         if limit is None and not wanted:
             return
-        across = self._mean_over_islands if self._clips_together else None
+        across = self._mean_over_islands if self.config.clips_together else None
         gradients = self.host.tensors("gradient")
         if not self.config.needs_gradients:  # sparse ones are allowed then
             gradients = [
@@ -391,20 +379,17 @@ class StepRuntime:
                 )
         self.status.gradients(bad, self.peers)
 
-    @property
-    def _clips_together(self) -> bool:
-        """Whether own gradients are clipped by their norm over all islands."""
-        config = self.config
-        return config.clip_scope == "islands" and config.clip is not None and not config.clips_mean
-
     def _mean_over_islands(self, value: float) -> float:
         step = self.step
         mean = self.queue.ask(lambda peers: agreement.mean_of(peers, step, value))
         return self.island.max(mean or 0.0)[0]  # a copy without peers has none
 
     def send(self, channels: Sequence[ChannelRunner], partial: bool = False) -> None:
-        """Look whether it is finite, accumulate, encode and launch. partial: what is sent belongs
-        to a part of a round (`ChannelPayload`)."""
+        """Look whether the sources are finite, accumulate, encode and launch.
+
+        Args:
+            partial: the message belongs to a part of a round (`ChannelPayload`).
+        """
         if not channels:
             return
         if self._copies is not None:
@@ -447,9 +432,9 @@ class StepRuntime:
         )
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
-        """Whether this replica has joined within the round that these channels send: its steps are
-        fewer than the others', and would count as much. Tokens are counted since it joined, so
-        weights by tokens need no such rule."""
+        """Whether this replica has joined the run within the round that these channels send: it has
+        taken fewer steps than the others, which would count as much. (Weights by tokens need no
+        such rule: tokens are counted since it joined.)"""
         own = self.step + 1 - self.since
         sums_steps = {
             c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps
@@ -471,8 +456,9 @@ class StepRuntime:
         return self.island.norm(torch.stack(squares).sum()) if sent else 0.0
 
     def _total(self, names: Collection[str]) -> Tensor | None:
-        """The sum of what is equal on all replicas when these channels send: anchors, or parameters
-        that only gradient channels change. None where nothing is, and between the comparisons."""
+        """The 64-bit sum of what must be equal on all replicas when these channels send: anchors,
+        or parameters that only gradient channels change. None where nothing must be, and between
+        the comparisons."""
         mine = [c for c in self.channels if c.channel.name in names]
         if not mine or self.topology.islands == 1 or self.peers is None:
             return None
@@ -490,18 +476,16 @@ class StepRuntime:
         return total(anchors, self.host.device) if outer else None
 
     def settle(self, applied: Sequence[ChannelRunner]) -> None:
-        """What was written goes to the model. Parameters that were averaged after a delta channel
-        are its anchor from now on; their drift is what the mean has moved them."""
+        """Commit to the model what these channels have written. Parameters that were averaged after
+        a delta channel are its anchor from now on; the drift is how far the mean has moved them."""
         if any(c.channel.writes_parameters for c in applied):
             self.host.commit()
             self.rewritten.exchanged()
+        deltas = [c for c in self.channels if c.channel.source == "delta"]
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":
-                for d in self.channels:
-                    if (
-                        d.channel.source == "delta"
-                        and d.channel.name.split(".")[0] == c.channel.after
-                    ):
+                for d in deltas:
+                    if d.channel.name.split(".")[0] == c.channel.after:
                         d.anchor_here()
                 self.drift = drift(self.island, *c.moved)
                 log.info(
@@ -517,14 +501,17 @@ class StepRuntime:
         self.host.commit()
 
     def _settle_stop(self) -> bool:
-        """What the island agrees on when a tick has ended: whether all stop, whether it stops
-        alone, and whether it does since some island was told to end. Returns whether an island
-        that joins asks for this one's state, on all peer groups.
+        """Agree in the island, at the end of a tick, whether all islands stop, whether this one
+        stops alone, and whether that is since an island was told to end.
 
         The wish travels in the next payload: all islands stop when it lands. An island that must
-        stop now stops without the others, if no exchange is in flight. Several ranks ask each other
-        at every exchange, and otherwise about once a second (`VotePace`); what makes them ask
-        earlier all of them know."""
+        stop now stops without the others, if no exchange is in flight. Several ranks vote at every
+        exchange, and otherwise about once a second (`VotePace`); a reason to vote earlier is known
+        to all of them.
+
+        Returns:
+            Whether an island that joins asks for this one's state, on all peer groups.
+        """
         if self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
             known |= self.stops_by is not None
@@ -534,8 +521,8 @@ class StepRuntime:
         alone = self.status.leaves(self.topology.islands) and (
             self.status.goes or not self.queue.flights
         )
-        peers = self.peers
-        unasked = peers is not None and (peers.donor_feed is None or not peers.donor_feed.wanted)
+        feed = self.donor_feed
+        unasked = self.peers is not None and (feed is None or not feed.wanted)
         flags, leaves, told, unwanted, slowest = self.island.max(
             float(self.queue.watch.stop),
             float(alone),
@@ -553,17 +540,11 @@ class StepRuntime:
 
     @torch.no_grad()
     def _let_follow(self, asked: bool) -> None:
-        """Tell who follows of the step that has ended; hand this island's state to who has asked
-        for it.
+        """Tell a joining island of the step that has ended, and hand it this island's state if it
+        has asked for that.
         """
-        if self._rates is not None and self.peers is not None and self.peers.donor_feed is not None:
-            self.peers.donor_feed.tick(Tick(self.step - 1, self._rates))
+        if self._rates is not None and self.donor_feed is not None:
+            self.donor_feed.tick(Tick(self.step - 1, self._rates))
         self._rates = None
         if asked and self.handing is not None:
             self.handing()
-
-
-def drift(island: IslandGroup, far: float, norm: float) -> float:
-    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
-    far, norm = island.sum(far, norm)
-    return math.sqrt(far / norm) if norm else 0.0

@@ -1,4 +1,4 @@
-"""What an exchange saves of itself on one rank, by name, and as the tree of plain values and
+"""The saved state of an exchange on one rank, as dataclasses and as the tree of plain values and
 tensors that a checkpoint holds.
 """
 
@@ -21,19 +21,19 @@ BEGUN = "0" * 16
 
 @dataclass
 class History:
-    """Whose contributions the exchanges had that brought this replica where it is: one digest of
-    one rank, which goes into every checkpoint (seal-stable).
+    """The islands whose contributions brought this replica where it is, as one digest of one rank,
+    which goes into every checkpoint (seal-stable).
 
-    Two checkpoints between the same exchanges are of one state only if it is equal. It stays what
-    it is from one exchange to the next, and changes where other islands take part than before. So
-    it costs a comparison.
+    Two checkpoints between the same exchanges are of one state only if their digests are equal. The
+    digest changes only where other islands take part than in the exchange before, so it costs a
+    comparison.
 
     Attributes:
         islands: of the run.
-        digest: 16 hexadecimal digits; empty where it is not known: the state was converted.
+        digest: 16 hexadecimal digits; empty where it is not known, since the state was converted.
         slots: the islands that take part now. at: the step of the exchange from which on they do.
-        early: of them those whose part in the last exchange came ahead of its time: they had left,
-            and have not applied it.
+        early: the islands among them whose part in the last exchange came ahead of its time: they
+            had left, and have not applied it.
 
     Example:
         >>> one, two = History(3), History(3)
@@ -52,15 +52,15 @@ class History:
         self.slots = self.slots or tuple(range(self.islands))
 
     def hear(self, step: int, slots: Sequence[int]) -> None:
-        """An exchange of `step` is about to be applied; nothing happens when that is said again. No
-        slots: they are not known any more.
+        """Note the islands of the exchange of `step`, which is about to be applied; once more does
+        no harm. Without slots (they are not known any more) nothing is noted.
         """
         if slots and step >= self.at and tuple(slots) != self.slots:
             self.digest = extended(self.digest, step, [Member(s) for s in slots])
             self.slots, self.at = tuple(slots), step
 
     def note(self) -> dict[str, Any]:
-        """As plain values, for `load`."""
+        """The history as plain values, for `load`."""
         return {
             "digest": self.digest,
             "slots": list(self.slots),
@@ -69,9 +69,8 @@ class History:
         }
 
     def load(self, note: Mapping[str, Any]) -> None:
-        """Go on from what `note` gave, here or on another island; from nothing known where it is
-        empty.
-        """
+        """Go on from a note of this or another island; from an unknown history where it is
+        empty."""
         self.digest, self.at = str(note.get("digest", "")), int(note.get("at", -1))
         self.slots = tuple(int(s) for s in note.get("slots", ())) or tuple(range(self.islands))
         self.early = tuple(int(s) for s in note.get("early", ()))
@@ -83,9 +82,9 @@ class InFlightState:
 
     Attributes:
         step, members: when it was sent, and the channels that share it.
-        parts: what each of them sent that has not applied it yet.
-        arrived: what came back; None where nothing has.
-        said: the header it was sent with, if it was.
+        parts: the payloads of those channels that have not applied it yet.
+        arrived: the answer; None where none has come.
+        said: the header it was sent with, if it was sent.
     """
 
     step: int
@@ -129,11 +128,11 @@ class InFlightState:
 
 @dataclass
 class ExchangeState:
-    """All of one rank.
+    """The whole state of one rank.
 
     Attributes:
         step: optimizer steps done. digest: of the configuration.
-        channels: what each keeps; in_flight: messages under way, oldest first.
+        channels: the state of each. in_flight: messages under way, oldest first.
         last: the step after which each channel has last sent; applied: the step of its last message
             that was applied here.
         begun: the step whose gradients are in the accumulators.

@@ -1,11 +1,11 @@
-"""How one message gets to the other islands, and what is done with the answer before anybody waits
+"""The way of one message to the other islands, and the checks on the answer before anybody waits
 for it.
 
-The thread that trains starts the copies to the host and goes on. All else happens in the worker's
-thread, message by message in the order of the peer group: the copy is waited for, the header is
-completed with numbers from the device, the message is sent, the answer is judged, counted and
-pinned. What is refused is refused there, before the island votes (`in_flight.py`): a refusal after
-the vote would leave its other ranks waiting.
+The training thread starts the copies to the host and goes on. All else happens in the worker's
+thread, message by message in the order of the peer group: it waits for the copy, completes the
+header with numbers from the device, sends the message, then judges, counts and pins the answer.
+Refusals happen there, before the island votes (`in_flight.py`): one after the vote would leave the
+island's other ranks waiting.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ from .message import MessageLayout, Said
 from .saved_state import InFlightState
 from .watch import Norms, Watch, give_up
 
-# The connections of one rank: the peer group to the other islands with its worker, and the
-# control group inside its own. Opened and closed together.
-
 
 class ExchangeConnections:
-    """What a topology gives the rank at `position`, whose parameters are on `device`.
+    """The connections of one rank, opened and closed together: the peer group to the other islands
+    with its worker, and the control group inside its own island.
+
+    Args:
+        position: of the rank in its island.
+        device: of its parameters.
 
     Attributes:
         active_copies: how many of the copies of a shard have peers.
@@ -83,13 +85,8 @@ class ExchangeConnections:
         """
         return None if self.worker is None else self.worker.peers
 
-    @property
-    def elastic(self) -> bool:
-        """Whether there is a peer group whose islands come and go."""
-        return self.peers is not None and self.peers.elastic
-
     def placement(self, host: TrainingHost, home: str | None) -> Placement:
-        """Where channels over the tensors of `host` stand; `home`: see there."""
+        """The placement of channels over the tensors of `host`; `home` as in `Placement`."""
         return Placement(
             host,
             self.island.position,
@@ -117,11 +114,17 @@ class ExchangeConnections:
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """One exchange that has ended: launched in step `step` and applied in step `applied`, the
-    channels in it, and the seconds (`time.perf_counter`) between which it was on the wire; None
-    for a copy without peers, and for what a resumed run had in flight. `waited`: seconds for which
-    training stood still for it; `sent`, `received`: its bytes on this rank; `islands`: those that
-    took part, empty where that is not known."""
+    """One exchange that has ended.
+
+    Attributes:
+        step, applied: the steps in which it was launched and applied.
+        channels: in its message.
+        began, ended: when it was on the wire (`time.perf_counter`); None for a copy without peers,
+            and for what a resumed run had in flight.
+        waited: seconds for which training stood still for it.
+        sent, received: its bytes on this rank.
+        islands: those that took part, empty where that is not known.
+    """
 
     step: int
     applied: int
@@ -136,23 +139,31 @@ class ExchangeRecord:
 
 @dataclass
 class PendingExchange:
-    """One message under way: the channels that share it, what each sent that is not applied yet,
-    and the future of what comes back (None on a copy without peers).
+    """One message under way.
 
-    `layout` says what lies where in it; `header` is what was said with it, once that is known on
-    the host: a message whose answer was lost is sent again as it was. `rewritten`: see `Said`."""
+    Attributes:
+        step, members: when it was sent, and the channels that share it.
+        parts: what each of them sent that has not applied it yet.
+        future: of what comes back; None on a copy without peers.
+        layout: what lies where in the message.
+        header: what was said with it, once that is known on the host: a message whose answer was
+            lost is sent again as it was. rewritten: see `Said`.
+        counted: what was left out of it has been counted.
+        seconds: when it began and ended on the wire (`time.perf_counter`). waited: seconds for
+            which training stood still for it and the link. moved: bytes of its last exchange.
+    """
 
     step: int
     members: list[str]
     parts: dict[str, ChannelPayload]
-    future: Exchanging | None
-    seconds: list[float] = field(default_factory=list)  # when it began and ended on the wire
-    header: Header | None = None
-    counted: bool = False
+    future: Exchanging | None = None
     layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
-    moved: Moved = field(default_factory=Moved)  # bytes of its last exchange
-    waited: float = 0.0  # seconds for which training stood still for it and the link
+    header: Header | None = None
     rewritten: float = 0.0
+    counted: bool = False
+    seconds: list[float] = field(default_factory=list)
+    waited: float = 0.0
+    moved: Moved = field(default_factory=Moved)
 
     @property
     def arrived(self) -> ReceivedMessage | None:
@@ -161,31 +172,25 @@ class PendingExchange:
         return self.future.result() if done and self.future is not None else None
 
     def set_arrived(self, message: ReceivedMessage, peers: PeerGroup | None) -> None:
-        """It has come back before this replica was started: `message` is what a state or a
-        checkpoint holds of it. Whose headers these are is known where as many islands go on."""
+        """Set what had come back before this replica was started: `message`, from a saved state.
+        Whose headers it holds is known where as many islands go on."""
         same = peers is not None and peers.size == len(message.headers)
         slots = tuple(range(len(message.headers))) if same else ()
         self.future = Exchanging()
         self.future.set_result(replace(message, slots=slots))
 
     def record(self, applied: int, islands: tuple[int, ...]) -> ExchangeRecord:
-        """When all channels have applied it, in step `applied`."""
+        """The record of this message, once all channels have applied it, in step `applied`."""
         began, ended = self.seconds if len(self.seconds) == 2 else (None, None)
+        sent, received = self.moved.sent, self.moved.received
+        channels, waited = tuple(self.members), self.waited
         return ExchangeRecord(
-            self.step,
-            applied,
-            tuple(self.members),
-            began,
-            ended,
-            self.waited,
-            self.moved.sent,
-            self.moved.received,
-            islands,
+            self.step, applied, channels, began, ended, waited, sent, received, islands
         )
 
     def state(self) -> InFlightState:
-        """As it is saved: bodies are views of larger buffers, and the peer group whose messages
-        were numbered will not be there any more.
+        """The message as it is saved. Bodies are copied, since they are views of larger buffers;
+        numbers are dropped, since their peer group will not be there any more.
         """
         got = self.arrived
         said = None if self.header is None else replace(self.header, number=0)
@@ -240,7 +245,7 @@ class MessageSender:
     def packed(
         self, layout: MessageLayout, parts: Mapping[str, ChannelPayload]
     ) -> tuple[Tensor, Vectors]:
-        """Body and vectors of what channels would send, on the host; nothing is sent."""
+        """Body and vectors of a message of these payloads, on the host; nothing is sent."""
         presence, bodies, vectors = layout.pack(parts)
         found = self._staging.to_host([*bodies, *vectors])()
         codes = [code for _, code in layout.vectors]
@@ -252,8 +257,8 @@ class MessageSender:
     def pinned(
         self, flight: PendingExchange, get: Callable[[], ReceivedMessage]
     ) -> ReceivedMessage:
-        """What `get` brings for a flight, where the device can fetch it by itself, with what is far
-        from the others marked. In the worker's thread.
+        """The message that `get` brings for a flight, in memory that the device can read by itself,
+        with contributions marked that are far from the others. In the worker's thread.
         """
         arrived = get()
         headers = self._norms.judged(flight.members, arrived.headers)
@@ -308,7 +313,7 @@ class MessageSender:
 
 
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
-    """A header with what has come from the device: `Said.numbers`."""
+    """A header completed with the numbers that have come from the device (`Said.numbers`)."""
     loss, bad, _, norm, rate, _ = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
     flags = header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1)

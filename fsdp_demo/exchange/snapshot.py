@@ -47,18 +47,16 @@ log = logging.getLogger("fsdp_demo")
 
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Take a snapshot of this rank and hand it to its peer group's desk."""
-    if runtime.peers is not None and runtime.peers.donor_feed is not None:
-        runtime.peers.donor_feed.hand(
-            take(runtime, model, told),
-            [f.future for f in runtime.queue.flights if f.future is not None],
-        )
+    """Take a snapshot of this rank and hand it to the donor feed of its peer group."""
+    if (feed := runtime.donor_feed) is not None:
+        under_way = [f.future for f in runtime.queue.flights if f.future is not None]
+        feed.hand(take(runtime, model, told), under_way)
 
 
 def take(
     runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]
 ) -> DonorSnapshot:
-    """Copies of this rank's state in host memory.
+    """A snapshot of this rank: copies of its state in host memory.
 
     Args:
         model: whose frozen parameters and buffers go with it; None: none.
@@ -66,8 +64,8 @@ def take(
     """
     for c in runtime.channels:
         c.state()  # copies to the host may still be under way
-    donor_feed = None if runtime.peers is None else runtime.peers.donor_feed
-    theirs = donor_feed.brings.get("rest") if donor_feed is not None else None
+    feed = runtime.donor_feed
+    theirs = None if feed is None else feed.brings.get("rest")
     stand = DonorPosition.of(
         runtime,
         counts(runtime),
@@ -84,8 +82,8 @@ def expected(
     told: Mapping[str, Any],
     data: Tensor,
 ) -> tuple[DonorPosition, Listed]:
-    """Compare the head of a snapshot with what this rank runs; where its donor stands, and the
-    tensors that are to come.
+    """The position of a snapshot's donor, and the tensors that are to come, once its head was
+    compared with what this rank runs.
 
     Args:
         data: uint8 [n], not believed yet.
@@ -145,8 +143,8 @@ def give(
 
 
 def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str]:
-    """Digests of what a newcomer may hold already: frozen parameters, of an adapter's base say, and
-    buffers.
+    """Digests of what a newcomer may hold already and need not fetch: frozen parameters (of an
+    adapter's base, say) and buffers.
     """
     rest = _rest(runtime, model) if runtime.parameters.position.copy == 0 else []
     return {"rest": digest(rest).hex()} if rest else {}
@@ -155,8 +153,11 @@ def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str
 def _give_rest(
     runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None, same: bool
 ) -> None:
-    """Frozen parameters and buffers; copies get them from the first of them. same: it has brought
-    them itself.
+    """Set frozen parameters and buffers; copies get them from the first of them.
+
+    Args:
+        data: of the snapshot; None where they did not come.
+        same: this rank has brought them itself.
     """
     local = _rest(runtime, model)
     if not local:
@@ -174,7 +175,7 @@ def _give_rest(
 def _give_parameters(
     runtime: StepRuntime, stand: DonorPosition, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Parameters and optimizer states, where they come."""
+    """Set parameters and optimizer states, where they come."""
     parameters, device = runtime.parameters, runtime.host.device
     sources = [] if _anchored(runtime) else [("parameters", "parameter")]
     if stand.counts is not None:
@@ -204,7 +205,7 @@ def _flight(
     tensors: Mapping[str, Tensor],
     following: Following | None,
 ) -> PendingExchange:
-    """A message under way, of which nothing is this replica's own, and what it brings."""
+    """A message under way in which this replica has no part. Its future brings what arrives."""
     by_name = {c.channel.name: c for c in runtime.queue.channels}
     parts = {}
     for name, marks in f.parts.items():
@@ -217,24 +218,18 @@ def _flight(
             f.step, own=own, present=[m == "1" for m in marks] if c.channel.before_step else None
         )
     queue, worker = runtime.queue, runtime.connections.worker
-    flight = PendingExchange(
-        f.step, list(f.members), parts, None, layout=queue.layout(f.members, f.step)
-    )
+    layout = queue.layout(f.members, f.step)
+    flight = PendingExchange(f.step, list(f.members), parts, layout=layout)
     if worker is not None and following is not None:
-        wanted = Expected(
-            PAYLOAD,
-            f.step,
-            flight.layout.body_bytes,
-            flight.layout.vectors,
-            runtime.topology.islands,
-        )
+        islands = runtime.topology.islands
+        wanted = Expected(PAYLOAD, f.step, layout.body_bytes, layout.vectors, islands)
         flight.future = worker.submit(
             partial(queue.sender.pinned, flight, partial(following.arrived, wanted))
         )
     return flight
 
 
-# ---- what it holds -----------------------------------------------------------------------------
+# ---- what a snapshot holds ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -351,8 +346,8 @@ def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
 
 
 def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
-    """What the inner optimizers step, with the state of each that holds anything: SGD leaves empty
-    ones behind.
+    """The tensors that the inner optimizers step, each with its state, but those whose state is
+    empty, as SGD leaves them.
     """
     return [
         (p, state)
@@ -362,8 +357,8 @@ def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
 
 
 def count_step(runtime: StepRuntime) -> None:
-    """The step counters of inner optimizers that have not stepped, where their states are shared:
-    one more step was made up for.
+    """Count a step that was made up for in inner optimizers that have not stepped, where their
+    states are shared.
     """
     if _moves_states(runtime) and not runtime.before_step:
         for _, state in kept(runtime):

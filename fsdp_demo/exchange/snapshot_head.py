@@ -1,5 +1,5 @@
-"""What a snapshot says of itself, and what the rank that takes it compares with its own before it
-believes it.
+"""The head of a snapshot: where its donor stands, and all that a newcomer compares with its own
+before it believes the snapshot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OpenExchange(Struct, frozen=True):
 
 
 class HistoryNote(TypedDict):
-    """What of `History.note` a newcomer goes on from."""
+    """The part of `History.note` that a newcomer goes on from."""
 
     digest: str
     slots: list[Whole]
@@ -54,14 +54,14 @@ class DonorPosition(Struct, frozen=True):
 
     Attributes:
         step: optimizer steps done.
-        applied, last: see `InFlightQueue`. loss: see `Watch`; None where unknown.
-        flights: what is under way, oldest first.
+        applied, last: as in `InFlightQueue`. loss: as in `Watch`; None where unknown.
+        flights: messages under way, oldest first.
         counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are
             not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`watch.Norms`).
-        host: what the donor's host tells that of the newcomer (`Exchange.tells`), not compared.
-        history: see `History.note`.
+        host: what the donor's host tells that of the newcomer (`Readings.tells`), not compared.
+        history: of contributors (`saved_state.History`).
     """
 
     step: Whole
@@ -79,7 +79,7 @@ class DonorPosition(Struct, frozen=True):
     def of(
         cls, runtime: StepRuntime, counts: list[dict[str, float]] | None, same_rest: bool
     ) -> DonorPosition:
-        """Of this rank."""
+        """The position of this rank."""
         queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
             OpenExchange(
@@ -130,7 +130,7 @@ class SnapshotHead(Struct, frozen=True):
 
 
 class WrittenHead(Struct):
-    """By which release a head was written."""
+    """The release that has written a head: read before the rest of it."""
 
     format: Any = None
     package: Any = None
@@ -170,7 +170,7 @@ def _run(runtime: StepRuntime, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place(runtime: StepRuntime) -> dict[str, int]:
-    """What decides how workspaces and messages of this rank are laid out."""
+    """The numbers that decide how workspaces and messages of this rank are laid out."""
     position, active_copies = runtime.parameters.position, runtime.parameters.active_copies
     return {
         "islands": runtime.topology.islands,
@@ -188,7 +188,7 @@ def read(
     states: Sequence[str],
     counts: Sequence[Mapping[str, float]] | None,
 ) -> SnapshotHead:
-    """A head that has come, compared with what this rank runs.
+    """Read a head that has come, and compare it with what this rank runs.
 
     Args:
         data: uint8 [n].
@@ -243,7 +243,7 @@ def _names(counts: Sequence[Mapping[str, float]] | None) -> list[list[str]] | No
 
 
 def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
-    """What inner optimizers keep, in words."""
+    """The states that inner optimizers keep, in words."""
     if names is None:
         return "that cannot be handed on" if states else "none"
     numbers = sorted({name for entry in names for name in entry})
@@ -251,8 +251,8 @@ def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
 
 
 def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> str | None:
-    """What cannot be: marks of channels that are not here, messages that are not under way at that
-    step. None where there is no such thing.
+    """A sentence for the first thing in a position that cannot be, such as a message that is not
+    under way at that step; None where all fits.
     """
     known = {c.channel.name: c for c in channels}
     if stand.step < 0:

@@ -1,9 +1,9 @@
-"""The first minute of an exchange: agree on the run, make parameters, frozen parameters, buffers
-and channel state equal.
+"""The start of an exchange: islands agree on the run, and make parameters, frozen parameters,
+buffers and channel state equal.
 
-The donor is the island that is furthest; where several are, the first of those that resume from a
-state. All others at an earlier step, and fresh ones, take its parameters and its consensus state
-over; where digests already agree nothing is sent.
+The donor is the island that is furthest; of several, the first that resumes from a state. All
+islands at an earlier step, and fresh ones, take over its parameters and its consensus state. Where
+digests agree already nothing is sent.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What one rank starts from.
+    """The start of one rank, as `attach` was given it.
 
     Attributes:
         step: of the job, where there is no state.
-        state: to resume from: of this rank, or a source of it.
+        state: of this rank to resume from, or a source of it.
         facts: of the run that all replicas must share, beside those that are found here.
         batch: rows of a micro-batch per rank and micro-batches per step, for the log.
         catch_up: make up for an exchange that a loss had cut off (`Exchange.catch_up`).
@@ -172,12 +172,13 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
 
 
 class Agreed(NamedTuple):
-    """What all replicas have settled.
+    """The agreement of all replicas.
 
     Attributes:
-        donor: index of the one that gives what others lack. furthest: its step.
-        apart: all resume at unlike steps between the same exchanges. unlike: another island's
-            machine or torch is unlike this one's. goes_on: any resumes from a state.
+        donor: index of the replica that gives what others lack. furthest: its step.
+        apart: all resume at unlike steps between the same exchanges.
+        unlike: another island's machine or torch is unlike this one's.
+        goes_on: the furthest resumes from a state.
         rows: of all islands in a step; 0 where one did not say. rows_differ: an island trains more
             than another.
     """
@@ -226,7 +227,7 @@ def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint)
 def specification(
     config: ExchangeConfig, host: TrainingHost, told: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What all islands compare before the first step, flat; `told`: further facts of the run."""
+    """The facts that all islands compare before the first step, flat. told: further ones."""
     return {
         **told,
         **run_specification.machine(host.device),

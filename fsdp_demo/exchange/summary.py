@@ -1,10 +1,11 @@
-"""What the log says when an exchange starts and ends: what runs, on how much, for how many bytes,
-and what a user should know about it.
+"""The lines of the log when an exchange starts and ends: the method, rows, ranks and bytes, and
+warnings about settings.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 from ..compression.blocks import Layout
 from ..config.auto import undecided
-from ..config.channel import Channel
 from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
 from ..errors import counted
@@ -22,15 +22,13 @@ from ..rendezvous.topology import Topology
 from .plan import Plan
 from .runtime import StepRuntime
 
-# A voice for scripts that have set up no logging: without one all that the library says at INFO
-# would be lost.
-
 log = logging.getLogger("fsdp_demo")
 
 
 class Voice(logging.StreamHandler):
-    """Writes to stderr, each record under the island's name. Falls silent for good as soon as
-    somebody else listens.
+    """A handler for scripts that have set up no logging, since lines at INFO would be lost without
+    one. It writes to stderr, each record under the island's name, and falls silent for good as soon
+    as there is another handler.
 
     Args:
         name: of the island.
@@ -79,45 +77,27 @@ LOW_RATE = 0.05
 
 
 def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = None) -> None:
-    """Log what runs (one record of a few lines), and warnings; on the first rank of each island. A
-    collective inside the island: all its ranks call it. steps: of the whole job, if known.
+    """Log what runs (one record of a few lines), and warnings, on the first rank of each island. A
+    collective inside the island: all its ranks call it.
+
+    Args:
+        batch: rows of a micro-batch per rank and micro-batches per step; empty where not told.
+        steps: of the whole job, if known.
     """
-    sent, whole, worst = _bytes_of_island(runtime)
+    bytes_sent, whole, costly = _bytes_of_island(runtime)
     if runtime.topology.rank:
         return
-    config, topology, place = runtime.config, runtime.topology, runtime.island.position
+    config, name = runtime.config, runtime.topology.name
     if undecided(config):
-        log.info("%s: %s", topology.name, config.describe())
+        log.info("%s: %s", name, config.describe())
         return
-    islands = (
-        f"island {topology.island} of {topology.islands}"
-        if topology.islands > 1
-        else "one replica, nothing is sent"
-    )
-    islands += (
-        f" ({topology.count} expected at the start)" if topology.count < topology.islands else ""
-    )
-    what = f"preset {config.preset}, {islands}, from step {runtime.step}"
-    inner = "inner " + ", ".join(type(o).__name__ for o in runtime.host.optimizers)
-    shape = place.form
-    if (active := runtime.parameters.active_copies) != place.num_copies:
-        shape += f" ({active} active)"
-    per = f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
-    lines = [
-        what,
-        *config.parts(),
-        f"{inner}; {clips(config, runtime.host)}",
-        f"{_batch(runtime, batch)}{shape}",
-        per,
-        *_whole(whole),
-    ]
-    log.info("%s: %s", topology.name, "\n    ".join(lines))
+    log.info("%s: %s", name, "\n    ".join(_what_runs(runtime, batch, bytes_sent, whole)))
     for b in runtime.buffers:
         n = sum(s.numel() for s in b.tensors("parameter") if s is not None)
         every = b.channel.schedule.sync_every
         log.info(
             "%s: averaged every %s and at the end: %s (%s)",
-            topology.name,
+            name,
             "step" if every == 1 else f"{every} steps",
             counted(len(b.covered), "buffer"),
             counted(n, "number"),
@@ -146,35 +126,66 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
             "%s trains %d of %d rows of a step, other islands more or fewer, and each island "
             "counts the same: set reducer.weight=tokens, and report tokens "
             "(Exchange.report), to count each row the same",
-            topology.name,
-            _here(topology, batch)[0] if len(batch) == 2 else 0,
+            name,
+            math.prod(batch) * runtime.topology.world if batch else 0,
             runtime.rows,
         )
     for text in [] if steps is None else odd_ends(config, steps):
-        log.warning("%s: %s", topology.name, text)
+        log.warning("%s: %s", name, text)
     low = [s.name for s in runtime.host.params if s.dtype != torch.float32 and not s.frozen]
     if low:
-        cure = (
-            "load the model with dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, "
-            "mixed_precision='bf16')"
-        )
         log.warning(
-            "%s not in fp32 (%s ...): small updates are lost in rounding; %s",
+            "%s not in fp32 (%s ...): small updates are lost in rounding; load the model with "
+            "dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, "
+            "mixed_precision='bf16')",
             counted(len(low), "parameter"),
             low[0],
-            cure,
         )
-    for name, gathered, dense in worst:
+    for channel, gathered, dense in costly:
         log.warning(
             "channel %r: gathering its top-k sends %.3g MB per exchange, an all-reduce of "
             "everything in bf16 %.3g MB, since a gather grows "
             "with the number of islands (%d): keep fewer coefficients, or take select='random', "
             "which is reduced",
-            name,
+            channel,
             gathered / 1e6,
             dense / 1e6,
-            topology.islands,
+            runtime.topology.islands,
         )
+
+
+def _what_runs(
+    runtime: StepRuntime, batch: Sequence[int], sent: Sequence[float], whole: Sequence[float]
+) -> list[str]:
+    """The lines of the record that `announce` logs.
+
+    Args:
+        sent: most bytes of one exchange of this island, and its mean per step.
+        whole: values that sparse channels send whole, and all their values.
+    """
+    config, topology, place = runtime.config, runtime.topology, runtime.island.position
+    islands = f"island {topology.island} of {topology.islands}"
+    if topology.islands == 1:
+        islands = "one replica, nothing is sent"
+    if topology.count < topology.islands:
+        islands += f" ({topology.count} expected at the start)"
+    shape = place.form
+    if (active := runtime.parameters.active_copies) != place.num_copies:
+        shape += f" ({active} active)"
+    inner = ", ".join(type(o).__name__ for o in runtime.host.optimizers)
+    lines = [
+        f"preset {config.preset}, {islands}, from step {runtime.step}",
+        *config.parts(),
+        f"inner {inner}; {clips(config, runtime.host)}",
+        f"{_batch(runtime, batch)}{shape}",
+        f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average",
+    ]
+    if whole[0]:
+        lines.append(
+            f"{whole[0]:.0f} of {whole[1]:.0f} values of sparse channels go whole: tensors of "
+            f"fewer than {BLOCK} values in a rank, and those that `uncompressed` names"
+        )
+    return lines
 
 
 def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) -> None:
@@ -244,27 +255,24 @@ def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
     """A sentence for each outer-step channel in the middle of whose round `steps` steps end.
     Fragments always end so, one or the other.
     """
-    stepping = [
-        c
-        for c in config.channels
-        if c.applier.acts_as == "outer_step" and c.equal_at_end and c.fragments is None
-    ]
-    return [_odd(c, steps) for c in stepping if not c.schedule.due(steps - 1)]
-
-
-def _odd(c: Channel, steps: int) -> str:
-    period, first = c.schedule.sync_every, c.schedule.offset
-    below = first + max(steps - first, 0) // period * period
-    fits = " or ".join(str(n) for n in (below, below + period) if n > first)
-    return (
-        f"channel {c.name!r}: a run of {counted(steps, 'step')} ends inside a round of period "
-        f"{period}: finish() takes the plain mean of that part, without an "
-        f"outer step; steps that end with a round: {fits}"
-    )
+    found = []
+    for c in config.channels:
+        stepping = c.applier.acts_as == "outer_step" and c.equal_at_end and c.fragments is None
+        if not stepping or c.schedule.due(steps - 1):
+            continue
+        period, first = c.schedule.sync_every, c.schedule.offset
+        below = first + max(steps - first, 0) // period * period
+        fits = " or ".join(str(n) for n in (below, below + period) if n > first)
+        found.append(
+            f"channel {c.name!r}: a run of {counted(steps, 'step')} ends inside a round of period "
+            f"{period}: finish() takes the plain mean of that part, without an "
+            f"outer step; steps that end with a round: {fits}"
+        )
+    return found
 
 
 def clips(config: ExchangeConfig, host: TrainingHost) -> str:
-    """See `Exchange.clips`."""
+    """A sentence about the gradient clipping in force."""
     if config.clip is None:
         return host.clips or "the exchange clips no gradients"
     where = (
@@ -281,32 +289,12 @@ def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
     """The beginning of a line; empty where no batch was told."""
     if len(batch) != 2:
         return ""
-    topology = runtime.topology
-    here, factors = _here(topology, batch)
+    world, islands = runtime.topology.world, runtime.topology.count
+    here = batch[0] * batch[1] * world
+    factors = f"{batch[0]} x {batch[1]} accumulation x {counted(world, 'rank')}"
     if runtime.rows_differ:
         return f"effective batch {runtime.rows} rows, {here} of them here = {factors}; "
-    islands = topology.count
     return f"effective batch {here * islands} rows = {factors} x {counted(islands, 'island')}; "
-
-
-def _here(topology: Topology, batch: Sequence[int]) -> tuple[int, str]:
-    """The rows of this island in a step, and what they are the product of."""
-    world = topology.world
-    return (
-        batch[0] * batch[1] * world,
-        f"{batch[0]} x {batch[1]} accumulation x {counted(world, 'rank')}",
-    )
-
-
-def _whole(values: Sequence[float]) -> list[str]:
-    """A line where sparse channels send a part of their values whole."""
-    dense, all_values = values
-    if not dense:
-        return []
-    return [
-        f"{dense:.0f} of {all_values:.0f} values of sparse channels go whole: tensors of fewer "
-        f"than {BLOCK} values in a rank, and those that `uncompressed` names"
-    ]
 
 
 def _bytes_of_island(
@@ -320,7 +308,6 @@ def _bytes_of_island(
     sparse = [s.layout for s in sections if s.codec.sparse]
     totals = [float(plan.most().bytes_sent), plan.per_step()]
     totals += [float(sum(x.num_dense for x in sparse)), float(sum(map(_elements, sparse)))]
-    rows: list[tuple[str, float, float]] = []
     for section in sections:
         if section.codec.indexed:
             dense = ring_all_reduce_bytes(plan.size, 2 * _elements(section.layout))
@@ -328,11 +315,9 @@ def _bytes_of_island(
     indexed = [c.channel.name for c in runtime.channels if c.channel.codec.indexed]
     # a copy that is not active has no sections
     totals += [0.0] * (4 + 2 * len(indexed) - len(totals))
-    totals = runtime.island.sum(*totals)
-    for i, name in enumerate(indexed):
-        if totals[4 + 2 * i] > totals[5 + 2 * i] > 0:
-            rows.append((name, totals[4 + 2 * i], totals[5 + 2 * i]))
-    return totals[:2], totals[2:4], rows
+    most, mean, whole, values, *pairs = runtime.island.sum(*totals)
+    rows = zip(indexed, pairs[::2], pairs[1::2], strict=True)
+    return [most, mean], [whole, values], [row for row in rows if row[1] > row[2] > 0]
 
 
 def _elements(layout: Layout) -> int:

@@ -19,12 +19,13 @@ from ..elastic.peer_group import PeerGroup
 from ..errors import Mismatch, NotFinite, see
 from ..hosts.base import TrainingHost
 from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
+from ..rendezvous.island import IslandGroup
 
 LIMIT = 10
-"""Steps or contributions in a row that may be left out because they are not finite, or far from the
-others'. A replica that has as many does not come back by itself. Where islands come and go it
-ends with status 75, and joins again with the others' state; else it stops with an error, while
-its last checkpoint is still whole."""
+"""Contributions in a row that end a replica when they are left out, since they are not finite or
+far from the others'. It does not recover by itself. Where islands come and go it ends with status
+75, and joins again with the others' state; else it stops with an error, while its last checkpoint
+is still whole."""
 
 MESSAGES = 16
 """Messages of which the norms are remembered."""
@@ -130,19 +131,19 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Watch:
-    """Looks at the messages of one peer group.
+    """The checks of one rank on the messages of its peer group.
 
     Args:
-        peers: None on a copy that has none, which sees nothing.
-        speaks: this rank logs what it sees (one rank of each island does).
+        peers: None on a copy without peers, which sees no message.
+        speaks: this rank logs what it sees; one rank of each island does.
 
     Attributes:
-        left_out: contributions of replicas that were not finite, so far. far: those whose norm was
-            far from the members'.
+        left_out: contributions of replicas so far that were not finite. far: contributions whose
+            norm was far from the others'.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
-        compares: no message yet that holds anything but zeros.
-        loss: the mean over the islands of those in the last headers that had one. stop: flags STOP
-            and LEAVING of what has arrived.
+        compares: no message has come yet that holds anything but zeros.
+        loss: the mean over the islands of the losses in the last headers that had one. stop: flags
+            STOP and LEAVING of the messages that have arrived.
     """
 
     def __init__(self, peers: PeerGroup | None, speaks: bool):
@@ -212,10 +213,13 @@ class Watch:
         self, peers: PeerGroup, bodies: Sequence[Tensor], blank: bool, reduced: bool
     ) -> None:
         """Warn once if the first messages that hold anything but zeros are the same from all
-        islands: two or more. In the worker's thread.
+        islands. In the worker's thread.
 
-        `blank`: the sections of the body hold nothing else; `reduced`: there were vectors, too
-        (`PeerGroup.alike`, `PeerGroup.something`)."""
+        Args:
+            bodies: of two islands or more.
+            blank: the sections of the bodies hold nothing but zeros.
+            reduced: there were vectors, too (`PeerGroup.alike`, `PeerGroup.something`).
+        """
         if blank and not (reduced and peers.something):
             return
         self.compares = False
@@ -228,17 +232,21 @@ class Watch:
 
     def count(
         self, peers: PeerGroup | None, headers: Sequence[Header], slots: Sequence[int], step: int
-    ) -> NotFinite | None:
-        """Count and name what was left out of the message of `step`; the error, if this replica
-        does not come back by itself.
+    ) -> None:
+        """Count and name the contributions that were left out of the message of `step`.
 
-        `slots`: whose headers these are; empty where that is not known."""
+        Args:
+            slots: the islands whose headers these are; empty where that is not known.
+
+        Raises:
+            NotFinite: see `give_up`.
+        """
         bad, far = (
             [j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR)
         )
         self.left_out, self.far = self.left_out + len(bad), self.far + len(far)
         if peers is None or not slots:
-            return None
+            return
         if bad and self._speaks:
             names = ", ".join(peers.label_of(slots[j]) for j in bad)
             log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, names)
@@ -259,19 +267,12 @@ class Watch:
         self._run = (self._run + 1.0) * mine
         # no island has anything that this one could come back with
         others_too = len(bad) + len(far) == len(headers)
-        try:
-            give_up(
-                self._run,
-                None if others_too else peers,
-                "were far from the others'" if far else "were not finite (NaN or Inf)",
-            )
-        except NotFinite as error:
-            return error
-        return None
+        what = "were far from the others'" if far else "were not finite (NaN or Inf)"
+        give_up(self._run, None if others_too else peers, what)
 
     def warn_of_rewritten(self) -> None:
-        """Something else than the base optimizer has written parameters of this island (see
-        `Rewritten`): say so once."""
+        """Warn once that something else than the base optimizer has written parameters of this
+        island (`Rewritten`)."""
         if self._speaks and not self._warned:
             self._warned = True
             log.warning(
@@ -294,11 +295,13 @@ class Watch:
 def give_up(
     run: float, peers: PeerGroup | None = None, what: str = "were not finite (NaN or Inf)"
 ) -> None:
-    """End this island if `run` contributions in a row were left out, and LIMIT are allowed.
+    """End this island where LIMIT or more of its contributions in a row were left out.
 
     Args:
+        run: of such contributions.
         peers: of this rank. Where islands come and go and others train, the process ends with
             status 75 and saves nothing: it comes back with their state.
+        what: is wrong with the contributions, for the error.
 
     Raises:
         NotFinite: on a peer group of fixed members, or with nobody else.
@@ -315,6 +318,12 @@ def give_up(
     )
 
 
+def drift(island: IslandGroup, far: float, norm: float) -> float:
+    """|theta - mean| / |mean| of this replica from this rank's squared norms."""
+    far, norm = island.sum(far, norm)
+    return math.sqrt(far / norm) if norm else 0.0
+
+
 # ---- sums of the bits of tensors, and what they are compared for -------------------------------
 
 EVERY = 50
@@ -327,8 +336,8 @@ _PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it add
 
 
 def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The bits of `tensors` as whole numbers of the size of their elements, added up modulo 2^64:
-    int64 scalar on `device`.
+    """The sum modulo 2^64 of the bits of all tensors, taken as whole numbers of the size of their
+    elements: int64 scalar on `device`.
     """
     sums = [
         piece.view(_WORDS[t.element_size()]).sum(dtype=torch.int64)
@@ -363,11 +372,12 @@ def odd_ones(totals: Sequence[int | None]) -> list[int]:
 
 
 class Rewritten:
-    """Parameters that are written between an exchange and the step after it, by something else than
-    the base optimizer: a wrapper around it with its own copy, weight clipping, code of the loop.
+    """A look-out for parameters that are written between an exchange and the step after it by
+    something else than the base optimizer: a wrapper around it with its own copy, weight clipping,
+    code of the loop.
 
-    The sum of their bits at the end of a step that exchanged is compared with that ahead of the
-    next one, every `EVERY` steps. Nothing is read on a device.
+    The sum of the parameters' bits at the end of a step that exchanged is compared with that ahead
+    of the next step, every `EVERY` steps. Nothing is read from a device.
 
     Args:
         host: of the parameters.
@@ -380,27 +390,27 @@ class Rewritten:
         self._found: float | Tensor = 0.0
 
     def exchanged(self) -> None:
-        """An exchange writes parameters: those noted before are no longer right."""
+        """Forget the noted sum, since an exchange writes parameters."""
         self._exchanged, self._left = True, None
 
     def note(self, step: int) -> None:
-        """Step `step` has ended. Parameters are right now, if it exchanged any."""
+        """Note the sum at the end of step `step`, if it has exchanged parameters."""
         if self._exchanged and step >= self._next:
             self._left, self._next = self._sum(), step + EVERY
         self._exchanged = False
 
     def compare(self, aside: bool) -> None:
-        """Ahead of a step. aside: steps that do not count were taken meanwhile."""
+        """Compare ahead of a step. aside: steps that do not count were taken meanwhile."""
         if self._left is not None and not aside:
             self._found = self._found + (self._sum() != self._left).float()
         self._left = None
 
     def forget(self) -> None:
-        """Whoever has written parameters had the right to, or the run begins anew."""
+        """Forget the noted sum: parameters were written rightly, or the run begins anew."""
         self._exchanged, self._left, self._next = False, None, 0
 
     def take(self) -> float | Tensor:
-        """How many comparisons have found other parameters since the last call."""
+        """The number of comparisons since the last call that have found other parameters."""
         found, self._found = self._found, 0.0
         return found
 

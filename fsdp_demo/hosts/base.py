@@ -1,5 +1,5 @@
 """The parameters as the exchange sees them: local fp32 (or lower) tensors of this rank, behind one
-protocol.
+class.
 
 `TrainingHost` is what an engine offers the exchange: `torch_params.TorchHost` for torch optimizers
 (FSDP2, unsharded), others by packages of their own (`base.py`). It hands out local tensors and
@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..rendezvous.position import ShardPosition
+from .optimizers import optimizer_kind
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
-
-    from ..rendezvous.island import IslandGroup
-from importlib.metadata import entry_points
-from types import ModuleType
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -51,135 +51,164 @@ class LocalParam:
     repeats: int = 1
 
 
-class StepHooks(Protocol):
-    """An engine's steps. It calls what `TrainingHost.hooks` was given: `before` ahead of the base
-    step of a tick, `after` behind it.
+class StepHooks(ABC):
+    """The hooks on an engine's steps: they call `before` ahead of the base step of every tick, and
+    `after` behind it. Nothing counts within `paused`.
+
+    Args:
+        before, after, gradients: see `TrainingHost.hooks`.
 
     Attributes:
-        aside: a step that can move parameters was taken inside `paused`.
+        aside: whether a step that can move parameters was taken inside `paused`.
     """
 
-    aside: bool
+    def __init__(
+        self,
+        before: Callable[[], bool],
+        after: Callable[[], None],
+        gradients: Callable[[], bool],
+    ):
+        self._run_before, self._run_after, self._gradients = before, after, gradients
+        self._off = 0
+        self._refusal = ""
+        self.aside = False
 
+    @abstractmethod
     def start(self) -> None:
-        """Hang on the engine's steps."""
-        ...
+        """Register the hooks on the engine's steps."""
 
+    @abstractmethod
     def stop(self) -> None:
-        """Let go of them."""
-        ...
+        """Remove the hooks."""
 
-    @property
-    def partial(self) -> int:
-        """How many optimizers have stepped in a tick that is not complete; 0 where one failed."""
-        ...
-
-    def paused(self, refusal: str = "") -> AbstractContextManager[None]:
-        """Within this context steps do not count; with a `refusal` they are a RuntimeError that
-        says it.
-        """
-        ...
-
-    def begin_anew(self) -> None:
-        """Forget the tick under way: the state of another step was loaded."""
-        ...
-
+    @abstractmethod
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that the training loop did not take; `base_step` runs between
         `before` and `after`.
         """
-        ...
+
+    @property
+    def partial(self) -> int:
+        """How many optimizers have stepped in a tick that is not complete; 0 where one failed, and
+        where the engine has one optimizer.
+        """
+        return 0
+
+    @contextmanager
+    def paused(self, refusal: str = "") -> Iterator[None]:
+        """Within this context steps do not count; with a `refusal` they are a RuntimeError with
+        that text.
+        """
+        before = self._refusal
+        self._off, self._refusal = self._off + 1, refusal or before
+        try:
+            yield
+        finally:
+            self._off, self._refusal = self._off - 1, before
+
+    def begin_anew(self) -> None:
+        """Forget the tick under way, since the state of another step was loaded."""
+        return  # nothing is kept of it here
+
+    def _refuse(self) -> None:
+        """Raise RuntimeError in a pause that refuses steps."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
 
 
-class TrainingHost(Protocol):
+class TrainingHost(ABC):
     """What an engine (torch, ZeRO) offers the exchange. Tensor lists are in the order of
     `params`.
 
     Attributes:
+        optimizers: the base optimizers.
         wrappers: what was given to `attach` around the base optimizers, and steps them.
     """
 
     params: list[LocalParam]
     device: torch.device
+    optimizers: list[torch.optim.Optimizer]
     wrappers: list[Any]
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The base optimizers."""
-        ...
 
     @property
     def clips(self) -> str:
         """Which clipping the engine itself does, as a sentence; empty where it does none or it is
         not known.
         """
-        ...
+        return ""
 
     @property
     def optimizer_names(self) -> list[str]:
         """The kind of each optimizer, by the name of torch's class where it does the same."""
-        ...
+        return [optimizer_kind(o) for o in self.optimizers]
 
+    @abstractmethod
     def tensors(self, source: str) -> list[Tensor | None]:
         """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
-        ...
 
+    @abstractmethod
     def rates(self) -> list[float]:
         """The learning rate that the optimizer has for each shard at this step."""
-        ...
 
     def states(self) -> list[str]:
         """Names of the optimizer states that are exchangeable: tensors of the shape of their
         parameter.
         """
-        ...
+        return sorted(
+            {
+                key
+                for p, state in self.optimizer_states()
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.shape == p.shape and key != "step"
+            }
+        )
 
+    @abstractmethod
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """What the optimizers step, with the state of each."""
-        ...
 
+    @abstractmethod
     def init_optimizer_state(self) -> None:
         """Make the optimizers' state now, as their first step would."""
-        ...
 
+    @abstractmethod
     def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Local tensors of the model that no optimizer steps, by name: frozen parameters and
         buffers. Without the `foreign_tensors`, whose bytes mean nothing alone.
         """
-        ...
 
+    @abstractmethod
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         """Writable local gradients: created as zeros where wanted and absent, removed where not
         wanted, left alone where None.
         """
-        ...
 
+    @abstractmethod
     def base_step(self) -> None:
         """Run the base optimizers once (for a step that the training loop did not take)."""
-        ...
 
+    @abstractmethod
     def commit(self, model: torch.nn.Module | None = None) -> None:
         """Let the model (where it is not known, `model`) see what was written into the local
         parameters. All ranks of the island call it together."""
-        ...
 
+    @abstractmethod
     def outside(self, model: torch.nn.Module) -> list[str]:
         """Names of the trainable parameters of a model that no optimizer here steps."""
-        ...
 
+    @abstractmethod
     def assert_unchanged(self) -> None:
         """Raise RuntimeError if parameters joined or left since `attach`, or are trained that were
         not, or the other way round.
         """
-        ...
 
+    @abstractmethod
     def shard_position(self, rank: int, world: int) -> ShardPosition:
         """Shard and copy of this rank in an island of `world` ranks."""
-        ...
 
+    @abstractmethod
     def hooks(
         self,
-        island: IslandGroup,
         before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],
@@ -195,7 +224,6 @@ class TrainingHost(Protocol):
             gradients: whether `before` needs or changes gradients; asked at every step, since the
                 method may be chosen later.
         """
-        ...
 
 
 def plain_name(name: str) -> str:

@@ -1,7 +1,5 @@
 """Step hooks of plain torch optimizers: one tick is one complete round of the attached optimizers'
 steps.
-
-What the hooks of every engine do in the same way, pausing, is `PausableStepHooks`.
 """
 
 from __future__ import annotations
@@ -9,7 +7,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,52 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import see
+from .base import StepHooks
 from .closures import CalledOnce, RoundGradients, version
 
 
-class PausableStepHooks:
-    """What the step hooks of all engines share: whom they call, and when they do not.
-
-    Args:
-        before, after: run ahead of and behind the base step of every tick. `before` says whether
-            it has made of the gradients what cannot be made twice in a step.
-        gradients: whether `before` needs or changes gradients, asked at every step.
-
-    Attributes:
-        aside: see `base.StepHooks`.
-    """
-
-    def __init__(
-        self,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        gradients: Callable[[], bool],
-    ):
-        self._run_before, self._run_after, self._gradients = before, after, gradients
-        self._off = 0
-        self._refusal = ""
-        self.aside = False
-
-    @contextmanager
-    def paused(self, refusal: str = "") -> Iterator[None]:
-        """See `base.StepHooks.paused`."""
-        before = self._refusal
-        self._off, self._refusal = self._off + 1, refusal or before
-        try:
-            yield
-        finally:
-            self._off, self._refusal = self._off - 1, before
-
-    def begin_anew(self) -> None:
-        """See `base.StepHooks.begin_anew`; here nothing is kept of a tick."""
-
-    def _refuse(self) -> None:
-        """Raise RuntimeError in a pause that refuses steps."""
-        if self._refusal:
-            raise RuntimeError(self._refusal)
-
-
-class OptimizerStepHooks(PausableStepHooks):
+class OptimizerStepHooks(StepHooks):
     """Calls `before` at the first base step of a round and `after` at its end.
 
     Steps inside `paused()` do not count, nor do those of torch's checkpoints that only make
@@ -75,7 +31,7 @@ class OptimizerStepHooks(PausableStepHooks):
         optimizers: they step in turns, each once per round, behind all backward passes of it.
         check: run ahead of each step with the number of the optimizer that takes it; raises where
             that cannot go on.
-        before, after, gradients: as for `PausableStepHooks`.
+        before, after, gradients: as for `StepHooks`.
     """
 
     def __init__(

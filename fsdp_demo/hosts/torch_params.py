@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import counted, see
-from ..rendezvous.island import IslandGroup
 from ..rendezvous.position import ShardPosition
 from .base import (
     LocalParam,
+    TrainingHost,
     foreign_tensors,
     is_dtensor,
     is_foreign,
@@ -30,11 +30,11 @@ from .base import (
     plain_name,
     strided_offset,
 )
-from .optimizers import materialise, optimizer_kind
+from .optimizers import materialise
 from .step_hooks import SCALED, OptimizerStepHooks, scales
 
 
-class TorchHost:
+class TorchHost(TrainingHost):
     """Parameters of torch optimizers: FSDP2 DTensors or plain tensors.
 
     Args:
@@ -94,7 +94,7 @@ class TorchHost:
         return self.optimizers[o].param_groups[g]["params"][i]
 
     def assert_unchanged(self) -> None:
-        """See `TrainingHost.assert_unchanged`. `check_trained` compares what is trained, since
+        """Compare the number of parameters. `check_trained` compares which are trained, since
         others may be switched off while one steps.
         """
         now = sum([len(g["params"]) for o in self.optimizers for g in o.param_groups])
@@ -135,9 +135,6 @@ class TorchHost:
         )
 
     def tensors(self, source: str) -> list[Tensor | None]:
-        """See `TrainingHost.tensors`. States are looked up in the optimizer that holds the
-        parameter.
-        """
         out: list[Tensor | None] = []
         for index, (o, _, _) in enumerate(self._places):
             p = self._param(index)
@@ -151,28 +148,9 @@ class TorchHost:
         return out
 
     def rates(self) -> list[float]:
-        """See `TrainingHost.rates`."""
         return [float(self.optimizers[o].param_groups[g]["lr"]) for o, g, _ in self._places]
 
-    def states(self) -> list[str]:
-        """See `TrainingHost.states`."""
-        pairs = [
-            (p, o.state.get(p, {}))
-            for o in self.optimizers
-            for g in o.param_groups
-            for p in g["params"]
-        ]
-        return sorted(
-            {
-                k
-                for p, state in pairs
-                for k, v in state.items()
-                if isinstance(v, Tensor) and v.shape == p.shape and k != "step"
-            }
-        )
-
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
-        """See `TrainingHost.prepare_gradients`."""
         out: list[Tensor | None] = []
         for index, want in enumerate(wanted):
             p = self._param(index)
@@ -196,17 +174,15 @@ class TorchHost:
         return ShardPosition(shards, rank % shards, world // shards, rank // shards)
 
     def base_step(self) -> None:
-        """Run the base optimizers once (for a step that the training loop did not take)."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def commit(self, model: torch.nn.Module | None = None) -> None:
-        """See `TrainingHost.commit`: free unsharded FSDP2 parameters."""
+        """Free unsharded FSDP2 parameters."""
         reshard(model if model is not None else self._model)
 
     def hooks(
         self,
-        island: IslandGroup,
         before: Callable[[], bool],
         after: Callable[[], None],
         skip: Callable[[], None],
@@ -215,15 +191,7 @@ class TorchHost:
         """One tick is one complete round of the optimizers' steps."""
         return OptimizerStepHooks(self.optimizers, before, after, self.check_trained, gradients)
 
-    clips = ""
-
-    @property
-    def optimizer_names(self) -> list[str]:
-        """See `TrainingHost.optimizer_names`."""
-        return [optimizer_kind(o) for o in self.optimizers]
-
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """See `TrainingHost.optimizer_states`."""
         return [
             (p, o.state[p])
             for o in self.optimizers
@@ -233,12 +201,10 @@ class TorchHost:
         ]
 
     def init_optimizer_state(self) -> None:
-        """See `optimizers.materialise`."""
         for optimizer in self.optimizers:
             materialise(optimizer)
 
     def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """See `TrainingHost.untrained_tensors`."""
         reshard(model)  # as at first
         named = [(plain_name(n), p) for n, p in model.named_parameters()]
         stepped = {s.name for s in self.params if not s.frozen}
@@ -249,7 +215,6 @@ class TorchHost:
         return {n: local_part(t) for n, t in left.items() if n not in foreign}
 
     def outside(self, model: torch.nn.Module) -> list[str]:
-        """See `TrainingHost.outside`."""
         mine = {id(p) for _, _, _, p, _ in _walk(self.optimizers)}
         return [
             plain_name(n)

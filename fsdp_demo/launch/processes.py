@@ -66,12 +66,12 @@ def adopt_orphans() -> None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_with_parent() -> None:
-    """Send this process SIGTERM when its parent is gone, even by SIGKILL (Linux). For `preexec_fn`:
-    nothing is imported here.
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Send this process a signal when its parent is gone, even by SIGKILL (Linux). For
+    `preexec_fn`: nothing is imported here.
     """
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def start(

@@ -6,7 +6,6 @@ Their output is prefixed by island.
 from __future__ import annotations
 
 import codecs
-import math
 import os
 import re
 import selectors
@@ -122,11 +121,6 @@ class Console:
 STOP = 40.0
 """Seconds between SIGTERM and SIGKILL: the launchers give their ranks 30 of them."""
 
-BRIEF = 30.0
-"""Seconds: a store that ends sooner after it was started again has a reason of its own, and is not
-started once more.
-"""
-
 
 @dataclass
 class RehearsedIsland:
@@ -147,8 +141,7 @@ class Supervisor:
         self.plan, self.console = plan, Console(stream)
         self.folder = Path(tempfile.mkdtemp(prefix="fsdp-demo-"))
         self.store: subprocess.Popen[bytes] | None = None
-        # where the store is, and when it was started again
-        self.endpoint, self.store_again_at = "", -math.inf
+        self.endpoint = ""  # of the store
         self.islands: list[RehearsedIsland] = []
         self.ended: list[RehearsedIsland] = []  # in the order in which they ended
         self.selector = selectors.DefaultSelector()
@@ -168,7 +161,7 @@ class Supervisor:
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            self.launch_first_store()
+            self.launch_store()
             self.await_store()
             self.start_islands()
             while any(island.status is None for island in self.islands):
@@ -183,8 +176,15 @@ class Supervisor:
 
     # Start
 
-    def launch_first_store(self) -> None:
-        self.launch_store(f"{LOCALHOST}:0", "--port-file", str(self.folder / "port"))
+    def launch_store(self) -> None:
+        words = [sys.executable, "-m", "fsdp_demo.cli", "store", "--bind", f"{LOCALHOST}:0"]
+        words += ["--file", str(self.folder / FILE), "--port-file", str(self.folder / "port")]
+        self.store = subprocess.Popen(
+            [*words, "--quiet"],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # as an island's (`processes.start`)
+            preexec_fn=end_with_parent,
+        )
 
     def await_store(self) -> None:
         port_file = self.folder / "port"
@@ -197,16 +197,6 @@ class Supervisor:
                 )
             time.sleep(0.05)
         self.endpoint = f"{LOCALHOST}:{port_file.read_text().strip()}" if port_file.exists() else ""
-
-    def launch_store(self, bind: str, *words: str) -> None:
-        kept = ["--file", str(self.folder / FILE)]
-        command = ["-m", "fsdp_demo.cli", "store", "--bind", bind, *kept, *words, "--quiet"]
-        self.store = subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # as an island's (`processes.start`)
-            preexec_fn=end_with_parent,
-        )
 
     def start_islands(self) -> None:
         if self.signals:
@@ -250,7 +240,8 @@ class Supervisor:
             if island.status is None and island.process.poll() is not None:
                 self.has_ended(island, now)
         if self.store is not None and self.store.poll() is not None and not self.store_lost:
-            self.store_has_ended(now)
+            self.store_lost, self.stop_at = True, now
+            self.console.note("the store has ended; ending the islands")
         if self.signals and self.kill_at is None:
             if self.stop_at is None or self.stop_at > now:
                 self.console.note(
@@ -262,19 +253,6 @@ class Supervisor:
             send(self.everything(), signal.SIGKILL)
         elif self.stop_at is not None and now >= self.stop_at and self.kill_at is None:
             self.stop_islands(now)
-
-    def store_has_ended(self, now: float) -> None:
-        """The store goes on from its file, and the islands with it. Where it ends again at once,
-        they end.
-        """
-        if now - self.store_again_at > BRIEF:
-            self.console.note("the store has ended; starting it again on its file")
-            self.store_again_at = now
-            self.launch_store(self.endpoint)
-            return
-        self.store_lost = True
-        self.console.note("the store has ended; ending the islands")
-        self.stop_at = now
 
     def has_ended(self, island: RehearsedIsland, now: float) -> None:
         island.status = shell_status(island.process.wait())

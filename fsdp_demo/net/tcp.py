@@ -1,9 +1,12 @@
-"""What the kernel does for a TCP connection of ZeroMQ, and what it knows of one."""
+"""What the kernel does for TCP connections of ZeroMQ, what it knows of one, and how many
+descriptors it allows for them.
+"""
 
 from __future__ import annotations
 
 import array
 import fcntl
+import resource
 import socket as sockets
 import struct
 import termios
@@ -122,3 +125,19 @@ def _connection(descriptor: int) -> Iterator[sockets.socket]:
         yield made
     finally:
         made.detach()  # it is ZeroMQ's
+
+
+def allowed() -> int:
+    """The hard limit of this process; 2**31 where there is none."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return 2**31 if hard == resource.RLIM_INFINITY else hard
+
+
+def raise_to(wanted: int) -> int:
+    """Raise the soft limit to so many, or as far as the hard limit allows; the soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return 2**31 if soft == resource.RLIM_INFINITY else soft
+    with suppress(OSError, ValueError):  # a system with another limit above this one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, allowed()), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -42,7 +42,8 @@ class Poller:
     Attributes:
         changed: lock of all that waits and is queued; told when something has moved. keys: as
             given. context: of ZeroMQ. thread: the network thread. between: called in it after each
-            look, until a driver runs there.
+            look at the sockets. pause: asked there for the seconds until the next look where
+            nothing wakes it. failed: called there with the error that has ended it.
     """
 
     def __init__(self, keys: Any = None):
@@ -63,6 +64,8 @@ class Poller:
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.closed, self._linger = False, 0.0
         self.between: Callable[[], None] = lambda: None
+        self.pause: Callable[[], float] = lambda: IDLE
+        self.failed: Callable[[BaseException], None] = _raised
         self.thread = threading.Thread(target=self._run, name="network", daemon=True)
         self.thread.start()
 
@@ -222,21 +225,12 @@ class Poller:
     def _run(self) -> None:
         try:
             while not self.closed:
-                self._turn(IDLE)
+                self._turn(self.pause())
                 self.between()
+        except BaseException as error:
+            self.failed(error)
         finally:
             self._shut()
-
-    def move(self, seconds: float) -> None:
-        """Wait for sockets and jobs, at most so long, and do what can be done. In the network
-        thread.
-
-        Raises:
-            RuntimeError: the connections were closed.
-        """
-        if self.closed:
-            raise RuntimeError(CLOSED)
-        self._turn(seconds)
 
     def _turn(self, seconds: float) -> None:
         with self.changed:
@@ -292,3 +286,7 @@ class Poller:
         self.context.term()
         self._near.close()
         self._far.close()
+
+
+def _raised(error: BaseException) -> None:
+    raise error

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 
-from ..elastic.connect import PeerPosition, by_member, new_poller
+from ..elastic.connect import PeerPosition, by_member, new_poller, widen
 from ..elastic.driver import Driver
 from ..elastic.failure_detector import FailureDetector
 from ..elastic.message_state import Due, RoundMessage
@@ -210,7 +210,7 @@ def met(meeting: Meeting, place: PeerPosition, link: Link | None = None) -> Peer
         poller.close(0)
         raise
     try:
-        peers.widen(lambda k: by_member(transport.open(k), members))
+        widen(peers, lambda k: by_member(transport.open(k), members))
     except BaseException:
         peers.release()
         raise

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import signal
 import socket
 import sys
 import threading
@@ -42,11 +41,11 @@ LOOK = 0.2  # seconds between two looks whether to end
 
 
 class StoreServer:
-    """A store that is served while `serve_until` or `serve_while` runs.
+    """A store that is served while `serve_while` runs.
 
     Args:
         bind: `ADDR:PORT`; ADDR is an address or name of this machine (`0.0.0.0` or `[::]`: all),
-            PORT 0 picks a free one. "zmq://" may stand before it.
+            PORT 0 picks a free one. "zmq://" may stand before it. Or a socket that listens.
         file: where it keeps its keys; ":memory:" for nowhere.
         token: ISLAND_TOKEN; "" lets everybody in.
         keys, room: how many keys, and how many bytes the file may have.
@@ -63,51 +62,40 @@ class StoreServer:
 
     def __init__(
         self,
-        bind: str,
+        bind: str | socket.socket,
         file: str | Path = FILE,
         token: str = "",
         keys: int = KEYS,
         room: int = ROOM,
     ):
-        name, port = split_address(bind.removeprefix("zmq://"))
-        host = _resolved(bind, name, port)
         lock = Keys(token, SALT) if token else None
-        self._records = Records(file, keys, room)
-        self._context: Any = zmq.Context()
-        self._socket = self._listen(bind, host, port, lock)
+        listener = bind if isinstance(bind, socket.socket) else listen(bind)
+        try:
+            self._records = Records(file, keys, room)
+        except ValueError:
+            listener.close()
+            raise
         self.file = MEMORY if str(file) == MEMORY else str(Path(file).absolute())
-        address = ipaddress.ip_address(host.partition("%")[0])
-        self.host = host
-        self.port = int(self._socket.last_endpoint.decode().rstrip("\0").rpartition(":")[2])
+        self.host, self.port = listener.getsockname()[:2]
+        address = ipaddress.ip_address(self.host.partition("%")[0])
         self.endpoint = _reached_at(address, self.port)
         self.warnings = (*_open_to(address, token), *_short_lived(file))
+        self._context: Any = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._accept(listener, lock)
 
-    def _listen(self, bind: str, host: str, port: int, lock: Keys | None) -> Any:
-        made = self._context.socket(zmq.ROUTER)
-        made.linger, made.ipv6, made.backlog = 0, ":" in host, 4096
+    def _accept(self, listener: socket.socket, lock: Keys | None) -> None:
+        made = self._socket
+        made.linger = 0
         made.maxmsgsize, made.rcvhwm, made.sndhwm = LARGEST_MESSAGE, WAITING, WAITING
         made.handshake_ivl = HANDSHAKE_MS
         keep_alive(made)
         if lock is not None:
             lock.listen(made)
-        try:
-            made.bind(
-                f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
-            )
-        except zmq.ZMQError as error:
-            made.close()
-            self._context.term()
-            self._records.close()
-            raise ValueError(
-                f"--bind {bind}: cannot listen there: {error.strerror}{_cure(error.errno)}"
-            ) from None
-        return made
+        made.use_fd = listener.detach()
+        made.bind("tcp://127.0.0.1:*")  # not looked at: it listens already
 
     # ---- serving -------------------------------------------------------------------------------
-
-    def serve_until(self, signals: set[signal.Signals]) -> None:
-        """Serve until one of these signals comes, which must be blocked."""
-        self.serve_while(lambda: not signals & signal.sigpending())
 
     def serve_while(self, wanted: Callable[[], bool]) -> None:
         """Serve in this thread, then close."""
@@ -187,19 +175,31 @@ def _short_lived(file: str | Path) -> tuple[str, ...]:
     )
 
 
-def _resolved(bind: str, name: str, port: int) -> str:
-    """The address to bind to.
+def listen(bind: str) -> socket.socket:
+    """A socket that listens at `ADDR:PORT`, which `StoreServer` explains.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or nobody can listen there.
     """
+    name, port = split_address(bind.removeprefix("zmq://"))
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = socket.getaddrinfo(
+            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
         raise ValueError(
             f"--bind {bind}: the name {name!r} has no address ({error.strerror or error})"
         ) from None
-    return str(found[0][4][0])
+    try:
+        made = socket.create_server(
+            address, family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
+        )
+    except OSError as error:
+        raise ValueError(
+            f"--bind {bind}: cannot listen there: {error.strerror}{_cure(error.errno)}"
+        ) from None
+    made.setblocking(False)
+    return made
 
 
 def bound_memory(more: int = BYTES) -> int | None:

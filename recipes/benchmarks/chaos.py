@@ -26,10 +26,8 @@ import argparse
 import json
 import math
 import os
-import platform
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -40,11 +38,20 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from benchmarks.common import Parser  # noqa: E402
+from benchmarks.common import Parser, processor  # noqa: E402
 from chaos_events import KINDS, Event, Storm, plan  # noqa: E402
-from chaos_facts import Tape, at_tokens, returned, stalls, survived, unexpected  # noqa: E402
+from chaos_facts import (  # noqa: E402
+    Tape,
+    at_tokens,
+    draw_storm,
+    middle,
+    of_kind,
+    returned,
+    stalls,
+    survived,
+    unexpected,
+)
 from chaos_lab import FRESH, Lab  # noqa: E402
-from chaos_picture import picture_of, svg  # noqa: E402
 from report import table  # noqa: E402
 
 from fsdp_demo import preset  # noqa: E402
@@ -74,12 +81,8 @@ def storm(args: argparse.Namespace, folder: Path, events: Sequence[Event]) -> Re
     weather, trouble = Storm(lab, events, _say), ""
     try:
         lab.start()
-        _until(
-            weather,
-            lambda: all(lab.seen[s].step >= 5 for s in lab.seen),
-            args.start,
-            "the first steps of all islands",
-        )
+        begun = "the first steps of all islands"
+        _until(weather, lambda: all(s.step >= 5 for s in lab.seen.values()), args.start, begun)
         weather.run(args.patience)
         _until(weather, lambda: not weather.later, args.patience, "the last event to be over")
         weather.wait(time.monotonic() + FRESH)  # until who was hit last is known to be
@@ -118,16 +121,8 @@ def undisturbed(args: argparse.Namespace, folder: Path, steps: int) -> Report:
 
 
 def _lab(args: argparse.Namespace, folder: Path, pad: float, steps: int) -> Lab:
-    words = [
-        "--preset",
-        args.preset,
-        "--settings",
-        json.dumps(settings(args.preset)),
-        "--pad",
-        str(pad),
-        "--seed",
-        str(args.seed),
-    ]
+    words = ["--preset", args.preset, "--settings", json.dumps(settings(args.preset))]
+    words += ["--pad", str(pad), "--seed", str(args.seed)]
     words += ["--steps", str(steps), "--save-every", str(args.save_every), "--lr", str(args.lr)]
     return Lab(
         folder,
@@ -203,14 +198,14 @@ def evaluate(told: Report, calm: Report | None) -> Report:
     out: Report = {
         "events": len(struck),
         "by_kind": {
-            kind: _of_kind([e for e in struck if e["kind"] == kind])
+            kind: of_kind([e for e in struck if e["kind"] == kind])
             for kind in dict.fromkeys(e["kind"] for e in struck)
         },
         "survived": sum(not e["failed"] for e in struck),
         "skipped": len(told["events"]) - len(struck),
         "longest_stall_s": max((e["stall_s"] for e in struck), default=0.0),
-        "rejoin_s": _middle(rejoins),
-        "rejoin_s_longest": _finite(max(rejoins, default=None)),
+        "rejoin_s": middle(rejoins),
+        "rejoin_s_longest": max(filter(math.isfinite, rejoins), default=None),
         "not_back": sum(math.isinf(t) for t in rejoins),
         "rounds": len(tape.rounds),
         "rounds_repeated": sum(r.again for r in tape.rounds),
@@ -240,32 +235,6 @@ def evaluate(told: Report, calm: Report | None) -> Report:
     return out
 
 
-def _of_kind(events: Sequence[Report]) -> Report:
-    rejoins = [t for e in events for t in e["rejoin_s"]]
-    stall = max(e["stall_s"] for e in events)
-    facts = {
-        "events": len(events),
-        "survived": sum(not e["failed"] for e in events),
-        "longest_stall_s": stall,
-    }
-    return {
-        **facts,
-        "lost": len(rejoins),
-        "rejoin_s": _middle(rejoins),
-        "not_back": sum(math.isinf(t) for t in rejoins),
-    }
-
-
-def _middle(values: Sequence[float]) -> float | None:
-    """The median of those that are finite."""
-    known = [v for v in values if math.isfinite(v)]
-    return statistics.median(known) if known else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def good(found: Report, restarts: bool) -> bool:
     """Whether everything was survived, in step, and without an error."""
     back = not restarts or not found["not_back"]
@@ -281,12 +250,15 @@ def good(found: Report, restarts: bool) -> bool:
 
 
 def show(found: Report, args: argparse.Namespace) -> str:
+    import torch
+
     def number(value: float | None, form: str = ".1f") -> str:
         return "-" if value is None else format(value, form)
 
     head = ["kind", "events", "survived", "longest stall s", "lost", "back after s", "not back"]
     rows = [head]
-    for kind, k in [*found["by_kind"].items(), ("all", _whole(found))]:
+    lost = sum(k["lost"] for k in found["by_kind"].values())
+    for kind, k in [*found["by_kind"].items(), ("all", {**found, "lost": lost})]:
         cells = [
             k["events"],
             k["survived"],
@@ -300,7 +272,8 @@ def show(found: Report, args: argparse.Namespace) -> str:
     lines = [
         f"{args.islands} islands x {args.ranks} ranks, {args.preset}, seed {args.seed}, dead "
         f"{args.dead:g} s, mean gap {args.gap:g} s, "
-        f"steps of {args.pad:g} s and more, store {args.store_delay:g} ms away; {_cpu()}",
+        f"steps of {args.pad:g} s and more, store {args.store_delay:g} ms away; {processor()}, "
+        f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}",
         table(rows),
         f"rounds {found['rounds']}, made again {found['rounds_repeated']}; steps {found['steps']}, "
         "tokens of completed rounds "
@@ -315,11 +288,6 @@ def show(found: Report, args: argparse.Namespace) -> str:
     return "\n".join(lines + [f"! {text}" for text in _complaints(found)])
 
 
-def _whole(found: Report) -> Report:
-    lost = sum(k["lost"] for k in found["by_kind"].values())
-    return {**found, "lost": lost}
-
-
 def _complaints(found: Report) -> list[str]:
     skipped = [f"{found['skipped']} events did not come"] if found["skipped"] else []
     return [
@@ -329,25 +297,6 @@ def _complaints(found: Report) -> list[str]:
         *skipped,
         *([found["trouble"]] if found["trouble"] else []),
     ]
-
-
-def _cpu() -> str:
-    import torch
-
-    name = next(
-        (
-            line.partition(":")[2].strip()
-            for line in _lines("/proc/cpuinfo")
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text(errors="replace").splitlines() if file.is_file() else []
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -417,7 +366,7 @@ def _parser() -> Parser:
         "--picture",
         type=Path,
         metavar="FILE",
-        help="islands over time as JSON, and as FILE's name with .svg",
+        help="islands over time as svg; needs matplotlib",
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and facts there")
     return parser
@@ -477,11 +426,8 @@ def main() -> int:
             f"{args.preset}: {found['events']} events on {args.islands} islands, one each "
             f"{args.gap:g} s"
         )
-        drawn = picture_of(
-            Tape(told["facts"], told["lives"], told["ends"]), told["events"], args.islands, title
-        )
-        args.picture.write_text(json.dumps(drawn) + "\n", encoding="utf-8")
-        args.picture.with_suffix(".svg").write_text(svg(drawn), encoding="utf-8")
+        tape = Tape(told["facts"], told["lives"], told["ends"])
+        draw_storm(tape, told["events"], args.islands, title, args.picture)
     return 0 if good(found, not args.no_restart) else 1
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import IO, Any
 
 Fact = dict[str, Any]
 
@@ -333,3 +334,97 @@ def unexpected(lives: Sequence[Fact]) -> list[str]:
         for f in lives
         if f["status"] not in (None, 0, 75, 137)
     ]
+
+
+def of_kind(events: Sequence[Fact]) -> Fact:
+    """The numbers of the events of one kind."""
+    rejoins = [t for e in events for t in e["rejoin_s"]]
+    return {
+        "events": len(events),
+        "survived": sum(not e["failed"] for e in events),
+        "longest_stall_s": max(e["stall_s"] for e in events),
+        "lost": len(rejoins),
+        "rejoin_s": middle(rejoins),
+        "not_back": sum(math.isinf(t) for t in rejoins),
+    }
+
+
+def middle(values: Sequence[float]) -> float | None:
+    """The median of those that are finite."""
+    known = [v for v in values if math.isfinite(v)]
+    return statistics.median(known) if known else None
+
+
+# ---- the picture -------------------------------------------------------------------------------
+
+COLOURS = {"training": "#4c9f70", "stalled": "#e0a030", "joining": "#5b8bd0", "dead": "#c8c8c8"}
+STALL = 1.0
+"""Seconds between two steps from which on an island is drawn as stalled."""
+
+
+def draw_storm(
+    tape: Tape, events: Sequence[Fact], islands: int, title: str, file: str | IO[str]
+) -> None:
+    """Write the islands over time as svg, with the events that struck and the loss below."""
+    from matplotlib import pyplot, rc_context
+
+    first = min((steps[0]["time"] for steps in tape.steps.values()), default=0.0)
+    size = {"figsize": (11, 2.8 + 0.3 * islands), "height_ratios": [0.5 * islands, 1.5]}
+    figure, (lanes, loss) = pyplot.subplots(2, sharex=True, layout="constrained", **size)
+    for slot in range(islands):
+        for state, begin, end in spans(tape, slot, first):
+            lanes.broken_barh([(begin, end - begin)], (slot - 0.4, 0.8), color=COLOURS[state])
+    for event in events:
+        if event["skipped"]:
+            continue
+        at = event["struck"] - first
+        for slot in event["victims"] or range(islands):
+            lanes.vlines(at, slot - 0.5, slot + 0.5, color="#b03030", linewidth=1)
+        lanes.text(at, -0.6, event["kind"], rotation=50, fontsize=8, va="bottom")
+    lanes.set_yticks(range(islands), [f"island {slot}" for slot in range(islands)])
+    lanes.set_ylim(islands - 0.5, -0.5)
+    for state, colour in COLOURS.items():
+        loss.plot([], [], color=colour, linewidth=6, label=state)
+    told: dict[int, list[Fact]] = defaultdict(list)
+    for fact in tape.facts:
+        if fact["what"] == "look" and fact["rank"] == 0:
+            told[fact["step"]].append(fact)
+    looks = [told[step] for step in sorted(told)]
+    times = [min(fact["time"] for fact in at) - first for at in looks]
+    loss.plot(times, [statistics.fmean(fact["loss"] for fact in at) for at in looks], color="#333")
+    loss.set(ylabel="loss", xlabel="seconds", xlim=(0, max(tape.ends - first, 1e-9)))
+    loss.legend(fontsize=8, ncols=len(COLOURS))
+    figure.suptitle(title)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg")
+    pyplot.close(figure)
+
+
+def spans(tape: Tape, slot: int, first: float) -> list[list[Any]]:
+    """[state, from, to] of an island without holes, in seconds after `first`."""
+    out: list[list[Any]] = []
+
+    def add(state: str, a: float, b: float) -> None:
+        a, b = max(a, first), min(b, tape.ends)
+        if b > a and out and out[-1][0] == state and abs(out[-1][2] - (a - first)) < 1e-6:
+            out[-1][2] = b - first
+        elif b > a:
+            out.append([state, a - first, b - first])
+
+    told = {
+        (f["life"], f["what"]): f["time"]
+        for f in tape.facts
+        if f["slot"] == slot and f["what"] in ("start", "finishing")
+    }
+    last = first
+    for life in [f for f in tape.lives if f["slot"] == slot]:
+        times = [s["time"] for s in tape.steps[slot, life["life"]]]
+        ended = told.get((life["life"], "finishing"), life["ended"] or tape.ends)
+        begun = min(told.get((life["life"], "start"), ended), ended)
+        add("dead", last, begun)
+        add("joining", begun, times[0] if times else ended)
+        for a, b in zip(times, [*times[1:], ended], strict=False):
+            add("stalled" if b - a > STALL else "training", a, b)
+        last = ended if life["status"] != 0 else tape.ends
+    add("dead", last, tape.ends)
+    return out

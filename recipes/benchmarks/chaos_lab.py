@@ -330,9 +330,9 @@ class Lab:
             self.store.wait()
 
     def signal_store(self, store: subprocess.Popen[bytes] | None, number: int) -> None:
-        """To this start of the store, if it still runs."""
+        """To the server of this start of the store, if it still runs."""
         if store is not None:
-            store.send_signal(number)
+            send(descendants(store.pid), number)
 
     def order(self, name: str, text: str = "") -> None:
         """A file that the islands look for, in one piece."""

@@ -102,8 +102,8 @@ class Island:
         old.meter.setup_bytes += new.meter.setup_bytes
         old.release()
         old._me, old._next = new._me, new._next
-        old.drive(new._driver, new._num_connections)
-        return {"connections": old._num_connections}
+        old.drive(new._driver, new.num_connections)
+        return {"connections": old.num_connections}
 
     def step(self) -> None:
         """One step of an ordinary training loop."""

@@ -24,7 +24,7 @@ from fsdp_demo import (
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.hosts.muon import RELEASED
 
-from ..exchange.test_ends import ended
+from ..exchange.test_finish import ended
 from ..oracles import presets as oracle
 from ..support import probe
 from ..support.layered import LAYERED

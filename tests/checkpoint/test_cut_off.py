@@ -14,8 +14,8 @@ import torch
 
 from fsdp_demo import ExchangeConfig, PeerLost, Topology, preset
 
-from ..exchange.test_failure import Small, same
 from ..support import threaded
+from ..support.small import Small, same
 from ..support.threaded import Tap, values
 
 CONFIGS = {

@@ -13,6 +13,7 @@ from fsdp_demo.elastic import descriptors  # noqa: E402
 from fsdp_demo.elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers  # noqa: E402
 from fsdp_demo.elastic.join_server import num_connections  # noqa: E402
 from fsdp_demo.errors import PeerLost  # noqa: E402
+from fsdp_demo.net.tcp import raise_to  # noqa: E402
 from fsdp_demo.peers.poller import Poller  # noqa: E402
 from fsdp_demo.peers.zeromq import Meeting  # noqa: E402
 
@@ -63,7 +64,7 @@ def test_open_files_more_sockets_than_libzmq_allows(run_ranks) -> None:
     """
 
     def run(me: Any) -> None:
-        if descriptors.raise_to(2048) < 2048:
+        if raise_to(2048) < 2048:
             return  # this machine does not let us try
         poller = Poller()
         try:

@@ -162,7 +162,7 @@ def test_network_thread_failure_is_raised_at_a_launch(run_ranks) -> None:
         def fn(line: Any) -> None:
             exchanged(line, 0)
             line._driver.do(lambda: 1 / 0)
-            while line._driver._thread.is_alive():
+            while line._driver._poller.thread.is_alive():
                 time.sleep(0.01)
             for _ in range(2):
                 with pytest.raises(
@@ -172,6 +172,7 @@ def test_network_thread_failure_is_raised_at_a_launch(run_ranks) -> None:
             assert not line.wait_stable(5.0)
 
         one.run(fn)
+        one.survivors()
         assert one.expelled == [(0, 0)]  # in a run this ends the process with 75
 
     alone(run_ranks, run)

@@ -15,6 +15,7 @@ import fsdp_demo
 from fsdp_demo import Link, PeerLost, preset
 from fsdp_demo.elastic import chunks as streams_of
 from fsdp_demo.elastic import peer_group
+from fsdp_demo.elastic.agreement import round_trip
 from fsdp_demo.elastic.chunks import streams
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.membership.protocol_types import Member
@@ -74,7 +75,7 @@ def test_round_trip_is_the_longest_that_one_rank_has_seen(run_ranks, late, expec
     def counted(line: PeerGroup) -> tuple[int, int]:
         if line.rank == 1 and late:
             line.seen_round_trip = lambda: late  # type: ignore[method-assign]
-        return streams(line.round_trip(), 2), line.meter.bytes_sent
+        return streams(round_trip(line), 2), line.meter.bytes_sent
 
     def run(me: Any) -> None:
         outs = on_lines(counted, 3)
@@ -121,7 +122,7 @@ def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
         counts = {
             k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
         }
-        connections = exchange._peers._num_connections
+        connections = exchange._peers.num_connections
         exchange.finish()
         return out, counts, connections
 
@@ -179,7 +180,7 @@ def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
                 return out
 
             line.all_gather = slow
-            return float(line.round_trip())
+            return float(round_trip(line))
 
         found = set(islands.run(fn).values())
         (seconds,) = found  # the same on all

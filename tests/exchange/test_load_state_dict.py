@@ -14,8 +14,8 @@ import fsdp_demo
 from fsdp_demo.errors import Mismatch
 
 from ..support import threaded
+from ..support.small import RESUMED, Small, same
 from ..support.threaded import values
-from .test_failure import RESUMED, Small, same
 
 SAVED, LAST = 5, 11
 

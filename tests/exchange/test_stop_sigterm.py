@@ -17,7 +17,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import Topology, preset
 
-from .test_failure import Small, same
+from ..support.small import Small, same
 
 PERIOD = 500
 CONFIG = preset("diloco", period=PERIOD, inner_optimizers="as_is")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_demo import cli
-from fsdp_demo.launch import rehearse, run
+from fsdp_demo.launch import run
 from fsdp_demo.launch.rehearsal import Rehearsal, devices
 from fsdp_demo.launch.rehearsal import command as launched
-from fsdp_demo.launch.rehearse import Console, Splitter, Supervisor
+from fsdp_demo.launch.rehearse import Console, Splitter
 
+from ..support.stores import server_of
 from .rehearsals import (
     ON_LINUX,
     WAIT,
@@ -148,10 +148,10 @@ def test_rehearse_restarts_its_store(run_id: str, tmp_path: Path) -> None:
     script.write_text(OUTLIVE)
     process = rehearsal(run_id, script, "--procs", "1", "--launcher", "torchrun", "--cpu")
     before = lines_until(process, "have met", 2)
-    os.kill(store_of(process.pid), signal.SIGKILL)
+    os.kill(server_of(store_of(process.pid)), signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, "".join(before) + output
-    assert "[rehearse] the store has ended; starting it again on its file" in output
+    assert "fsdp-demo store: the server has ended (SIGKILL) and is started again on " in output
     assert sorted(line for line in output.splitlines() if "goes on" in line) == [
         f"[island{i}] goes on 2" for i in range(2)
     ], output
@@ -163,27 +163,6 @@ def test_rehearse_writes_one_launcher_file_per_island(tmp_path: Path) -> None:
     words = [launched(plan, tmp_path, False) for _ in range(2)]
     files = {each[each.index("--config_file") + 1] for each in words}
     assert len(files) == 2 and all("use_cpu: true" in Path(file).read_text() for file in files)
-
-
-def test_rehearse_store_that_ends_at_once_ends_the_islands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that ends again at once ends the islands."""
-    supervisor, started = (
-        Supervisor(Rehearsal(2, 1, (__file__,), "torchrun"), io.StringIO()),
-        list[str](),
-    )
-    monkeypatch.setattr(supervisor, "launch_store", lambda bind, *words: started.append(bind))
-    supervisor.endpoint = "127.0.0.1:7"
-    supervisor.store_has_ended(100.0)
-    assert started == ["127.0.0.1:7"] and not supervisor.store_lost and supervisor.stop_at is None
-    supervisor.store_has_ended(100.0 + rehearse.BRIEF / 2)
-    assert (
-        len(started) == 1
-        and supervisor.store_lost
-        and supervisor.stop_at == 100.0 + rehearse.BRIEF / 2
-    )
-    supervisor.selector.close()
-    # not `leave_nothing`, which ends all that this process has started
-    shutil.rmtree(supervisor.folder)
 
 
 def test_rehearse_by_torchrun_runs_every_rank(run_id: str, tmp_path: Path) -> None:

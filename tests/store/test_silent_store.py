@@ -29,6 +29,8 @@ from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
 from fsdp_demo.store.client import StoreClient
 
+from ..support.stores import server_of
+
 runs = itertools.count()
 
 
@@ -54,11 +56,14 @@ def process(
 
 @pytest.fixture
 def store(process: tuple[subprocess.Popen[bytes], str]) -> Iterator[dict[str, str]]:
-    """Variables that lead to it, and its process id in STORE; it goes on when the test ends."""
+    """Variables that lead to it, and its server's process id in STORE. The server goes on when the
+    test ends.
+    """
     started, endpoint = process
     where = {"ISLAND_ENDPOINT": endpoint, "ISLAND_TIMEOUT": "1.5"}
-    yield {**where, "ISLAND_RUN": f"silent-{next(runs)}", "STORE": str(started.pid)}
-    started.send_signal(signal.SIGCONT)
+    server = server_of(started.pid)
+    yield {**where, "ISLAND_RUN": f"silent-{next(runs)}", "STORE": str(server)}
+    os.kill(server, signal.SIGCONT)
 
 
 def freeze() -> None:

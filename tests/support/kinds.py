@@ -31,8 +31,8 @@ STARTS = {
     "kernel",  # of topk: a compiler
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
     "planner_plot",  # the same
+    "draw_storm",  # the same
     "report_png",  # the same
-    "measured_step",  # of the planner: the user's script
 }
 Code = types.CodeType
 

@@ -118,7 +118,7 @@ KEPT = {
         "test_trainer_mesh_resume_bit_for_bit": r"^decoupled",
         "test_trainer_mesh_sends_payloads_only": r"demo",
     },
-    "integrations/test_trainer_parts.py": {
+    "integrations/test_trainer_features.py": {
         "test_trainer_recipe_saves_and_resumes": r"diloco",
         "test_trainer_features_beside_exchange": r"^streaming_diloco",
     },
@@ -166,7 +166,7 @@ KEPT = {
     "exchange/test_elastic_join.py": {
         "test_elastic_third_island_joins": r"^full-2$",
     },
-    "exchange/test_failure.py": {
+    "exchange/test_guard.py": {
         "test_peer_loss_saves_and_exits_75": r"killed|2x2",
     },
     "exchange/test_survivors.py": {

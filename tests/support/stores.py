@@ -6,8 +6,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
 from . import child
+
+
+def server_of(store: int) -> int:
+    """The process in which `fsdp-demo store`, which has this id, serves; it may be starting."""
+    children, found = Path(f"/proc/{store}/task/{store}/children"), ""
+    while not found:
+        time.sleep(0.01)
+        found = children.read_text()
+    return int(found.split()[0])
 
 
 class Stores:

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from ...elastic import descriptors
+from ...elastic.descriptors import needed, num_open
 from ...errors import PeerLost, counted, see
 from ...files import to_json
 from ...net.address import route_to
+from ...net.tcp import allowed
 from ...peers.zeromq import Meeting
 from ...rendezvous import attempts
 from ...rendezvous.topology import Topology
@@ -99,8 +100,8 @@ def local(
         facts.mtu(name),
         disk_mb_s=disk_mb_s,
         step_seconds=step_seconds,
-        open_files=descriptors.allowed(),
-        open_files_needed=descriptors.num_open() + descriptors.needed(topology.islands),
+        open_files=allowed(),
+        open_files_needed=num_open() + needed(topology.islands),
         **settings,  # type: ignore[arg-type]
     )
 

@@ -18,7 +18,6 @@ from ...files import read_json
 from ...net.link import Link, parse_rate, parse_rtt
 from ..doctor import reading
 from .line import SIMULATED, System
-from .measure import measured_step
 from .models import Tensors, equal_layers, load, numel
 from .rows import HSDP
 from .situation import Situation, check_shards, device, guessed_step
@@ -330,14 +329,8 @@ def _model(args: argparse.Namespace) -> tuple[Tensors, str]:
 
 def _step(args: argparse.Namespace, tensors: Tensors) -> tuple[Step, int]:
     """The time of a step, and the shards of an island."""
-    sources = (
-        ("--step-time", args.step_time),
-        ("--step-from", args.step_from),
-        ("-- SCRIPT", args.script),
-    )
-    given = [name for name, value in sources if value]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say how long a step takes: give one")
+    if args.step_time and args.step_from:
+        raise ValueError("--step-time and --step-from both say how long a step takes: give one")
     per_step = args.tokens_per_step
     tokens = number(per_step, "--tokens-per-step") if per_step else None
     shards = args.shards or 1
@@ -346,8 +339,6 @@ def _step(args: argparse.Namespace, tensors: Tensors) -> tuple[Step, int]:
     if args.step_from:
         step, summary = step_from(args.step_from)
         return replace(step, tokens=tokens or step.tokens), args.shards or summary.get("procs", 1)
-    if args.script:
-        return Step(*measured_step(args.script, args.measure_steps, tokens)), shards
     if (measured := step_of_doctor(args.link)) is not None:
         return replace(measured, tokens=tokens), shards
     return guess(tensors, shards, args.device, tokens), shards

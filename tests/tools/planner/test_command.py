@@ -15,7 +15,6 @@ from fsdp_demo.cli import main
 from fsdp_demo.tools.planner import Situation, asking, load, plan_rows, show
 from fsdp_demo.tools.planner import show as planner_plot
 from fsdp_demo.tools.planner.choosing import said as said_of
-from fsdp_demo.tools.planner.measure import measured_step
 
 KEYS = {
     "preset",
@@ -144,34 +143,6 @@ def test_planner_command_step_from_summary(
     steps = 1e6 / (2 * 400)
     whole = 0.5 + row["exposed_seconds_per_step"]
     assert row["days"] == pytest.approx(steps * whole / 86400)
-
-
-SCRIPT = """
-import sys, time, torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(int(sys.argv[1])):
-    model(torch.randn(2, 8)).sum().backward()
-    time.sleep(0.02)
-    optimizer.step()
-"""
-
-
-def test_planner_command_measured_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The command measures the steps of a script."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    words = ["plan", "--model", "tiny", "--link", "1Gbit", "--exchange", "demo", "--json"]
-    assert main([*words, "--measure-steps", "4", "--", str(script), "100000"]) == 0
-    (row,) = json.loads(capfd.readouterr().out)
-    assert row["step_seconds"] >= 0.02
-    assert row["step_source"].startswith("measured: the median of 4 steps")
-    with pytest.raises(ValueError, match="ended with status 0 before enough steps"):
-        measured_step([str(script), "3"], 4, None)
-    with pytest.raises(ValueError, match="no-such-program-here could not be started"):
-        measured_step(["no-such-program-here"], 4, None)
-    with pytest.raises(ValueError, match="--measure-steps 1: 2 or more"):
-        measured_step([str(script)], 1, None)
 
 
 LINE = ["--link", "1Gbit"]

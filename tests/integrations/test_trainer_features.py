@@ -1,6 +1,4 @@
-"""The parts of the Hugging Face doors: flags, data split, questions between islands, what a Trainer
-may switch on.
-"""
+"""Flags of a Trainer script, and what a Trainer may switch on beside an exchange."""
 
 import logging
 import os
@@ -13,7 +11,6 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from datasets import Dataset, IterableDataset  # noqa: E402
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 import fsdp_demo  # noqa: E402
@@ -24,8 +21,6 @@ from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer 
 
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history, one_line  # noqa: E402
-
-ISLANDS = [Topology("islands", island=i, islands=3) for i in range(3)]
 
 
 def test_trainer_flags(tmp_path):
@@ -53,91 +48,6 @@ def test_trainer_flags(tmp_path):
     assert ExchangeCallback(str(path)).config.channels[0].schedule.sync_every == 7
     whole = fsdp_demo.preset("diloco", period=9)
     assert ExchangeCallback(whole).config == whole
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Dataset.from_dict({"row": list(range(11))}),
-        lambda: [{"row": i} for i in range(11)],
-        lambda: torch.utils.data.Subset([{"row": i} for i in range(20)], range(11)),
-    ],
-    ids=["datasets", "list", "torch"],
-)
-def test_split_dataset_equal_parts(make):
-    """`split_dataset_by_island` deals rows in equal parts."""
-    parts = [[row["row"] for row in split_dataset_by_island(make(), t)] for t in ISLANDS]
-    assert parts == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    whole = make()
-    assert split_dataset_by_island(whole, Topology()) is whole
-    assert split_dataset_by_island(whole, Topology("mesh", islands=2)) is whole
-
-
-def test_split_dataset_streams(tmp_path):
-    """`split_dataset_by_island` deals the rows of a stream."""
-
-    class Stream(torch.utils.data.IterableDataset):
-        epoch = 0
-
-        def __iter__(self):
-            return iter(range(self.epoch, self.epoch + 11))
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-    parts = [split_dataset_by_island(Stream(), t) for t in ISLANDS]
-    assert [list(p) for p in parts] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    for p in parts:
-        p.set_epoch(1)
-    assert [list(p)[0] for p in parts] == [1, 2, 3]
-
-    def rows():
-        yield from ({"row": i} for i in range(9))
-
-    streams = [split_dataset_by_island(IterableDataset.from_generator(rows), t) for t in ISLANDS]
-    assert sorted(row["row"] for s in streams for row in s) == list(range(9))
-    with pytest.raises(
-        ValueError, match=r"dictionary of splits \(train, test\): give the training split"
-    ):
-        split_dataset_by_island({"train": [1], "test": [2]}, ISLANDS[0])
-    with pytest.raises(ValueError, match="2 rows for 3 islands, which is too few"):
-        split_dataset_by_island([1, 2], ISLANDS[0])
-
-
-@pytest.mark.parametrize("procs", [[1, 1, 1], [2, 1]], ids=["three", "uneven"])
-def test_across_islands_questions(run_ranks, procs):
-    """`across_islands` answers questions between islands alike on all ranks."""
-
-    def run(rank):
-        model = torch.nn.Linear(2, 2)
-        exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
-        across_islands, i = exchange.across_islands, rank.island
-        out = [
-            across_islands.mean([i, 10.0 * i]),
-            across_islands.mean([float("nan") if i == 1 else 1.0, 2.0]),
-        ]
-        out += [
-            across_islands.all_equal({"a": 1}),
-            across_islands.all_equal(i),
-            across_islands.any_equal(i),
-            across_islands.any_equal(min(i, 1) if rank.islands > 2 else 7),
-        ]
-        with pytest.raises(ValueError, match="all must bring the same ones"):
-            across_islands.mean([1.0] * (1 + i))
-        exchange.finish(close=False)
-        out.append(
-            exchange.finished and not exchange.closed and exchange.across_islands.all_equal("end")
-        )
-        exchange.finish()
-        with pytest.raises(RuntimeError, match="connected no more"):
-            _ = exchange.across_islands
-        return out
-
-    out = run_ranks(run, procs=procs)
-    mean = (len(procs) - 1) / 2
-    for means, lost, *answers in out:
-        assert means == [mean, 10 * mean] and lost[0] != lost[0] and lost[1] == 2.0
-        assert answers == [True, False, False, True, True]
 
 
 class Epochs(TrainerCallback):
