@@ -1,6 +1,4 @@
-"""A newcomer: its base, what it is asked and what it receives, what it brings, and how it finds the
-newest record.
-"""
+"""A newcomer: its base, what it is asked and what it receives, and what it brings."""
 
 from __future__ import annotations
 
@@ -16,28 +14,21 @@ import torch
 
 pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 
-import itertools
-
-import torch.distributed as dist
-
 from fsdp_demo import PeerLost
 from fsdp_demo.elastic import agreement, connect, newcomer, peer_group
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.join_server import JoinServer
 from fsdp_demo.elastic.leaving import Stopping
 from fsdp_demo.elastic.peer_group import PeerGroup
-from fsdp_demo.elastic.store_session import newest
 from fsdp_demo.elastic.worker import CommWorker
 from fsdp_demo.errors import WireError
 from fsdp_demo.membership import protocol_events
 from fsdp_demo.membership.machine import entered
-from fsdp_demo.membership.protocol_types import Member, Record, first_record
-from fsdp_demo.membership.record_json import record_text
+from fsdp_demo.membership.protocol_types import Member, first_record
 from fsdp_demo.peers.collectives import ReceivedMessage, whole
 from fsdp_demo.peers.header import DIGESTS, PARAMETERS, PAYLOAD, QUESTION, Header
 from fsdp_demo.peers.join_messages import LONGEST, DonorSnapshot, Expected, Tick, packed, unpacked
 from fsdp_demo.peers.zeromq import Meeting
-from fsdp_demo.store.client import WorldStore
 
 from ..support.elastic import Islands
 from ..support.sealed import part_of_mean, shares
@@ -390,33 +381,6 @@ def test_join_server_reads_the_notes_of_a_newcomer() -> None:
     assert join_server.look() is None  # it is not near before it has its snapshot
     joining_island = join_server.joining_island
     assert joining_island.asked and joining_island.brings == {"weight": "ab"}
-
-
-@pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
-def test_newest_record_takes_few_questions(records: int) -> None:
-    """The newest record is found by few questions to the store: a run of weeks has hundreds, and a
-    newcomer looks again and again.
-    """
-    at = WorldStore(dist.HashStore(), "here", 5.0)
-    made = [Record(n, n, (Member(0),), (0,)) for n in range(records)]
-    for record in made:
-        at.set(f"record/{record.epoch}", record_text(record))
-    asked = itertools.count()
-    gets = at.get_all
-
-    def count(keys: Any) -> list[str]:
-        next(asked)
-        return gets(keys)
-
-    at.get_all = count  # type: ignore[method-assign]
-    found = newest(at)
-    assert found == (made[-1] if made else None)
-    assert next(asked) <= 2 * max(records, 1).bit_length() + 1
-    for known in made[:: max(records // 10, 1)]:
-        assert newest(at, known) == made[-1]
-    asked = itertools.count()
-    assert newest(at, found) == found
-    assert next(asked) == 1
 
 
 def test_newcomer_that_loses_its_donor_ends() -> None:

@@ -25,10 +25,11 @@ from fsdp_demo.peers.pieces import LARGEST
 from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
 from fsdp_demo.rendezvous import fixed_peers
 from fsdp_demo.store.client import WorldStore
-from fsdp_demo.store.server import InThread, StoreServer
+from fsdp_demo.store.server import StoreServer
 
 from ..support import probe
 from ..support.relay import Relay
+from ..support.stores import InThread
 from ..support.threaded import alone
 from ..support.world import replica
 
