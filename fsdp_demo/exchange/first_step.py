@@ -214,14 +214,15 @@ class FirstStep:
         return {name: t for name, t in shared.items() if name in frozen}
 
     def accept_parameters(self) -> None:
-        """See `Exchange.accept_parameters`."""
+        """Take the parameters as they are now for right (`Exchange.accept_parameters`)."""
         self._runtime.rewritten.forget()
         if self._parameters.sums is not None:
             self._parameters.note()
             self._frozen.note()
 
     def catch_up(self) -> None:
-        """See `Exchange.catch_up`."""
+        """Send messages once more that were under way, and make up for a lost exchange, once
+        (`Exchange.catch_up`)."""
         if self._behind:
             self._behind = False
             self._send_again()

@@ -280,7 +280,7 @@ class Departures:
             )
 
     def leave(self, runtime: StepRuntime, stopped: bool) -> None:
-        """See `Exchange.leave`."""
+        """Tell the others that this island trains no further (`Exchange.leave`)."""
         topology, peers = self._topology, self._connections.peers
         together = runtime.stops_by is not None
         if not stopped and peers is not None and peers.abandoned:

@@ -135,8 +135,7 @@ class StepRuntime:
         self.handing: Callable[[], None] | None = None
         self.at_end: Callable[[], None] | None = None
         self.goes_on: Callable[[], bool] | None = None
-        # of the step under way, where an island follows
-        self._rates: list[list[dict[str, Any]]] | None = None
+        self._rates: list[list[dict[str, Any]]] | None = None  # of this step, for a joining island
 
     def work_with(self, config: ExchangeConfig, bound: Bound) -> None:
         """Take this method from now on: at the start, and where it is chosen later."""

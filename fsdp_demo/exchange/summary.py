@@ -272,7 +272,7 @@ def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
 
 
 def clips(config: ExchangeConfig, host: TrainingHost) -> str:
-    """See `Exchange.clips`."""
+    """A sentence about the gradient clipping in force."""
     if config.clip is None:
         return host.clips or "the exchange clips no gradients"
     where = (
