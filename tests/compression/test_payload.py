@@ -25,7 +25,6 @@ from ..support.sealed import seal, unseal
 from ..support.transforms import random, transform
 from .test_codecs_oracle import quick, slots
 
-
 SHAPES, KINDS = (
     [(187, 250), (9000,), (3, 5), (70, 65), (5, 7)],
     ["transform", "transform", "transform", "plain", "dense"],
