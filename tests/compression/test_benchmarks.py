@@ -18,7 +18,8 @@ sys.path.insert(0, str(RECIPES))
 
 from benchmarks import codec, decode, hotpath, number_formats, scale  # noqa: E402
 
-from .test_transform import by_sorting, random  # noqa: E402
+from ..support.transforms import random  # noqa: E402
+from .test_topk import by_sorting  # noqa: E402
 
 # ---- the benchmarks ----------------------------------------------------------------------------
 
