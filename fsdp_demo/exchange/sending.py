@@ -109,7 +109,6 @@ class ExchangeConnections:
     def _close_peers(self) -> bool:
         ended = self.worker is None or self.worker.close()
         self.worker = None
-        self._topology.release()
         return ended
 
 

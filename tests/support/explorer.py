@@ -5,7 +5,7 @@ A state is: for each rank its machine, the frames and votes on the way to it, a 
 adopted yet, and what it delivered; and what was sealed by whom ever. `Explorer.run` visits every
 state that can be reached and checks the invariants after every step.
 
-What is left out, and why nothing is lost by it (tests/membership/test_exhaustive.py compares
+What is left out, and why nothing is lost by it (tests/membership/test_explorer.py compares
 with `everything.py`, which leaves out nothing, where that is small enough):
 
 1. Steps of different ranks do not touch each other, but through what is sent. So all that a rank
@@ -218,26 +218,12 @@ class Explorer(Invariants):
 
     def _start(self) -> Key:
         members = tuple(Member(i) for i in range(self.islands))
-        record, none = Record(NOW, NOW, members, (0,) * self.islands), frozenset[Any]()
+        record = Record(NOW, NOW, members, (0,) * self.islands)
         heard, n = (0,) * self.islands, len(self.kinds)
         key = []
         for i, peer_group in itertools.product(range(self.islands), range(self.peer_groups)):
             machine = self.machine(
-                members[i],
-                peer_group,
-                self.peer_groups,
-                n,
-                1,
-                record,
-                "running",
-                none,
-                0,
-                0,
-                0,
-                0,
-                heard,
-                (),
-                none,
+                members[i], peer_group, self.peer_groups, n, 1, record, 0, 0, 0, 0, heard
             )
             key.append(self._id(Node(machine, ((),) * self.islands, (), None, (None,) * n)))
         state = (*key, self._id((None,) * n))
