@@ -68,6 +68,12 @@ class Record:
 
         line.exchange, line.all_gather = exchanged, gathered
 
+    def launching(self, message: Any) -> None:
+        """Nothing: a message is noted when it has come."""
+
+    def message(self, n: int, arrived: ReceivedMessage, coded: Any = ()) -> None:
+        """Nothing: `exchange` of the line notes it."""
+
     def hand(self, snapshot: DonorSnapshot, under_way: list[Future[ReceivedMessage]]) -> None:
         self.snapshots[snapshot.head.stand.step] = (
             [part.clone() for part in snapshot.pack()],
@@ -107,6 +113,9 @@ class Fed:
         self.queue = [*(packed(f.result()) for f in under_way), *map(packed, later)]
         self.planned, self.waits, self.taken, self.goes_on = True, 1, 0, -1
         self.asked: list[int] = []
+
+    def close(self) -> None:
+        """Nothing: there is no connection."""
 
     def head(self, longest: int, seconds: float, brings: dict[str, str]) -> torch.Tensor | None:
         self.brought = brings
