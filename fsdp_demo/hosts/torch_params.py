@@ -117,9 +117,8 @@ class TorchHost(TrainingHost):
             if [p.requires_grad for p in params[turn::turns]] == before[turn::turns]:
                 return
         now = trained(self.optimizers[index])
-        if now == before or len(now) != len(
-            before
-        ):  # the number is looked at by `assert_unchanged`
+        # `assert_unchanged` looks at the number
+        if now == before or len(now) != len(before):
             return
         places = [(o, g, i) for o, g, i, _, _ in _walk(self.optimizers) if o == index]
         (o, g, i), is_on = next(

@@ -108,18 +108,14 @@ def devices(plan: Rehearsal) -> tuple[list[str], str]:
     """
     count = 0 if plan.cpu or not may_have_gpus() else _gpus()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    ids = (
-        names[:count]
-        if len(names) >= count > 0 and names[0]
-        else [str(number) for number in range(count)]
-    )
+    named = len(names) >= count > 0 and names[0]
+    ids = names[:count] if named else [str(number) for number in range(count)]
     if count < plan.procs:
-        too_few = (
-            f" ({counted(count, 'GPU')} for {plan.procs} processes per island is too few)"
-            if count
-            else ""
-        )
-        return [""] * plan.islands, f"on the CPU{too_few}"
+        words = "on the CPU"
+        if count:
+            found = counted(count, "GPU")
+            words += f" ({found} for {plan.procs} processes per island is too few)"
+        return [""] * plan.islands, words
     groups = count // plan.procs
     slices = [ids[part * plan.procs : (part + 1) * plan.procs] for part in range(groups)]
     words = (
@@ -205,9 +201,7 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
         words += ["--num_processes", str(plan.procs), "--main_process_port", port]
     # DeepSpeed's own -m is of something else
     script = ("--module", *plan.script[1:]) if plan.module and deepspeed else plan.script
-    again = (
-        ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"]
-        if plan.restarts
-        else []
-    )
+    again = []
+    if plan.restarts:
+        again = ["--restarts", str(plan.restarts), f"--resume-args={plan.resume_args}"]
     return [sys.executable, "-m", "fsdp_demo.launch", *again, plan.launcher, *words, *script]

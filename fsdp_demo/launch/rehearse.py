@@ -295,12 +295,8 @@ class Supervisor:
     def everything(self) -> list[int]:
         """All processes of the islands."""
         launchers = [island.process.pid for island in self.islands if island.process.poll() is None]
-        return list(
-            {
-                *launchers,
-                *descendants(os.getpid(), leave_out=[self.store.pid] if self.store else []),
-            }
-        )
+        store = [self.store.pid] if self.store else []
+        return list({*launchers, *descendants(os.getpid(), leave_out=store)})
 
     # End
 
@@ -319,11 +315,8 @@ class Supervisor:
         own = [island.status for island in self.ended if island.status and not island.stopped]
         told = [island.status for island in self.ended if island.status and island.stopped]
         if own:
-            worst = (
-                DECIDE
-                if DECIDE in own
-                else next((status for status in own if status != SAVED), SAVED)
-            )
+            others = (status for status in own if status != SAVED)
+            worst = DECIDE if DECIDE in own else next(others, SAVED)
         elif told and set(told) == {SAVED}:
             worst = SAVED
         elif self.signals:
@@ -337,12 +330,8 @@ class Supervisor:
 
     def leave_nothing(self) -> None:
         """End all processes that still run, whatever happened before; the store last."""
-        send(
-            self.everything(),
-            signal.SIGTERM
-            if all(island.status is not None for island in self.islands)
-            else signal.SIGKILL,
-        )
+        over = all(island.status is not None for island in self.islands)
+        send(self.everything(), signal.SIGTERM if over else signal.SIGKILL)
         until = time.monotonic() + 5
         while self.everything() and time.monotonic() < until:
             self.poll_all()

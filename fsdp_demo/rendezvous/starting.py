@@ -96,14 +96,16 @@ def call(
     for i in roll.came():
         roll.hear(i, begins=expected and not late)
     if late:
-        return Called(roll.decided() or roll.everyone, True)
+        return Called(decided(at, place.count) or roll.everyone, True)
     if expected:
-        starters = roll.decided() or (roll.wait() if place.suffice else roll.everyone)
+        starters = decided(at, place.count) or (roll.wait() if place.suffice else roll.everyone)
         if starters is None:
             return None
         if place.island in starters:
             return Called(starters, False)
-    return Called(roll.decided() or roll.everyone, True) if roll.wait_for_begin() else None
+    if not roll.wait_for_begin():
+        return None
+    return Called(decided(at, place.count) or roll.everyone, True)
 
 
 def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
@@ -153,10 +155,6 @@ class _Starters:
         self._moved: dict[int, tuple[str, float]] = {}
         self.everyone = tuple(range(place.count))
 
-    def decided(self) -> tuple[int, ...] | None:
-        """The islands that begin; None while that is open."""
-        return decided(self._at, self._place.count)
-
     def came(self) -> list[int]:
         """The other islands that have said something of themselves, whether they live or not."""
         others = (i for i in range(self._place.islands) if i != self._place.island)
@@ -201,7 +199,7 @@ class _Starters:
         """The islands that begin; None where the attempt has ended."""
         p, end = self._place, time.monotonic() + self._place.timeout
         while True:
-            if (known := self.decided()) is not None:
+            if (known := decided(self._at, p.count)) is not None:
                 return known
             if self._at.get("ended"):
                 return None
