@@ -27,8 +27,8 @@ ADVISORY = ("torch", "device", "processor")  # islands may differ here: warned, 
 
 
 def gather_json(peers: PeerGroup, value: Any, kind: int = SETUP, step: int = 0) -> list[Any]:
-    """`value` of every replica (JSON, never pickle: nothing a peer sends is executed). Two
-    messages: lengths, texts.
+    """`value` of every replica, in rank order (JSON, never pickle: nothing a peer sends is
+    executed).
 
     Raises:
         WireError: an island claims a text of more than LONGEST bytes, or sends one that is no JSON.
@@ -71,7 +71,8 @@ def agree(peers: PeerGroup, found: Mapping[str, Any]) -> bool:
         may, must = apart(mine, theirs, peers.names[j])
         unlike += may
         if must:
-            raise ValueError(unequal(peers, j, "; ".join(must[:6])))
+            here = peers.names[peers.rank]
+            raise ValueError(unlike_runs(peers.label(j), here, "; ".join(must[:6])))
     return warned(unlike)
 
 
@@ -81,20 +82,17 @@ def apart(
     """A sentence for each field in which island `name` differs where it may (`ADVISORY`), and for
     each where it may not.
     """
-    keys = [
-        k
-        for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k))
-        if mine.get(k) != theirs.get(k)
-    ]
-    keys = [
-        k for k in keys if not (k.startswith("optimizer") and (k not in mine or k not in theirs))
-    ]
-    may = [
-        f"{name} has {k} {theirs.get(k)}, here it is {mine.get(k)}" for k in keys if k in ADVISORY
-    ]
-    return may, [
-        f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in keys if k not in ADVISORY
-    ]
+    may, must = [], []
+    for k in sorted({*mine, *theirs}, key=lambda k: (k.count("."), k)):
+        here, there = mine.get(k), theirs.get(k)
+        on_one_side = k.startswith("optimizer") and not (k in mine and k in theirs)
+        if here == there or on_one_side:
+            continue
+        if k in ADVISORY:
+            may.append(f"{name} has {k} {there}, here it is {here}")
+        else:
+            must.append(f"{k}: {here!r} here, {there!r} there")
+    return may, must
 
 
 def warned(unlike: list[str]) -> bool:
@@ -102,11 +100,6 @@ def warned(unlike: list[str]) -> bool:
     if unlike:
         log.warning("%s: replicas may differ in the last bit", "; ".join(unlike))
     return bool(unlike)
-
-
-def unequal(peers: PeerGroup, j: int, what: str) -> str:
-    """The sentence that this island and island j do not run the same."""
-    return unlike_runs(peers.label(j), peers.names[peers.rank], what)
 
 
 def unlike_runs(there: str, here: str, what: str) -> str:

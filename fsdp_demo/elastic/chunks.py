@@ -154,13 +154,9 @@ class Streams:
         wires = self._connections[stream.sender][: stream.message.num_connections]
         number = _number(stream.message.n, stream.piece)
         for i, room in enumerate(rooms, first):
-            wire, moving = wires[i % len(wires)], Moving(self._poller, room)
-            with self._poller.changed:
-                wire.post_recv(moving, number)
-                idle = not (wire.gone or wire.stuck)
+            moving = Moving(self._poller, room)
             stream.moving.append(moving)
-            if not idle:
-                self._poller.nudge(wire)
+            self._poller.post_recv(wires[i % len(wires)], moving, number)
 
     def done(self) -> Iterator[Stream]:
         """The pieces that have come whole since it was last asked."""

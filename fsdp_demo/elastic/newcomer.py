@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import PeerLost, WireError, see
-from ..membership.protocol_types import Member, Record
-from ..membership.record_json import read_record
+from ..membership.protocol_types import Member, Record, read_record
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection

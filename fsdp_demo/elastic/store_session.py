@@ -23,8 +23,15 @@ from typing import Any
 from ..errors import PeerLost, StoreSilent
 from ..membership import protocol_events
 from ..membership.protocol_events import Event
-from ..membership.protocol_types import Member, Record, Report
-from ..membership.record_json import read_record, read_report, record_text, report_text
+from ..membership.protocol_types import (
+    Member,
+    Record,
+    Report,
+    read_record,
+    read_report,
+    record_text,
+    report_text,
+)
 from ..store.client import Store
 
 log = logging.getLogger("fsdp_demo")
@@ -71,7 +78,7 @@ class StoreSession:
         self._patience, self._failed = patience, failed
         self.epoch = 0
         self._at: Store | None = None
-        self._met, self._own = False, ""
+        self._met, self._own = False, ""  # this rank has written here; the key of its report
         self._jobs: queue.SimpleQueue[Callable[[Store], None] | None] = queue.SimpleQueue()
         self._watched: Watched | None = None
         self._thread = threading.Thread(target=self._run, name="membership store", daemon=True)
@@ -79,7 +86,12 @@ class StoreSession:
 
     def begin(self, record: Record) -> None:
         """Write the first record, unless it stands there."""
-        self._jobs.put(lambda at: self._begin(at, record))
+
+        def job(at: Store) -> None:
+            self._hand_in(at, record)
+            self._met = True
+
+        self._jobs.put(job)
 
     def post(self, report: Report, members: tuple[Member, ...], epoch: int) -> None:
         """Write a report; then watch for the reports of `members` on its view, and for the record
@@ -181,10 +193,6 @@ class StoreSession:
                 "without its file, or from an older copy of it"
             )
         return text
-
-    def _begin(self, at: Store, record: Record) -> None:
-        self._hand_in(at, record)
-        self._met = True
 
     def _hand_in(self, at: Store, record: Record) -> None:
         key, text = record_key(record.epoch), record_text(record)

@@ -95,7 +95,8 @@ def agree_on_tensors(peers: PeerGroup, params: Sequence[LocalParam]) -> None:
         return
     for j, theirs in enumerate(agreement.gather_json(peers, mine)):
         if what := tensors_apart(params, theirs):
-            raise ValueError(agreement.unequal(peers, j, what))
+            here = peers.names[peers.rank]
+            raise ValueError(agreement.unlike_runs(peers.label(j), here, what))
 
 
 def tensors_apart(params: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:

@@ -60,15 +60,15 @@ class Rank:
     window: int
     min_continue: int
     record: Record
-    state: State
-    lost: frozenset[Member]
     next: int
     sent: int
     landed: int
     freed: int
     heard: tuple[int, ...]
-    open: tuple[OpenMessage, ...]
-    ballots: frozenset[Ballot]
+    state: State = "running"
+    lost: frozenset[Member] = frozenset()
+    open: tuple[OpenMessage, ...] = ()
+    ballots: frozenset[Ballot] = frozenset()
     planned: int = 0
 
     def step(self, event: Event) -> tuple[Rank, Actions]:
@@ -211,11 +211,15 @@ class Rank:
 
     def _voted_if_held(self, n: int, actions: list[Action]) -> tuple[Rank, Actions]:
         """Cast this rank's ballot for n in this view, once it holds n."""
-        entry, ballot = self._entry(n), Ballot(n, self.rank, self.record.view)
-        if ballot in self.ballots or self._made_of(entry) is None:
+        vote = self._vote(n)
+        if vote.ballot in self.ballots or self._made_of(self._entry(n)) is None:
             return self, tuple(actions)
-        rank, more = replace(self, ballots=self.ballots | {ballot})._delivered_if_agreed(n)
-        return rank, (*actions, protocol_events.CastVote(ballot, self.record.epoch), *more)
+        rank, more = replace(self, ballots=self.ballots | {vote.ballot})._delivered_if_agreed(n)
+        return rank, (*actions, vote, *more)
+
+    def _vote(self, n: int) -> protocol_events.CastVote:
+        """The vote of this rank that it holds n in this view."""
+        return protocol_events.CastVote(Ballot(n, self.rank, self.record.view), self.record.epoch)
 
     def _made_of(self, entry: OpenMessage) -> frozenset[Piece] | None:
         """The pieces of a message as it is settled, if all are here: then this rank holds it."""
@@ -262,11 +266,9 @@ class Rank:
         return rank, (deliver, *more)
 
     def _landed_heard(self, event: protocol_events.LandedHeard) -> tuple[Rank, Actions]:
-        return (
-            self._heard_landed(event.member, event.landed)
-            if self._receives(event.view)
-            else (self, ())
-        )
+        if not self._receives(event.view):
+            return self, ()
+        return self._heard_landed(event.member, event.landed)
 
     def _heard_landed(self, member: Member, landed: int) -> tuple[Rank, Actions]:
         if member not in self.record.members:
@@ -283,12 +285,8 @@ class Rank:
     def _stable(self) -> int:
         """All members have delivered every message below it, in this peer group (seal-stable,
         settle-all-open)."""
-        return min(
-            [
-                self.landed,
-                *(h for m, h in zip(self.record.members, self.heard, strict=True) if m != self.me),
-            ]
-        )
+        known = zip(self.record.members, self.heard, strict=True)
+        return min([self.landed, *(h for m, h in known if m != self.me)])
 
     def unread(self, below: int) -> bool:
         """Whether a member that is not lost has yet to deliver a message below that number, as far
@@ -426,15 +424,10 @@ class Rank:
         )
         actions: list[Action] = [protocol_events.Adopted(record), *freed, *rank._forwards(record)]
         # freed here, but another rank of this island may still wait for the vote
-        for n in range(record.stable, self.freed):
-            actions.append(
-                protocol_events.CastVote(Ballot(n, rank.rank, record.view), record.epoch)
-            )
+        actions += [rank._vote(n) for n in range(record.stable, self.freed)]
         for entry in rank.open:
             if entry.delivered:
-                more: Actions = (
-                    protocol_events.CastVote(Ballot(entry.n, rank.rank, record.view), record.epoch),
-                )
+                more: Actions = (rank._vote(entry.n),)
             elif entry.n < rank.next:
                 rank, more = rank._send_own(entry.n, entry.kind, repeat=entry.n < self.sent)
             else:
@@ -493,12 +486,8 @@ class Rank:
         return replace(self._entry(n), kind=kind)
 
     def _with(self, entry: OpenMessage) -> Rank:
-        return replace(
-            self,
-            open=tuple(
-                sorted([*(e for e in self.open if e.n != entry.n), entry], key=lambda e: e.n)
-            ),
-        )
+        others = [e for e in self.open if e.n != entry.n]
+        return replace(self, open=tuple(sorted([*others, entry], key=lambda e: e.n)))
 
     def _send(self, n: int, kind: Kind, piece: Piece, to: tuple[Member, ...]) -> Action:
         return protocol_events.Send(
@@ -548,21 +537,5 @@ def entered(
     heard = tuple(
         max(base, b) if m == me else b for m, b in zip(record.members, record.base, strict=True)
     )
-    nothing: frozenset[Any] = frozenset()
-    return Rank(
-        me,
-        rank,
-        ranks,
-        window,
-        min_continue,
-        record.bare(),
-        "running",
-        nothing,
-        base,
-        base,
-        base,
-        base,
-        heard,
-        (),
-        nothing,
-    )
+    record = record.bare()
+    return Rank(me, rank, ranks, window, min_continue, record, base, base, base, base, heard)

@@ -110,7 +110,7 @@ def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Re
         record = record.begun_at(moved.get(m, 0) for m in record.members)
     base = dict(zip(record.members, record.base, strict=True))
     epoch = record.epoch + 1
-    # who joins has what comes before its base
+    # an island that joins has what comes before its base
     stable = min((max(r.landed, base[m]) for m in members for r in reports[m]), default=0)
     following = record.following(
         view=epoch,
@@ -139,15 +139,14 @@ def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Re
 
 
 def _kinds(held: Iterable[HeldMessage]) -> list[tuple[int, Kind]]:
-    """The open messages, and of which kind they are: who has launched one knows better than who has
-    only what came early of it.
+    """The open messages, and of which kind they are. A rank that has launched one knows it; one
+    that has only what came early of it takes it for what its sender did.
     """
-    ahead = {True: dict[int, Kind](), False: dict[int, Kind]()}
+    launched, guessed = dict[int, Kind](), dict[int, Kind]()
     for h in sorted(held, key=lambda h: (h.n, h.kind)):
-        ahead[bool(h.pieces) and all(p.what == "early" for p in h.pieces) and not h.delivered][
-            h.n
-        ] = h.kind
-    return sorted({**ahead[True], **ahead[False]}.items())
+        only_early = bool(h.pieces) and all(p.what == "early" for p in h.pieces)
+        (guessed if only_early and not h.delivered else launched)[h.n] = h.kind
+    return sorted({**guessed, **launched}.items())
 
 
 def _held(report: Report, n: int, kind: Kind) -> HeldMessage:
@@ -166,29 +165,24 @@ def _settle(
     one-set); else again, among the members (reduce-again). all: with what was given early, if some
     member holds it in every peer group (early-part).
     """
+    pieces: dict[int, set[Piece]] = defaultdict(set)  # that some member holds, by peer group
+    for (peer_group, _), h in held.items():
+        pieces[peer_group] |= h.pieces
     delivered = any(h.delivered for h in held.values())
-    peer_groups = {peer_group for peer_group, _ in held}
-    union = {
-        peer_group: frozenset().union(
-            *(h.pieces for (at, _), h in held.items() if at == peer_group)
-        )
-        for peer_group in peer_groups
-    }
-    if delivered or (kind != "gather" and all(needed(kind, old) <= u for u in union.values())):
-        return (
-            old
-            if kind != "gather"
-            else fresh._replace(contributors=old.contributors, early=old.early)
-        )
+    # A mean that is whole must stay: a member may have applied it, or be about to. A gather has no
+    # mean. Its bodies do not depend on who else takes part, so it never has to be made again.
+    if kind == "gather" and delivered:
+        return fresh._replace(contributors=old.contributors, early=old.early)
+    if delivered or (kind == "mixed" and all(needed(kind, old) <= p for p in pieces.values())):
+        return old
     gone = [m for m in old.contributors if m not in fresh.contributors]
-    early = {m for m in gone if all(Piece("early", m) in u for u in union.values())}
-    bodies = {
-        m
-        for m in gone
-        if kind == "gather"
-        and m not in old.early
-        and all(Piece("body", m) in u for u in union.values())
-    }
+    early = {m for m in gone if all(Piece("early", m) in p for p in pieces.values())}
+    # The body of a lost island is whole where one piece is here. Its shares are not: only their
+    # owners have them, and another number of owners cuts others. So a reduce goes on without it.
+    bodies = set()
+    if kind == "gather":
+        bodies = {m for m in gone if all(Piece("body", m) in p for p in pieces.values())}
+        bodies.difference_update(old.early)
     stay = tuple(m for m in old.contributors if m in fresh.contributors or m in early | bodies)
     return fresh._replace(contributors=stay, early=tuple(m for m in stay if m in early - bodies))
 
@@ -211,13 +205,6 @@ def _forwards(
             holders = [m for m in members if piece in at[m].pieces]
             to = tuple(m for m in members if not at[m].delivered and piece not in at[m].pieces)
             if holders and to:
-                found.append(
-                    Forward(
-                        peer_group,
-                        settlement.n,
-                        piece,
-                        piece.of if piece.of in holders else holders[0],
-                        to,
-                    )
-                )
+                sender = piece.of if piece.of in holders else holders[0]
+                found.append(Forward(peer_group, settlement.n, piece, sender, to))
     return found

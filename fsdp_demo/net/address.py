@@ -105,7 +105,7 @@ SHORTEST = 16  # characters of a token
 
 
 class Keys:
-    """Keys of a run.
+    """The keys of CURVE that all ranks of a run derive from its token.
 
     Attributes:
         mark: what the islands compare before they connect, so that different tokens are told apart
@@ -136,7 +136,7 @@ class Keys:
 
 
 def check(token: str) -> str:
-    """The token.
+    """The token, if it is long enough.
 
     Raises:
         ValueError: it is short.

@@ -59,18 +59,8 @@ class PieceHeader(NamedTuple):
 
     def pack(self) -> bytes:
         """The 36 bytes."""
-        return FRAME.pack(
-            MAGIC,
-            VERSION,
-            self.kind,
-            0,
-            self.epoch,
-            self.number,
-            self.piece,
-            self.length,
-            self.record,
-            self.landed,
-        )
+        kind, *rest = self
+        return FRAME.pack(MAGIC, VERSION, kind, 0, *rest)
 
 
 def read(data: bytes) -> PieceHeader:

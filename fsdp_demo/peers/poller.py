@@ -184,6 +184,14 @@ class Poller:
                     raise RuntimeError(CLOSED)
                 self.changed.wait(left)
 
+    def post_recv(self, wire: PeerConnection, piece: QueuedPiece, number: int) -> None:
+        """Wait on a connection for the next piece of a message."""
+        with self.changed:
+            wire.post_recv(piece, number)
+            idle = not (wire.gone or wire.stuck)
+        if not idle:
+            self.nudge(wire)
+
     def nudge(self, wire: PeerConnection) -> None:
         """Something was posted: it is moved at once."""
         if threading.current_thread() is not self.thread:

@@ -86,20 +86,15 @@ class Ranks:
         if self.group is None:
             return [value]
         mine = json.dumps(value).encode()
-        sizes = [torch.empty(1, dtype=torch.int64, device=self._place) for _ in range(self.world)]
-        dist.all_gather(
-            sizes,
-            torch.tensor([len(mine)], dtype=torch.int64, device=self._place),
-            group=self.group,
-        )
-        text = torch.tensor(
-            list(mine.ljust(max(int(n) for n in sizes))), dtype=torch.uint8, device=self._place
-        )
+        size = torch.tensor([len(mine)], dtype=torch.int64, device=self._place)
+        sizes = [torch.empty_like(size) for _ in range(self.world)]
+        dist.all_gather(sizes, size, group=self.group)
+        padded = list(mine.ljust(max(map(int, sizes))))
+        text = torch.tensor(padded, dtype=torch.uint8, device=self._place)
         parts = [torch.empty_like(text) for _ in sizes]
         dist.all_gather(parts, text, group=self.group)
-        return [
-            json.loads(bytes(part.tolist())[: int(n)]) for part, n in zip(parts, sizes, strict=True)
-        ]
+        texts = [bytes(part.tolist())[: int(n)] for part, n in zip(parts, sizes, strict=True)]
+        return [json.loads(theirs) for theirs in texts]
 
     def from_first(self, ask: Callable[[], Any]) -> Any:
         """What `ask` gives (JSON) on rank 0, on all ranks; an error there is raised on all, of its
@@ -107,35 +102,30 @@ class Ranks:
         """
         if self.group is None:
             return ask()
-        if self.rank:
-            got, kind, text = json.loads(bytes(self._hear().tolist()))
-            if kind:
-                raise _BY_NAME.get(kind, RuntimeError)(text)
-            return got
-        try:
-            answer = json.dumps([ask(), "", ""])
-        except Exception as error:  # the other ranks wait for this one's word
-            kind = next((e.__name__ for e in TOLD if isinstance(error, e)), "RuntimeError")
-            self._say(json.dumps([None, kind, str(error)]))
-            raise
-        self._say(answer)
-        return json.loads(answer)[0]
+        failure, answer = None, ""
+        if self.rank == 0:
+            try:
+                answer = json.dumps([ask(), "", ""])
+            except Exception as error:  # the other ranks wait for this one's word
+                failure = error
+                kind = next((e.__name__ for e in TOLD if isinstance(error, e)), "RuntimeError")
+                answer = json.dumps([None, kind, str(error)])
+        got, kind, text = json.loads(self._broadcast(answer.encode()))
+        if failure is not None:
+            raise failure
+        if kind:
+            raise _BY_NAME.get(kind, RuntimeError)(text)
+        return got
 
-    def _say(self, text: str) -> None:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._place)
-        dist.broadcast(
-            torch.tensor([data.numel()], dtype=torch.int64, device=self._place),
-            group_src=0,
-            group=self.group,
-        )
-        dist.broadcast(data, group_src=0, group=self.group)
-
-    def _hear(self) -> torch.Tensor:
-        size = torch.zeros(1, dtype=torch.int64, device=self._place)
+    def _broadcast(self, text: bytes) -> bytes:
+        """The text of rank 0, on all ranks."""
+        size = torch.tensor([len(text)], dtype=torch.int64, device=self._place)
         dist.broadcast(size, group_src=0, group=self.group)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._place)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(data, group_src=0, group=self.group)
-        return data
+        return bytes(data.tolist())
 
     # ---- work ----------------------------------------------------------------------------------
 

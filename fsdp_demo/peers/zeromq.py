@@ -112,11 +112,7 @@ class GroupConnections:
         not longer.
         """
         piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
-        with self._poller.changed:
-            wire.post_recv(piece, tag)
-            idle = not (wire.gone or wire.stuck)
-        if not idle:
-            self._poller.nudge(wire)
+        self._poller.post_recv(wire, piece, tag)
         return piece
 
     def close(self) -> None:

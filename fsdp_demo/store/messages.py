@@ -14,7 +14,7 @@ from ..errors import WireError
 LARGEST = 1 << 20
 """Bytes of a value: notes and lists of steps have a few hundred, and records of a change of members
 up to this where many islands of many ranks have all pieces to forward
-(`membership/record_json.py`)."""
+(`membership/protocol_types.py`)."""
 
 LONGEST = 512
 """Bytes of a key."""
@@ -78,7 +78,7 @@ NUMBERS = {"hello": (0, 0), "set": (1, 1), "compare_set": (1, 2)}
 
 
 def pack(message: Question | Answer) -> bytes:
-    """Its bytes."""
+    """The bytes of a message."""
     return msgspec.msgpack.encode(message)
 
 

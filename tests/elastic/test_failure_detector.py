@@ -13,8 +13,7 @@ import torch.distributed as dist
 from fsdp_demo.elastic.connect import patience
 from fsdp_demo.elastic.failure_detector import FailureDetector
 from fsdp_demo.elastic.store_session import newest
-from fsdp_demo.membership.protocol_types import Member, Record
-from fsdp_demo.membership.record_json import record_text
+from fsdp_demo.membership.protocol_types import Member, Record, record_text
 from fsdp_demo.store.client import WorldStore
 
 NEW = Member(1, 1)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from fsdp_demo.elastic import store_session
 from fsdp_demo.elastic.store_session import StoreSession
 from fsdp_demo.membership import protocol_events
-from fsdp_demo.membership.protocol_types import Member, Record, Report
-from fsdp_demo.membership.record_json import report_text
+from fsdp_demo.membership.protocol_types import Member, Record, Report, report_text
 from fsdp_demo.store.client import WorldStore
 
 A, B, C = MEMBERS = (Member(0), Member(1), Member(2))

@@ -15,8 +15,9 @@ from fsdp_demo.membership.protocol_types import (
     Record,
     Settlement,
     needed,
+    read_record,
+    record_text,
 )
-from fsdp_demo.membership.record_json import read_record, record_text
 
 from ..support.bench import A, B, Bench, C
 

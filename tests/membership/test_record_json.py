@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_demo.membership.protocol_types import (
+    MOST,
     Forward,
     HeldMessage,
     Kind,
@@ -22,9 +23,6 @@ from fsdp_demo.membership.protocol_types import (
     Settlement,
     first_record,
     needed,
-)
-from fsdp_demo.membership.record_json import (
-    MOST,
     read_record,
     read_report,
     record_text,

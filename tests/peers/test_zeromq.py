@@ -25,10 +25,11 @@ from fsdp_demo.peers.pieces import EARLY, LARGEST, PIECE, Inbox, NoRoom, PieceHe
 from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
 from fsdp_demo.rendezvous import fixed_peers
 from fsdp_demo.store.client import WorldStore
-from fsdp_demo.store.server import InThread, StoreServer
+from fsdp_demo.store.server import StoreServer
 
 from ..support import probe
 from ..support.relay import Relay
+from ..support.stores import InThread
 from ..support.world import replica
 
 TOKEN = "a secret of these tests only"

@@ -218,26 +218,12 @@ class Explorer(Invariants):
 
     def _start(self) -> Key:
         members = tuple(Member(i) for i in range(self.islands))
-        record, none = Record(NOW, NOW, members, (0,) * self.islands), frozenset[Any]()
+        record = Record(NOW, NOW, members, (0,) * self.islands)
         heard, n = (0,) * self.islands, len(self.kinds)
         key = []
         for i, peer_group in itertools.product(range(self.islands), range(self.peer_groups)):
             machine = self.machine(
-                members[i],
-                peer_group,
-                self.peer_groups,
-                n,
-                1,
-                record,
-                "running",
-                none,
-                0,
-                0,
-                0,
-                0,
-                heard,
-                (),
-                none,
+                members[i], peer_group, self.peer_groups, n, 1, record, 0, 0, 0, 0, heard
             )
             key.append(self._id(Node(machine, ((),) * self.islands, (), None, (None,) * n)))
         state = (*key, self._id((None,) * n))
