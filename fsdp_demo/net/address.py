@@ -102,6 +102,7 @@ def route_to(endpoint: str) -> str:
 # be random all the same, such as `openssl rand -hex 32`.
 
 SHORTEST = 16  # characters of a token
+STRETCH = 1 << 14  # work of one guess of a token, the n of scrypt: 40 ms and 16 MiB
 
 
 class Keys:
@@ -118,7 +119,7 @@ class Keys:
 
         check(token)
         made = hashlib.scrypt(
-            token.encode(), salt=f"fsdp_demo line {run}".encode(), n=1 << 14, r=8, p=1, dklen=40
+            token.encode(), salt=f"fsdp_demo line {run}".encode(), n=STRETCH, r=8, p=1, dklen=40
         )
         self._zmq, self._secret, self.mark = zmq, z85.encode(made[:32]), made[32:].hex()
         self._public = zmq.curve_public(self._secret)
