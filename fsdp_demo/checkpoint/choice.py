@@ -275,20 +275,14 @@ def _choices(names: Sequence[str], held: Sequence[Sequence[HeldCheckpoint]], how
         for name, each in pairs
     )
     newest, name = max((max(each, key=_step).step, name) for name, each in pairs if each)
-    shared = set.intersection(*({h.step for h in each} for each in held))
-    parted = (
-        (
+    parted = lacking = ""
+    if set.intersection(*({h.step for h in each} for each in held)):
+        parted = (
             " (at equal steps they have applied unlike exchanges, or the contributions of unlike "
             "islands)"
         )
-        if shared
-        else ""
-    )
-    lacking = (
-        ""
-        if how == "auto" or all(held)
-        else "; or let those that hold none take over from the others (--resume auto)"
-    )
+    if how != "auto" and not all(held):
+        lacking = "; or let those that hold none take over from the others (--resume auto)"
     return (
         f"no checkpoint is held by all islands ({have}){parted}: copy or mount the missing folder "
         f"there{lacking}; or let all go on from "
