@@ -107,3 +107,8 @@ class Tap:
         while sum(n for _, n in self.sent) < counted and time.monotonic() < end:
             time.sleep(0.001)
         return self.sent[before:]
+
+
+def alone(run_ranks: Any, run: Callable[[], Any], timeout: float = 120) -> Any:
+    """run() in a process of its own: threads and sockets end with it."""
+    return run_ranks(lambda me: run(), 1, 1, timeout=timeout)[0]

@@ -162,7 +162,7 @@ def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_o
     """
     again = (
         "from fsdp_demo.rendezvous import attempts;"
-        "from tests.rendezvous.test_attempts import attach;"
+        "from tests.rendezvous.test_run_attempts import attach;"
         f"attempts.BEAT = {attempts.BEAT}; attach(); print('joined')"
     )
 
