@@ -85,7 +85,12 @@ def test_explorer_mixed_before_gather_two_peer_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", [(a, b) for a in ("gather", "mixed") for b in ("gather", "mixed")]
+    "kinds",
+    [
+        ("gather", "mixed"),
+        ("mixed", "gather"),
+        *(pytest.param((k, k), marks=pytest.mark.slow) for k in ("gather", "mixed")),
+    ],
 )
 def test_explorer_two_late_messages_one_peer_group(kinds: Kinds) -> None:
     """Every history of two messages that each rank launches at any time keeps the invariants."""

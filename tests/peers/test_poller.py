@@ -39,7 +39,7 @@ def test_poller_serves_several_threads() -> None:
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
-    time.sleep(2.0)
+    time.sleep(1.0)
     stop.set()
     for thread in threads:
         thread.join(10)

@@ -67,8 +67,8 @@ def test_planner_choice_nothing_reaches() -> None:
 
 def test_planner_choice_memory_limit() -> None:
     """The memory of the device limits the choice."""
-    whole = max(r.device_bytes for r in plan_rows(LLAMA) if r.chosen)
-    least = min(r.device_bytes for r in plan_rows(LLAMA) if r.chosen)
+    held = [r.device_bytes for r in plan_rows(LLAMA) if r.chosen]
+    whole, least = max(held), min(held)
     situation = replace(LLAMA, memory_bytes=(whole + least) / 2)
     choice = choose(plan_rows(situation), situation)
     assert choice.reached and choice.row.device_bytes <= (whole + least) / 2
