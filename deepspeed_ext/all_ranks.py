@@ -39,7 +39,7 @@ def _device() -> torch.device:
 
 
 def told(values: Sequence[str]) -> str:
-    """Who says what.
+    """The distinct values of all ranks as text, each with the ranks that have it.
 
     Example:
         >>> from deepspeed_ext.all_ranks import told

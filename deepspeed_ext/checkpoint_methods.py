@@ -4,8 +4,8 @@ and words with the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,18 @@ def latest(folder: Path) -> str | None:
         return None
 
 
-class Methods:
+class Methods(ABC):
     """DeepSpeed's two methods in front, its own underneath (`theirs`), and words with the other
     ranks of the replica (`ranks`) and of the engine's world (`world`).
 
-    Options are all other arguments of DeepSpeed's methods, by name."""
+    `save` and `load` are given the directory that the user names, a tag, and all other arguments of
+    DeepSpeed's methods by name: they save what this replica has, and load what it goes on from."""
+
+    @abstractmethod
+    def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any: ...
+
+    @abstractmethod
+    def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any: ...
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -66,14 +73,6 @@ class Methods:
         options = {k: v for k, v in locals().items() if k not in ("self", "load_dir", "tag")}
         return self.load(Path(load_dir), None if tag is None else str(tag), options)
 
-    def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
-        """Save what this replica has, below the directory that the user names."""
-        raise NotImplementedError
-
-    def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """Load what this replica goes on from, below the directory that the user names."""
-        raise NotImplementedError
-
     def write(self, folder: Path, tag: str, options: dict[str, Any]) -> Any:
         """DeepSpeed's files. What clips by the exchange is saved with the norm of the
         configuration: a checkpoint that is loaded without the exchange clips.
@@ -108,15 +107,15 @@ class Methods:
         """DeepSpeed's load. How gradients are clipped is said by the configuration and by `attach`,
         not by the checkpoint.
         """
-        zero, error, result = self.engine.optimizer, None, (None, None)
-        with _clipping_kept(zero):
-            if self.engine.zero_optimization_stage() == 3:
-                options = _weights_of_stage3(folder, tag, options)
-            try:
-                result = self.theirs[1](str(folder), tag, **options)
-            except Exception as e:
-                error = e
-        self.world.settle(error, f"{folder}/{tag} could not be loaded")
+        zero = self.engine.optimizer
+        clip = zero.clip_grad
+        if self.engine.zero_optimization_stage() == 3:
+            options = _weights_of_stage3(folder, tag, options)
+        result = self.world.together(
+            lambda: self.theirs[1](str(folder), tag, **options),
+            f"{folder}/{tag} could not be loaded",
+        )
+        zero.clip_grad = clip
         return result
 
     def tied(self) -> dict[str, str]:
@@ -127,13 +126,6 @@ class Methods:
             for n, p in self.engine.module.named_parameters(remove_duplicate=False)
         ]
         return {name: first for name, first in pairs if name != first}
-
-
-@contextmanager
-def _clipping_kept(zero: Any) -> Iterator[None]:
-    clip = zero.clip_grad
-    yield
-    zero.clip_grad = clip
 
 
 def _weights_of_stage3(folder: Path, tag: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from fsdp_demo.errors import NeedsDecision, see
 
 from .checkpoint_methods import Methods, latest
 
+log = logging.getLogger("fsdp_demo")
+
 # What a replica that takes over needs of DeepSpeed: the engine's counters and scheduler at their
 # place, and the donor's `client_state`.
 
@@ -47,8 +49,6 @@ OF_DEEPSPEED = {
     "frozen_param_fragments",
     "ds_config",
     "ds_version",
-}
-OF_DEEPSPEED |= {
     "optimizer",
     "lr_scheduler",
     "sparse_tensor_module_names",
@@ -80,8 +80,6 @@ def of_users(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     told = small({key: value for key, value in client.items() if key not in OF_DEEPSPEED})
     return told, sorted(str(key) for key in client if key not in told and key not in OF_DEEPSPEED)
 
-
-log = logging.getLogger("fsdp_demo")
 
 PARTS = "exchange"
 CURE = "with DeepSpeed: engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach starts it anew"
@@ -149,14 +147,10 @@ class _Separate(Methods):
 
     def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
         """As DeepSpeed's, into this replica's folder."""
-        folder, done = self._folder(root), None
-        what, error = f"{folder / tag}: it stays unfinished", None
+        folder = self._folder(root)
+        what = f"{folder / tag}: it stays unfinished"
         self.world.together(lambda: folder.mkdir(parents=True, exist_ok=True), what)
-        try:
-            done = self.write(folder, tag, options)
-        except Exception as e:  # the other ranks wait for this one's vote
-            error = e
-        self.world.settle(error, what)
+        done = self.world.together(lambda: self.write(folder, tag, options), what)
         self.name(folder, tag, options)
         return done
 

@@ -88,7 +88,7 @@ def attach(
         >>> exchange.equal_after_exchange
         True
     """  # noqa: E501
-    given = {
+    given: dict[str, Any] = {
         "model": model,
         "topology": topology,
         "must_match": must_match,
@@ -96,20 +96,15 @@ def attach(
         "state": state,
         "batch": batch,
         "catch_up": catch_up,
-        "fresh": fresh or None,
+        "fresh": fresh,
     }
     if (engine_module := base.find_host(optimizer)) is not None:
-        attached: Exchange = engine_module.attach(
-            optimizer, config, **{k: v for k, v in given.items() if v is not None}, **changes
-        )
+        attached: Exchange = engine_module.attach(optimizer, config, **given, **changes)
         return attached
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = unwrap_model(model)
-    return join(
-        TorchHost(optimizers, inner),
-        settled(config, changes),
-        **{**given, "model": inner, "fresh": fresh},
-    )
+    given["model"] = inner
+    return join(TorchHost(optimizers, inner), settled(config, changes), **given)
 
 
 def settled(config: ExchangeConfig | str, changes: dict[str, Any]) -> ExchangeConfig:

@@ -26,7 +26,7 @@ EPILOG = (
 
 
 def parser() -> CommandParser:
-    """The command table."""
+    """The parser of `fsdp-demo` with those of all its commands."""
     top = CommandParser(
         prog="fsdp-demo",
         description="One model on several islands that a slow network joins.",

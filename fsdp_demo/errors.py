@@ -36,7 +36,7 @@ def counted(number: int, word: str, plural: str = "") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units.
+    """A number of bytes in decimal units, with three digits.
 
     Example:
         >>> from fsdp_demo.errors import size

@@ -96,7 +96,7 @@ def to_json(value: Any) -> str:
 def from_json(
     data: str | bytes, form: type[T], what: str, error: type[Exception] = ValueError
 ) -> T:
-    """The inverse of `to_json`.
+    """The value of a JSON text, checked against a type; the inverse of `to_json`.
 
     Args:
         form: a `msgspec.Struct`, or another type that msgspec knows.
@@ -116,8 +116,8 @@ def from_json(
 
 
 def _plain(value: Any) -> Any:
-    """What json knows and msgspec does not: a str, int or float of another class, as torch's
-    version.
+    """A value that json can write and msgspec cannot: a str, int or float of a subclass, as
+    `torch.__version__`.
     """
     return json.loads(json.dumps(value))
 

@@ -22,7 +22,7 @@ from fsdp_demo.runlog.progress import ProgressLine
 from fsdp_demo.runlog.record import RunRecord, ledger_rows, tracked
 from fsdp_demo.runlog.words import table
 from fsdp_demo.tools.planner import PEAK
-from fsdp_demo.tools.report import leave
+from fsdp_demo.tools.report.page import leave
 
 __all__ = ["Report", "flops_per_token", "full_bytes", "log_lines", "peak_flops", "peak_memory"]
 __all__ += ["size", "table"]

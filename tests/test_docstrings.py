@@ -37,11 +37,13 @@ def only_references() -> list[str]:
 
 
 def test_docstrings_are_not_only_references() -> None:
+    """Few public docstrings only send the reader on."""
     found = only_references()
     assert len(found) <= MOST, "\n".join(found)
 
 
 def test_docstrings_that_are_references_are_told() -> None:
+    """A docstring that is a reference is told from one that says its subject."""
     texts = {
         "See `Coder.encode`.": True,
         "See `Host.load` of hosts/base.py": True,

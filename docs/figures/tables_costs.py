@@ -122,7 +122,7 @@ def idle() -> Rows:
 
 
 def formats() -> Rows:
-    """Number formats of values, as `recipes/benchmarks/codec.py --codes --json` wrote them."""
+    """Number formats of values, as `recipes/benchmarks/number_formats.py --json` wrote them."""
     head = ["format", "bits per value", "error, Gaussian", "error, t3", "encode, ns", "decode, ns"]
     rows = [head]
     for r in load("formats.json")["codes"]:

@@ -79,7 +79,7 @@ def known_choice(
 
 
 def read(told: Mapping[str, Any]) -> tuple[ExchangeConfig, AutoChoice | None] | None:
-    """What `method_of` gave; None where the method is still to be chosen."""
+    """Configuration and choice from a `method_note`; None where `auto` has not chosen yet."""
     if "config" not in told:
         return None
     config, choice = ExchangeConfig.from_dict(told["config"]), told.get("auto_choice")
@@ -128,7 +128,7 @@ def _together(
 
 
 def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, Any]:
-    """What `read` reads."""
+    """Configuration and choice as JSON values; `read` is the inverse."""
     return {
         "config": config.to_dict(),
         "auto_choice": None if choice is None else choice.to_dict(),

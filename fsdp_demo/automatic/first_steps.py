@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..compression.staging import synchronize
+from ..compression.windows import synchronize
 from ..config.auto import AutoChoice, AutoConfig, undecided
 from ..config.load import preset
 from ..config.schema import ExchangeConfig

@@ -17,8 +17,7 @@ from torch import Tensor
 from ..compression import dense as vectors
 from ..compression import sparse
 from ..compression.blocks import Layout
-from ..compression.staging import upload
-from ..compression.windows import Group, Window
+from ..compression.windows import Group, Window, upload
 from ..config.parts import BLOCK, Codec, Reducer
 
 # coefficients of a block, counted in cells of their own, for which that is done in parts

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..compression.blocks import Layout
 from ..compression.selection import say_what_selects
-from ..compression.staging import synchronize
-from ..compression.windows import Window
+from ..compression.windows import Window, synchronize
 from ..config.channel import Channel, covers, tensor_layout_kind
 from ..hosts.base import TrainingHost
 from ..rendezvous.position import ShardPosition

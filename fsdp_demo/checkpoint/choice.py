@@ -48,7 +48,7 @@ class HeldCheckpoint:
     participants: str = ""
 
     def note(self) -> list[Any]:
-        """As JSON; `HeldCheckpoint(*note)` is the inverse."""
+        """The fields as a JSON list; `HeldCheckpoint(*note)` is the inverse."""
         return list(astuple(self))
 
     def fits(self, applied: str, history: str = "") -> bool:
@@ -60,8 +60,8 @@ class HeldCheckpoint:
 
 
 def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
-    """What the exchange's parts in a folder can be resumed as; the step alone where there is no
-    part.
+    """A checkpoint as islands compare it, from the heads of the exchange's parts in a folder; the
+    step alone where there is no part.
 
     Args:
         islands: of this run.
@@ -79,7 +79,7 @@ def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
 def held_by(
     heads: Sequence[dict[str, Any]], step: int, islands: int, where: Path
 ) -> HeldCheckpoint:
-    """As `look`, from the heads of an island's parts.
+    """A checkpoint as islands compare it, from the heads of one island's parts.
 
     Args:
         islands: of this run: a state of another number of islands says less. where: for the error.
@@ -247,7 +247,7 @@ def _joined(
 def superfluous(
     steps: Sequence[int], common: int, keep: int | None, best: int | None = None
 ) -> list[int]:
-    """What rotation may delete of an island's checkpoints.
+    """The steps of an island's checkpoints that rotation may delete.
 
     Never the newest step that all islands hold, nor what follows it: an island whose peer died
     before its save goes on from there.

@@ -84,7 +84,7 @@ class Snapshot:
     tree: Any
 
     def write(self, folder: Path) -> None:
-        """As `save_exchange`."""
+        """Write the part into `folder`, as `save_exchange` does."""
         write_part(folder, f"rank{self.head['rank']}", self.head, self.tree)
 
 

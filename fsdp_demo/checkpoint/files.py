@@ -229,17 +229,12 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     local = ((name, t) for name, whole in tensors for t in plain_parts(local_part(whole)).values())
     for name, t in local:
-        if t.numel() and (t.is_floating_point() or t.is_complex()):
-            t = (
-                torch.view_as_real(t)
-                if t.is_complex()
-                else t.float()
-                if t.element_size() == 1
-                else t
-            )
-            by_device.setdefault(t.device, []).append(
-                (name, torch.stack(torch.aminmax(t)).isfinite().all())
-            )
+        if t.is_complex():
+            t = torch.view_as_real(t)
+        if t.numel() and t.is_floating_point():
+            t = t.float() if t.element_size() == 1 else t
+            finite = torch.stack(torch.aminmax(t)).isfinite().all()
+            by_device.setdefault(t.device, []).append((name, finite))
     for found in by_device.values():
         good = torch.stack([verdict for _, verdict in found]).tolist()
         if not all(good):
@@ -248,7 +243,7 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def refuse_not_finite(*trees: tuple[str, Any]) -> None:
-    """For each (name, tree of tensors): raise if any of the tensors holds NaN or Inf.
+    """Raise if a tensor in one of the (name, tree of tensors) holds NaN or Inf.
 
     Raises:
         NotFinite: names the first one.

@@ -79,7 +79,7 @@ def remove(folder: Path) -> None:
 
 
 def is_put_off(folder: Path) -> bool:
-    """Whether it is put aside, or was not finished."""
+    """Whether a checkpoint is put aside, or its save was cut off."""
     return not (folder / MANIFEST).exists() and any((folder / n).exists() for n in MANIFESTS)
 
 
@@ -203,40 +203,34 @@ def put_aside(root: Path, step: int, given_up: bool = False) -> list[str]:
     Args:
         given_up: a person named this step: what is newer does not come back by itself.
     """
-    newer = [folder for s, folder in found(root) if s > step]
-    for folder in newer:
-        os.replace(folder / MANIFEST, folder / (GIVEN_UP if given_up else ASIDE))
-        sync_folder(folder)
-    names = [folder.name for folder in newer]
+    aside = GIVEN_UP if given_up else ASIDE
+    names = _rename([folder for s, folder in found(root) if s > step], MANIFEST, aside)
     if names:
         log.warning(
             "%s: newer than step %d, from which training goes on: %s. Put aside (%s), deleted at "
             "the next checkpoint that all islands hold",
-            root,
-            step,
-            ", ".join(names),
-            GIVEN_UP if given_up else ASIDE,
+            *(root, step, ", ".join(names), aside),
         )
     return names
 
 
 def take_back(root: Path) -> list[str]:
-    """What lives that never made a common checkpoint have put aside is held again; returns the
-    names.
+    """Make checkpoints that were put aside valid again: the life that did so made no checkpoint
+    that all islands hold. Returns their names.
     """
-    back = [folder for _, folder in found(root, ASIDE)]
-    for folder in back:
-        os.replace(folder / ASIDE, folder / MANIFEST)
-        sync_folder(folder)
-    names = [folder.name for folder in back]
+    names = _rename([folder for _, folder in found(root, ASIDE)], ASIDE, MANIFEST)
     if names:
-        log.warning(
-            "%s: the start that put %s aside did not get to a checkpoint of all islands: held "
-            "again",
-            root,
-            ", ".join(names),
-        )
+        text = "%s: the start that put %s aside got to no checkpoint of all islands: held again"
+        log.warning(text, root, ", ".join(names))
     return names
+
+
+def _rename(places: list[Path], manifest: str, to: str) -> list[str]:
+    """Give the manifests of checkpoints another name; returns the names of the checkpoints."""
+    for folder in places:
+        os.replace(folder / manifest, folder / to)
+        sync_folder(folder)
+    return [folder.name for folder in places]
 
 
 def forget_asides(root: Path) -> None:
@@ -270,14 +264,14 @@ class Fence:
         self.root, self.run, self.name, self.token = root, run, name, ""
 
     def take(self, ranks: Ranks) -> None:
-        """From now on this life owns the folder. All ranks of the replica come together; the first
-        one writes the lock.
+        """Make this life the owner of the folder. All ranks of the replica call it together; the
+        first one writes the lock.
         """
         token = ranks.from_first(lambda: secrets.token_hex(6))
         ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.root))
 
     def begin(self, token: str, writes: bool = True) -> None:
-        """From now on this life owns the folder. `writes`: this rank writes the lock, for all of
+        """Make this life the owner of the folder. `writes`: this rank writes the lock, for all of
         its replica.
         """
         self.token = token

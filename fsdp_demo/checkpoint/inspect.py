@@ -98,8 +98,8 @@ def _step(folder: Path) -> int:
 
 
 def above(folder: Path, run: Path) -> list[Path]:
-    """Where the files of a run lie that belong to one of its checkpoints: the checkpoint, and the
-    folders from there up to the run's.
+    """The folders that may hold a run's files about a checkpoint: its own, and those from there up
+    to the run's.
     """
     last = run.parent if folder == run else run
     return [
@@ -134,7 +134,7 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def describe_checkpoint(found: Found) -> dict[str, Any]:
-    """What one checkpoint holds, as JSON values.
+    """The contents of one checkpoint as JSON values.
 
     Raises:
         ValueError: a head cannot be read.
@@ -285,7 +285,7 @@ def of_islands(numbers: Iterable[int]) -> str:
 
 
 def ranks(head: dict[str, Any]) -> str:
-    """How an island's ranks hold the model."""
+    """Ranks, shards and copies of an island in words, such as `4 ranks, 2 shards`."""
     shards, copies = int(head["shards"]), int(head["copies"])
     share = counted(shards, "shard") if copies == 1 or shards > 1 else "the whole model on each"
     return f"{counted(shards * copies, 'rank')}, {share}" + (
@@ -362,7 +362,7 @@ def common(found: Sequence[dict[str, Any]], only: Collection[int] | None = None)
 
 
 def shared(found: Sequence[dict[str, Any]]) -> str:
-    """Which steps the islands of a run hold in common, for people."""
+    """The steps that the islands of a run hold in common, in words."""
     readable = [info for info in found if "step" in info]
     if not readable:
         return "whole on all islands: no step"

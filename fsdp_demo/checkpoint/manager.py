@@ -136,8 +136,8 @@ class CheckpointManager:
             return HeldCheckpoint(step)
 
     def adopt(self) -> None:
-        """What a killed process has left unfinished goes; what a start that came to nothing has put
-        aside is there again. On one rank.
+        """Delete saves that were cut off, and take back checkpoints that an earlier start has put
+        aside without getting to a common one. One rank of the replica calls it.
         """
         for half in self.root.glob(f"*/{folders.UNFINISHED}"):
             if (half.parent / MANIFEST).exists():
@@ -415,7 +415,7 @@ class CheckpointManager:
         return self.registry.choose(held, how, place(self.root), **same)
 
     def mine(self, chosen: list[HeldCheckpoint | None]) -> HeldCheckpoint | None:
-        """Of what was agreed on what this island goes on from; None: it takes over."""
+        """This island's own entry in the answer of `agree`; None: it takes over."""
         return chosen[self.topology.starters.index(self.topology.island)]
 
     def go_on(self, chosen: list[HeldCheckpoint | None]) -> int:

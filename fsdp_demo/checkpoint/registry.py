@@ -85,14 +85,8 @@ class CheckpointRegistry:
             StoreSilent: see `exchange`.
             ValueError, TypeError: a note of another form.
         """
-        said = self.exchange([[h.step, h.applied, h.history] for h in mine])
-        held = [
-            [
-                HeldCheckpoint(int(s), applied=str(applied), history=str(*past))
-                for s, applied, *past in each or ()
-            ]
-            for each in said
-        ]
+        said = self.exchange([h.note() for h in mine])
+        held = [[HeldCheckpoint(*h) for h in each or ()] for each in said]
         return max((states[0].step for states in alike(held)), default=None)
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:

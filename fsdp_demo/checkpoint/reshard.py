@@ -147,13 +147,13 @@ class PartSet:
         return self.islands[0] if island is None else island
 
     def where(self) -> str:
-        """Where they lie, for errors."""
+        """The folders as text, for errors."""
         return ", ".join(str(f) for f in self.folders)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one rank holds of a tensor: elements begin..end of it, flattened; here in `shape`."""
+    """Elements begin..end of a flattened tensor, which one rank holds as a tensor of `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -297,7 +297,7 @@ def _overlaps(here: Sequence[Stretch], there: Sequence[Stretch]) -> list[tuple[i
 def reshard(
     saved: PartSet, island: int, exchange: Exchange, own: Mapping[str, Any], shared: bool
 ) -> ExchangeState:
-    """What this rank goes on with, made of all parts of one island.
+    """The state that this rank goes on with, made of all parts of one island.
 
     Args:
         own: the head that this rank would write now.

@@ -154,7 +154,7 @@ class RunState:
             self.saved = None
 
     def _load_moments(self) -> None:
-        """Of the newest checkpoint of an island that joins a run under way."""
+        """Load the newest checkpoint of an island that joins a run under way."""
         saves = self.checkpoints
         step = saves.ranks.from_first(lambda: max(saves.whole(), default=-1))
         folder = saves.path(step)
@@ -179,7 +179,7 @@ class RunState:
             set_random_states(states)
 
     def _load(self, folder: Path, fresh: bool) -> None:
-        """From a checkpoint of this replica."""
+        """Load a checkpoint of this replica."""
         topology = self.checkpoints.topology
         self.checkpoints.verify(folder)
         self.saved = saved = load_exchange(folder / "exchange")
@@ -198,17 +198,10 @@ class RunState:
             fresh,
         )
         rank = topology.rank if self.same else 0
-        self._take(read_part(folder / "loop" / f"rank{rank}.json")[1], all_of_it)
-
-    def _take(self, loop: dict[str, Any], all_of_it: bool) -> None:
-        """Random states only for the rank that saved them.
-
-        Args:
-            all_of_it: the optimizers' states were loaded.
-        """
+        loop = read_part(folder / "loop" / f"rank{rank}.json")[1]
         self.extra = {key: v for key, v in loop.items() if key not in ("random", COUNTERS)}
         self._random = loop["random"] if self.same else None
-        if all_of_it:
+        if all_of_it:  # the optimizers' states were loaded
             self._count_on(loop.get(COUNTERS, {}))
 
     def _counters(self) -> dict[str, dict[str, Any]]:
@@ -259,13 +252,12 @@ class RunState:
             live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()
             kept = {n: t for n, t in live.items() if n not in self._masks}
             refuse_not_finite(("replica", kept), ("exchange", state))
-            loop = self._loop(extra)
-            head = describe_part(exchange)
-            return (
-                live,
-                Snapshot(head, state if wait else copied(state)),
-                loop if wait else copied(loop),
-            )
+            loop: Any = {**extra(), "random": random_states()}
+            if counters := self._counters():
+                loop[COUNTERS] = counters
+            if not wait:
+                state, loop = copied(state), copied(loop)
+            return live, Snapshot(describe_part(exchange), state), loop
 
         def write(folder: Path) -> Callable[[], None]:
             # Collectives first: a rank that cannot write its own files must not leave the others
@@ -284,10 +276,6 @@ class RunState:
     def finish(self) -> None:
         """The run came to its end: wait for the last save, and delete what was put aside."""
         self.checkpoints.finish()
-
-    def _loop(self, extra: Extra) -> dict[str, Any]:
-        counters = self._counters()
-        return {**extra(), "random": random_states(), **({COUNTERS: counters} if counters else {})}
 
     def _write_beside(self, folder: Path, state: Snapshot, loop: Any) -> None:
         """All but the model's tensors."""
@@ -324,7 +312,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, bool | int | float]:
 
 
 def random_states() -> dict[str, Any]:
-    """Of python, torch, this rank's GPU, and numpy where the process has it loaded."""
+    """The states of python, torch, this rank's GPU, and numpy where the process has it loaded."""
     version, words, gauss = random.getstate()
     out: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]

@@ -117,7 +117,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan of each number of islands and link, or the rates that reach a target."""
     from ..tools.planner import asking
 
     _check(args)
@@ -242,7 +242,7 @@ def _solve(
 
 
 def _facts(situation: Situation) -> dict[str, Any]:
-    """What all rows of a situation have in common."""
+    """The keys of `--json` that all rows of a situation share."""
     return {
         "model": situation.model,
         "parameters": situation.parameters,

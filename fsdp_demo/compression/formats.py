@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .staging import upload
+from .windows import upload
 
 
 class Coder(Protocol):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .formats import pack, unpack
-from .staging import upload
+from .windows import upload
 
 THIRD = 21846
 """A third in units of 2^-16: floor(x * THIRD / 2^16) is floor(x / 3) for 0 <= x < 2^14."""

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ..config.parts import BLOCK
-from .staging import upload
-from .windows import CACHED
+from .windows import CACHED, upload
 
 # ---- the largest coefficients of a block -------------------------------------------------------
 

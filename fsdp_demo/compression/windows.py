@@ -212,3 +212,26 @@ def _copy(target: Tensor, source: Tensor | None) -> None:
         target.zero_()
     else:
         target.copy_(source)
+
+
+# ---- copies between the host and the device of a workspace --------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that is queued on a device; nothing on the CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def upload(t: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device`, made without waiting for what is queued there; the tensor
+    itself where `device` is the CPU.
+    """
+    return t if device.type == "cpu" else pinned(t).copy_(t).to(device, non_blocking=True)
+
+
+def pinned(like: Tensor) -> Tensor:
+    """An empty CPU tensor of the shape and dtype of `like`, in pinned memory: a device copies from
+    and to it by itself. torch keeps such memory and hands it out again.
+    """
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

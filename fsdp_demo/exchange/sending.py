@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload
 from ..channels.state import Placement
-from ..compression.staging import Staging
+from ..compression.windows import pinned
 from ..elastic.message_state import Vectors
 from ..elastic.peer_group import PeerGroup
 from ..elastic.worker import CommWorker, Exchanging
@@ -108,7 +109,6 @@ class ExchangeConnections:
     def _close_peers(self) -> bool:
         ended = self.worker is None or self.worker.close()
         self.worker = None
-        self._topology.release()
         return ended
 
 
@@ -199,6 +199,65 @@ class PendingExchange:
             bodies = [b.clone() for b in got.bodies]
             got = ReceivedMessage(headers, bodies, got.means)
         return InFlightState(self.step, self.members, self.parts, got, said)
+
+
+class Staging:
+    """The copies of one rank's messages between the device of the shards and the host, without a
+    wait in the thread that trains.
+
+    Outgoing tensors are copied to pinned memory on a side stream: after the work that is already
+    queued, and concurrently with later work. The thread that sends waits for the copy. Incoming
+    tensors are pinned in that thread, so that the device copies them back by itself. Where shards
+    are on the CPU nothing is copied.
+
+    Args:
+        device: of the shards.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream: Any = None
+
+    def to_host(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start copying `tensors` (on the device, not written to any more) to the CPU.
+
+        Returns:
+            A function that waits for the copies and returns them; to be called in another thread
+            than the one that trains. Where the device is the CPU it returns `tensors` themselves.
+        """
+        if self.device.type == "cpu":
+            return lambda: list(tensors)
+        device = torch.get_device_module(self.device)
+        if self._stream is None:
+            self._stream = device.Stream(self.device)
+        self._stream.wait_stream(device.current_stream(self.device))
+        # a thread that waits for it is to sleep, not to keep a core busy for as long as a step
+        done = device.Event(**({"blocking": True} if self.device.type == "cuda" else {}))
+        with device.stream(self._stream):
+            hosts = [pinned(t).copy_(t, non_blocking=True) for t in tensors]
+            done.record(self._stream)
+        for t in tensors:
+            # else its memory may go to others before it has been copied
+            t.record_stream(self._stream)
+
+        def wait() -> list[Tensor]:
+            # a thread begins on the first device, where this process may have no business
+            with device.device(self.device):
+                done.synchronize()
+            return hosts
+
+        return wait
+
+    def pin(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies of CPU tensors in pinned memory, from which the device fetches them by itself; the
+        tensors themselves where the device is the CPU. They replace the tensors in the list, so
+        that each is freed as soon as it has been copied.
+        """
+        if self.device.type != "cpu":
+            with torch.get_device_module(self.device).device(self.device):
+                for i, t in enumerate(tensors):
+                    tensors[i] = pinned(t).copy_(t)
+        return tensors
 
 
 class MessageSender:

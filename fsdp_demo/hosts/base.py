@@ -253,8 +253,8 @@ def named_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def foreign_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Those of a model, by name. `fully_shard` leaves plain codes of a bitsandbytes weight, whose
-    scales its module holds.
+    """The foreign tensors (`is_foreign`) of a model, by name. `fully_shard` leaves plain codes of a
+    bitsandbytes weight, whose scales its module holds.
     """
     found = {}
     for prefix, module in model.named_modules():

@@ -45,8 +45,8 @@ class RoundGradients:
         self._noted.clear()
 
     def refuse_new(self, index: int) -> None:
-        """Raise RuntimeError if an optimizer has gradients that `note` has not seen. One that went
-        is no matter.
+        """Raise RuntimeError if an optimizer has gradients that `note` has not seen. One may be
+        gone.
         """
         for p, noted, then in self._noted.get(index, ()):
             if p.grad is not None and (p.grad is not noted or version(noted) != then):

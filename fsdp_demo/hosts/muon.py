@@ -82,27 +82,19 @@ class MuonAdamW(torch.optim.Optimizer):
                 "MuonAdamW tells matrices from embeddings by their names: pass "
                 "model.named_parameters()"
             )
-        matrices = [(n, p) for n, p in named if p.ndim == 2 and not matches(n, adamw)]
-        rest = [(n, p) for n, p in named if not (p.ndim == 2 and not matches(n, adamw))]
+        matrices, rest = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
+        for n, p in named:
+            (rest if p.ndim != 2 or matches(n, adamw) else matrices).append((n, p))
         rate = adamw_lr if adamw_lr is not None else adamw_rate(lr)
         parts: list[torch.optim.Optimizer] = []
         if matrices:
-            groups = (
-                _by_shape(matrices, lr, weight_decay)
-                if adjust == "sqrt_out_in"
-                else [{"params": matrices}]
-            )
-            factor = None if adjust == "sqrt_out_in" else adjust
-            parts.append(
-                ShardedMuon(
-                    groups,
-                    lr=lr,
-                    momentum=momentum,
-                    nesterov=nesterov,
-                    weight_decay=weight_decay,
-                    adjust_lr_fn=factor,
-                )
-            )
+            options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov}
+            groups: list[dict[str, Any]] = [{"params": matrices}]
+            if adjust == "sqrt_out_in":
+                groups = _by_shape(matrices, lr, weight_decay)
+            else:
+                options["adjust_lr_fn"] = adjust
+            parts.append(ShardedMuon(groups, lr=lr, weight_decay=weight_decay, **options))
         if rest:
             parts.append(torch.optim.AdamW(rest, lr=rate, betas=betas, weight_decay=weight_decay))
         self._counts = [len(part.param_groups) for part in parts]

@@ -114,20 +114,13 @@ def check_inner(
             "fsdp_demo.base_optimizer(config, model.named_parameters(), lr), or insist with "
             f"inner_optimizers='as_is'{see('wrong-optimizer')}"
         )
+    plain_sgd = config.inner_optimizers == ("sgd",)
+    wanted = "sgd without momentum" if plain_sgd else " or ".join(config.inner_optimizers)
     for name, optimizer in zip(names, optimizers, strict=True):
-        momentum = (
-            [g.get("momentum", 0) for g in optimizer.param_groups]
-            if config.inner_optimizers == ("sgd",)
-            else []
-        )
-        if name.lower() not in config.inner_optimizers or any(momentum):
-            found = name + (f" with momentum {max(momentum)}" if any(momentum) else "")
-            wanted = (
-                "sgd without momentum"
-                if config.inner_optimizers == ("sgd",)
-                else " or ".join(config.inner_optimizers)
-            )
-            asks = config.inner_optimizers == ("sgd",) and name == "AdamW"
+        momentum = max(g.get("momentum", 0) for g in optimizer.param_groups) if plain_sgd else 0
+        if name.lower() not in config.inner_optimizers or momentum:
+            found = f"{name} with momentum {momentum}" if momentum else name
+            asks = plain_sgd and name == "AdamW"
             form = ", ask for FlexDeMo's AdamW form by inner_optimizer='adamw'" if asks else ""
             raise ValueError(
                 f"preset {config.preset!r} is defined for {wanted}, found {found}: build it by "

@@ -82,7 +82,7 @@ def _owners(p: Tensor) -> Owners:
 
 
 def _orthogonal(found: list[Tensor], owners: Owners, group: dict[str, Any]) -> list[Tensor]:
-    """bf16, placed as what they are made of."""
+    """The orthogonal matrices of `found`, in bf16, sharded as these are."""
 
     def product(whole: Tensor) -> Tensor:
         return _muon._zeropower_via_newtonschulz(

@@ -67,7 +67,6 @@ class OptimizerStepHooks(StepHooks):
         self._not_stepped.start()
 
     def stop(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._not_stepped.stop()
@@ -75,15 +74,12 @@ class OptimizerStepHooks(StepHooks):
 
     @property
     def partial(self) -> int:
-        """How many optimizers have stepped in a round that is not complete; 0 where one has failed
-        in it.
-        """
         return 0 if self._begun - self._stepped else len(self._stepped)
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
         """Make a tick of a step that was not taken: `base_step` counts, even with zero gradients
-        and learning rate zero. It ends a round in which a step has failed: who has stepped in it
-        has no gradients, who has not gets those of the round.
+        and learning rate zero. It ends a round in which a step has failed: an optimizer
+        that has stepped in it has no gradients, another one gets those of the round.
         """
         self._refuse()
         if base_step is None:
@@ -194,7 +190,6 @@ class OptimizerStepHooks(StepHooks):
             self._run_after()
 
     def begin_anew(self) -> None:
-        """The round is over, or does not count."""
         self._begun.clear()
         self._stepped.clear()
         self._round.clear()
@@ -225,8 +220,8 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _callers() -> Iterator[FrameType]:
-    """The functions that have called a step: the hook, which is not compiled, torch's wrapper of
-    step, the two of a scaler or the one of a checkpoint, and somebody's wrappers.
+    """The frames of the functions that have called a step: the hook, torch's wrapper of `step`,
+    those of a scaler or a checkpoint, and wrappers of users. Sixteen are enough.
     """
     frame = sys._getframe().f_back
     for _ in range(16):
@@ -288,7 +283,7 @@ class NotStepped:
                 self._hooks.append(hook)
 
     def stop(self) -> None:
-        """Somebody steps, or nothing is to be said any more."""
+        """Stop looking, since an optimizer has stepped or the warning was given."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -34,7 +34,7 @@ class ExchangeArguments:
     )
 
     def config(self) -> ExchangeConfig | None:
-        """What was asked for, or None.
+        """The configuration that the flags ask for; None without `--exchange`.
 
         Raises:
             ValueError: `--set` without `--exchange`, unknown names or values.

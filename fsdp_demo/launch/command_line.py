@@ -78,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
             )
 
     def _rest_is_not_ours(self) -> bool:
-        """Whether what follows the first word is another parser's, or another program's."""
+        """Whether another parser, or another program, takes the words after the first one."""
         return any(a.nargs in (argparse.PARSER, argparse.REMAINDER) for a in self._actions)
 
     def _flags(self) -> list[str]:

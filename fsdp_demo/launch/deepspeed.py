@@ -79,7 +79,7 @@ def without_compiler(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Child:
-    """What the runner starts, and the signal that it was told to end by."""
+    """The process that the runner has started, and the signal that has told it to end."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None

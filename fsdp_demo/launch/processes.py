@@ -14,7 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..status import SAVED
@@ -59,9 +60,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def adopt_orphans() -> None:
-    """From now on, a process whose parent ends and that descends from this one becomes a child of
-    this one (Linux).
-    """
+    """Make this process the parent of descendants whose own parent ends (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -96,18 +95,15 @@ def start(
     )
 
 
-def _parents() -> dict[int, int]:
-    """Process id -> parent's id, of all processes that are not zombies."""
-    found = {}
+def _processes() -> Iterator[tuple[int, str, int]]:
+    """Id, state (a letter) and parent's id of every process."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             # "pid (name) state parent ...": the name may hold spaces and parentheses.
             state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
             continue  # ended meanwhile
-        if state not in "ZX":
-            found[int(entry.parent.name)] = int(parent)
-    return found
+        yield int(entry.parent.name), state, int(parent)
 
 
 def descendants(of: int, *, leave_out: Iterable[int] = ()) -> list[int]:
@@ -115,8 +111,9 @@ def descendants(of: int, *, leave_out: Iterable[int] = ()) -> list[int]:
     trees under `leave_out`.
     """
     children: dict[int, list[int]] = {}
-    for pid, parent in _parents().items():
-        children.setdefault(parent, []).append(pid)
+    for pid, state, parent in _processes():
+        if state not in "ZX":
+            children.setdefault(parent, []).append(pid)
     out, queue, skip = [], [of], set(leave_out)
     while queue:
         fresh = [pid for pid in children.get(queue.pop(0), []) if pid not in skip]
@@ -139,14 +136,10 @@ def reap(known: Iterable[int]) -> None:
     objects.
     """
     known = set(known)
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            pid = int(entry.parent.name)
-            if state == "Z" and int(parent) == os.getpid() and pid not in known:
+    for pid, state, parent in _processes():
+        if state == "Z" and parent == os.getpid() and pid not in known:
+            with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        except (OSError, ValueError):
-            continue
 
 
 def reserve_port(host: str = "127.0.0.1") -> int:

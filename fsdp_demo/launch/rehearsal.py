@@ -188,43 +188,21 @@ def command(plan: Rehearsal, folder: Path, on_gpu: bool) -> list[str]:
     """The launcher's command line, with a master port of its own."""
     port, deepspeed = str(reserve_port(LOCALHOST)), plan.launcher == "deepspeed"
     if plan.launcher == "torchrun":
-        words = [
-            "--nnodes",
-            "1",
-            "--nproc-per-node",
-            str(plan.procs),
-            "--master-addr",
-            LOCALHOST,
-            "--master-port",
-            port,
-        ]
+        words = ["--nnodes", "1", "--nproc-per-node", str(plan.procs)]
+        words += ["--master-addr", LOCALHOST, "--master-port", port]
     elif deepspeed:
         # It takes the GPUs of CUDA_VISIBLE_DEVICES unless their number is given; then it takes the
         # first ones. A hostfile of the machine would make it start ranks elsewhere. Scripts read
         # LOCAL_RANK; few know the option --local_rank that it adds by itself.
-        words = [
-            "--hostfile",
-            os.devnull,
-            "--master_port",
-            port,
-            "--log_level",
-            "error",
-            "--no_local_rank",
-        ]
+        words = ["--hostfile", os.devnull, "--master_port", port]
+        words += ["--log_level", "error", "--no_local_rank"]
         words += [] if on_gpu else ["--num_gpus", str(plan.procs)]
     else:
         # one for each island: the one before may be reading its own now
         config = folder / f"accelerate-{port}.yaml"
         config.write_text(_ACCELERATE_CONFIG.format(use_cpu=str(not on_gpu).lower()))
-        words = [
-            "launch",
-            "--config_file",
-            str(config),
-            "--num_processes",
-            str(plan.procs),
-            "--main_process_port",
-            port,
-        ]
+        words = ["launch", "--config_file", str(config)]
+        words += ["--num_processes", str(plan.procs), "--main_process_port", port]
     # DeepSpeed's own -m is of something else
     script = ("--module", *plan.script[1:]) if plan.module and deepspeed else plan.script
     again = (

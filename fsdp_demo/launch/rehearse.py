@@ -293,7 +293,7 @@ class Supervisor:
         return descendants(os.getpid(), leave_out=self.known())
 
     def everything(self) -> list[int]:
-        """All there is but the store."""
+        """All processes of the islands."""
         launchers = [island.process.pid for island in self.islands if island.process.poll() is None]
         return list(
             {
@@ -336,7 +336,7 @@ class Supervisor:
         return worst
 
     def leave_nothing(self) -> None:
-        """Whatever happened before, nothing runs on after this; the store goes last."""
+        """End all processes that still run, whatever happened before; the store last."""
         send(
             self.everything(),
             signal.SIGTERM

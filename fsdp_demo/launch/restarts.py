@@ -34,7 +34,7 @@ PATIENCE = 40.0  # seconds that ranks which a launcher left behind get to save
 
 
 class _Island:
-    """The launcher that runs now, and the signal that this process was told to end by."""
+    """The launcher that runs now, and the signal that has told this process to end."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None

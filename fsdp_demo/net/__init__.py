@@ -1,1 +1,1 @@
-"""Addresses and tokens of machines, options of TCP, and a link as text and numbers."""
+"""Addresses and tokens of machines, options and limits of TCP, and a link as text and numbers."""

@@ -102,10 +102,11 @@ def route_to(endpoint: str) -> str:
 # be random all the same, such as `openssl rand -hex 32`.
 
 SHORTEST = 16  # characters of a token
+STRETCH = 1 << 14  # work of one guess of a token, the n of scrypt: 40 ms and 16 MiB
 
 
 class Keys:
-    """Keys of a run.
+    """The keys of CURVE that all ranks of a run derive from its token.
 
     Attributes:
         mark: what the islands compare before they connect, so that different tokens are told apart
@@ -118,7 +119,7 @@ class Keys:
 
         check(token)
         made = hashlib.scrypt(
-            token.encode(), salt=f"fsdp_demo line {run}".encode(), n=1 << 14, r=8, p=1, dklen=40
+            token.encode(), salt=f"fsdp_demo line {run}".encode(), n=STRETCH, r=8, p=1, dklen=40
         )
         self._zmq, self._secret, self.mark = zmq, z85.encode(made[:32]), made[32:].hex()
         self._public = zmq.curve_public(self._secret)
@@ -136,7 +137,7 @@ class Keys:
 
 
 def check(token: str) -> str:
-    """The token.
+    """The token, if it is long enough.
 
     Raises:
         ValueError: it is short.

@@ -128,13 +128,17 @@ def _connection(descriptor: int) -> Iterator[sockets.socket]:
 
 
 def allowed() -> int:
-    """The hard limit of this process; 2**31 where there is none."""
+    """Descriptors that the hard limit allows this process; 2**31 where there is none."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return 2**31 if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_to(wanted: int) -> int:
-    """Raise the soft limit to so many, or as far as the hard limit allows; the soft limit."""
+    """Raise the soft limit of descriptors to `wanted`, or as far as the hard limit allows.
+
+    Returns:
+        The soft limit; 2**31 where there is none.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return 2**31 if soft == resource.RLIM_INFINITY else soft

@@ -214,19 +214,21 @@ class ZeroMQ:
         m, notes = self._meeting, dict[int, Listens]()
         at = m.store.under(f"{m.prefix}/{k}")
         at.set(f"at/{m.rank}", json.dumps(mine))
-        while missing := [j for j in m.others if j not in notes]:
-            for j in missing:
+        while True:
+            for j in (j for j in m.others if j not in notes):
                 if at.get(f"at/{j}"):
                     notes[j] = note = at.note(f"at/{j}", m.label(j), Listens)
                     if note["key"] != mine["key"]:
                         raise ValueError(_tokens(m.label(j), note["key"], mine["key"]))
+            missing = [j for j in m.others if j not in notes]
+            if not missing:
+                return notes
             if time.monotonic() > end:
                 raise PeerLost(
                     f"waited {m.timeout:g} s for the addresses of "
                     f"{', '.join(m.label(j) for j in missing)}"
                 )
             time.sleep(LOOK)
-        return notes
 
     def _meet(self, wires: dict[int, PeerConnection], end: float) -> None:
         """Wait until all have greeted."""

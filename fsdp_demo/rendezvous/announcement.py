@@ -38,13 +38,12 @@ class Announcement(TypedDict):
 
     name: str
     host: str
-    count: int
     shards: int
     copies: int
 
 
 class Rendezvous:
-    """The meeting of one rank.
+    """How one rank meets its peers: it announces itself, waits for the others, and connects.
 
     Attributes:
         prefix: what its keys in the store begin with.
@@ -56,7 +55,6 @@ class Rendezvous:
         self._attempt = ""  # what its keys begin with
         self._starters: tuple[int, ...] = ()
         self._late = False  # the others train already
-        self._store: Store | None = None
 
     def join(self) -> tuple[PeerGroup | None, int]:
         """The peers of this rank, None for a copy that is not active, and the number of active
@@ -70,10 +68,6 @@ class Rendezvous:
         except StoreSilent as error:
             raise self._cured(error) from None
 
-    def release(self) -> None:
-        """Drop the connection to the store."""
-        self._store = None
-
     def _join(self) -> tuple[PeerGroup | None, int]:
         store = self._connect()
         infos = self._look(store) if self._late else self._meet(store)
@@ -81,7 +75,10 @@ class Rendezvous:
         active_copies = min(info["copies"] for info in infos.values())
         if self._position.copy >= active_copies:
             return None, active_copies
-        names = self._names(infos)
+        # of islands that have not come, the name that is likely
+        names = [
+            infos[i]["name"] if i in infos else f"island{i}" for i in range(self._topology.islands)
+        ]
         return self._peers(store, active_copies, names), active_copies
 
     def _connect(self) -> Store:
@@ -93,7 +90,7 @@ class Rendezvous:
                 topology.address,
                 topology.token,
             )
-        self._store = store = topology.open_store()
+        store = topology.open_store()
         store.deadline = topology.timeout
         run = topology.endpoint, topology.run
         epoch = attached(topology)
@@ -112,7 +109,7 @@ class Rendezvous:
         return store
 
     def _one_of(self, exchanges: int) -> ValueError:
-        """Whoever joins a run under way would have to say which exchange it means."""
+        """The error of an island that would join one of several exchanges of a run under way."""
         topology = self._topology
         return ValueError(
             f"{topology.name} cannot join run {topology.run!r}: its processes begin "
@@ -154,12 +151,12 @@ class Rendezvous:
         return {**infos, topology.island: {**mine, "copies": active_copies}}
 
     def _key(self) -> str:
-        """Where this rank announces itself."""
+        """The key under which this rank announces itself."""
         place = f"{self._position.shard}.{self._position.copy}"
         return f"{self.prefix}/join/{self._topology.island}/{place}"
 
     def _first(self, island: int) -> str:
-        """Where the first rank of an island does."""
+        """The key under which the first rank of an island announces itself."""
         return f"{self.prefix}/join/{island}/0.0"
 
     def _note(self, store: Store, island: int) -> Announcement:
@@ -171,7 +168,6 @@ class Rendezvous:
         return {
             "name": self._topology.name,
             "host": socket.gethostname(),
-            "count": self._topology.count,
             "shards": self._position.num_shards,
             "copies": self._position.num_copies,
         }
@@ -184,14 +180,7 @@ class Rendezvous:
         while True:
             for i in wanted:
                 if i not in infos and store.get(self._first(i)):
-                    infos[i] = other = self._note(store, i)
-                    # at once: the larger number would wait for islands that nobody starts
-                    if other["count"] != topology.count:
-                        both = f"ISLAND_COUNT={other['count']}, {topology.name} has"
-                        raise ValueError(
-                            f"island {i} ({other['name']}) has {both} {topology.count}: set one "
-                            "number everywhere"
-                        )
+                    infos[i] = self._note(store, i)
             missing = [i for i in wanted if i not in infos]
             if not missing:
                 return infos
@@ -204,7 +193,7 @@ class Rendezvous:
             time.sleep(0.02)
 
     def _waited(self, infos: Mapping[int, Announcement], missing: Sequence[int]) -> PeerLost:
-        """Not all have come in time."""
+        """The error where not all islands have come in time."""
         topology = self._topology
         came = [f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)]
         return PeerLost(
@@ -215,7 +204,7 @@ class Rendezvous:
         )
 
     def _again(self) -> str:
-        """What is said where this process has attached before: each meeting has keys of its own."""
+        """A hint where this process has attached before, since each meeting has keys of its own."""
         number = attached(self._topology)
         if number < 2:
             return ""
@@ -226,7 +215,7 @@ class Rendezvous:
         )
 
     def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
-        """Raise where those that are missing will not come to this attempt."""
+        """Raise an error where the missing islands will not come to this attempt."""
         topology = self._topology
         starting.compare(store.under(self._attempt), topology, list(missing))
         if by := store.get(f"{self._attempt}/ended"):
@@ -254,20 +243,35 @@ class Rendezvous:
                     f"{position.form}: the number of shards must agree (copies may differ)"
                 )
 
-    def _names(self, infos: Mapping[int, Announcement]) -> list[str]:
-        """Of all islands; of those that have not come, the one that is likely."""
-        count = self._topology.islands
-        return [infos[i]["name"] if i in infos else f"island{i}" for i in range(count)]
-
     # -- how they are reached ---------------------------------------------------------------------
 
     def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
-        """Peers that may come and go."""
-        topology, pulse = self._topology, attempts.join(self._topology)
-        meeting = self._meeting(store, self.prefix, names, among=self._starters)
-        place = self._place(active_copies, names)
+        """Connect to the peers, which may come and go."""
+        topology, position = self._topology, self._position
+        pulse = attempts.join(topology)
+        meeting = Meeting(
+            store,
+            self.prefix,
+            topology.island,
+            topology.islands,
+            tuple(names),
+            topology.address or route_to(topology.endpoint),
+            topology.timeout,
+            topology.token,
+            among=self._starters,
+        )
+        ranks = position.num_shards * active_copies
+        rank = position.shard * active_copies + position.copy
+        place = PeerPosition(
+            topology.island, rank, ranks, dict(enumerate(names)), ranks, topology.rank
+        )
         limits = Limits(topology.dead, topology.stall, topology.least)
-        common = self._own_store, self._link, limits
+
+        def own_store() -> Store:
+            """A connection of its own, below the keys of this meeting."""
+            return topology.open_store(topology.question).under(self.prefix)
+
+        common = own_store, self._link, limits
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
@@ -276,41 +280,8 @@ class Rendezvous:
         pulse.quiet()
         return met
 
-    def _meeting(
-        self, store: Store, prefix: str, names: Sequence[str], among: tuple[int, ...] | None = None
-    ) -> Meeting:
-        """What `ZeroMQ` is told."""
-        topology = self._topology
-        return Meeting(
-            store,
-            prefix,
-            topology.island,
-            topology.islands,
-            tuple(names),
-            topology.address or route_to(topology.endpoint),
-            topology.timeout,
-            topology.token,
-            among=among,
-        )
-
-    def _place(self, active_copies: int, names: Sequence[str]) -> PeerPosition:
-        """Where this rank stands among its peers."""
-        position = self._position
-        return PeerPosition(
-            self._topology.island,
-            position.shard * active_copies + position.copy,
-            ranks := position.num_shards * active_copies,
-            dict(enumerate(names)),
-            ranks,
-            self._topology.rank,
-        )
-
-    def _own_store(self) -> Store:
-        """A connection of its own, below the keys of this meeting."""
-        return self._topology.open_store(self._topology.question).under(self.prefix)
-
     def _cured(self, error: StoreSilent) -> StoreSilent:
-        """The same for who has not met the others yet, where it is an error."""
+        """The same error with a cure, for an island that has not met the others yet."""
         if "ISLAND_ENDPOINT=" in str(error):
             return error
         return StoreSilent(

@@ -54,7 +54,7 @@ _in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
 
 
 class Finished(ValueError):
-    """The run has come to its end."""
+    """An island starts after the run has come to its end."""
 
 
 def join(topology: Replica, store: Store | None = None) -> Pulse:
@@ -144,19 +144,19 @@ def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
     try:
         taken = decide()
     except (ValueError, PeerLost) as error:
-        own.set(
-            key,
-            json.dumps(
-                [
-                    [-2 if isinstance(error, Finished) else -1, 0, False],
-                    isinstance(error, PeerLost),
-                    str(error),
-                ]
-            ),
-        )
+        kind = next(name for name, form in _ERRORS.items() if isinstance(error, form))
+        own.set(key, json.dumps([None, kind, str(error)]))
         raise
-    own.set(key, json.dumps([taken, False, ""]))
+    own.set(key, json.dumps([taken, "", ""]))
     return taken
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "finished": Finished,
+    "lost": PeerLost,
+    "wrong": ValueError,
+}
+"""What rank 0 tells the other ranks of an error: the first of these that it is."""
 
 
 def _told(own: Store, key: str, seconds: float) -> Taken:
@@ -168,16 +168,16 @@ def _told(own: Store, key: str, seconds: float) -> Taken:
                 "it joins: it may have died"
             )
         time.sleep(0.05)
-    place, lost, text = own.note(key, "rank 0")
-    if place[0] < 0:
-        raise PeerLost(text) if lost else Finished(text) if place[0] == -2 else ValueError(text)
+    place, kind, text = own.note(key, "rank 0")
+    if kind:
+        raise _ERRORS[kind](text)
     number, life, late, starters = place
     return Taken(number, life, late, tuple(starters))
 
 
 def _begin(topology: Replica, store: Store) -> Taken:
-    """A place in an attempt, once it is known who begins it; where it ends before that, one in the
-    next.
+    """A place in an attempt, once the islands that begin it are known; in the next attempt, where
+    this one ends before that.
     """
     while True:
         taken = _take(topology, store)
@@ -239,7 +239,7 @@ def _take(topology: Replica, store: Store) -> Taken:
 
 
 def _lives(slot: str) -> int:
-    """How often a place was taken anew, by what its key says."""
+    """How often a place was taken anew, from the value of its key."""
     number = slot.partition(" ")[2]
     if not (number.isascii() and number.isdigit()):
         raise ValueError(
@@ -249,8 +249,8 @@ def _lives(slot: str) -> int:
 
 
 def _waits(topology: Replica, at: Store) -> bool:
-    """Whether this island does not begin an attempt that has not begun: the end of its process
-    before then ends nothing.
+    """Whether the attempt has not begun, and this island is not among those that begin it. The end
+    of its process then ends nothing.
     """
     if at.get("begun"):
         return False
@@ -309,8 +309,8 @@ class Pulse:
         atexit.register(self.stop)
 
     def quiet(self) -> None:
-        """Beat no more: from now on islands hear each other."""
-        self._each = [job for job in self._each if job is not self._beat]
+        """Stop the beats: from now on islands hear each other."""
+        self.no_more(self._beat)
 
     def every(self, job: Job) -> None:
         """Do `job` once a second from now on."""

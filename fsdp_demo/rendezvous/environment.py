@@ -49,17 +49,7 @@ def patience(env: Mapping[str, str] | None = None) -> float:
     Raises:
         ValueError: it is no number, or out of range.
     """
-    env = os.environ if env is None else env
-    try:
-        value = number(env, "ISLAND_TIMEOUT", 600.0)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= LONGEST:
-        raise ValueError(
-            f"ISLAND_TIMEOUT={env['ISLAND_TIMEOUT']!r} must be a number of seconds, more than 0 "
-            f"and at most {LONGEST}"
-        )
-    return value
+    return _seconds(os.environ if env is None else env, "ISLAND_TIMEOUT", 600.0)
 
 
 def stop_timeout(env: Mapping[str, str]) -> float:
@@ -68,13 +58,7 @@ def stop_timeout(env: Mapping[str, str]) -> float:
     Raises:
         ValueError: it is no number, or out of range.
     """
-    value = number(env, "ISLAND_STOP", 25.0)
-    if not 0 < value <= LONGEST:
-        raise ValueError(
-            f"ISLAND_STOP={env['ISLAND_STOP']!r} must be a number of seconds, more than 0 and at "
-            f"most {LONGEST}"
-        )
-    return value
+    return _seconds(env, "ISLAND_STOP", 25.0)
 
 
 def slots(env: Mapping[str, str], count: int) -> int:
@@ -146,7 +130,7 @@ def dead(env: Mapping[str, str]) -> float:
     Raises:
         ValueError: it is no number, or out of range: beats come twice a second.
     """
-    return _seconds(env, "ISLAND_DEAD", 10.0)
+    return _seconds(env, "ISLAND_DEAD", 10.0, 2.0)
 
 
 def stall(env: Mapping[str, str]) -> float:
@@ -155,13 +139,17 @@ def stall(env: Mapping[str, str]) -> float:
     Raises:
         ValueError: it is no number, or out of range.
     """
-    return _seconds(env, "ISLAND_STALL", 2.0) if env.get("ISLAND_STALL", "").strip() else 0.0
+    return _seconds(env, "ISLAND_STALL", 2.0, 2.0) if env.get("ISLAND_STALL", "").strip() else 0.0
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    value = number(env, name, default)
-    if not 2 <= value <= LONGEST:
-        raise ValueError(f"{name}={env[name]!r} must be a number of seconds, 2 to {LONGEST}")
+def _seconds(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
+    try:
+        value = number(env, name, default)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= LONGEST or not value:
+        allowed = f"{least:g} to {LONGEST}" if least else f"more than 0 and at most {LONGEST}"
+        raise ValueError(f"{name}={env[name]!r} must be a number of seconds, {allowed}")
     return value
 
 
@@ -239,7 +227,7 @@ def warn_of_unknown(env: Mapping[str, str]) -> None:
 
 
 def _meant(name: str) -> str:
-    """The nearest right name; what launchers call rank and world size is not spelt alike."""
+    """A hint at the nearest known name. Launchers have other words for rank and world size."""
     tail = name.partition("_")[2]
     tails = [known.partition("_")[2] for known in VARIABLES]
     return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
@@ -265,7 +253,7 @@ def warn_of_open(place: Endpoint, address: str, token: str) -> None:
 
 
 def say_single(on_purpose: bool, rank: int) -> None:
-    """That there is nobody to exchange with, once; a warning where nobody has said so."""
+    """Say once that no other island exists, as a warning where ISLAND_COUNT is not set."""
     if on_purpose:
         log.info("one replica, nobody to exchange with")
     elif "single" not in _said and rank == 0:
@@ -278,7 +266,7 @@ def number(env: Mapping[str, str], name: str, default: float) -> float:
     """A variable as a number; `default` where it is not set or empty.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no number.
     """
     text = env.get(name, "").strip()
     try:
@@ -294,7 +282,7 @@ def whole(env: Mapping[str, str], name: str, default: int) -> int:
     """A variable as a whole number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no whole number.
     """
     value = number(env, name, default)
     if value != int(value):

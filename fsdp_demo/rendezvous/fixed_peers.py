@@ -80,40 +80,40 @@ class MeshDriver(Driver):
     """The membership of one rank where all must stay: the first that is lost ends the run."""
 
     def _lose(self, found: Mapping[Member, str]) -> None:
-        """One who has said that it ends is missed by those only who wait for it."""
+        """End with an error. Only those that wait for a member miss one that has said its end."""
         for member, why in found.items():
             who, dead = self.labels(member.slot), self.detector.dead
             self.fail(f"{who} is gone or was silent for {dead:g} s: {why}{see('island-lost')}")
             return
 
     def refuse(self, member: Member, error: WireError) -> None:
-        """See `Driver`: what waits for a message is told what was wrong with it."""
+        """Tell the thread that waits for the message what was wrong with it."""
         if self._last is not None:
             self._last.tasks.put(error)
         super().refuse(member, error)
 
     def _watch(self, now: float) -> None:
-        """One that beats and does not come counts as lost, too."""
+        """Count a member as lost, too, that sends heartbeats and does not come to a message."""
         n, seconds, behind = self.detector.behind(now)
         if behind and seconds > self.detector.dead:
             self._lost(behind[0], f"it is alive, but has not come to message {n}")
 
 
 class NoStoreSession(StoreSession):
-    """Members never change: no store is asked, and no thread asks it."""
+    """The session of members that never change: no store is asked, and there is no thread."""
 
     def __init__(self) -> None:
         self.epoch = 0
 
     def begin(self, record: Record) -> None:
-        """All know the first record."""
+        """Nothing is told: all ranks know the first record."""
 
     def close(self) -> None:
-        """There is no thread."""
+        """Nothing is closed: there is no thread."""
 
 
 def meeting_place(ranks: Iterable[int]) -> str:
-    """What keys of a peer group begin with in the store of the world, from its ranks there."""
+    """The prefix of a peer group's keys in the store of the world, made from its ranks there."""
     return blake2b(str(sorted(ranks)).encode(), digest_size=8).hexdigest()
 
 
@@ -179,7 +179,7 @@ def mesh_peers(topology: Replica, link: Link | None) -> PeerGroup:
 
 
 def met(meeting: Meeting, place: PeerPosition, link: Link | None = None) -> PeerGroup:
-    """The peer group, when all have come. Raises as `mesh_peers`."""
+    """The peer group, once all members have come. Errors: see `mesh_peers`."""
     poller, members = new_poller(meeting, place), {slot: Member(slot) for slot in meeting.ranks}
     me = members[place.slot]
     try:

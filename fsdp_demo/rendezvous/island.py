@@ -233,7 +233,7 @@ _numbers = itertools.count()
 
 
 class SiblingWatch:
-    """What the ranks of one island call.
+    """Notes the call that each rank of an island is in, and warns where one waits for the others.
 
     Args:
         topology: of this rank. step: the steps that it has taken.
@@ -269,7 +269,7 @@ class SiblingWatch:
             self._call = before
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._over.set()
 
     def _run(self) -> None:
@@ -308,7 +308,7 @@ class SiblingWatch:
 
 
 def _grouped(places: list[str], late: int) -> str:
-    """Where the ranks are that are elsewhere than `late`."""
+    """The ranks that are in another call than `late`, by their calls, as text."""
     ranks: dict[str, list[str]] = {}
     for rank, place in enumerate(places):
         if place != places[late]:
@@ -317,7 +317,9 @@ def _grouped(places: list[str], late: int) -> str:
 
 
 def collective(call: str) -> Callable[[F], F]:
-    """A method that all ranks of an island call together; its object has a watch, `_calls`."""
+    """Decorator of a method that all ranks of an island call together. Its object has a
+    `SiblingWatch` in `_calls`.
+    """
 
     def marked(method: F) -> F:
         @wraps(method)

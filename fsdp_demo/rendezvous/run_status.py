@@ -7,11 +7,12 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..elastic.store_session import newest
 from ..errors import counted
+from ..membership.protocol_types import Member
 from ..net.address import split_address
 from ..peers.join_messages import Request, ask_join_server, listener_key
 from ..store.client import Store
@@ -31,10 +32,6 @@ def members(store: Store, run: str, token: str = "") -> dict[str, Any]:
     Raises:
         StoreSilent: no answer. ValueError: what stands there cannot be read.
     """
-    import zmq
-
-    from ..net.address import Keys
-
     attempt = store.get(f"{run}/attempt")
     found: dict[str, Any] = {
         "run": run,
@@ -46,8 +43,7 @@ def members(store: Store, run: str, token: str = "") -> dict[str, Any]:
     if not attempt:
         return found
     above = store.under(f"{run}/{attempt}")
-    prefix = f"{run}/{attempt}/{above.get('begun') or 0}"
-    at = store.under(prefix)
+    at = above.under(above.get("begun") or "0")
     record = newest(at)
     if record is None:
         return found
@@ -55,18 +51,9 @@ def members(store: Store, run: str, token: str = "") -> dict[str, Any]:
         "finished" if above.get("finished") else "left" if above.get("ended") else "members"
     )
     found["epoch"] = record.epoch
-    keys, context = Keys(token, prefix) if token else None, zmq.Context()
-    try:
-        for member in record.members:
-            one: dict[str, Any] = {"slot": member.slot, "life": member.incarnation}
-            listener = at.get(listener_key(member, 0))
-            answer = None
-            if listener:
-                host, port = split_address(listener)
-                answer = ask_join_server(context, keys, host, port, STATUS, 3.0)
-            found["members"].append({**one, **(answer or {"silent": True})})
-    finally:
-        context.destroy(0)
+    for member, answer in _asked(at, record.members, token):
+        one: dict[str, Any] = {"slot": member.slot, "life": member.incarnation}
+        found["members"].append({**one, **(answer or {"silent": True})})
     return found
 
 
@@ -74,28 +61,34 @@ def answers(at: Store, slots: Sequence[int], token: str = "") -> bool:
     """Whether any of these islands of a run (`at`: below its keys) answers at the listener of its
     first peer group.
     """
+    record = newest(at)
+    among = [member for member in record.members if member.slot in slots] if record else []
+    return any(answer is not None for _, answer in _asked(at, among, token))
+
+
+def _asked(
+    at: Store, members: Iterable[Member], token: str
+) -> Iterator[tuple[Member, dict[str, Any] | None]]:
+    """Each member, and what the listener of its first peer group says; None: it does not answer."""
     import zmq
 
     from ..net.address import Keys
 
-    record = newest(at)
-    keys, context = Keys(token, at.prefix.rstrip("/")) if token else None, zmq.Context()
+    keys = Keys(token, at.prefix.rstrip("/")) if token else None
+    context = zmq.Context()
     try:
-        for member in record.members if record is not None else ():
-            listener = at.get(listener_key(member, 0)) if member.slot in slots else ""
-            if (
-                listener
-                and ask_join_server(context, keys, *split_address(listener), STATUS, 3.0)
-                is not None
-            ):
-                return True
-        return False
+        for member in members:
+            answer, listener = None, at.get(listener_key(member, 0))
+            if listener:
+                place = split_address(listener)
+                answer = ask_join_server(context, keys, *place, STATUS, 3.0)
+            yield member, answer
     finally:
         context.destroy(0)
 
 
 def text(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """The result of `members` as lines of text."""
     head = f"run {found['run']}, attempt {found['attempt'] or '-'}: {found['state']}"
     if found["epoch"] is None:
         return head

@@ -32,7 +32,7 @@ LOOK = 0.1  # seconds between two looks
 
 
 class Came(TypedDict):
-    """What an island says of itself."""
+    """The note in which an island says its name and its numbers."""
 
     name: str
     host: str
@@ -138,12 +138,12 @@ def _read(text: str, count: int) -> tuple[int, ...]:
 
 
 def beat(at: Store, island: int) -> None:
-    """Show that this island lives: whoever looks again finds another value."""
+    """Show that this island lives, by another value of its key each time."""
     at.set(f"beat/{island}", secrets.token_hex(8))
 
 
 class _Starters:
-    """One island's wait."""
+    """One island's wait until it is known which islands begin."""
 
     def __init__(self, at: Store, place: Replica, beat: float, silence: float):
         self._at, self._place, self._each, self._silence = at, place, beat, silence
@@ -154,7 +154,7 @@ class _Starters:
         self.everyone = tuple(range(place.count))
 
     def decided(self) -> tuple[int, ...] | None:
-        """See `decided`."""
+        """The islands that begin; None while that is open."""
         return decided(self._at, self._place.count)
 
     def came(self) -> list[int]:
@@ -163,9 +163,9 @@ class _Starters:
         return [i for i in others if self._at.get(f"came/{i}")]
 
     def of_an_earlier_start(self, late: bool, lives: Callable[[Sequence[int]], bool]) -> bool:
-        """Whether who has come has other numbers and is gone: a start with those numbers is over,
-        and this one belongs to the next attempt. Asked before this island says anything of itself:
-        an island that lives would refuse it, and be gone, too.
+        """Whether the islands that have come have other numbers, and are gone. A start with those
+        numbers is over then, and this island belongs to the next attempt. Asked before this island
+        says anything of itself: an island that lives would refuse it, and be gone, too.
         """
         came = self.came()
         try:

@@ -1,4 +1,4 @@
-"""Who holds my shard elsewhere, and how to reach them.
+"""Where a rank stands among the islands, and how it reaches the ranks that hold its shard.
 
 A rank has three coordinates: island (which replica), shard (which part of it) and copy (which of
 the ranks of its island that hold this very part: unsharded islands, HSDP inside a site). Ranks with
@@ -82,33 +82,28 @@ class Topology(Replica):
         count = environment.whole(env, "ISLAND_COUNT", 1)
         islands = environment.slots(env, count)
         island = environment.place(env, count, islands)
-        name, run = environment.name(env, f"island{island}"), env.get("ISLAND_RUN") or "run"
-        common: dict[str, Any] = {"name": name, "run": run}
-        common |= {
+        common: dict[str, Any] = {
+            "name": environment.name(env, f"island{island}"),
+            "run": env.get("ISLAND_RUN") or "run",
             "timeout": environment.patience(env),
             "stop_timeout": environment.stop_timeout(env),
             "dead": environment.dead(env),
             "stall": environment.stall(env),
+            "rank": rank,
+            "world": world,
         }
         if islands == 1:
-            return cls("single", rank=rank, world=world, _meant="ISLAND_COUNT" in env, **common)
-        place = environment.endpoint(env)
-        common |= {
-            "count": count,
-            "least": environment.least(env, count),
-            "suffice": environment.suffice(env, count),
-        }
-        common |= {
-            "address": env.get("ISLAND_ADDRESS", ""),
-            "token": environment.token(env),
-        }
+            return cls("single", _meant="ISLAND_COUNT" in env, **common)
         return cls(
             "islands",
             island,
             islands,
-            endpoint=str(place),
-            rank=rank,
-            world=world,
+            endpoint=str(environment.endpoint(env)),
+            address=env.get("ISLAND_ADDRESS", ""),
+            count=count,
+            least=environment.least(env, count),
+            suffice=environment.suffice(env, count),
+            token=environment.token(env),
             **common,
         )
 
@@ -207,8 +202,3 @@ class Topology(Replica):
         or without one, those of the attempt.
         """
         return (self._rendezvous and self._rendezvous.prefix) or self.prefix()
-
-    def release(self) -> None:
-        """Drop the connection to the store."""
-        if self._rendezvous is not None:
-            self._rendezvous.release()

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: files in its output folder, a line of progress, and metrics by
+"""The log of a run while it trains: files in its output folder, a line of progress, and metrics by
 name.
 
 Imports no torch. `tools.report` makes a page of the files.

@@ -88,7 +88,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class IslandFiles:
-    """What one island has left.
+    """The files of one island.
 
     Attributes:
         head: `run.json`. lines, exchanges, events: see above.
@@ -121,12 +121,12 @@ class Run:
 
     @property
     def head(self) -> dict[str, Any]:
-        """Of the first island that is here."""
+        """`run.json` of the first island whose folder is here."""
         return self.islands[0].head
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of this run, as sentences."""
+        """Sentences about what is missing or damaged in the files of this run."""
         found, expected = [], int(self.head.get("islands", 1))
         if len(self.islands) < expected and not self.head.get("facts", {}).get("mesh"):
             here = ", ".join(i.name for i in self.islands)

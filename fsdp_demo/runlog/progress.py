@@ -27,7 +27,7 @@ WINDOW = 50  # steps from which the end is predicted
 
 @dataclass(frozen=True)
 class Progress:
-    """What is known after a step.
+    """The state of a job after a step.
 
     Attributes:
         step, steps: optimizer steps done, and of the job (None: nobody knows).
@@ -47,7 +47,7 @@ class Progress:
 
 
 def line(known: Progress, state: str, end: float | None = None, now: float | None = None) -> str:
-    """The line.
+    """The line of progress as text.
 
     Args:
         state: of this island, in words. end: when the job will end, in seconds since 1970. now: the
@@ -116,7 +116,7 @@ class ProgressLine:
         self.known = replace(self.known, step=step)
 
     def update(self, **fields: Any) -> None:
-        """What is known now, by the names of `Progress`; a plain line where one is due."""
+        """Take over fields of `Progress`; without a terminal, write a line where one is due."""
         self.known = replace(self.known, **fields)
         if not self._terminal and (time.monotonic() >= self._next or self._last):
             self._next = time.monotonic() + PLAIN_EVERY
@@ -127,7 +127,7 @@ class ProgressLine:
         return self.known.step == self.known.steps
 
     def text(self) -> str:
-        """The line as it is now."""
+        """The line of progress of this moment."""
         return line(self.known, self._exchange.activity.text, self._end())
 
     def _end(self) -> float | None:
@@ -153,7 +153,7 @@ class ProgressLine:
                 self._shown = False
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Take the line off the terminal and stop its thread; nothing is written afterwards."""
         self._over.set()
         self._thread.join(5.0)
         self.clear()

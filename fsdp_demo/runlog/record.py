@@ -176,7 +176,7 @@ class RunRecord:
         self.close()
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the files without an end: the run goes on later, or was stopped."""
         for file in self._files.values():
             file.close()
 
@@ -193,7 +193,7 @@ def ledger_rows(exchange: Any) -> dict[str, Any]:
 
 
 def _method(exchange: Any) -> dict[str, str]:
-    """What the head of a run says of its method."""
+    """The keys of `run.json` that describe the method."""
     return {
         "preset": exchange.config.preset,
         "config": exchange.config.to_yaml(),

@@ -21,7 +21,7 @@ def short(count: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio with three digits.
+    """A ratio with three digits and an `x`.
 
     Example:
         >>> from fsdp_demo.runlog.words import times

@@ -118,8 +118,6 @@ class WorldStore(Store):
         self._store = store
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """See `Store`."""
-
         def values(store: Any) -> list[str]:
             return [
                 _text(store.get(key)) if store.check([key]) else ""
@@ -130,11 +128,9 @@ class WorldStore(Store):
         return found
 
     def set(self, key: str, value: str) -> None:
-        """See `Store`."""
         self._ask(lambda store: store.set(self.prefix + key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """See `Store`."""
         return _text(
             self._ask(lambda store: store.compare_set(self.prefix + key, expected, desired))
         )
@@ -150,6 +146,7 @@ class WorldStore(Store):
             except BaseException as error:  # handed to the thread that waits
                 answer.set_exception(error)
 
+        # no executor's thread, which would hold an interpreter that wants to end
         threading.Thread(target=run, name="store", daemon=True).start()
         try:
             return answer.result(self.deadline)
@@ -169,7 +166,7 @@ def connect(endpoint: str, limit: float, deadline: float, token: str = "") -> St
     """A connection of its own to the store at `endpoint`, which has answered.
 
     Args:
-        endpoint: host:port or host:port.
+        endpoint: host:port.
         limit: seconds until it must have answered.
         deadline: seconds that one question may take afterwards.
         token: ISLAND_TOKEN.
@@ -227,18 +224,16 @@ class StoreClient(Store):
         return self._line.ask(verb, list(keys), list(values), self.deadline, self.absent)
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """See `Store`: one question, and more where the values do not fit in one answer."""
+        """One question, and more where the values do not fit in one answer."""
         wanted, found = [self._key(key) for key in keys], list[str]()
         while len(found) < len(wanted):
             found += self._ask("get", wanted[len(found) : len(found) + AT_ONCE])
         return found
 
     def set(self, key: str, value: str) -> None:
-        """See `Store`."""
         self._ask("set", [self._key(key)], self._value(key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """See `Store`."""
         values = self._value(key, expected), self._value(key, desired)
         return self._ask("compare_set", [self._key(key)], *values)[0]
 

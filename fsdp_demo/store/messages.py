@@ -78,7 +78,7 @@ NUMBERS = {"hello": (0, 0), "set": (1, 1), "compare_set": (1, 2)}
 
 
 def pack(message: Question | Answer) -> bytes:
-    """Its bytes."""
+    """The bytes of a message."""
     return msgspec.msgpack.encode(message)
 
 

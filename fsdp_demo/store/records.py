@@ -65,13 +65,9 @@ class Records:
     def _open(self, room: int) -> None:
         # EXCLUSIVE: nobody else can open the file while this process lives. FULL: a commit returns
         # when the disk has it.
-        for pragma in (
-            "locking_mode=EXCLUSIVE",
-            "journal_mode=WAL",
-            "synchronous=FULL",
-            "fullfsync=1",
-        ):
-            self._sql.execute(f"PRAGMA {pragma}").fetchall()
+        modes = "locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=FULL", "fullfsync=1"
+        for mode in modes:
+            self._sql.execute(f"PRAGMA {mode}").fetchall()
         (mark,), (form,) = (
             self._sql.execute(f"PRAGMA {name}").fetchone()
             for name in ("application_id", "user_version")
@@ -154,7 +150,7 @@ class Records:
             return Answer("refused", question.number, text=str(error))
 
     def _values(self, question: Question) -> list[str]:
-        """What the answer holds, after the change."""
+        """Make the change; the values of the answer."""
         if question.verb == "get":
             return self._found(question.keys)
         key, now = question.keys[0], self._value(question.keys[0])

@@ -13,7 +13,6 @@ import errno
 import ipaddress
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import zmq
 
 from ..errors import WireError
-from ..net.address import Keys, join_address, split_address
+from ..net.address import Keys, join_address, route_to, split_address
 from ..net.tcp import HANDSHAKE_MS, keep_alive
 from .messages import LARGEST_MESSAGE, SALT, Answer, Question, pack, read_question
 from .records import KEYS, MEMORY, ROOM, Records
@@ -78,8 +77,14 @@ class StoreServer:
         self.file = MEMORY if str(file) == MEMORY else str(Path(file).absolute())
         self.host, self.port = listener.getsockname()[:2]
         address = ipaddress.ip_address(self.host.partition("%")[0])
-        self.endpoint = _reached_at(address, self.port)
-        self.warnings = (*_open_to(address, token), *_short_lived(file))
+        reached = _default_route(listener.family) if address.is_unspecified else str(address)
+        self.endpoint = join_address(reached, self.port)
+        self.warnings = _open_to(address, token)
+        if self.file == MEMORY:
+            self.warnings.append(
+                "--file :memory: keeps nothing: when this process ends, the islands cannot go on "
+                "from what they have agreed"
+            )
         self._context: Any = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._accept(listener, lock)
@@ -131,48 +136,16 @@ class StoreServer:
                 self._socket.send_multipart([who, pack(answer)], zmq.NOBLOCK)
 
 
-class InThread:
-    """A store that a thread of this process serves, until `end`: for tests, and whoever is the only
-    process.
-    """
-
-    def __init__(self, store: StoreServer):
-        self.endpoint, self._end = store.endpoint, threading.Event()
-        self._thread = threading.Thread(
-            target=store.serve_while,
-            args=(lambda: not self._end.is_set(),),
-            name="store",
-            daemon=True,
-        )
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop serving."""
-        self._end.set()
-        self._thread.join()
-
-
-def _open_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address, token: str) -> tuple[str, ...]:
+def _open_to(address: ipaddress.IPv4Address | ipaddress.IPv6Address, token: str) -> list[str]:
+    """A warning where the whole internet may reach a store without a token."""
     if token or not (address.is_unspecified or address.is_global):
-        return ()
+        return []
     what = "every address of this machine" if address.is_unspecified else "a PUBLIC address"
-    cure = (
-        "set ISLAND_TOKEN here and on all islands (openssl rand -hex 32), or bind to a private "
-        "address"
-    )
-    return (
+    return [
         f"{address} is {what}, and without ISLAND_TOKEN whoever reaches it can read, change and "
-        f"end the run: {cure}",
-    )
-
-
-def _short_lived(file: str | Path) -> tuple[str, ...]:
-    if str(file) != MEMORY:
-        return ()
-    return (
-        "--file :memory: keeps nothing: when this process ends, the islands cannot go on from what "
-        "they have agreed",
-    )
+        "end the run: set ISLAND_TOKEN here and on all islands (openssl rand -hex 32), or bind to "
+        "a private address"
+    ]
 
 
 def listen(bind: str) -> socket.socket:
@@ -240,23 +213,11 @@ def _cure(number: int | None) -> str:
     return ""
 
 
-def _reached_at(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
-    """host:port for the islands; for a wildcard address, this machine's address on its default
-    route.
-    """
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    return join_address(_default_route(family) if address.is_unspecified else str(address), port)
-
-
 def _default_route(family: socket.AddressFamily) -> str:
-    """This machine's address on its default route (no packet is sent), or its name where there is
-    no route.
-    """
+    """This machine's address on its default route, or its name where there is no route."""
     # addresses reserved for documentation
-    elsewhere = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
+    elsewhere = "[2001:db8::1]:9" if family == socket.AF_INET6 else "192.0.2.1:9"
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))
-            return str(probe.getsockname()[0])
+        return route_to(elsewhere)
     except OSError:
         return socket.gethostname()

@@ -1,2 +1,2 @@
-"""What is used beside a run: a planner before it, a doctor of links and machines, a report
+"""Tools beside a run: a planner before it, a doctor of links and machines, a report
 after it."""

@@ -1,8 +1,6 @@
-"""What compression costs: one exchange of momentum compression against its published form, and
-every code of values.
+"""What compression costs: one exchange of momentum compression against its published form.
 
     python recipes/benchmarks/codec.py [--json FILE] [--device cuda]
-    python recipes/benchmarks/codec.py --codes [--json FILE]
 
 The first line names the processor, and what selects on it (`compression/_topk.c` or torch).
 The first table: nanoseconds per element of momentum, DCT, top-k, encode, decode and apply on one
@@ -17,21 +15,14 @@ Memory time is that of passes over as many elements: one that reads and writes, 
 exchange without a transform cannot do without (gradient and accumulator are read, the accumulator
 is written, and read for the selection; the new gradient is written, and read by the step, which
 reads and writes the parameter).
-
-`--codes`: bits per value, error and nanoseconds of the codes. 2^22 values as dense vectors are
-coded, in rows of 4096. Errors are relative L2 errors of decode(encode(v)), on Gaussian values and
-on values with heavy tails (Student's t, 3 degrees of freedom). The last column is the target for
-both ways together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -59,11 +50,7 @@ from benchmarks.hotpath import (
 from report import table  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, preset  # noqa: E402
-from fsdp_demo.compression import quantize  # noqa: E402
-from fsdp_demo.config.parts import BLOCK, CODES  # noqa: E402
 
-# ns per value, encode and decode
-TARGETS = {"int8": 3.0, "int4": 3.0, "fp4_e3m0": 12.0, "fp4_e2m1": 12.0}
 HOT = {  # name: topk, products; None: no transform
     "k8": (8, "fp32"),
     "k32": (32, "fp32"),
@@ -82,9 +69,6 @@ STAGES = {
     "apply": "apply",
     "all": "all",
 }
-
-
-# ---- the hot path ------------------------------------------------------------------------------
 
 
 def config(name: str, code: str = "int8") -> ExchangeConfig:
@@ -389,83 +373,8 @@ def stages(found: dict[str, float]) -> dict[str, float]:
     return out
 
 
-# ---- codes of values ---------------------------------------------------------------------------
-
-
-def nanoseconds(run: Callable[[], Any], count: int, repeat: int) -> float:
-    """Median CPU time of `repeat` runs, per one of `count` values; one run before them is not
-    counted.
-    """
-    times = []
-    for _ in range(repeat + 1):
-        start = time.thread_time_ns()
-        run()
-        times.append(time.thread_time_ns() - start)
-    return statistics.median(times[1:]) / count
-
-
-def measure(code: str, gaussian: torch.Tensor, heavy: torch.Tensor, repeat: int) -> dict[str, Any]:
-    """One line of the table, as it goes into the json file."""
-    shape, count = tuple(gaussian.shape), gaussian.numel()
-    data = quantize.encode(code, gaussian)
-    back = [quantize.decode(code, quantize.encode(code, v), *shape) for v in (gaussian, heavy)]
-    errors = [
-        float((y - v).double().norm() / v.double().norm())
-        for y, v in zip(back, (gaussian, heavy), strict=True)
-    ]
-    return {
-        "code": code,
-        "bits": 8 * data.numel() / count,
-        "error_gaussian": errors[0],
-        "error_heavy": errors[1],
-        "ns_encode": nanoseconds(lambda: quantize.encode(code, gaussian), count, repeat),
-        "ns_decode": nanoseconds(lambda: quantize.decode(code, data, *shape), count, repeat),
-        "ns_target": TARGETS.get(code),
-    }
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table; codes without a target have none in the last column."""
-    print(
-        f"{'':<9} {'bits per':>8} {'error,':>8} {'error,':>8} {'ns per value,':>13} "
-        f"{'ns per value,':>13}"
-    )
-    print(
-        f"{'code':<9} {'value':>8} {'gaussian':>8} {'t, 3 dof':>8} {'encode':>13} {'decode':>13} "
-        f"{'both':>6}  target"
-    )
-    for row in rows:
-        both, target = row["ns_encode"] + row["ns_decode"], row["ns_target"]
-        verdict = f"{target:g}: {'met' if both <= target else 'missed'}" if target else "-"
-        errors = f"{row['error_gaussian']:>8.4f} {row['error_heavy']:>8.4f}"
-        print(
-            f"{row['code']:<9} {row['bits']:>8.3f} {errors} {row['ns_encode']:>13.2f} "
-            f"{row['ns_decode']:>13.2f} {both:>6.2f}  {verdict}"
-        )
-
-
-# ---- the script --------------------------------------------------------------------------------
-
-
-def codes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The second table."""
-    generator = torch.Generator().manual_seed(0)
-    gaussian, *others = torch.randn(
-        5, arguments.elements // BLOCK, BLOCK, generator=generator
-    ).unbind()
-    # the quotient that defines Student's t
-    heavy = others[0] / (sum(o.square() for o in others[1:]) / 3).sqrt()
-    rows = [measure(code, gaussian, heavy, arguments.repeat) for code in CODES]
-    show(rows)
-    return {"elements": arguments.elements, "codes": rows}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--codes", action="store_true", help="the codes of values instead")
-    parser.add_argument(
-        "--elements", type=int, default=1 << 22, help=f"of --codes: values, a multiple of {BLOCK}"
-    )
     parser.add_argument(
         "--only", nargs="*", choices=tuple(HOT), default=list(HOT), help="rows of the table"
     )
@@ -474,22 +383,16 @@ def main() -> None:
     )
     if (args := arguments(parser, repeat=9)) is None:
         return
-    if args.elements < BLOCK or args.elements % BLOCK:
-        parser.error(f"--elements {args.elements}: allowed is a multiple of {BLOCK}")
     pin()
-    head = {"repeat": args.repeat, "torch": torch.__version__, "device": args.device}
-    if args.codes:
-        found = codes(args)
-    else:
-        torch.manual_seed(0)
-        shapes = layer(args.hidden, args.shards)
-        found = hot(shapes, args.only, args.device, args.repeat, args.training)
-        passes = memory(shapes, args.device, args.repeat)
-        say_where(args.device)
-        show_hot(found)
-        show_stages(found, passes)
-        head |= here(args.device)
-        head |= {"elements": elements(shapes), "replicas": REPLICAS, "memory": passes}
+    torch.manual_seed(0)
+    shapes = layer(args.hidden, args.shards)
+    found = hot(shapes, args.only, args.device, args.repeat, args.training)
+    passes = memory(shapes, args.device, args.repeat)
+    say_where(args.device)
+    show_hot(found)
+    show_stages(found, passes)
+    head = {"repeat": args.repeat, **here(args.device)}
+    head |= {"elements": elements(shapes), "replicas": REPLICAS, "memory": passes}
     if args.json:
         args.json.write_text(json.dumps({**head, **found}, indent=2) + "\n", encoding="utf-8")
 

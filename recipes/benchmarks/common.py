@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,19 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number, 1 or more")
     return int(text)
+
+
+def wrapped(text: str) -> str:
+    """A note under a table in lines of 140 columns; one that begins with [1] has its lines behind
+    the first set in.
+    """
+    return textwrap.fill(
+        text,
+        140,
+        subsequent_indent="    " if text.startswith("[") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def run_id() -> str:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slow_link_lab import PORT, Lab, LabError, command
+from network_lab import PORT, Lab, LabError, command
 
 # ---- the machine of an island ------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Linux and root.
     python recipes/benchmarks/doctor_lab.py --json docs/figures/doctor.json   # all, some six minutes
     python recipes/benchmarks/doctor_lab.py --only mtu-black-hole,none
 
-Islands are network namespaces (`slow_link_lab.py`). For each fault the lab is built anew, the fault
+Islands are network namespaces (`network_lab.py`). For each fault the lab is built anew, the fault
 is put into it, `fsdp-demo doctor` runs on both nodes, and its findings are compared with the fault.
 The status is 1 where one was not named.
 """  # noqa: E501
@@ -27,8 +27,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from doctor_faults import FAULTS, ROOT, Call, Fault, FaultyLab, ahead, join  # noqa: E402
+from network_lab import PORT, LabError, missing  # noqa: E402
 from report import table  # noqa: E402
-from slow_link_lab import PORT, LabError, missing  # noqa: E402
 
 LIMIT = 480.0  # seconds that one examination may take
 

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.memory import Echo  # noqa: E402
+from benchmarks.tensor_ledger import Echo  # noqa: E402
 from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402

@@ -27,7 +27,7 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from benchmarks.memory import Echo  # noqa: E402
+from benchmarks.tensor_ledger import Echo  # noqa: E402
 from hotpath import pin  # noqa: E402
 from report import table  # noqa: E402
 

@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python recipes/benchmarks/ledger.py --only demo,diloco
 
-Islands are network namespaces that train (`slow_link_island.py`). For each preset the bytes that
+Islands are network namespaces that train (`training_island.py`). For each preset the bytes that
 the ledger has by channel, of headers and of all else, their sum, what the meter has, and what the
 interface has sent meanwhile. Packets are not joined (no offload). How many bytes the interface
 counts around the payload of a packet is measured first, in a plain TCP transfer of a known size.
@@ -23,8 +23,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from benchmarks.common import run_id  # noqa: E402
+from network_lab import Islands, Lab, missing  # noqa: E402
 from report import table  # noqa: E402
-from slow_link_lab import Islands, Lab, missing  # noqa: E402
 
 SIZE = 20_000_000  # bytes of the plain transfer
 SERVER = """

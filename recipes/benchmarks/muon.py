@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
-from fsdp_demo.compression.staging import synchronize  # noqa: E402
 from fsdp_demo.compression.transform import cpu_name  # noqa: E402
+from fsdp_demo.compression.windows import synchronize  # noqa: E402
 from fsdp_demo.hosts.sharded_muon import ShardedMuon  # noqa: E402
 
 

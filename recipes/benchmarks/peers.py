@@ -7,7 +7,7 @@ Linux and root.
 
 `full` beside PyTorch's DistributedDataParallel, `local_sgd` beside Accelerate's LocalSGD, `diloco`
 beside torchft's DiLoCo, `demo` beside the published form of DeMo; theirs over gloo
-(`peers_twins.py`). Two islands in network namespaces (`slow_link_lab.py`), one process and one core
+(`peers_twins.py`). Two islands in network namespaces (`network_lab.py`), one process and one core
 each. Each process holds two equal models, one under each program, and trains them in turns (ABBA)
 on the same batches, so that a machine that gets slower slows both.
 
@@ -43,10 +43,10 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from benchmarks.common import Parser, facts, run_id  # noqa: E402
+from network_lab import Islands, Lab, LabError, missing  # noqa: E402
 from peers_twins import FOLDER, LIMIT, PEERS, Peer, Place, Twin  # noqa: E402
 from report import table  # noqa: E402
-from slow_link_island import Island, answer, make_model  # noqa: E402
-from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
+from training_island import Island, answer, make_model  # noqa: E402
 
 from fsdp_demo import Link  # noqa: E402
 from fsdp_demo.net.link import parse_rtt  # noqa: E402

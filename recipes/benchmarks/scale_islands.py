@@ -4,7 +4,7 @@ process, connections to each peer; and whether one that is killed comes back.
     sudo .venv/bin/python recipes/benchmarks/scale_islands.py --islands 8 16 24 32 48
 
 Islands train a tiny model with the preset `demo`, each in a network namespace of its own
-(`slow_link_lab.py`; Linux and root; `--loopback`: all on addresses of the loopback interface). They
+(`network_lab.py`; Linux and root; `--loopback`: all on addresses of the loopback interface). They
 are forked from one process, so that 48 of them fit into one machine. CPU time is that of the whole
 process, user and system. It is taken over the second half of the steps, so it does not depend on
 what else the machine does, as seconds of the clock would. Then the last island is killed and
@@ -32,8 +32,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from network_lab import PORT, Lab, LabError, command, missing  # noqa: E402
 from report import table  # noqa: E402
-from slow_link_lab import PORT, Lab, LabError, command, missing  # noqa: E402
 
 from fsdp_demo import attach, preset  # noqa: E402
 from fsdp_demo.elastic import connect, newcomer  # noqa: E402, F401

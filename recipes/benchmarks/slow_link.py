@@ -5,8 +5,8 @@ delay. Needs Linux and root.
     python recipes/benchmarks/slow_link.py --only full,demo --links none,100Mbit
     python recipes/benchmarks/slow_link.py --islands 4 --rtt 100ms --quick # more islands than cores: read the waiting only
 
-Islands are network namespaces (`slow_link_lab.py`), one process and one core each, that train a
-small Llama on the Python library's sources (`slow_link_island.py`) by the same calls as any script.
+Islands are network namespaces (`network_lab.py`), one process and one core each, that train a
+small Llama on the Python library's sources (`training_island.py`) by the same calls as any script.
 Of each preset all links are measured in one run, one after the other and back again (ABAB), so that
 a machine that gets slower slows all of them. Per cell: tokens per second of all islands together
 (median of the repeats, and their spread), the ratio to the run on the first link in the same repeat
@@ -38,8 +38,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from benchmarks.common import Parser, facts, run_id  # noqa: E402
+from network_lab import Islands, Lab, LabError, missing  # noqa: E402
 from report import table  # noqa: E402
-from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link, preset  # noqa: E402
 from fsdp_demo.net.link import parse_rtt  # noqa: E402

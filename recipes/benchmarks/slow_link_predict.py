@@ -31,9 +31,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import slow_link  # noqa: E402
 from benchmarks import common  # noqa: E402
+from network_lab import Islands, Lab, LabError, missing  # noqa: E402
 from report import table  # noqa: E402
 from slow_link import Case, Cell  # noqa: E402
-from slow_link_lab import Islands, Lab, LabError, missing  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, Link  # noqa: E402
 from fsdp_demo.net.link import parse_rtt  # noqa: E402
@@ -61,7 +61,7 @@ def grid(period: int = PERIOD) -> list[Case]:
 
 
 def tensors(layers: int) -> Tensors:
-    """What the islands train (`slow_link_island.SHAPE`, 258 bytes and marks)."""
+    """What the islands train (`training_island.SHAPE`, 258 bytes and marks)."""
     return Shape(320, 896, layers, 5, 5, 258).tensors()
 
 

@@ -33,9 +33,9 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from benchmarks.memory import Echo  # noqa: E402
+from benchmarks.tensor_ledger import Echo  # noqa: E402
 from report import peak_memory, table  # noqa: E402
-from slow_link_island import make_model  # noqa: E402
+from training_island import make_model  # noqa: E402
 
 from fsdp_demo import ExchangeConfig, attach, base_optimizer, preset  # noqa: E402
 

@@ -39,7 +39,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from benchmarks.memory import Ledger  # noqa: E402
+from benchmarks.tensor_ledger import Ledger  # noqa: E402
 from deepspeed_parts import without_compiler  # noqa: E402
 from model import load_model  # noqa: E402
 from report import table  # noqa: E402

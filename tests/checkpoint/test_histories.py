@@ -74,7 +74,7 @@ def test_history_in_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     registry = CheckpointRegistry(fsdp_demo.Topology.from_env({}), Ranks(None, 0, 1))
     for theirs, common in ((ALL, 20), (TWO, 10)):
-        said = [[10, "9", ALL], [20, "19", theirs]]
+        said = [[10, "9", 1, ALL], [20, "19", 1, theirs]]
         monkeypatch.setattr(registry, "exchange", lambda mine, said=said: [mine, said])
         assert registry.common([held(10, ALL), held(20, ALL, applied="19")]) == common
 

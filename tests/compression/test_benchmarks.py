@@ -16,9 +16,10 @@ from fsdp_demo.config.parts import BLOCK
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-from benchmarks import codec, decode, hotpath, scale  # noqa: E402
+from benchmarks import codec, decode, hotpath, number_formats, scale  # noqa: E402
 
-from .test_transform import by_sorting, random  # noqa: E402
+from ..support.transforms import random  # noqa: E402
+from .test_topk import by_sorting  # noqa: E402
 
 # ---- the benchmarks ----------------------------------------------------------------------------
 
@@ -94,9 +95,8 @@ def test_benchmark_of_codes_and_decode(
 ) -> None:
     """The benchmarks of codes and of decoding print and write their keys."""
     run(
-        codec,
+        number_formats,
         monkeypatch,
-        "--codes",
         "--elements",
         "8192",
         "--repeat",
@@ -105,7 +105,7 @@ def test_benchmark_of_codes_and_decode(
         str(tmp_path / "codes.json"),
     )
     assert [r["code"] for r in json.loads((tmp_path / "codes.json").read_text())["codes"]] == list(
-        codec.CODES
+        number_formats.CODES
     )
     run(decode, monkeypatch, *TINY, "--json", str(tmp_path / "decode.json"))
     found = json.loads((tmp_path / "decode.json").read_text())

@@ -1,33 +1,23 @@
-"""The pure functions (blocks, transform, selection, codes, payload) against slow reference
-versions.
-"""
+"""The pure functions (blocks, transform, codes) against slow reference versions."""
 
 from __future__ import annotations
 
 import math
 import struct
-import zlib
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.compression import quantize, sparse
+from fsdp_demo.compression import quantize
 from fsdp_demo.compression.blocks import Layout, matrix_shape
-from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.transform import matrix
-from fsdp_demo.compression.windows import Group
-from fsdp_demo.config.parts import Codec
-from fsdp_demo.peers import header as frame
 
 from ..oracles import blocks as slow_blocks
 from ..oracles import dct as slow_dct
 from ..oracles import quantise as slow_values
-from ..oracles import topk as slow_topk
-from ..oracles import wire as slow_wire
-from ..support.sealed import seal, unseal
-from ..support.transforms import transform
+from ..support.transforms import random, transform
 
 quick = settings(deadline=None, max_examples=30, derandomize=True)
 shapes = st.one_of(
@@ -37,10 +27,6 @@ shapes = st.one_of(
     st.just(()),
 )
 kinds = st.sampled_from(("transform", "plain", "dense"))
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # -- blocks --------------------------------------------------------------------------------------
@@ -187,36 +173,6 @@ def test_dct_of_every_kind_of_block():
     assert torch.allclose(work, plain, atol=2e-5)
 
 
-# -- selection -----------------------------------------------------------------------------------
-
-
-@quick
-@given(
-    st.lists(st.lists(st.integers(-4, 4), min_size=40, max_size=40), min_size=1, max_size=4),
-    st.integers(1, 40),
-)
-def test_topk_with_ties(rows, k):
-    """Top-k with many ties selects what the oracle selects."""
-    a = torch.tensor(rows, dtype=torch.float32)
-    assert top_k(a, k).tolist() == [slow_topk.topk(row, k) for row in a]
-
-
-@pytest.mark.parametrize("k", [1, 32, 4095, 4096])
-def test_topk_of_blocks(k):
-    """Top-k of whole blocks selects what the oracle selects."""
-    a = torch.cat([random(2, 4096), torch.zeros(1, 4096), random(1, 4096).bfloat16().float()])
-    index = top_k(a, k)
-    assert index.dtype == torch.int64 and index.shape == (4, k)
-    assert index.tolist() == [slow_topk.topk(row, k) for row in a]
-
-
-@pytest.mark.parametrize("r, s", [(64, 64), (1, 64), (59, 58), (14, 64), (64, 58)])
-def test_topk_count_of_edge_blocks(r, s):
-    """The number of values kept of an edge block is that of the oracle."""
-    for k in (1, 16, 32, 4095, 4096):
-        assert Group(r, s, True, 0, 1).k(k) == slow_topk.kept(k, r, s)
-
-
 # -- values --------------------------------------------------------------------------------------
 
 
@@ -263,138 +219,3 @@ def test_codes_not_finite_stays_visible(code, bad):
     """Values that are not finite stay visible after a round trip."""
     v = torch.tensor([[1.0, bad, 2.0]])
     assert not quantize.decode(code, quantize.encode(code, v), 1, 3).isfinite().all()
-
-
-# -- wire ----------------------------------------------------------------------------------------
-
-
-SHAPES, KINDS = (
-    [(187, 250), (9000,), (3, 5), (70, 65), (5, 7)],
-    ["transform", "transform", "transform", "plain", "dense"],
-)
-
-
-def workspace(seed: int = 0) -> tuple[Layout, torch.Tensor]:
-    layout = Layout(SHAPES, KINDS)
-    return layout, transform(
-        layout,
-        layout.pack([random(*s, seed=seed + i) for i, s in enumerate(SHAPES)], layout.new("cpu")),
-    )
-
-
-@pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("k", [1, 33, 4096])
-def test_payload_decodes_to_topk(code, k):
-    """The decoded payload is each block's top-k, dequantised, at its place, and the whole dense
-    part; nothing else.
-    """
-    layout, work = workspace()
-    codec = Codec("dct", "topk", k, code)
-    before = work.clone()
-    data = sparse.encode_sparse(layout, codec, work)
-    assert (
-        torch.equal(work, before)
-        and data.dtype == torch.uint8
-        and data.numel() == sparse.sparse_bytes(layout, codec)
-    )
-    positions, found, dense = sparse.decode_sparse(layout, codec, data)
-    assert len(set(positions.tolist())) == len(positions) == len(found)
-    got = torch.zeros(layout.numel)
-    got[positions] = found
-    for (r, s, x, _), (_, _, y, _) in zip(slots(layout, work), slots(layout, got), strict=True):
-        where = slow_topk.topk(x, slow_topk.kept(k, r, s))
-        expected = torch.zeros(r * s)
-        expected[where] = slow_values.dequantised(x.reshape(-1)[where], code)
-        assert torch.equal(y.reshape(-1), expected)
-    assert int((layout.dense_part(got) != 0).sum()) == 0
-    assert torch.equal(
-        dense,
-        slow_values.dequantised(layout.dense_part(work), "fp32" if code == "fp32" else "bf16"),
-    )
-
-
-def test_payload_bytes_by_hand():
-    """The bytes of a payload are those counted by hand. One full block, one 14 x 64 edge block, 8
-    dense elements: k = 32 and ceil(32 * 896 / 4096) = 7 values.
-    """
-    layout = Layout([(5000,)], ["transform"])
-    # 53 flags, 32 symbols, 32 x 5 low bits in 4 and 1; 12 flags, 7 symbols, 7 x 5 low bits
-    positions = (7 + 8 + 16 + 4) + (2 + 2 + 4 + 1)
-    assert (
-        sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "int8"))
-        == 2 + 32 + 2 + 7 + positions + 8 * 2
-    )
-    assert (
-        sparse.sparse_bytes(layout, Codec("dct", "topk", 32, "fp32"))
-        == 32 * 4 + 7 * 4 + positions + 8 * 4
-    )
-
-
-def test_payload_empty():
-    """A layout without elements has an empty payload."""
-    layout = Layout([(0, 5)], ["transform"])
-    data = sparse.encode_sparse(layout, Codec("dct", "topk"), layout.new("cpu"))
-    positions, found, dense = sparse.decode_sparse(layout, Codec("dct", "topk"), data)
-    assert (len(data), len(positions), len(found), len(dense)) == (0, 0, 0, 0)
-
-
-def test_header_bytes_by_hand():
-    """The bytes of a header are those written out by hand."""
-    body = torch.arange(5, dtype=torch.uint8)
-    header = frame.Header(
-        digest=0x0102030405060708, step=9, weight=2.5, loss=1.5, flags=1, kind=3, total=11, number=7
-    )
-    message = bytes(seal(header, body).tolist())
-    fields = (5, 3, 1, 0x0102030405060708, 9, 7, 5, 11, 2.5, 1.5, zlib.crc32(bytes(range(5))))
-    head = b"FDX2" + struct.pack("<BBHQIIQQffI", *fields)
-    assert message == head + struct.pack("<I", zlib.crc32(head)) + bytes(range(5))
-    assert len(head) + 4 == frame.HEADER.size == 56
-
-
-def test_header_round_trip():
-    """A header and its body come back."""
-    header = frame.Header(digest=2**64 - 1, step=2**32 - 1, weight=0.25, loss=float("nan"))
-    got, body = unseal(seal(header, torch.arange(7, dtype=torch.uint8)), header, "island 1")
-    assert (
-        body.tolist() == list(range(7))
-        and got.weight == 0.25
-        and math.isnan(got.loss)
-        and got.flags == 0
-    )
-
-
-@quick
-@given(st.data())
-def test_header_damage_refused(data):
-    """Every flipped bit and every truncation is refused."""
-    header = frame.Header(digest=7, step=3)
-    message = seal(header, torch.arange(40, dtype=torch.uint8))
-    unseal(message, header, "island 1")
-    torn = message.clone()
-    torn[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(frame.WireError, match="island 1"):
-        unseal(torn, header, "island 1")
-    with pytest.raises(frame.WireError, match="island 1"):
-        unseal(message[: data.draw(st.integers(0, len(message) - 1))].clone(), header, "island 1")
-
-
-def test_header_other_digest_or_step_refused():
-    """Another digest or step is refused with both values."""
-    message = seal(frame.Header(digest=7, step=3), torch.zeros(4, dtype=torch.uint8))
-    with pytest.raises(frame.Mismatch, match="0000000000000007.*0000000000000008"):
-        unseal(message, frame.Header(8, 3), "island 1")
-    with pytest.raises(frame.Mismatch, match="step 4.*step 5"):
-        unseal(message, frame.Header(7, 4), "island 1")
-
-
-def test_payload_golden_bytes():
-    """The bytes of a small payload, written down once: a change here is a new wire version."""
-    layout = Layout([(64, 64), (3,)], ["plain", "plain"])
-    block = torch.zeros(64, 64)
-    block[0, 5], block[1, 0], block[63, 63] = 127.0, -2.5, 1.5
-    work = layout.pack([block, torch.tensor([1.0, -2.0, 0.5])], layout.new("cpu"))
-    body = sparse.encode_sparse(layout, Codec("none", "topk", 3, "int8"), work)
-    # three positions as numbers of 12 bits: the low bytes, then the nibbles above them
-    expected = "803f" + "7ffe02" + "0540ff" + "000f" + "803f00c0003f"
-    assert bytes(body.tolist()).hex() == expected
-    assert slow_wire.positions([[5, 64, 4095]], 4096).hex() == "0540ff000f"

@@ -10,11 +10,9 @@ from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.transform import Transform
 from fsdp_demo.compression.windows import ContiguousViews
 
+from ..support.transforms import random
+
 SHAPES = [(192, 1088), (704, 128), (187, 250), (9000,), (70, 65), (5, 7), (64, 640)]
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_processor_decides_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

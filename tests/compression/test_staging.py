@@ -8,7 +8,8 @@ import threading
 
 import torch
 
-from fsdp_demo.compression.staging import Staging, pinned, upload
+from fsdp_demo.compression.windows import pinned, upload
+from fsdp_demo.exchange.sending import Staging
 
 from ..support.accelerator import DEVICE, Accelerator, There, plug_in
 

@@ -17,7 +17,6 @@ from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.state import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
-from fsdp_demo.compression import selection
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.sparse import decode_sparse
 from fsdp_demo.compression.transform import Transform, matrix, onednn
@@ -25,14 +24,10 @@ from fsdp_demo.compression.windows import ContiguousViews
 from fsdp_demo.config.parts import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchHost
 
-from ..support.transforms import transform
+from ..support.transforms import random, transform
 
 SHAPES = [(320, 192), (187, 250), (9000,), (70, 65), (5, 7)]
 KINDS = ["transform", "transform", "transform", "plain", "dense"]
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -72,29 +67,6 @@ def test_windows_cover_workspace(active_copies: int, small: None) -> None:
                     assert torch.equal(
                         part.pack(memory, torch.full((part.numel,), torch.nan)), part.of(whole)
                     )
-
-
-# ---- selection ---------------------------------------------------------------------------------
-
-
-def by_sorting(a: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.sort(a.abs(), dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
-
-
-@pytest.mark.parametrize("k", [1, 7, 8, 16, 17, 32, 64, 128, 129, 4095])
-@pytest.mark.parametrize("levels", [0, 3, 40, 4000])
-def test_topk_of_blocks_with_ties(k: int, levels: int) -> None:
-    """Top-k of blocks with ties selects what the oracle selects. Whole numbers between -levels and
-    levels: from all equal to few ties; a block of zeros, one with a NaN and an infinity.
-    """
-    a = (random(70, BLOCK, seed=k).clamp(-4, 4) * levels / 4).round()
-    a[3] = 0.0
-    a[5, 100], a[5, 7] = torch.nan, -torch.inf
-    found, expected = selection.top_k(a, k), by_sorting(a.nan_to_num(3e38, 1e38, -1e38), k)
-    assert found.dtype == torch.int64 and torch.equal(found, expected)
-    if k <= 64:  # what a GPU does
-        assert torch.equal(selection._grouped(a, k), expected)
-    assert torch.equal(selection._exact(a, k), expected)
 
 
 # ---- the transform -----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ pytest.importorskip("transformers")  # shapes of the models
 import bytes as counting  # noqa: E402
 import figure_cells  # noqa: E402
 import memory as remembering  # noqa: E402
+import published_bytes  # noqa: E402
 import tables  # noqa: E402
 import tables_costs  # noqa: E402
 import tables_links  # noqa: E402
@@ -208,7 +209,7 @@ def test_figures_sign_muloco_has_what_the_study_chose() -> None:
 
 def test_figures_published_bytes_are_counted_again(shapes: Callable[[str], Any]) -> None:
     """Published bytes beside ours are counted again."""
-    made = counting.published(shapes("olmo-300m"), shapes("olmo-1b"))
+    made = published_bytes.published(shapes("olmo-300m"), shapes("olmo-1b"))
     assert [asdict(claim) for claim in made] == [
         {key: row[key] for key in asdict(made[0])}
         for row in figure_cells.load("published.json")["published"]

@@ -1,20 +1,20 @@
-"""Who is slow, and for how long that is borne."""
+"""The failure detector: who is slow, and for how long that is borne."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch.distributed as dist
+import torch
 
 from fsdp_demo.elastic.connect import patience
 from fsdp_demo.elastic.failure_detector import FailureDetector
-from fsdp_demo.elastic.store_session import newest
-from fsdp_demo.membership.protocol_types import Member, Record, record_text
-from fsdp_demo.store.client import WorldStore
+from fsdp_demo.membership.protocol_types import Member
+from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
+
+from ..support.elastic import Islands
+from ..support.threaded import alone
 
 NEW = Member(1, 1)
 
@@ -82,28 +82,21 @@ def test_failure_detector_undecryptable_then_silent_is_lost() -> None:
     assert signs.lost(now + 23.0) == {}
 
 
-@pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
-def test_newest_record_takes_few_questions(records: int) -> None:
-    """The newest record is found by few questions to the store: a run of weeks has hundreds, and a
-    newcomer looks again and again.
+def test_failure_detector_ignores_messages_of_the_start(run_ranks) -> None:
+    """Messages of the start do not count for the patience with slow islands: they are quick; a
+    first round of 500 steps, or a step that compiles, is not.
     """
-    at = WorldStore(dist.HashStore(), "here", 5.0)
-    made = [Record(n, n, (Member(0),), (0,)) for n in range(records)]
-    for record in made:
-        at.set(f"record/{record.epoch}", record_text(record))
-    asked = itertools.count()
-    gets = at.get_all
 
-    def count(keys: Any) -> list[str]:
-        next(asked)
-        return gets(keys)
+    def run() -> None:
+        def ask(line: Any) -> list[float]:
+            byte, found = torch.zeros(1, dtype=torch.uint8), []
+            detector = line._driver.detector
+            for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
+                line.all_gather(byte, kind, step=1)
+                found.append(detector._patience(detector.rounds))
+            return found
 
-    at.get_all = count  # type: ignore[method-assign]
-    found = newest(at)
-    assert found == (made[-1] if made else None)
-    assert next(asked) <= 2 * max(records, 1).bit_length() + 1
-    for known in made[:: max(records // 10, 1)]:
-        assert newest(at, known) == made[-1]
-    asked = itertools.count()
-    assert newest(at, found) == found
-    assert next(asked) == 1
+        for found in Islands(2, timeout=90.0).run(ask).values():
+            assert found == [90.0] * 6 + [60.0]
+
+    alone(run_ranks, run)

@@ -23,6 +23,7 @@ from fsdp_demo.store.client import WorldStore
 
 from ..support.elastic import Islands, agree, exchanged
 from ..support.relay import Relay
+from ..support.threaded import alone
 
 
 class Network(WorldStore):
@@ -76,11 +77,6 @@ class Network(WorldStore):
     def close(self) -> None:
         for relay in [relay for found in self.relays.values() for relay in found]:
             relay.close()
-
-
-def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
-    """run() in a process of its own."""
-    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
 
 
 def through(

@@ -1,8 +1,7 @@
-"""Islands that come and go: one is killed at each piece that it sends, and the others go on with
-the same bits.
-
-Threads as islands, real connections over loopback, a store in memory (tests/support/elastic.py).
-Vectors hold whole numbers, so that the mean of exactly these islands is known bit by bit.
+"""Islands that are killed: one at each piece that it sends, and the others go on with the same
+bits. Threads as islands, real connections over loopback, a store in memory
+(tests/support/elastic.py). Vectors hold whole numbers, so that the mean of exactly these islands
+is known bit by bit.
 """
 
 from __future__ import annotations
@@ -10,31 +9,20 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from fsdp_demo import Link, PeerLost
+from fsdp_demo import PeerLost
 from fsdp_demo.elastic import chunks, message_state, peer_group
-from fsdp_demo.elastic.agreement import round_trip
-from fsdp_demo.membership.protocol_types import Member
-from fsdp_demo.net.link import TCP_SHARE
-from fsdp_demo.peers.header import PAYLOAD, QUESTION, SETUP
 
 from ..support.cases import named
 from ..support.elastic import Islands, agree, descriptors, exchanged, talk
+from ..support.threaded import alone
 
 ALL = (0, 1, 2)
 # messages of the start about the round trip: where the kernel does not tell, it is measured
 FIRST = 1 if sys.platform == "linux" else 6
-
-
-def alone(run_ranks: Any, run: Callable[[], Any], timeout: float = 120) -> Any:
-    """run() in a process of its own: threads and sockets end with it."""
-    return run_ranks(lambda me: run(), 1, 1, timeout=timeout)[0]
 
 
 def killed_at(
@@ -246,34 +234,6 @@ def test_lost_island_leaks_no_descriptor_or_thread(run_ranks) -> None:
     assert counts[2] <= counts[0], counts
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
-def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
-    """Slow processes make no round trip longer: on busy cores a message takes as long as if the
-    islands were far apart.
-    """
-
-    def run() -> None:
-        islands = Islands(3)
-
-        def fn(line: Any) -> float:
-            whole = line.all_gather
-
-            def slow(data: Any) -> Any:
-                time.sleep(0.2)
-                out = whole(data)
-                time.sleep(0.2)
-                return out
-
-            line.all_gather = slow
-            return float(round_trip(line))
-
-        found = set(islands.run(fn).values())
-        (seconds,) = found  # the same on all
-        assert 0 < seconds < 0.1
-
-    alone(run_ranks, run)
-
-
 def agree_on_two(here: Islands) -> bool:
     return all(
         here.lines[s, 0].slots == (0, 1) and here.lines[s, 0].alive == (0, 1) for s in (0, 1)
@@ -303,66 +263,5 @@ def test_lost_island_while_a_mean_is_calculated(run_ranks) -> None:
         message_state.RoundMessage.average = slow  # type: ignore[method-assign]
         here.run(talk(4))
         assert agree(here.survivors(2)) == [ALL, ALL, (0, 1), (0, 1)]
-
-    alone(run_ranks, run)
-
-
-def test_rehearsed_link_takes_half_a_round_trip_per_leg(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rehearsed link takes half a round trip for each leg of a message."""
-    slept: list[float] = []
-    monkeypatch.setattr(peer_group.time, "sleep", slept.append)
-    line = peer_group.PeerGroup(
-        Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04)
-    )
-    line._account(1000, 500, False, False)
-    line._account(1000, 2000, True, False)
-    line._account(7, 7, False, True)
-    assert slept == pytest.approx([0.021, 0.042]) and (
-        line.meter.messages,
-        line.meter.bytes_sent,
-        line.meter.setup_bytes,
-    ) == (4, 2000, 7)
-
-
-def test_newcomer_that_loses_its_donor_ends() -> None:
-    """A newcomer that loses its donor between `attach` and its base ends: it trains already, and
-    cannot go on without what its donor sends.
-    """
-    line, ended = (
-        peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
-        list[str](),
-    )
-
-    def gone(wanted: Any) -> Any:
-        raise PeerLost("island 0 (a) is gone")
-
-    line.follow(SimpleNamespace(begun=False, followed=gone), [0])  # type: ignore[arg-type]
-    header, nothing = line.header(PAYLOAD, 3), torch.empty(0, dtype=torch.uint8)
-    with pytest.raises(PeerLost, match="is gone"):
-        line.gather(header, nothing)
-    line._driver = SimpleNamespace(expel=ended.append)  # type: ignore[assignment]
-    with pytest.raises(PeerLost, match="is gone"):
-        line.gather(header, nothing)
-    assert ended == ["island 0 (a) is gone, before this island took part"]
-
-
-def test_failure_detector_ignores_messages_of_the_start(run_ranks) -> None:
-    """Messages of the start do not count for the patience with slow islands: they are quick; a
-    first round of 500 steps, or a step that compiles, is not.
-    """
-
-    def run() -> None:
-        def ask(line: Any) -> list[float]:
-            byte, found = torch.zeros(1, dtype=torch.uint8), []
-            detector = line._driver.detector
-            for kind in (SETUP, SETUP, SETUP, QUESTION, PAYLOAD, PAYLOAD, PAYLOAD):
-                line.all_gather(byte, kind, step=1)
-                found.append(detector._patience(detector.rounds))
-            return found
-
-        for found in Islands(2, timeout=90.0).run(ask).values():
-            assert found == [90.0] * 6 + [60.0]
 
     alone(run_ranks, run)

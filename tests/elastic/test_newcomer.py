@@ -1,6 +1,4 @@
-"""A newcomer whose base is a question that the others ask between two steps: it is not asked, and
-begins with the first message of a step behind it.
-"""
+"""A newcomer: its base, what it is asked and what it receives, and what it brings."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ import torch
 
 pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'pyzmq>=27,<28'")
 
-from fsdp_demo.elastic import agreement, connect, newcomer
+from fsdp_demo import PeerLost
+from fsdp_demo.elastic import agreement, connect, newcomer, peer_group
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.join_server import JoinServer
 from fsdp_demo.elastic.leaving import Stopping
@@ -382,3 +381,25 @@ def test_join_server_reads_the_notes_of_a_newcomer() -> None:
     assert join_server.look() is None  # it is not near before it has its snapshot
     joining_island = join_server.joining_island
     assert joining_island.asked and joining_island.brings == {"weight": "ab"}
+
+
+def test_newcomer_that_loses_its_donor_ends() -> None:
+    """A newcomer that loses its donor between `attach` and its base ends: it trains already, and
+    cannot go on without what its donor sends.
+    """
+    line, ended = (
+        peer_group.PeerGroup(Member(1, 1), {0: "a", 1: "b"}, [0], 60.0),
+        list[str](),
+    )
+
+    def gone(wanted: Any) -> Any:
+        raise PeerLost("island 0 (a) is gone")
+
+    line.follow(SimpleNamespace(begun=False, followed=gone), [0])  # type: ignore[arg-type]
+    header, nothing = line.header(PAYLOAD, 3), torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(PeerLost, match="is gone"):
+        line.gather(header, nothing)
+    line._driver = SimpleNamespace(expel=ended.append)  # type: ignore[assignment]
+    with pytest.raises(PeerLost, match="is gone"):
+        line.gather(header, nothing)
+    assert ended == ["island 0 (a) is gone, before this island took part"]

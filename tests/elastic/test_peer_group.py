@@ -1,21 +1,32 @@
-"""A peer group of a mesh: its round trip, a peer that goes; how many connections are opened."""
+"""A peer group: its round trip, a peer that goes, two groups of one mesh; how many connections are
+opened.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import PeerLost, preset
+from fsdp_demo import Link, PeerLost, preset
 from fsdp_demo.elastic import chunks as streams_of
+from fsdp_demo.elastic import peer_group
 from fsdp_demo.elastic.agreement import round_trip
 from fsdp_demo.elastic.chunks import streams
 from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.membership.protocol_types import Member
+from fsdp_demo.net.link import TCP_SHARE
+from fsdp_demo.peers import header as frame
 from fsdp_demo.rendezvous.position import ShardPosition
 
+from ..peers.test_header import uint8
 from ..support import probe, threaded
+from ..support.elastic import Islands
+from ..support.threaded import alone, values
 
 
 def on_lines(fn: Any, count: int, timeout: float = 10.0) -> list[Any]:
@@ -122,3 +133,76 @@ def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
     for one, several in zip(*found, strict=True):
         assert (one[2], several[2]) == (1, streams_of.STREAMS) and one[1] == several[1]
         assert all(torch.equal(one[0][n], several[0][n]) for n in one[0])
+
+
+def test_peer_groups_of_one_mesh_keep_messages_apart(run_ranks) -> None:
+    """Two exchanges share a mesh and keep their messages apart, though on one island the second is
+    first to speak.
+    """
+
+    def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
+        both = [topology.join(ShardPosition())[0] for _ in range(2)]
+        found: list[list[int]] = [[], []]
+
+        def speak(k: int) -> None:
+            if k == i:
+                time.sleep(0.3)
+            line = both[k]
+            assert line is not None
+            _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + i] * 4)))
+            found[k] = [int(b[0]) for b in bodies]
+
+        threaded.at_once(speak, 2, 10)
+        return found
+
+    def run() -> list[Any]:
+        return values(threaded.islands(island))
+
+    assert run_ranks(run, 1, 1) == [[[[0, 1], [10, 11]]] * 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of Linux")
+def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
+    """Slow processes make no round trip longer: on busy cores a message takes as long as if the
+    islands were far apart.
+    """
+
+    def run() -> None:
+        islands = Islands(3)
+
+        def fn(line: Any) -> float:
+            whole = line.all_gather
+
+            def slow(data: Any) -> Any:
+                time.sleep(0.2)
+                out = whole(data)
+                time.sleep(0.2)
+                return out
+
+            line.all_gather = slow
+            return float(round_trip(line))
+
+        found = set(islands.run(fn).values())
+        (seconds,) = found  # the same on all
+        assert 0 < seconds < 0.1
+
+    alone(run_ranks, run)
+
+
+def test_rehearsed_link_takes_half_a_round_trip_per_leg(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rehearsed link takes half a round trip for each leg of a message."""
+    slept: list[float] = []
+    monkeypatch.setattr(peer_group.time, "sleep", slept.append)
+    line = peer_group.PeerGroup(
+        Member(0), {0: "a", 1: "b"}, [0, 1], 60.0, Link(8e6 / TCP_SHARE, 0.04)
+    )
+    line._account(1000, 500, False, False)
+    line._account(1000, 2000, True, False)
+    line._account(7, 7, False, True)
+    assert slept == pytest.approx([0.021, 0.042]) and (
+        line.meter.messages,
+        line.meter.bytes_sent,
+        line.meter.setup_bytes,
+    ) == (4, 2000, 7)

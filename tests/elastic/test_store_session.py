@@ -1,18 +1,28 @@
-"""The store in a change of members: whose report is waited for, and for how long."""
+"""The store in a change of members: whose report is waited for, and for how long; and how the
+newest record is found.
+"""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from fsdp_demo.elastic import store_session
-from fsdp_demo.elastic.store_session import StoreSession
+from fsdp_demo.elastic.store_session import StoreSession, newest
 from fsdp_demo.membership import protocol_events
-from fsdp_demo.membership.protocol_types import Member, Record, Report, report_text
+from fsdp_demo.membership.protocol_types import (
+    Member,
+    Record,
+    Report,
+    record_text,
+    report_text,
+)
 from fsdp_demo.store.client import WorldStore
 
 A, B, C = MEMBERS = (Member(0), Member(1), Member(2))
@@ -157,3 +167,30 @@ def test_store_session_refusal_ends_the_wait(told: Told) -> None:
     told.store.set = full  # type: ignore[method-assign]
     told.session.post(report(A, *MEMBERS), MEMBERS, 0)
     assert told.failed.get(timeout=20.0) == "the store refuses: it holds 100000 keys"
+
+
+@pytest.mark.parametrize("records", [0, 1, 2, 3, 4, 7, 8, 9, 100, 171])
+def test_newest_record_takes_few_questions(records: int) -> None:
+    """The newest record is found by few questions to the store: a run of weeks has hundreds, and a
+    newcomer looks again and again.
+    """
+    at = WorldStore(dist.HashStore(), "here", 5.0)
+    made = [Record(n, n, (Member(0),), (0,)) for n in range(records)]
+    for record in made:
+        at.set(f"record/{record.epoch}", record_text(record))
+    asked = itertools.count()
+    gets = at.get_all
+
+    def count(keys: Any) -> list[str]:
+        next(asked)
+        return gets(keys)
+
+    at.get_all = count  # type: ignore[method-assign]
+    found = newest(at)
+    assert found == (made[-1] if made else None)
+    assert next(asked) <= 2 * max(records, 1).bit_length() + 1
+    for known in made[:: max(records // 10, 1)]:
+        assert newest(at, known) == made[-1]
+    asked = itertools.count()
+    assert newest(at, found) == found
+    assert next(asked) == 1

@@ -1,10 +1,12 @@
 """The end of a run: `finish()` takes the plain mean inside a round, whatever the outer step is; the
-last line of the log says which islands took part.
+log says which islands took part, and that a script has forgotten `finish()`.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ from fsdp_demo.exchange.saved_state import History
 from ..channels.test_delays_oracle import CASES as DELAYED
 from ..channels.test_presets_oracle import CASES, Case, coded, coding, followed, sgd
 from ..oracles import presets as oracle
-from ..support import layered
+from ..support import layered, threaded
 from ..support.ends import trained
 
 STEPS = 18  # of a period of 4: two steps after an exchange
@@ -142,3 +144,86 @@ def test_finish_log_names_islands(
     with caplog.at_level(logging.INFO, "fsdp_demo"):
         summary.ended(runtime, found, equal)
     assert says in caplog.text, caplog.text
+
+
+TEXT = "the script ends at step 3, and finish() was not called"
+
+
+def attached(topology: Topology | None = None) -> tuple[fsdp_demo.Exchange, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology, period=2)
+
+    def step() -> None:
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return exchange, step
+
+
+def test_finish_forgotten_is_logged(run_ranks: Any) -> None:
+    """A script that ends without `finish` leaves a line in the log."""
+
+    def run() -> None:
+        logging.basicConfig(level=logging.WARNING, force=True)
+        exchange, step = attached()
+        for _ in range(3):
+            step()
+        atexit._run_exitfuncs()  # a forked rank ends without
+        assert exchange.closed
+
+    outs = run_ranks(run, islands=2, procs=1, check=False)
+    assert all(o.log.count(TEXT) == 1 for o in outs), outs[0].log
+
+
+def test_finish_forgotten_silent_otherwise(run_ranks: Any) -> None:
+    """Every other way to end leaves no line about a forgotten `finish`."""
+
+    def ends(exchange: fsdp_demo.Exchange, way: str) -> None:
+        if way == "finish":
+            exchange.finish()
+        elif way == "finish-open":
+            exchange.finish(close=False)
+        elif way == "detach":
+            exchange.detach()
+        elif way == "stopped":
+            exchange._runtime.stopped = True
+        elif way == "broken":
+            exchange._queue.broken = True
+
+    def run() -> dict[str, int]:
+        seen: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        found = {}
+        for way in ("", "finish", "finish-open", "detach", "stopped", "broken", "error", "fresh"):
+
+            def island(number: int, topology: Topology, way: str = way) -> None:
+                exchange, step = attached(topology)
+                for _ in range(0 if way == "fresh" else 3):
+                    step()
+                ends(exchange, way)
+                exchange._at_exit()
+
+            if way == "error":  # the interpreter's note of an exception that ended the script
+                sys.last_value = RuntimeError("the script's own")
+            threaded.values(threaded.islands(island))
+            sys.last_value = None  # type: ignore[assignment]
+            found[way] = sum("finish() was not called" in text for text in seen)
+            seen.clear()
+        return found
+
+    (found,) = run_ranks(run, 1, 1)
+    assert found.pop("") == 2 and not any(found.values()), found
+
+
+def test_finish_forgotten_silent_alone(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """One replica alone misses no `finish`."""
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    exchange, step = attached()
+    step()
+    exchange._at_exit()
+    assert exchange.closed and "finish()" not in caplog.text

@@ -26,10 +26,11 @@ from fsdp_demo.peers import header
 from fsdp_demo.peers.meter import Meter
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-SCRIPT = RECIPES / "benchmarks" / "bytes.py"
+BENCHMARKS = RECIPES / "benchmarks"
 sys.path.insert(0, str(RECIPES))
 
 from benchmarks import bytes as counting  # noqa: E402
+from benchmarks import published_bytes  # noqa: E402
 
 from ..oracles import wire  # noqa: E402
 
@@ -221,8 +222,8 @@ def models() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def claims(models: dict[str, Any]) -> dict[str, counting.Claim]:
-    return {c.claim: c for c in counting.published(models["olmo-300m"], models["olmo-1b"])}
+def claims(models: dict[str, Any]) -> dict[str, published_bytes.Claim]:
+    return {c.claim: c for c in published_bytes.published(models["olmo-300m"], models["olmo-1b"])}
 
 
 def test_bytes_published_model_shapes(models: dict[str, Any]) -> None:
@@ -253,7 +254,11 @@ def block_bytes(k: int, values: float | None = None) -> float:
     ],
 )
 def test_bytes_published_demo(
-    claims: dict[str, counting.Claim], models: dict[str, Any], claim: str, figure: float, k: int
+    claims: dict[str, published_bytes.Claim],
+    models: dict[str, Any],
+    claim: str,
+    figure: float,
+    k: int,
 ) -> None:
     """The bytes of DeMo are those that its paper claims. MB per step, two decimals, cut; ours is
     8-bit values, positions and a scale per block, a header and one bit per tensor.
@@ -267,7 +272,7 @@ def test_bytes_published_demo(
     assert row.ratio == pytest.approx(12 * k / block_bytes(k), rel=1e-3)
 
 
-def test_bytes_published_demo_adamw(claims: dict[str, counting.Claim]) -> None:
+def test_bytes_published_demo_adamw(claims: dict[str, published_bytes.Claim]) -> None:
     """The gradient of AdamW in DeMo's table is the bytes of its shapes, to 3 %. The two gradients
     of the table are not exactly those of the shapes that its payloads give.
     """
@@ -277,7 +282,7 @@ def test_bytes_published_demo_adamw(claims: dict[str, counting.Claim]) -> None:
         assert 0 <= row.ours - row.by_format < 3e-4  # header and checksums
 
 
-def test_bytes_published_desloc(claims: dict[str, counting.Claim]) -> None:
+def test_bytes_published_desloc(claims: dict[str, published_bytes.Claim]) -> None:
     """The savings of DES-LOC are those that its paper claims."""
     row = claims["DES-LOC: below data parallelism, period 256"]
     assert round(row.by_format, 1) == round(row.ours, 1) == 170.7
@@ -286,7 +291,7 @@ def test_bytes_published_desloc(claims: dict[str, counting.Claim]) -> None:
 
 
 def test_bytes_published_streaming(
-    claims: dict[str, counting.Claim], models: dict[str, Any]
+    claims: dict[str, published_bytes.Claim], models: dict[str, Any]
 ) -> None:
     """The bytes of Streaming DiLoCo are those that its paper claims."""
     two, four = (claims[f"Streaming DiLoCo: below bf16 data parallelism, R = {r}"] for r in (2, 4))
@@ -298,7 +303,7 @@ def test_bytes_published_streaming(
 
 
 def test_bytes_published_sparse_loco(
-    claims: dict[str, counting.Claim], models: dict[str, Any]
+    claims: dict[str, published_bytes.Claim], models: dict[str, Any]
 ) -> None:
     """The compression of SparseLoCo is the one that its paper claims. 146 by the formula, with 12
     bits for a position; ours has two levels of each block on top and shorter positions.
@@ -314,7 +319,7 @@ def test_bytes_published_sparse_loco(
     assert sent == pytest.approx(56 + whole + 2 * norms, abs=8)
 
 
-def test_bytes_published_decoupled_momentum(claims: dict[str, counting.Claim]) -> None:
+def test_bytes_published_decoupled_momentum(claims: dict[str, published_bytes.Claim]) -> None:
     """The savings of decoupled momentum are those that its paper claims. 2 rho / R against DiLoCo,
     sent and received: 42.7, 21.3, 10.7 by the released format.
     """
@@ -334,7 +339,9 @@ def test_bytes_published_decoupled_momentum(claims: dict[str, counting.Claim]) -
 def test_bytes_released_chunks_divisors() -> None:
     """The chunks of the released DeMo code shrink to divisors of a tensor's sides."""
     assert (
-        counting.coefficients([("a", (128, 192)), ("b", (5,)), ("c", (67, 3)), ("d", (2048,))], 32)
+        published_bytes.coefficients(
+            [("a", (128, 192)), ("b", (5,)), ("c", (67, 3)), ("d", (2048,))], 32
+        )
         == 6 * 32 + 5 + 67 * 3 + 32 * 32
     )
 
@@ -372,10 +379,14 @@ def test_bytes_most_islands_of_reduce(models: dict[str, Any]) -> None:
 # ---- the script --------------------------------------------------------------------------------
 
 
-def script(*words: str) -> str:
+def script(name: str, *words: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("ISLAND_")}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=120, env=env
+        [sys.executable, str(BENCHMARKS / name), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -386,9 +397,11 @@ def row(text: str, first: str) -> list[str]:
     return found.removeprefix(first).split()
 
 
-def test_bytes_benchmark_published_table(claims: dict[str, counting.Claim], tmp_path: Path) -> None:
+def test_bytes_benchmark_published_table(
+    claims: dict[str, published_bytes.Claim], tmp_path: Path
+) -> None:
     """The byte benchmark prints the table of published figures."""
-    text = script("--table", "published", "--json", str(tmp_path / "out.json"))
+    text = script("published_bytes.py", "--json", str(tmp_path / "out.json"))
     saved = json.loads((tmp_path / "out.json").read_text())
     assert set(saved) == {"published"} and len(saved["published"]) == len(claims)
     for c, numbers in zip(claims.values(), saved["published"], strict=True):
@@ -425,7 +438,7 @@ def test_bytes_benchmark_presets_table(tmp_path: Path) -> None:
         "--rtt",
         "40ms",
     ]
-    text = script(*words, "--json", str(tmp_path / "out.json"))
+    text = script("bytes.py", *words, "--json", str(tmp_path / "out.json"))
     saved = json.loads((tmp_path / "out.json").read_text())
     assert set(saved) == {"presets"} and "Published figures" not in text
     assert (
@@ -505,7 +518,6 @@ def test_bytes_benchmark_one_setting(
     ("words", "says"),
     [
         (["--set", "topk=16"], "give --exchange NAME|YAML, too"),
-        (["--exchange", "demo", "--table", "published"], "leave --table out"),
         (["--exchange", "nothere.yaml"], "neither a preset nor a file"),
         (["--model", "nothing"], "'nothing' is not known: "),
         (["--model", "{folder}/torn.json"], "does not describe a causal language model"),
@@ -515,7 +527,6 @@ def test_bytes_benchmark_one_setting(
         (["--link", "fast"], "link rate 'fast': expected"),
         (["--link", "100MB/s"], "bits, not bytes"),
         (["--rtt", "40"], "link round trip '40': expected"),
-        (["--table", "third"], "invalid choice: 'third'"),
         (["--model", "tiny", "--json", "{folder}/no/such/folder.json"], "No such file"),
     ],
 )

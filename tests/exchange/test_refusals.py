@@ -22,9 +22,9 @@ from fsdp_demo.checkpoint import CheckpointManager, RunState
 from fsdp_demo.errors import PeerLost
 from fsdp_demo.hosts.torch_params import TURNS
 
-from ..hosts.test_tick import Net, equal, sgd
 from ..support import threaded
 from ..support.threaded import values
+from ..support.two_layers import Net, equal, sgd
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 KINDS = {

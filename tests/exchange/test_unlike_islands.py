@@ -19,10 +19,10 @@ from fsdp_demo.exchange import run_specification
 from fsdp_demo.exchange.message import mean_rate
 from fsdp_demo.hosts.torch_params import TorchHost
 
-from ..hosts.test_tick import Net
 from ..support import threaded
 from ..support.accelerator import DEVICE, Accelerator, plug_in
 from ..support.threaded import values
+from ..support.two_layers import Net
 
 Make = Callable[[Net], torch.optim.Optimizer]
 

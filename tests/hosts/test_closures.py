@@ -4,7 +4,6 @@ as without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
-from ..support import threaded
-from ..support.threaded import values
-from .test_tick import Net, equal, sgd
+from ..support.two_layers import Net, equal, sgd
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 PRESETS = {
@@ -27,13 +24,6 @@ PRESETS = {
     "desloc": preset("desloc", period=2, states={"momentum_buffer": 2}, clip=0.01, **AS_IS),
     "decoupled_momentum": preset("decoupled_momentum", period=2, clip=0.01, **AS_IS),
 }
-
-
-@pytest.fixture
-def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn: run_ranks(
-        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
-    )[0]
 
 
 class Counted:

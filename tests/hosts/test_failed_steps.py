@@ -14,9 +14,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
-from ..support import threaded
-from ..support.threaded import values
-from .test_tick import AS_IS, Net, equal, sgd
+from ..support.two_layers import AS_IS, Net, equal, sgd
 
 GRADIENTS = {
     "full": preset("full"),
@@ -34,13 +32,6 @@ TOGETHER = {
     )
 }
 LIMIT = 5
-
-
-@pytest.fixture
-def islands(run_ranks: Any) -> Callable[..., list[Any]]:
-    return lambda fn: run_ranks(
-        lambda me: values(threaded.islands(lambda i, topology: fn(topology))), 1, 1
-    )[0]
 
 
 class Failing:

@@ -14,7 +14,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
-from .test_tick import Net, equal
+from ..support.two_layers import Net, equal
 
 FULL = preset("full")
 LOCAL = preset("diloco", period=2, clip=None, inner_optimizers="as_is")

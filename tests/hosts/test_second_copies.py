@@ -17,7 +17,7 @@ from fsdp_demo.hosts.torch_params import TorchHost
 
 from ..support import threaded
 from ..support.threaded import values
-from .test_tick import Net, sgd
+from ..support.two_layers import Net, sgd
 
 AS_IS: dict[str, Any] = {"inner_optimizers": "as_is"}
 FULL = preset("full")

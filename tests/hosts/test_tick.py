@@ -1,10 +1,7 @@
-"""What counts as a step and what does not; delays; and the ends. Two islands as threads, messages
-counted.
-"""
+"""What counts as a step and what does not. Two islands as threads, messages counted."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,58 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
 import fsdp_demo
 from fsdp_demo import preset
 
-from ..support import threaded
-from ..support.threaded import values
+from ..support.two_layers import AS_IS, Net, equal, sgd
 
-AS_IS = {"inner_optimizers": "as_is", "clip": None}
 FULL = preset("full")
 DEMO = preset("demo", topk=8, **AS_IS)
 DILOCO = preset("diloco", period=3, **AS_IS)
-
-
-@pytest.fixture
-def islands(run_ranks) -> Callable[..., list[Any]]:
-    """`islands(fn, count=2)`: fn(topology) on threads, in a process of their own; what must hold is
-    asserted inside.
-    """
-
-    def call(fn: Callable[[Any], Any], count: int = 2) -> list[Any]:
-        return run_ranks(
-            lambda me: values(threaded.islands(lambda i, topology: fn(topology), count)), 1, 1
-        )[0]
-
-    return call
-
-
-class Net(torch.nn.Module):
-    """Two layers; inputs depend on island and key."""
-
-    def __init__(self, topology: Any):
-        super().__init__()
-        self.island = topology.island
-        self.a, self.b = torch.nn.Linear(66, 64), torch.nn.Linear(64, 3)
-        g = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=g) / 8)
-
-    def loss(self, key: int) -> torch.Tensor:
-        x = torch.randn(4, 66, generator=torch.Generator().manual_seed(100 * key + self.island))
-        return self.b(self.a(x).tanh()).square().sum()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).tanh())
-
-    def copies(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.parameters()]
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def sgd(params: Any, lr: float = 0.01) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -278,180 +228,6 @@ def test_tick_refuses_a_parameter_added_later(islands) -> None:
         net.loss(0).backward()
         with pytest.raises(RuntimeError, match="attach again"):
             optimizer.step()
-
-    islands(run)
-
-
-# ---- ends --------------------------------------------------------------------------------------
-
-
-def test_finish_may_be_called_twice(islands) -> None:
-    """finish() may be called twice, and training goes on after it."""
-
-    def run(topology: Any) -> None:
-        for config in (
-            FULL,
-            DILOCO,
-            preset("decoupled_momentum", rule="released", period=3, **AS_IS),
-        ):
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-            for t in range(4):
-                net.loss(t).backward()
-                optimizer.step()
-            exchange.finish()
-            kept, metrics = net.copies(), exchange.metrics()
-            exchange.finish()
-            assert equal(kept, net.copies()) and metrics == exchange.metrics()
-            assert exchange.digests_equal() is (True if config.equal_after_exchange else None)
-            assert (exchange.drift is None) == config.equal_after_exchange and (
-                config.equal_after_exchange or exchange.drift > 0
-            )
-            with pytest.raises(RuntimeError, match="finished.*detach"):
-                optimizer.step()
-            for call in (exchange.flush, exchange.skip):
-                with pytest.raises(RuntimeError, match="finished"):
-                    call()
-            with exchange.outer_parameters(net):
-                assert equal(kept, net.copies())
-            exchange.state_dict()
-            exchange.detach()
-            exchange.detach()
-            optimizer.step()
-            assert exchange.step == 4 and not equal(kept, net.copies())
-
-    islands(run)
-
-
-def test_detach_leaves_a_plain_optimizer(islands) -> None:
-    """After detach() the optimizer goes on as if there had never been an exchange; nothing is sent,
-    nobody is waited for.
-    """
-
-    def run(topology: Any) -> None:
-        for config in (DEMO, DILOCO, DEMO.changed({"schedule.delay": 2})):
-            net = Net(topology)
-            optimizer = sgd(net.parameters())
-            exchange = fsdp_demo.attach(optimizer, config, topology=topology)
-            for t in range(4):
-                net.loss(t).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            exchange.detach()
-            twin = copy.deepcopy(net)
-            other, messages = sgd(twin.parameters()), exchange.metrics()["messages"]
-            for t in range(4, 4 + 3 * (1 - topology.island)):  # island 0 alone
-                for n, o in ((net, optimizer), (twin, other)):
-                    n.loss(t).backward()
-                    o.step()
-                    o.zero_grad()
-            assert (
-                equal(net.copies(), twin.copies())
-                and exchange.metrics()["messages"] == messages
-                and exchange.step == 4
-            )
-            exchange.finish()
-
-    islands(run)
-
-
-# ---- delays ------------------------------------------------------------------------------------
-
-
-def fixed_gradients(net: Net, t: int) -> None:
-    """Gradients that do not depend on the parameters, so that a delay is a pure shift."""
-    for k, p in enumerate(net.parameters()):
-        key = 1000 * t + 10 * net.island + k
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(key))
-
-
-def test_delay_of_a_gradient_is_tau_steps(islands) -> None:
-    """A delayed gradient acts exactly tau steps later."""
-
-    def run(topology: Any) -> None:
-        for config in (FULL, DEMO):
-            histories = []
-            for tau in (0, 1, 3):
-                net = Net(topology)
-                optimizer = sgd(net.parameters())
-                exchange = fsdp_demo.attach(
-                    optimizer, config.changed({"schedule.delay": tau}), topology=topology
-                )
-                # before the first payload lands the parameters rest
-                history = [net.copies()] * (tau + 1)
-                for t in range(7):
-                    fixed_gradients(net, t)
-                    optimizer.step()
-                    assert len(exchange.state_dict()["in_flight"]) == min(tau, t + 1)
-                    if t < tau:
-                        assert equal(history[0], net.copies())
-                    else:
-                        history.append(net.copies())
-                assert exchange.metrics()["exchanges"] == 7
-                exchange.flush()
-                assert exchange.step == 7 and not exchange.state_dict()["in_flight"]
-                end = net.copies()
-                exchange.flush()
-                assert equal(end, net.copies())
-                histories.append((history[tau:], end))
-                exchange.finish()
-                assert equal(end, net.copies())
-            (now, end), *delayed = histories
-            for history, same_end in delayed:
-                assert all(equal(a, b) for a, b in zip(history, now, strict=False)) and equal(
-                    end, same_end
-                )
-
-    islands(run)
-
-
-def test_flush_clips_a_delayed_mean(islands) -> None:
-    """A mean that flush() brings is clipped as well."""
-
-    def run(topology: Any) -> None:
-        ends = []
-        for tau in (0, 2):
-            net = Net(topology)
-            optimizer = sgd(net.parameters(), 1.0)
-            exchange = fsdp_demo.attach(
-                optimizer, FULL.changed({"schedule.delay": tau, "clip": 0.1}), topology=topology
-            )
-            for t in range(4):
-                fixed_gradients(net, t)
-                optimizer.step()
-            exchange.flush()
-            ends.append(net.copies())
-            exchange.finish()
-        assert equal(*ends)
-
-    islands(run)
-
-
-def test_delay_of_a_delta_is_tau_steps(islands) -> None:
-    """A delayed delta acts exactly tau steps later. period 3, tau 2: sent after steps 3, 6, landed
-    after steps 5, 8; flush brings what is left.
-    """
-
-    def run(topology: Any) -> None:
-        net = Net(topology)
-        optimizer = sgd(net.parameters())
-        exchange = fsdp_demo.attach(
-            optimizer, DILOCO.changed({"schedule.delay": 2}), topology=topology
-        )
-        (channel,) = exchange.channels
-        moved = []
-        for t in range(9):
-            before = channel.anchor.clone()
-            fixed_gradients(net, t)
-            optimizer.step()
-            moved.append(not torch.equal(before, channel.anchor))
-            assert exchange.digests_equal() == moved[-1]
-        assert moved == [False] * 4 + [True] + [False] * 2 + [True, False]
-        assert exchange.metrics()["exchanges"] == 3 and len(exchange.state_dict()["in_flight"]) == 1
-        exchange.flush()
-        assert exchange.digests_equal()
-        exchange.finish()
 
     islands(run)
 

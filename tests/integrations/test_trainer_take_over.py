@@ -18,7 +18,7 @@ from transformers import TrainerCallback  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import taking_over  # noqa: E402
 from fsdp_demo.errors import NeedsDecision  # noqa: E402
-from fsdp_demo.integrations.trainer.beginning import _with_others, told  # noqa: E402
+from fsdp_demo.integrations.trainer.beginning import _with_others, refuse_sharded, told  # noqa: E402
 from fsdp_demo.integrations.trainer.joining import (
     TakeOver,  # noqa: E402
     sentence,  # noqa: E402
@@ -252,6 +252,14 @@ def test_take_over_facts_of_donor(tmp_path):
             _with_others(None, 4, Told(wrong))
     (tmp_path / "trainer_state.json").write_text("[")
     assert told(tmp_path) == {}
+
+
+def test_trainer_resume_of_sharded_files_without_fsdp_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    refuse_sharded(tmp_path)
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(NeedsDecision, match="start two ranks per island or more"):
+        refuse_sharded(tmp_path)
 
 
 @pytest.mark.parametrize(

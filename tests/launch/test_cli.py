@@ -1,9 +1,13 @@
-"""The command `fsdp-demo`: its errors, `presets` and the version. Other commands have files of
-their own.
+"""The command `fsdp-demo`: what it prints alone, examples in every help, errors of one line,
+`presets` and the version. Other commands have files of their own.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +15,8 @@ import pytest
 
 from fsdp_demo import cli
 from fsdp_demo.errors import StoreSilent
+from fsdp_demo.launch import run
+from fsdp_demo.launch.command_line import CommandParser
 
 
 def test_cli_silent_store_is_one_line(
@@ -76,3 +82,92 @@ def test_cli_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixtur
     assert fsdp_demo.ExchangeConfig.from_yaml(capsys.readouterr().out) == fsdp_demo.preset("demo")
     assert cli.main(["presets", "diloko"]) == 2
     assert "diloco" in capsys.readouterr().err
+
+
+COMMANDS = cli.parser().commands()
+
+
+def test_cli_alone_lists_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`fsdp-demo` alone lists every command, in the order of their use."""
+    assert cli.main([]) == 0
+    told = capsys.readouterr().out
+    places = [told.index(f"\n    {name} ") for name in COMMANDS]
+    assert places == sorted(places) and "python -m fsdp_demo.launch" in " ".join(told.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_cli_help_ends_with_an_example_that_parses(name: str) -> None:
+    """Each help ends with an example that the parser takes."""
+    _, told, example = COMMANDS[name].format_help().partition("example:\n")
+    words = shlex.split(example)
+    ours = words[words.index("fsdp-demo") + 1 :]
+    assert told and ours[0] == name
+    cut = ours.index("--") if "--" in ours else len(ours)
+    assert cli.parser().parse_args(ours[:cut]).run_command
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("rehears", "unknown command 'rehears'; did you mean rehearse? (fsdp-demo --help)"),
+        ("zzzz", f"unknown command 'zzzz'; there are {', '.join(COMMANDS)} (fsdp-demo --help)"),
+        ("--versions", "unknown flag --versions; did you mean --version? (fsdp-demo --help)"),
+        ("rehearse --island 2", "unknown flag --island; did you mean --islands?"),
+        ("plan --target 0.9", "unknown flag --target; did you mean --target-utilisation?"),
+        ("plan --link 1Gbit -5Mbit", "-5Mbit is below 0: a value with a unit must be above it"),
+        ("plan --rtt -40ms", "-40ms is below 0"),
+        ("rehearse --lnk=3", "unknown flag --lnk; did you mean --link?"),
+        ("rehearse --islands 2 --procs 1 go.py 3", "a script stands behind --, as in -- go.py"),
+        ("rehearse --islands 2", "the following arguments are required: --procs"),
+        ("rehearse --islands x --procs 1", "argument --islands: invalid int value: 'x'"),
+        ("status -- train.py", "status takes no script behind --, found 'train.py'"),
+    ],
+)
+def test_cli_wrong_words_are_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong flag or value is refused in one line."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and not told.out
+    assert said in told.err and told.err.count("\n") == 1
+
+
+def test_cli_value_may_begin_like_a_flag() -> None:
+    """A value with a space may begin like a flag."""
+    words = ["rehearse", "--islands", "2", "--procs", "1", "--resume-args", "--resume auto"]
+    assert cli.parser().parse_args(words).resume_args == "--resume auto"
+
+
+def test_cli_flag_is_no_abbreviation() -> None:
+    """An abbreviated flag is refused."""
+    parser = CommandParser(prog="a")
+    parser.add_argument("--islands")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--isl", "2"])
+
+
+def test_cli_output_is_plain_and_imports_no_torch() -> None:
+    """The output has no colours, and the command imports no torch."""
+    script = (
+        "import sys; from fsdp_demo import cli; cli.main([]); assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env={**os.environ, "FORCE_COLOR": "1"}
+    )
+    assert run.returncode == 0 and b"\x1b" not in run.stdout, run.stderr
+
+
+def test_cli_launch_names_the_nearest_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`launch` names the nearest flag and leaves those of other launchers alone."""
+    with pytest.raises(SystemExit):
+        run._parse(["--restart", "3", "torchrun", "train.py"])
+    told = capsys.readouterr().err
+    assert "unknown flag --restart; did you mean --restarts?" in told and told.count("\n") == 1
+    words = ["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"]
+    assert run._parse(["--restarts", "3", *words]) == (3, [], words)

@@ -23,6 +23,7 @@ from pathlib import Path
 import fsdp_demo.rendezvous.run_status, fsdp_demo.store.client, fsdp_demo.store.server
 from fsdp_demo import Mismatch, PeerLost, Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.rendezvous.position import ShardPosition
 from tests.support.durable import Durable
 
@@ -48,7 +49,7 @@ def one_of_two():
     topology = Topology.from_env()
     topology.prefix()
     if topology.island == 0:
-        CheckpointRegistry(topology).meet({})
+        CheckpointRegistry(topology, Ranks(None, 0, 1)).meet({})
 
 def full():
     store = Topology.from_env().open_store()

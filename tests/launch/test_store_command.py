@@ -18,9 +18,9 @@ import pytest
 from fsdp_demo import cli
 from fsdp_demo.net.address import join_address, split_address
 from fsdp_demo.store.client import StoreClient
-from fsdp_demo.store.server import InThread, StoreServer
+from fsdp_demo.store.server import StoreServer
 
-from ..support.stores import server_of
+from ..support.stores import InThread, server_of
 from .rehearsals import ON_LINUX, command, wait_until
 
 TOKEN = "a token that is long enough"
@@ -270,7 +270,7 @@ def test_store_command_listens_on_its_address_only(tmp_path: Path) -> None:
     """A store listens on the address asked for and no other."""
     served = StoreServer("127.0.0.1:0", tmp_path / "keys")
     assert listens_on(served.port) == ["0100007F"]
-    assert served.warnings == ()
+    assert served.warnings == []
     with pytest.raises(
         ValueError, match="cannot listen there: Address already in use.*another port"
     ):
@@ -288,9 +288,9 @@ def test_store_command_warns_of_public_addresses() -> None:
     assert "every address" in warning
     (warning,) = _open_to(ipaddress.ip_address("8.8.8.8"), "")
     assert "PUBLIC" in warning and "without ISLAND_TOKEN" in warning
-    assert _open_to(ipaddress.ip_address("8.8.8.8"), TOKEN) == ()
+    assert _open_to(ipaddress.ip_address("8.8.8.8"), TOKEN) == []
     for private in ("127.0.0.1", "10.1.2.3", "192.168.1.5", "100.100.1.1", "fd00::1"):
-        assert _open_to(ipaddress.ip_address(private), "") == (), private
+        assert _open_to(ipaddress.ip_address(private), "") == [], private
 
 
 @pytest.mark.parametrize(

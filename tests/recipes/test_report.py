@@ -1,4 +1,6 @@
-"""The numbers of a report after a resume: all of them are those of the whole job."""
+"""The numbers of a report: those of the whole job after a resume, operations, bytes, and the
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ pytest.importorskip("transformers")
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+
+import compare  # noqa: E402
 import report  # noqa: E402
 
 from fsdp_demo.exchange.ledger import LedgerPage, Moved  # noqa: E402
 from fsdp_demo.exchange.readings import Activity  # noqa: E402
+
+from .test_pretrain import tiny  # noqa: E402
 
 PARAMETERS = 1000
 
@@ -154,3 +160,55 @@ def test_report_table_says_who_took_part_at_the_end(tmp_path, islands, left, say
     _, summary, table = start(tmp_path, islands, 1, (0, 10), left=left)
     assert summary["participants"] == list(left) and says in table and agree in table
     assert ("all islands" in table) == (not says)
+
+
+def test_report_flops_per_token():
+    """The operations per token are those of the matrices and of attention."""
+    layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 384 + 2 * 128  # q and o, k and v, MLP, norms
+    head, attention = 258 * 128, 2 * 128
+    assert (
+        report.flops_per_token(tiny(), 100) == 6 * (2 * layer + 128 + head) + 12 * attention * 100
+    )
+    assert report.flops_per_token(tiny(tie_word_embeddings=True), 100) == report.flops_per_token(
+        tiny(), 100
+    )
+
+
+def test_report_peak_is_known_by_name_or_given(monkeypatch):
+    """The peak of a GPU is known by its name, or given."""
+    for name, peak in {
+        "NVIDIA H200": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA L40S": 362,
+        "NVIDIA L4": 121,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert report.peak_flops(torch.device("cuda")) == peak * 1e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
+    assert (
+        report.peak_flops(torch.device("cuda")) is None
+        and report.peak_flops(torch.device("cuda"), 5) == 5e12
+    )
+    assert report.peak_flops(torch.device("cpu")) is None
+
+
+def test_report_full_bytes_is_a_ring_all_reduce():
+    """`full_bytes` counts a ring all-reduce of gradients in bf16."""
+    # (R - 1) / R of the buffer twice, 2 bytes each
+    assert report.full_bytes(1000, 10, 2) == 2 * 1 * 1000 * 10
+    assert report.full_bytes(1000, 10, 4) == 3 * 1000 * 10
+    assert report.full_bytes(1000, 10, 1) == 0
+
+
+def test_compare_has_a_row_per_preset(tmp_path):
+    """The comparison has a row per preset."""
+    summary = {"preset": "demo", "loss_end": 2.5, "bytes_sent_per_island": 1_500_000, "ratio": 70.2}
+    summary |= {"tokens_per_second": 5000.4, "wait_share": 0.25}
+    for name, change in (("demo", {}), ("full", {"preset": "full", "ratio": 1.0})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary | change))
+    text = compare.main([str(tmp_path), "full", "demo"])
+    assert text.splitlines()[1].startswith("full") and "1.5 MB" in text and "25 %" in text
+    assert json.loads((tmp_path / "compare.json").read_text())[1]["preset"] == "demo"
+    assert (tmp_path / "compare.md").read_text().startswith("| preset")

@@ -26,9 +26,10 @@ from fsdp_demo.rendezvous import attempts, starting
 from fsdp_demo.rendezvous import environment as variables
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
-from fsdp_demo.store.server import InThread, StoreServer
+from fsdp_demo.store.server import StoreServer
 
 from ..support import probe
+from ..support.stores import InThread
 
 runs = itertools.count()
 

@@ -24,6 +24,7 @@ import fsdp_demo
 from fsdp_demo import Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.errors import StoreSilent
+from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.rendezvous import attempts, position
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
@@ -85,7 +86,7 @@ def test_store_frozen_at_the_start_is_an_error(run_ranks, store) -> None:
             lambda t: t.open_store(),
             lambda t: t.prefix(),
             lambda t: t.join(ShardPosition()),
-            lambda t: CheckpointRegistry(t).meet({}),
+            lambda t: CheckpointRegistry(t, Ranks(None, 0, 1)).meet({}),
         ):
             with pytest.raises(StoreSilent) as error:
                 call(Topology.from_env())
@@ -134,8 +135,8 @@ def test_store_frozen_training_goes_on(run_ranks, store, everywhere: Any) -> Non
         p = torch.nn.Parameter(torch.full((3,), float(me.island)))
         optimizer = torch.optim.SGD([p], lr=0.1)
         exchange = fsdp_demo.attach(optimizer, "full")
-        registry = CheckpointRegistry(exchange.topology)
-        registry.exchange([1])
+        registry = CheckpointRegistry(exchange.topology, Ranks(None, 0, 1))
+        registry.meet({"held": [1]})
         presence = Presence(exchange.topology)
         presence.start()
         # its thread is connected
@@ -146,7 +147,7 @@ def test_store_frozen_training_goes_on(run_ranks, store, everywhere: Any) -> Non
                 freeze()
         presence.end("left")
         with pytest.raises(StoreSilent):
-            registry.exchange([2])
+            registry.meet({"held": [2]})
         for _ in range(3):
             p.grad = torch.ones(3)
             optimizer.step()

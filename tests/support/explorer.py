@@ -5,7 +5,7 @@ A state is: for each rank its machine, the frames and votes on the way to it, a 
 adopted yet, and what it delivered; and what was sealed by whom ever. `Explorer.run` visits every
 state that can be reached and checks the invariants after every step.
 
-What is left out, and why nothing is lost by it (tests/membership/test_exhaustive.py compares
+What is left out, and why nothing is lost by it (tests/membership/test_explorer.py compares
 with `everything.py`, which leaves out nothing, where that is small enough):
 
 1. Steps of different ranks do not touch each other, but through what is sent. So all that a rank

@@ -28,7 +28,7 @@ KEPT = {
     "channels/test_sign_loco.py": {
         "test_sign_loco_follows_rule": r"^feedback-(2x2|4x1)$|^none-(2x2|3x1)|^late-2x2|^constant",
     },
-    "checkpoint/test_checkpoint.py": {
+    "checkpoint/test_exchange_state.py": {
         "test_resume_attach_bit_for_bit": r"^(demo, "
         r"delayed|streaming_diloco)-True|^desloc-False",
     },
@@ -42,7 +42,7 @@ KEPT = {
     "checkpoint/test_run_state_returning.py": {
         "test_returning_island_keeps_own_moments": r"diloco|late",
     },
-    "membership/test_exhaustive.py": {
+    "membership/test_explorer.py": {
         # OwnView-gather-1 is another end of the same mutant
         "test_explorer_finds_mutants": r"^(?!OwnView-gather-2)",
     },
@@ -139,7 +139,7 @@ KEPT = {
         "test_rehearse_by_torchrun_runs_every_rank": "",
         "test_rehearse_has_a_store_with_a_file": "",
     },
-    "recipes/test_launch_recipes.py": {
+    "recipes/test_launch_files.py": {
         "test_launch_file_restarts_a_lost_island": r"slurm",
         "test_slurm_islands_on_two_nodes": "",
     },
@@ -179,10 +179,10 @@ KEPT = {
         "test_lost_island_killed_within_a_long_message": r"some",
         "test_lost_island_one_rank_then_its_sibling": r"1",
     },
-    "peers/test_one_connection_stands.py": {
+    "peers/test_dead_connection.py": {
         "test_connection_dead_among_living_ones_is_noticed": r"^for (messages|words)$",
     },
-    "rendezvous/test_attempts.py": {
+    "rendezvous/test_run_attempts.py": {
         "test_attempt_is_the_same_on_all_ranks": r"^torch",
     },
     "store/test_silent_store.py": {

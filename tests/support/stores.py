@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from . import child
 
@@ -67,3 +69,22 @@ class Stores:
             store.serve_while(lambda: True)
         finally:
             os._exit(1)
+
+
+class InThread:
+    """A store that a thread of this process serves, until `end`."""
+
+    def __init__(self, store: Any):
+        self.endpoint, self._end = store.endpoint, threading.Event()
+        self._thread = threading.Thread(
+            target=store.serve_while,
+            args=(lambda: not self._end.is_set(),),
+            name="store",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop serving."""
+        self._end.set()
+        self._thread.join()

@@ -8,6 +8,7 @@ background thread is missing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -74,6 +75,23 @@ def preload() -> None:
             # not installed, or another version of it
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(other)
+    if "fsdp_demo.attaching" in sys.modules:
+        _code_once()
+
+
+@functools.cache
+def _code_once() -> None:
+    """Make the tables of compression, and read the types of a configuration: a rank of a short run
+    would do so for as long as it trains.
+    """
+    from fsdp_demo import preset
+    from fsdp_demo.compression import sparse
+    from fsdp_demo.compression.blocks import Layout
+    from fsdp_demo.compression.transform import transform
+
+    codec, layout = preset("demo").channels[0].codec, Layout([(64, 64)], ["transform"])
+    work = transform(codec, layout, layout.new("cpu"))
+    sparse.decode_sparse(layout, codec, sparse.encode_sparse(layout, codec, work))
 
 
 def warm() -> None:

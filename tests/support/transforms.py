@@ -1,7 +1,8 @@
-"""The transform as most tests mean it: the DCT."""
+"""The transform as most tests mean it, the DCT, and tensors to transform."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fsdp_demo import Codec
@@ -16,3 +17,8 @@ def transform(
     return module.transform(
         Codec("dct", "topk", transform_precision=products), layout, work, inverse
     )
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Normal fp32 numbers on the CPU, the same for each seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

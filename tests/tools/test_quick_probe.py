@@ -4,6 +4,7 @@ one, too.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -94,13 +95,16 @@ def test_quick_probe_silent_island(run_ranks) -> None:
     """A silent island is an error."""
 
     def run() -> None:
+        told = threading.Event()
+
         def fn(i: int, topology: Any) -> Any:
             line = mesh_peers(topology, None)
             if i:
-                time.sleep(6)
+                assert told.wait(10)
                 return None
             with pytest.raises(PeerLost, match="island 1"):
                 quick_probe(line, 0.2)
+            told.set()
             return None
 
         values(islands(fn, timeout=2.0))

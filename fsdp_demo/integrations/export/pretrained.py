@@ -55,7 +55,7 @@ class Chosen:
 
     @property
     def says(self) -> str:
-        """Which parameters these are, in words."""
+        """The kind of the parameters, in words."""
         return KINDS[self.kind].format(island=self.parts[0][2])
 
 

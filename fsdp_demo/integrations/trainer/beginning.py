@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -69,13 +70,15 @@ class Beginning:
 
     @classmethod
     def find(cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool) -> Beginning:
-        """From what the user gave to `train`; what is set up for it is undone by `after`.
+        """The beginning that the user asks for in `train`; `after` undoes what it has set up.
 
         Raises:
             NeedsDecision, ValueError: as `find_checkpoint`.
         """
         joins, manager = topology.under_way(), manager_of(trainer, topology)
         where = None if joins else find_checkpoint(wanted, manager, fresh)
+        if isinstance(where, str) and not trainer.is_fsdp_enabled:
+            refuse_sharded(Path(where))
         taken = where if isinstance(where, TakeOver) else None
         after = ExitStack()
         after.callback(manager.close)
@@ -163,7 +166,7 @@ def is_named(wanted: Any) -> bool:
 
 
 def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any:
-    """What this island resumes from. All ranks of all islands ask together.
+    """The checkpoint that this island resumes from. All ranks of all islands call it together.
 
     Args:
         wanted: `resume_from_checkpoint`.
@@ -241,6 +244,18 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
         cure = f"name on all the same one, which an island holds{see('no-common-checkpoint')}"
         raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): {cure}")
     return _with_others(found, int(step[1]), manager.registry)
+
+
+def refuse_sharded(checkpoint: Path) -> None:
+    """Raise NeedsDecision for a checkpoint that the Trainer loads with FSDP alone, as transformers
+    does with a ValueError.
+    """
+    if any(FSDP_MODEL_NAME in path.name for path in checkpoint.iterdir()):
+        raise NeedsDecision(
+            f"{checkpoint} was saved by ranks with FSDP2, and the Trainer does not shard here: "
+            "start two ranks per island or more, with fsdp=True, or begin anew from the model "
+            "(`fsdp-demo export RUN OUT`)"
+        )
 
 
 def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> str | TakeOver:

@@ -102,7 +102,7 @@ class ExchangeCallback(TrainerCallback):
 
     @property
     def exchange(self) -> Exchange | None:
-        """Of the last training; None before it, and where there was none."""
+        """The exchange of the last training; None before it, and where there was none."""
         return None if self._beginning is None else self._beginning.exchange
 
     @property
@@ -182,16 +182,16 @@ class ExchangeCallback(TrainerCallback):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._trainer is not None and str(resume_from_checkpoint).lower() == "auto":
-            output_dir = str(self._trainer.args.output_dir)
-            resume_from_checkpoint = get_last_checkpoint(output_dir)
-            if resume_from_checkpoint is None:
+        assert self._trainer is not None
+        wanted, found = str(resume_from_checkpoint).lower(), resume_from_checkpoint
+        if wanted in ("true", "auto"):
+            found = get_last_checkpoint(str(self._trainer.args.output_dir))
+        if wanted == "auto":
+            resume_from_checkpoint = found
+            if found is None:
                 refuse_elsewhere(manager_of(self._trainer, self._topology))
-        if not self._fresh and self._trainer is not None:
-            last = resume_from_checkpoint is True and get_last_checkpoint(
-                self._trainer.args.output_dir
-            )
-            refuse_alone(last or resume_from_checkpoint, self.config.preset)
+        if not self._fresh:
+            refuse_alone(found, self.config.preset)
         return original(resume_from_checkpoint, *args, **kwargs)
 
     def _train(

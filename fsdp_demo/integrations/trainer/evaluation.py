@@ -91,7 +91,7 @@ class Evaluations:
 
     @staticmethod
     def facts(trainer: Trainer) -> dict[str, Any]:
-        """What islands must share where a metric decides; nothing otherwise."""
+        """Settings that must be equal on all islands where a metric decides; none otherwise."""
         args, state = trainer.args, trainer.state
         if not _decides(trainer):
             return {}

@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class TakeOver:
-    """What an island goes on from that has no folder to load.
+    """The state of the others, for an island that has no folder to load.
 
     Attributes:
         step: of the others.
@@ -121,7 +121,7 @@ def sentence(
     best: float | None,
     moments: bool,
 ) -> str:
-    """What was taken over and what was not, for the log."""
+    """The sentence for the log: what was taken over, and what begins anew."""
     rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
     text = (
         f"joined the others at step {step}{rows}"
@@ -167,7 +167,7 @@ def _run_epoch(
 
 
 def tells(trainer: Trainer, evaluations: Evaluations) -> dict[str, Any]:
-    """What an island that joins later needs to know of this one (`Exchange.tells`)."""
+    """The note of this island to one that joins later (`Exchange.tells`)."""
     state = trainer.state
     kept = {
         name: getattr(state, name)

@@ -20,7 +20,7 @@ log = logging.getLogger("fsdp_demo")
 
 
 class TrainerRecord:
-    """Of one training.
+    """The run log of one training.
 
     Args:
         trainer, exchange: at the beginning of the training, when both stand at one step.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from transformers import Trainer, TrainerCallback
 
 from ...errors import PeerLost, WireError
 from ...exchange.exchange import Exchange
-from ...peers.header import memory
 from ...runlog.record import tracked
 from .beginning import Beginning
 from .engine import before_steps, engine_of
@@ -26,7 +25,7 @@ from .evaluation import Evaluations
 from .joining import tells
 from .record import TrainerRecord
 from .setup import warn
-from .state import Saves
+from .state import save_all
 from .stop import Stops
 
 # What the training batches tell: tokens, and whether islands were given the same data.
@@ -52,18 +51,6 @@ def tokens_in(inputs: Any) -> int:
     return main.numel() if "input_ids" in tensors or main.ndim == 0 else len(main)
 
 
-def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dictionaries and sequences, in order."""
-    if isinstance(inputs, torch.Tensor):
-        yield inputs
-    elif hasattr(inputs, "items"):
-        for _, value in sorted(inputs.items()):
-            yield from _tensors(value)
-    elif isinstance(inputs, (list, tuple)):
-        for value in inputs:
-            yield from _tensors(value)
-
-
 def _first_row(dataset: Any) -> str | None:
     """A mark of a map-style data set without a fingerprint, by its first row."""
     if not hasattr(dataset, "__getitem__"):
@@ -74,34 +61,18 @@ def _first_row(dataset: Any) -> str | None:
         return None
 
 
-class FirstBatches:
-    """Looks at the first batch of a training once and warns where two islands have the same, or the
-    same rows in another order.
+def warn_of_same_rows(exchange: Exchange, dataset: Any) -> None:
+    """Log a warning where two islands were given the same data set, in whatever order. All ranks of
+    all islands that begin together call it; those that join later do not.
     """
-
-    def __init__(self, exchange: Exchange, dataset: Any):
-        # the others have been asked at their first step
-        asked = exchange.topology.kind == "islands" and not exchange.newcomer
-        self._exchange: Exchange | None = exchange if asked else None
-        self._rows = getattr(dataset, "_fingerprint", None) or _first_row(dataset)
-
-    def look(self, inputs: Any) -> None:
-        """Called with every batch, on all ranks of all islands."""
-        if self._exchange is None:
-            return
-        exchange, self._exchange = self._exchange, None
-        mark = 0
-        for value in _tensors(inputs):
-            mark = zlib.crc32(
-                memory(value.detach().cpu().contiguous().view(-1).view(torch.uint8)), mark
-            )
+    topology = exchange.topology
+    if topology.kind != "islands" or exchange.newcomer:
+        return
+    rows = getattr(dataset, "_fingerprint", None) or _first_row(dataset)
+    # a word of its own where there is nothing to compare: only what is equal is news
+    if exchange.across_islands.any_equal(rows or f"island {topology.island}"):
         exchange.rows_compared()
-        # A word of its own where there is nothing to compare: only what is equal is news.
-        rows = self._rows or f"island {exchange.topology.island}"
-        if exchange.across_islands.any_equal(mark or f"island {exchange.topology.island}"):
-            log.warning("two islands train on the same first batch: %s", CURE)
-        elif exchange.across_islands.any_equal(rows):
-            log.warning("two islands train on the same rows in different order: %s", CURE)
+        log.warning("two islands train on the same rows: %s", CURE)
 
 
 class Session(TrainerCallback):
@@ -133,13 +104,13 @@ class Session(TrainerCallback):
         else:  # DeepSpeed looks by itself
             exchange.watch_gradients()
         beginning.manager.own(trainer.state.global_step or None, beginning.named)
-        self._saves = Saves(trainer, exchange, beginning.manager, self._engine_steps)
+        self._manager = beginning.manager
         after.callback(setattr, args, "save_total_limit", args.save_total_limit)
         args.save_total_limit = None  # the manager rotates
         exchange.raises_stopped = False
         self._evaluations = Evaluations(exchange, trainer)
         exchange.tells = functools.partial(tells, trainer, self._evaluations)
-        self._first = FirstBatches(exchange, trainer.train_dataset)
+        warn_of_same_rows(exchange, trainer.train_dataset)
         self._record: TrainerRecord | None = None
         if args.process_index == 0:
             self._record = TrainerRecord(trainer, exchange)
@@ -210,7 +181,7 @@ class Session(TrainerCallback):
         """
         if not self.exchange.closed:
             self._numbers = tracked(self.exchange)
-            self._numbers["exchange/failed_saves"] = float(self._saves.failed)
+            self._numbers["exchange/failed_saves"] = float(self._manager.failed_saves)
 
     def _finish(self) -> None:
         """The last exchange: from here on evaluation, checkpoints and `save_model` have the model
@@ -293,7 +264,7 @@ class Session(TrainerCallback):
         if self.exchange.step == state.global_step + 1:
             trainer.lr_scheduler.step()
             state.global_step += 1
-        manager = self._saves.manager
+        manager = self._manager
         if not manager.ranks.from_first(lambda: state.global_step in manager.whole()):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(args, state, trainer.control)
@@ -305,14 +276,14 @@ class Session(TrainerCallback):
 
     def save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         self._stops.unsaved = True  # also where it raises
-        self._stops.unsaved = not self._saves.save(original, model, trial)
+        made = save_all(self._trainer, self.exchange, self._manager, original, model, trial)
+        self._stops.unsaved = not made
 
     def training_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if (exchange := self.live) is None:
             return original(model, inputs, *args, **kwargs)
-        self._first.look(inputs)
         exchange.catch_up()
         exchange.report(tokens=tokens_in(inputs))
         loss = original(model, inputs, *args, **kwargs)

@@ -339,7 +339,7 @@ def talk(trainer: Trainer, topology: Topology) -> None:
 
 
 def warn(trainer: Trainer, topology: Topology, text: str) -> None:
-    """Once per island."""
+    """Log a warning once per island, with its name."""
     if trainer.args.process_index == 0:
         log.warning("%s: %s", topology.name, text)
 

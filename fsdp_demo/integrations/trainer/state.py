@@ -47,7 +47,7 @@ def save_state(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = F
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
-    """What `attach(state=...)` takes: the part of this island, in a mesh those of all replicas.
+    """The saved exchange for `attach(state=...)`: of this island, in a mesh of all replicas.
 
     Raises:
         ValueError: there is none; parts that are half-written or damaged.
@@ -139,7 +139,7 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
 
 
 def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
-    """Of the Trainer's folder, which a mesh has as one: there all ranks save together."""
+    """The manager of the Trainer's folder. A mesh has one folder: there all ranks save together."""
     args: Any = trainer.args
     if topology.kind != "islands":
         together = {"rank": args.process_index, "world": args.world_size, "group": None}
@@ -150,65 +150,45 @@ def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
     return manager
 
 
-class Saves:
-    """The saves of one training. All ranks that save together (the island's, in a mesh all) call
-    each method together.
+def save_all(
+    trainer: Trainer,
+    exchange: Exchange,
+    manager: CheckpointManager,
+    original: Callable[..., Any],
+    model: Any,
+    trial: Any,
+) -> bool:
+    """Save by the Trainer's `_save_checkpoint` (`original`), with the exchange's parts beside its
+    files; whether the checkpoint is there. All ranks that save together call it together: the
+    island's, in a mesh all.
 
-    Args:
-        trainer: of this rank.
-        exchange: of this training.
-        manager: of the Trainer's folder (also an attribute).
-        apart: see `state.save_state`.
-
+    Raises:
+        PeerLost: what was under way in the exchange is lost, on any rank.
+        OSError, NotFinite: the third save in a row that failed.
+        Superseded: the folder belongs to a later life.
     """
+    state = trainer.state
 
-    def __init__(
-        self, trainer: Trainer, exchange: Exchange, manager: CheckpointManager, apart: bool
-    ):
-        self._trainer, self._exchange, self._apart = trainer, exchange, apart
-        self.manager = manager
-
-    @property
-    def failed(self) -> int:
-        """Saves that could not be made."""
-        return self.manager.failed_saves
-
-    def save(self, original: Callable[..., Any], model: Any, trial: Any) -> bool:
-        """`_save_checkpoint`, and the exchange's parts beside its files; whether it is there.
-
-        Raises:
-            PeerLost: what was under way in the exchange is lost, on any rank.
-            OSError, NotFinite: the third save in a row that failed.
-            Superseded: the folder belongs to a later life.
-        """
-        state = self._trainer.state
-
-        def write(folder: Path) -> None:
-            self.manager.ranks.together(lambda: refuse_exchange(self._exchange), folder.name)
-            try:
-                original(model, trial)
-            except CheckpointException as error:  # torch's, of sharded states
-                raise OSError(str(error).strip().splitlines()[-1]) from error
-            save_state(folder, self._exchange, model, self._apart)
-            self._write_config(folder, model)
-            self.manager.best = step_of(state.best_model_checkpoint)
-
-        made = self.manager.save(state.global_step, write)
-        if not made and step_of(state.best_model_checkpoint) == state.global_step:
-            state.best_model_checkpoint = None
-        return made
-
-    def _write_config(self, folder: Path, model: Any) -> None:
-        """A sharded checkpoint has none, `fsdp-demo export` needs it."""
+    def write(folder: Path) -> None:
+        manager.ranks.together(lambda: refuse_exchange(exchange), folder.name)
+        try:
+            original(model, trial)
+        except CheckpointException as error:  # torch's, of sharded states
+            raise OSError(str(error).strip().splitlines()[-1]) from error
+        save_state(folder, exchange, model, trainer.is_deepspeed_enabled)
         config = getattr(model, "config", None)
-        if (
-            self._trainer.args.should_save
-            and isinstance(config, PretrainedConfig)
-            and not (folder / "config.json").exists()
-        ):
+        # a sharded checkpoint has none, `fsdp-demo export` needs it
+        missing = trainer.args.should_save and not (folder / "config.json").exists()
+        if missing and isinstance(config, PretrainedConfig):
             config.save_pretrained(folder)
+        manager.best = step_of(state.best_model_checkpoint)
+
+    made = manager.save(state.global_step, write)
+    if not made and step_of(state.best_model_checkpoint) == state.global_step:
+        state.best_model_checkpoint = None
+    return made
 
 
 def step_of(checkpoint: str | None) -> int | None:
-    """Of the path of one of the Trainer's checkpoints."""
+    """The step in the path of one of the Trainer's checkpoints; None without a path."""
     return None if checkpoint is None else int(checkpoint.rsplit("-", 1)[-1])

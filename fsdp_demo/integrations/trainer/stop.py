@@ -19,7 +19,7 @@ REPEATED = 5.0  # seconds within which a second SIGTERM is the same one, from th
 
 
 class Stops:
-    """What one training has heard about its end.
+    """The wishes to stop that one training has heard.
 
     Args:
         live: the exchange while it runs, else None.

@@ -1,3 +1,3 @@
-"""What stands between the islands: links, clocks, disks and versions are measured, and what is
-wrong is named with its cure.
+"""The examination of islands before a run: links, clocks, disks and versions are measured, and each
+fault is named with its cure.
 """

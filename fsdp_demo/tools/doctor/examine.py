@@ -86,7 +86,7 @@ def address(topology: Topology) -> str:
 def local(
     topology: Topology, own: str, disk_mb_s: float | None, step_seconds: float | None
 ) -> Island:
-    """What this island knows of itself."""
+    """The facts of this island, without measuring anything."""
     name = facts.interface(own)
     settings = facts.tcp_settings()
     return Island(
@@ -150,7 +150,7 @@ def _measure(
     islands: tuple[Island, ...],
     seconds: float,
 ) -> Direction:
-    """What this island measures of its messages to the other one of a pair."""
+    """Measure this island's messages to the other one of a pair, while that one does the same."""
     low, high = pair
     me, other = topology.island, low if topology.island == high else high
     # of two the first one listens: the other one of the pair where only that one is reached
@@ -200,8 +200,8 @@ def joining_island(topology: Topology) -> Topology:
 
 
 class SharedNotes:
-    """What the islands of one examination tell each other through the store, the one place that all
-    of them reach.
+    """Notes that the islands of one examination leave for each other in the store, the one place
+    that all of them reach.
 
     Args:
         topology: of `joining_island`.
@@ -221,7 +221,8 @@ class SharedNotes:
         self.prefix = self.store.prefix.rstrip("/")
 
     def share(self, name: str, mine: T, form: type[T], seconds: float) -> dict[int, T]:
-        """What every island says under a name, by island, in their order.
+        """Leave a note under a name and wait for those of all others; the notes by island, in
+        order.
 
         Args:
             form: type of `mine`, as msgspec knows types.

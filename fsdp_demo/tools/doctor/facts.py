@@ -1,4 +1,6 @@
-"""What an island knows of itself: versions, interface, settings of TCP, speed of the disk."""
+"""Facts of this machine: versions, interface, settings of TCP, speed of the disk, seconds of a
+training step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def versions() -> dict[str, str]:
-    """Of python, torch, fsdp_demo and the wire."""
+    """The versions of python, torch, fsdp_demo and the wire format, by name."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:

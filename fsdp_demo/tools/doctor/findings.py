@@ -1,4 +1,4 @@
-"""What is wrong, in words, from what was measured.
+"""The rules that name what is wrong, from what was measured.
 
 Each rule is a pure function of an `Examination`; its finding has a section in docs/doctor.md under
 its name. Thresholds stand beside the rules that have them. Here are those about the islands
@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from ...elastic.descriptors import cure
+from ...errors import size
 from .measured import OK, OTHER, REFUSED, TIMEOUT, Direction, Examination, Finding, Reach
 
 # ---- rules about what reaches whom: addresses, firewalls, sizes of packets -----------------------
@@ -28,7 +29,7 @@ RANGE = (
 
 
 def became(reach: Reach) -> str:
-    """What became of a connection, in words."""
+    """The outcome of a plain connection, in words."""
     return BECAME.get(reach.state, "there is no way there, or nobody listens")
 
 
@@ -299,15 +300,6 @@ def unequal_links(seen: Examination) -> Iterator[Finding]:
             )
 
 
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(65536), size(3_000_000)
-    ('66 kB', '3.0 MB')
-    """
-    return f"{count / 1e6:.1f} MB" if count >= 999_500 else f"{count / 1e3:.0f} kB"
-
-
 def power(count: float) -> int:
     """The next power of two, at least 4 MiB.
 
@@ -421,6 +413,6 @@ RULES: dict[str, Callable[[Examination], Iterator[Finding]]] = {
 
 
 def findings(seen: Examination) -> list[Finding]:
-    """All that is wrong; what stops a run comes first."""
+    """The findings of all rules; those that stop a run come first."""
     found = [finding for rule in RULES.values() for finding in rule(seen)]
     return sorted(found, key=lambda finding: not finding.stops)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Island:
-    """What an island knows of itself.
+    """The facts of one island.
 
     Attributes:
         island, name, host, address: number, name, machine, and where the others reach it.
@@ -43,7 +43,7 @@ class Island:
 
     @property
     def label(self) -> str:
-        """As errors name it."""
+        """The island as errors name it."""
         return f"island {self.island} ({self.name})"
 
 
@@ -82,8 +82,8 @@ class Reach:
 
 @dataclass(frozen=True)
 class Direction:
-    """What was measured of the messages from `sender` to `receiver`, over connections as the
-    exchange's.
+    """The measurements of the messages from `sender` to `receiver`, over connections of the
+    exchange's kind.
 
     Attributes:
         rtt_ms, rtt_p95_ms, jitter_ms: round trip of a short message: median, 95th percentile, mean
@@ -127,13 +127,13 @@ class Direction:
 
     @property
     def best(self) -> float | None:
-        """The highest rate in Mbit/s."""
+        """The highest rate in Mbit/s, with any number of connections."""
         return max(self.mbit_s.values(), default=None)
 
 
 @dataclass(frozen=True)
 class Examination:
-    """All that is known.
+    """The facts and measurements of all islands.
 
     Attributes:
         islands: in their order. reaches, directions: by (sender, receiver).
@@ -144,7 +144,7 @@ class Examination:
     directions: dict[tuple[int, int], Direction] = field(default_factory=dict)
 
     def label(self, i: int) -> str:
-        """How findings name an island."""
+        """An island by its number, as findings name it."""
         return self.islands[i].label
 
 
@@ -155,7 +155,7 @@ PAGE = "docs/doctor.md"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule names.
+    """Something that is wrong, as a rule names it.
 
     Attributes:
         name: also the anchor of its section in `PAGE`. says: what was found, with its numbers.

@@ -1,4 +1,4 @@
-"""What is measured between two islands: round trip, clock, rate by size, by number of connections
+"""The measurement between two islands: round trip, clock, rate by size, by number of connections
 and with both directions at once, the first message after a pause, and what the kernel counted.
 
 A rate is bytes over the seconds from the first byte to the acknowledgement of the last, less the
@@ -67,7 +67,7 @@ class Pair:
         self._groups = []
 
     def counted(self) -> list[tcp.Counted]:
-        """What the kernel counts of each connection, where it tells."""
+        """The kernel's counters of each connection; none where it does not tell."""
         wires = [group.wires[self._other] for group in self._groups]
         found = [tcp.counted(wire.descriptor) for wire in wires]
         return [counts for counts in found if counts is not None]

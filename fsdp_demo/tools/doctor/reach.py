@@ -121,7 +121,7 @@ def largest(secret: str, other: int, place: str, patience: float) -> int:
 def _try(
     secret: str, other: int, place: str, patience: float, packet: int = 0
 ) -> tuple[str, bool | None, bool | None]:
-    """What became of a connection, and whether text passed to the other side and from it."""
+    """The outcome of one connection, and whether text passed to the other side and from it."""
     if not place:
         return UNREACHABLE, None, None
     try:

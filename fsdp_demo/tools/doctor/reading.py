@@ -72,17 +72,7 @@ def _number(value: Any) -> bool:
 # ---- what was found, as a table for people and as `doctor.json` ----------------------------------
 
 LINE = "  {:24} {:>9} {:>7} {:>7} {:>6} {:>9} {:>9} {:>9} {:>8}"
-HEAD = (
-    "link",
-    "rtt ms",
-    "jitter",
-    "loss %",
-    "mtu",
-    "1 conn.",
-    "exchange",
-    "both",
-    "idle ms",
-)
+HEAD = "link|rtt ms|jitter|loss %|mtu|1 conn.|exchange|both|idle ms".split("|")
 
 
 def text(seen: Examination, found: Sequence[Finding]) -> str:

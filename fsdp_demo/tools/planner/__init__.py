@@ -1,4 +1,4 @@
-"""What a setting costs on a link, and which to start with, before anything runs.
+"""The planner: the costs of a setting on a link, and which one to start with, before anything runs.
 
     from fsdp_demo import Link
     from fsdp_demo.tools.planner import Situation, choose, load, plan_rows

@@ -186,7 +186,7 @@ def targets(texts: Sequence[str]) -> list[float]:
 
 
 def exchanges(names: Sequence[str], changes: Sequence[str]) -> list[ExchangeConfig | str] | None:
-    """What `--exchange` and `--set` ask for; None for all presets.
+    """The exchanges that `--exchange` and `--set` name; None for all presets.
 
     A change counts for each of the exchanges that know it, one that reads NAME:PATH=VALUE for that
     one alone.
@@ -273,7 +273,7 @@ def guess(tensors: Tensors, shards: int, name: str, tokens: float | None) -> Ste
 
 
 def situation(args: argparse.Namespace) -> Situation:
-    """What the arguments say, of two islands on a link without limit.
+    """The situation that the arguments describe, of two islands on a link without limit.
 
     Raises:
         ValueError: two models or none, two steps, and what its parts refuse.

@@ -20,7 +20,7 @@ from ...errors import counted
 from ...net.link import Link, parse_rtt
 from ...peers.meter import ring_all_reduce_bytes
 from .gaps import SMALL
-from .rows import HSDP, Row, gbit_s, hsdp_row, named, plan_row, rate_words
+from .rows import HSDP, Row, gbit_s, hsdp_row, plan_row, rate_words
 from .situation import Situation
 
 _Forms = list[dict[str, Any]]
@@ -97,7 +97,7 @@ PARITY, LONG = 30, 100
 
 @dataclass(frozen=True)
 class Choice:
-    """What to start with.
+    """A setting to start with, and the reason.
 
     Attributes:
         row: its costs. config: the same as row.config. reason: a sentence. reached: whether it
@@ -115,7 +115,7 @@ def plan_rows(
     exchanges: Iterable[str | ExchangeConfig] | None = None,
     keep_inner: str | None = None,
 ) -> list[Row]:
-    """A row per setting.
+    """The costs of several settings, a row each.
 
     Args:
         exchanges: names of presets ("hsdp" for the baseline) or configurations; None: HSDP, all
@@ -161,7 +161,7 @@ def chosen_rows(situation: Situation, keep_inner: str | None = None) -> list[Row
 
 
 def ladders(situation: Situation) -> dict[str, _Forms]:
-    """Those to try, the first to be recommended first."""
+    """Method -> its settings to try, the method to be recommended first at the head."""
     steps = situation.length
     if situation.parameters >= SMALL or steps is None or steps > SHORT_RUN:
         return LADDERS
@@ -208,7 +208,7 @@ def _for_length(forms: _Forms, length: float | None) -> _Forms:
 
 
 def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = None) -> Choice:
-    """One of the rows.
+    """The row to start with.
 
     Args:
         rows: of `plan_rows`; where the planner has chosen settings, only these count.
@@ -303,7 +303,7 @@ def _level(row: Row) -> int:
 
 
 def _rounds_missing(row: Row, s: Situation) -> float:
-    """Of `ROUNDS`, in a run of known length."""
+    """Rounds that a run of known length lacks of `ROUNDS`."""
     assert row.config is not None
     period = max(c.schedule.sync_every for c in row.config.channels)
     return 0.0 if s.length is None else max(0.0, ROUNDS - s.length / period)
@@ -313,7 +313,7 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
     assert row.config is not None
     what = f"{row.name} ({row.settings})"
     keeps = f"{row.compute_utilisation:.1%} of the time for compute"
-    hsdp = named(rows, "hsdp")
+    hsdp = next((r for r in rows if r.name == HSDP), None)
     beside = f", where HSDP keeps {hsdp.compute_utilisation:.1%}" if hsdp is not None else ""
     link = said(s)
     if not fits:
@@ -368,7 +368,7 @@ def _needs(row: Row, s: Situation) -> str:
 
 
 def _tight(row: Row, s: Situation) -> str:
-    """Says so where hardly anything is left for activations."""
+    """A warning where hardly anything is left for activations."""
     if s.memory_bytes is None or row.device_bytes <= TIGHT * s.memory_bytes:
         return ""
     left = (s.memory_bytes - row.device_bytes) / 1e9
@@ -376,14 +376,14 @@ def _tight(row: Row, s: Situation) -> str:
 
 
 def _more_than_all(row: Row, s: Situation) -> str:
-    """Says so where a gather loses, of rows that all do."""
+    """A warning where the gather sends more than an all-reduce, since all rows do."""
     if not _loses(row, s):
         return ""
     return "; its gather sends more than an all-reduce of every value: send fewer (topk), or all"
 
 
 def _few_rounds(row: Row, s: Situation) -> str:
-    """Says so where the run is short for it."""
+    """A warning where the run has few rounds of this row."""
     missing = _rounds_missing(row, s)
     if not missing or s.length is None:
         return ""
@@ -392,7 +392,7 @@ def _few_rounds(row: Row, s: Situation) -> str:
 
 
 def _inner(row: Row) -> str:
-    """Says so where the method does not train with AdamW."""
+    """The inner optimizer, where the method does not train with AdamW."""
     assert row.config is not None
     names = row.config.inner_optimizers
     if {"any", "as_is", "adamw"} & set(names) and names[0] != "muonadamw":

@@ -1,4 +1,4 @@
-"""What one island sends: the messages of a cycle of steps, leg by leg, from shapes alone.
+"""The messages of one island in a cycle of steps, leg by leg, from shapes alone.
 
 Bytes come from the plan that training is checked against (`exchange/plan.py`), summed over the
 ranks of the island, which work side by side.
@@ -27,7 +27,7 @@ Leg = tuple[float, float]
 
 @dataclass(frozen=True)
 class PlannedMessage:
-    """What one island sends at one step in one piece, and what comes back.
+    """A message of one island at one step, and its answer.
 
     Attributes:
         legs: one after the other: everybody's header and body, with the parts of vectors that are
@@ -47,12 +47,12 @@ class PlannedMessage:
 
     @property
     def bytes_out(self) -> float:
-        """Of all legs."""
+        """Bytes out of the island in all legs."""
         return sum(leg[0] for leg in self.legs)
 
     @property
     def bytes_in(self) -> float:
-        """Of all legs."""
+        """Bytes into the island in all legs."""
         return sum(leg[1] for leg in self.legs)
 
 
@@ -75,7 +75,7 @@ def cycle(
     shards: int = 1,
     bytes_per_parameter: float | None = None,
 ) -> Cycle:
-    """The messages of one cycle.
+    """The messages of one cycle of a configuration.
 
     Args:
         bytes_per_parameter: what is exchanged takes so many bytes per value, moves as in a ring
@@ -152,7 +152,7 @@ def _message(
 
 
 def _legs(sections: Sequence[ChannelCodec], islands: int) -> list[Leg]:
-    """Of one rank of island 0. Over ZeroMQ headers, bodies and parts leave together
+    """The legs of one rank of island 0. Over ZeroMQ headers, bodies and parts leave together
     (`membership/machine.py`, a launch).
     """
     if islands == 1:

@@ -155,7 +155,7 @@ class Played:
 
 
 def play(steps: int, due: Mapping[int, Sequence[Timed]], step_seconds: float) -> Played:
-    """What a cycle of steps costs.
+    """The seconds per step of a cycle of steps.
 
     Args:
         steps: of the cycle. due: step of the cycle -> messages, in the order in which they leave;
@@ -214,7 +214,7 @@ class _State:
         self._land(self.step)
 
     def _carry(self, message: Timed, ended: float) -> float:
-        """On the line, in its turn; when it arrives."""
+        """Put a message on the line in its turn; returns when it arrives."""
         self.line += message.seconds
         if not message.releases:
             self.free = max(self.clock, self.free) + message.seconds

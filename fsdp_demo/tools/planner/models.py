@@ -42,7 +42,7 @@ class Shape:
     qkv_biases: bool = False
 
     def tensors(self) -> Tensors:
-        """In the order and with the names of transformers."""
+        """Names and shapes, in the order and with the names of transformers."""
         out: Tensors = [("model.embed_tokens.weight", (self.vocab, self.hidden))]
         for i in range(self.layers):
             out += [(f"model.layers.{i}.{name}", shape) for name, shape in self._layer()]
@@ -121,7 +121,7 @@ def equal_layers(parameters: int, layers: int) -> Tensors:
 
 
 def numel(tensors: Tensors) -> int:
-    """The parameters of a model."""
+    """The number of parameters of a model."""
     return sum(prod(shape) for _, shape in tensors)
 
 

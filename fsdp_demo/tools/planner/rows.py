@@ -1,8 +1,7 @@
-"""One row of a plan: a setting, and what it costs on a link."""
+"""Rows of a plan: the costs of a setting on a link."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -26,7 +25,7 @@ LOWEST, HIGHEST = 1e3, 1e15  # bits per second
 
 @dataclass(frozen=True)
 class Row:
-    """What one setting costs.
+    """The costs of one setting.
 
     Attributes:
         name: the preset, or "hsdp": a bf16 ring all-reduce of the gradients at every step, layer by
@@ -274,8 +273,3 @@ def with_delay(config: ExchangeConfig) -> str:
     """`settings` and the delay, if there is one."""
     delay = max(c.schedule.delay for c in config.channels)
     return settings(config) + (f", delay {delay}" if delay else "")
-
-
-def named(rows: Sequence[Row], name: str) -> Row | None:
-    """The first row of that preset."""
-    return next((r for r in rows if r.name == name), None)

@@ -97,7 +97,7 @@ def _gap(gap: dict[str, Any] | None) -> str:
 
 
 def title(situations: Sequence[Situation]) -> str:
-    """What the plan is for, and where the step's time is from.
+    """A title: model, islands and link of the plan, and the source of the step's time.
 
     Args:
         situations: unlike in their islands only. One: its link is named, too.
@@ -118,7 +118,7 @@ def title(situations: Sequence[Situation]) -> str:
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """What the columns mean, and where the gaps are from."""
+    """The text under all tables: the columns, and the sources of the gaps."""
     lines = [
         "> settings that the planner would choose. GB of one rank, parameters, gradients and inner "
         "optimizer included, activations not. gap: of the loss against an all-reduce at every "

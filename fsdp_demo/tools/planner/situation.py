@@ -1,4 +1,4 @@
-"""What a plan is made for: a model, islands, a link, a step, and the devices of the ranks.
+"""The situation that a plan is made for: model, islands, link, step, and devices of the ranks.
 
 The times of a CPU are measured (`recipes/benchmarks/planner_times.py`; of a message:
 `slow_link.py`, demo without a limit); those of GPUs are arithmetic, from bytes that are read and
@@ -20,7 +20,7 @@ from .models import Tensors, numel
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's processor.
+    """The processor of one rank, with its times of compression.
 
     Attributes:
         dense, sparse, transformed: seconds per value of the rank's shards in an exchange: of what
@@ -137,7 +137,7 @@ def guessed_step(parameters: int, tokens: float, ranks: int, of: Device) -> floa
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plan is made for.
+    """Model, islands, link, step and devices that a plan is made for.
 
     Attributes:
         tensors: names and whole shapes of the trained parameters, ties once (`models.load`,
@@ -207,7 +207,7 @@ class Situation:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """The number of parameters of the model."""
         return numel(self.tensors)
 
     @property
@@ -235,7 +235,7 @@ class Situation:
 
     @property
     def processor(self) -> Device:
-        """The device's times."""
+        """The device with its times."""
         return device(self.device)
 
 

@@ -2,7 +2,3 @@
 
 The page needs nothing but the standard library, its pictures matplotlib (extra `report`).
 """
-
-from .page import leave, make
-
-__all__ = ["leave", "make"]

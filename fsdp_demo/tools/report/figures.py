@@ -157,19 +157,9 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 HEAD = (
-    "run",
-    "preset",
-    "shape",
-    "steps",
-    "tokens",
-    "time",
-    "loss",
-    "sent per island",
-    "against all-reduce",
-    "tokens/s",
-    "standing still",
-    "islands equal",
-)
+    "run|preset|shape|steps|tokens|time|loss|sent per island|against all-reduce|tokens/s|"
+    "standing still|islands equal"
+).split("|")
 
 
 def comparison(found: Sequence[Figures]) -> list[list[str]]:
@@ -285,7 +275,7 @@ def marks(run: Run) -> list[dict[str, Any]]:
 
 
 def said(event: dict[str, Any]) -> str:
-    """An event in words."""
+    """The text of an event, for the table below the pictures."""
     who = ", ".join(map(str, event.get("islands", ())))
     return {
         "lost": f"island {who} lost",

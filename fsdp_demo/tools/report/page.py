@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...runlog.files import Run, load, load_all
+from ...runlog.files import Run, load_all
 from ...runlog.words import table, times
 from . import picture
 from .figures import (
@@ -116,9 +116,8 @@ def leave(folder: str | Path) -> list[Path]:
     """The report of a run that has just ended, in its own folder: html, and png where matplotlib is
     installed.
     """
-    folder = Path(folder)
-    load(folder)
-    return make([folder], png=folder / "report.png" if picture.available() else None)
+    png = Path(folder) / "report.png" if picture.available() else None
+    return make([folder], png=png)
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -206,14 +205,14 @@ def _legend(names: Sequence[tuple[str, int]]) -> str:
 
 
 def _drawn(draw: Callable[[], str]) -> str:
-    """A picture, or how to have it."""
+    """A picture, or the text that says what to install for it."""
     if picture.available():
         return draw()
     return _empty("pictures need matplotlib: pip install 'fsdp_demo[report]', then run it again")
 
 
 def _empty(text: str) -> str:
-    """In the place of a picture that has nothing to show."""
+    """A text in the place of a picture that has nothing to show."""
     return f'<p class="empty">{escape(text)}</p>'
 
 

@@ -25,8 +25,8 @@ sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent), str(ROOT / "docs" / 
 
 import figure_cells  # noqa: E402
 import hotpath  # noqa: E402
+import network_lab as lab  # noqa: E402
 import peers  # noqa: E402
-import slow_link_lab as lab  # noqa: E402
 import tables  # noqa: E402
 import torch  # noqa: E402
 from peers_twins import PEERS  # noqa: E402

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "recipes" / "benchmarks" / "slow_link.py"
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parent)]
 
+import network_lab as lab  # noqa: E402
 import slow_link  # noqa: E402
-import slow_link_lab as lab  # noqa: E402
 
 from fsdp_demo import Link, preset  # noqa: E402
 

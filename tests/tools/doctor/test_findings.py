@@ -238,7 +238,7 @@ def test_doctor_slow_start_after_idle(changes, named) -> None:
     found = seen(direction(0, 1, **changes))
     assert names(found) == ["slow-start-after-idle"] * named
     if named:
-        assert "1.0 MB from island 0 (i0) to island 1 (i1) take 130 ms" in only(found).says
+        assert "1.05 MB from island 0 (i0) to island 1 (i1) take 130 ms" in only(found).says
         off = seen(direction(0, 1, **changes), slow_start_after_idle=[False, True])
         assert names(off) == []
 

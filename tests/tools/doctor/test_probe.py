@@ -22,14 +22,14 @@ from fsdp_demo.tools.doctor.probe import Pair, Probe, lost, pieces
 from ...support.threads import warm
 
 
-def paired(fn: Callable[[Pair, int], Any], **how: Any) -> list[Any]:
+def paired(fn: Callable[[Pair, int], Any], timeout: float = 10.0, **how: Any) -> list[Any]:
     """fn(pair, rank) on two threads; what each returned."""
     store, found = WorldStore(dist.HashStore(), "the test", 5.0), [None, None]
     warm()
 
     def work(rank: int) -> None:
         names = ("a", "b")
-        meeting = Meeting(store, "pair", rank, 2, names, "127.0.0.1", 10.0, **how)
+        meeting = Meeting(store, "pair", rank, 2, names, "127.0.0.1", timeout, **how)
         pair = Pair(meeting, time.monotonic() + 60)
         try:
             found[rank] = fn(pair, rank)
@@ -145,7 +145,7 @@ def test_doctor_probe_dead_connection(run_ranks) -> None:
                 probe._by_size = lambda leads: pair._groups[0].close()  # type: ignore[method-assign]
             return probe.run()
 
-        for one in paired(fn):
+        for one in paired(fn, timeout=3.0):
             assert one.rtt_ms > 0 and one.error and not one.mbit_s
 
     alone(run_ranks, run)

@@ -1,4 +1,6 @@
-"""Errors that name the cure for the door that was used."""
+"""Errors that name the cure in the words of the way of use: the Trainer, `attach` with and without
+`model=`, several optimizers.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""The files of recipes/accelerate, exchange, slurm and ssh, run as they stand: tiny model, CPU, a
-few steps, every host this machine.
-
-`ssh`, `srun` and `hostname` on PATH are small scripts that run here what they are given. What needs
-a GPU is read by Accelerate's own loader and taken as far as a machine without one allows.
+"""The files of recipes/slurm and ssh, run as they stand: tiny model, CPU, a few steps, every host
+this machine. `ssh`, `srun` and `hostname` on PATH are small scripts that run here what they are
+given.
 """
 
-import importlib.machinery
 import json
 import os
 import signal
@@ -19,18 +16,11 @@ import pytest
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from accelerate.commands.config.config_args import load_config_from_file  # noqa: E402
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
-from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
 
-import fsdp_demo  # noqa: E402
-from fsdp_demo.config.methods import RECOMMENDED, UNPUBLISHED  # noqa: E402
 from fsdp_demo.launch.processes import reserve_port  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-YAMLS = sorted(path.name for path in (RECIPES / "accelerate").glob("*.yaml"))
-EXCHANGES = sorted(path.name for path in (RECIPES / "exchange").glob("*.yaml"))
 RUN = f"test-{os.getpid()}"
 SMALL = "--sequence-length 32 --batch-size 1 --eval-batches 1 --eval-every 0 --log-every 2"
 
@@ -135,137 +125,6 @@ def check(output, islands, procs, preset, steps=4):
         )
     assert len({summary["tokens"] for summary in found}) == 1
     assert not (output / f"island{islands}").exists()
-
-
-# -- exchange/ -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_exchange_file_is_its_preset(name):
-    """A file of recipes/exchange loads, and differs from the preset's defaults only where the file
-    says why.
-    """
-    path = RECIPES / "exchange" / name
-    config, default = fsdp_demo.load_config(str(path)), fsdp_demo.preset(path.stem)
-    assert config.preset == path.stem
-    if path.stem == "diloco":  # OpenDiLoCo's 16 bits
-        default = fsdp_demo.preset("diloco", value_dtype="bf16")
-    assert config == default
-    text = path.read_text()
-    source = "docs/measured/study.md" if path.stem in UNPUBLISHED else "arXiv"
-    assert source in text and text.count("#") > 8
-
-
-def test_exchange_file_for_every_recommended_preset():
-    """Each recommended preset has a file in recipes/exchange."""
-    assert {f"{name}.yaml" for name in (*RECOMMENDED, "streaming_diloco")} == set(EXCHANGES)
-
-
-# -- accelerate/ ---------------------------------------------------------------------------------
-
-
-def exported(name, *options):
-    """The environment that `accelerate launch --config_file name` gives the script."""
-    words = ["--config_file", str(RECIPES / "accelerate" / name), *options, "script.py"]
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
-    return prepare_multi_gpu_env(args)
-
-
-@pytest.mark.parametrize("name", YAMLS)
-def test_accelerate_file_is_read_by_accelerate(name):
-    """Accelerate reads each file: its loader refuses unknown keys of the top level; those of a
-    section are looked up among the launcher's own options.
-    """
-    config = load_config_from_file(str(RECIPES / "accelerate" / name))
-    options = vars(launch_command_parser().parse_args(["script.py"]))
-    for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
-        assert set(getattr(config, section)) <= set(options), (
-            f"keys of {section} that Accelerate does not know"
-        )
-    assert config.mixed_precision == ("no" if name.startswith("cpu") else "bf16")
-    assert config.num_machines == (2 if "mesh" in name else 1)
-    if name.startswith("zero"):
-        assert (
-            config.deepspeed_config["zero_stage"] == int(name[4])
-            and config.deepspeed_config["gradient_clipping"] == 1.0
-        )
-
-
-@pytest.mark.parametrize("name", ["fsdp2-island.yaml", "fsdp2-mesh.yaml"])
-def test_accelerate_file_gives_the_fsdp2_plugin(name, monkeypatch):
-    """A Trainer script or a plain `Accelerator()` finds the same FSDP2 that
-    `fsdp_demo.integrations.accelerate` asks for.
-    """
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    from fsdp_demo.integrations import accelerate as ours
-
-    made = ours._plugin("bf16", True, None)
-    for key, value in exported(name).items():
-        if key.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_")):
-            monkeypatch.setenv(key, value)
-    plugin = FullyShardedDataParallelPlugin()
-    for field in (
-        "fsdp_version",
-        "reshard_after_forward",
-        "state_dict_type",
-        "cpu_ram_efficient_loading",
-        "activation_checkpointing",
-    ):
-        assert getattr(plugin, field) == getattr(made, field), field
-    assert (
-        plugin.transformer_cls_names_to_wrap is None
-        and plugin.auto_wrap_policy is made.auto_wrap_policy
-    )
-    assert type(plugin.cpu_offload) is type(made.cpu_offload)
-    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
-
-
-def test_accelerate_mesh_file_gives_the_sizes(monkeypatch):
-    """The sizes of the mesh file reach the exchange."""
-    from fsdp_demo.integrations.mesh import ExchangeParallelismConfig
-
-    assert "PARALLELISM_CONFIG_DP_SHARD_SIZE" not in exported("fsdp2-island.yaml")
-    sizes = ["--num_machines", "4", "--num_processes", "8"]
-    sizes += [
-        "--parallelism_config_dp_replicate_size",
-        "4",
-        "--parallelism_config_dp_shard_size",
-        "2",
-    ]
-    for options, expected in (([], (2, 8)), (sizes, (4, 2))):
-        for key, value in exported("fsdp2-mesh.yaml", "--machine_rank", "1", *options).items():
-            if key.startswith("PARALLELISM_CONFIG_"):
-                monkeypatch.setenv(key, value)
-        config = ExchangeParallelismConfig()
-        assert (
-            config.dp_replicate_size,
-            config.dp_shard_size,
-        ) == expected and config.fsdp_dim_names == ["dp_shard"]
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_accelerate_zero_file_gives_the_deepspeed_plugin(stage):
-    """The ZeRO files pass their settings on, as far as a machine without DeepSpeed goes; the plugin
-    itself is made where DeepSpeed is installed. With an exchange: test_zero_recipes.py.
-    """
-    words = ["--config_file", str(RECIPES / "accelerate" / f"zero{stage}.yaml"), "script.py"]
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
-    assert args.use_deepspeed and not args.use_fsdp and int(args.zero_stage) == stage
-    assert (
-        float(args.gradient_clipping) == 1.0
-        and args.mixed_precision == "bf16"
-        and args.num_machines == 1
-    )
-    pytest.importorskip("deepspeed")
-    from accelerate.utils import DeepSpeedPlugin
-
-    plugin = DeepSpeedPlugin(
-        zero_stage=args.zero_stage,
-        gradient_clipping=args.gradient_clipping,
-        gradient_accumulation_steps=1,
-    )
-    assert plugin.deepspeed_config["zero_optimization"]["stage"] == stage
 
 
 # -- slurm/ and ssh/ -----------------------------------------------------------------------------
@@ -589,130 +448,3 @@ def test_slurm_file_head_asks_for_its_nodes(nodes):
         text.startswith("#!/usr/bin/env bash\n#SBATCH")
         and f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=1\n" in text
     )
-
-
-# -- check.py ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checker(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES))
-    import check
-
-    def plan(gpus, *options):
-        monkeypatch.setattr(sys, "argv", ["check.py", *options])
-        return check.plan(check.arguments(), gpus)
-
-    check.planned = plan
-    return check
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "skipped"),
-    [
-        (0, "2 x 2", set()),
-        (1, "2 x 1 sharing 1 GPU", {"unsharded", "mesh"}),
-        (2, "2 x 2 sharing 2 GPUs", {"mesh"}),
-        (3, "2 x 2 sharing 2 GPUs", {"mesh"}),
-        (4, "2 x 2", set()),
-        (8, "2 x 4", set()),
-    ],
-)
-@pytest.mark.parametrize("deepspeed", [True, False])
-def test_check_plans_rows_by_the_number_of_gpus(
-    checker, monkeypatch, gpus, ranks, skipped, deepspeed
-):
-    """recipes/check.py takes as many GPUs as its rows say, and skips the others."""
-    # none: the folder recipes/deepspeed alone
-    file = "deepspeed/__init__.py" if deepspeed else None
-    found = importlib.machinery.ModuleSpec("deepspeed", None, origin=file)
-    monkeypatch.setattr(checker.importlib.util, "find_spec", lambda name: found)
-    skipped = skipped if deepspeed else {*skipped, "zero"}
-    rows = checker.planned(gpus)
-    assert {name for name, row in rows.items() if row.skipped} == skipped
-    assert rows["fsdp2"].ranks == ranks
-    words = rows["fsdp2"].words
-    assert ("--cpu" in words) == (gpus == 0) and ("--bf16" in words) == (gpus > 0)
-    assert rows["zero"].skipped == ("" if deepspeed else "no deepspeed here")
-    if deepspeed:
-        assert ("--cpu" in rows["zero"].words) == (
-            gpus == 0
-        ) and "pretrain_deepspeed.py" in " ".join(rows["zero"].words)
-    assert list(checker.planned(gpus, "--rows", "fsdp2")) == ["fsdp2"]
-    with pytest.raises(SystemExit, match="ddp: unknown"):
-        checker.planned(gpus, "--rows", "ddp")
-
-
-@pytest.mark.parametrize(
-    ("status", "second", "result", "agree"),
-    [
-        (0, {}, "ok", "yes"),
-        (0, {"digests_equal": False}, "FAILED: islands differ", "NO"),
-        (0, {"loss_end": 5.6}, "FAILED: no learning", "yes"),
-        (0, {"loss_end": float("nan")}, "FAILED: no learning", "yes"),
-        (75, None, "FAILED: status 75, islands differ", "NO"),
-    ],
-)
-def test_check_judges_both_islands(checker, tmp_path, status, second, result, agree):
-    """recipes/check.py judges a row by the summaries of both islands."""
-    first = {
-        "digests_equal": True,
-        "loss_start": 5.5,
-        "loss_end": 5.0,
-        "peak_memory": 2_000_000,
-        "tokens_per_second": 10.4,
-    }
-    for number, summary in enumerate([first, None if second is None else {**first, **second}]):
-        if summary is not None:
-            (tmp_path / f"island{number}").mkdir()
-            (tmp_path / f"island{number}" / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "log.txt").write_text(
-        f"...\n[rehearse] ended after 9 s with status {status} (island0 0, island1 {status})\n"
-    )
-    found, cells = checker.judge(checker.Row("islands", "2 x 1", islands=2), status, tmp_path)
-    assert (
-        found == result
-        and cells[:2] == [f"island0 0, island1 {status}", agree]
-        and cells[3:] == ["2 MB", "10"]
-    )
-
-
-def test_check_says_that_nothing_came(checker, tmp_path):
-    """recipes/check.py says that a row failed or timed out where no summary came."""
-    (tmp_path / "log.txt").write_text("Traceback\n")
-    assert checker.judge(checker.Row("mesh", "2 x 2"), 1, tmp_path) == (
-        "FAILED",
-        ["1", "-", "-", "-", "-"],
-    )
-    assert checker.judge(checker.Row("mesh", "2 x 2"), 124, tmp_path)[0] == "timed out"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_check_on_the_cpu(tmp_path):
-    """recipes/check.sh runs its rows on the CPU."""
-    env = {**os.environ, "FSDP_DEMO_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    words = [
-        "bash",
-        str(RECIPES / "check.sh"),
-        "--cpu",
-        "--procs",
-        "1",
-        "--steps",
-        "6",
-        "--model",
-        "tiny",
-        "--batch-size",
-        "2",
-    ]
-    words += ["--sequence-length", "64", "--output", str(tmp_path)]
-    done = subprocess.run(
-        words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=380
-    )
-    assert done.returncode == 0, done.stdout
-    rows = [
-        line.split("|")
-        for line in (tmp_path / "check.md").read_text().splitlines()
-        if line.startswith("|")
-    ]
-    assert [row[3].strip() for row in rows[2:3]] == ["ok"] and rows[2][5].strip() == "yes"

@@ -32,13 +32,20 @@ def test_storm_with_one_rank_and_many_open_messages() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"peer_groups": 1, "window": 1}])
-def test_storm_of_newcomers(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "lives",
+    [
+        pytest.param(range(40), id="40"),
+        pytest.param(range(40, 400), id="360", marks=pytest.mark.slow),
+    ],
+)
+def test_storm_of_newcomers(lives: range, options: dict[str, int]) -> None:
     """Newcomers begin in random lives, and many of them behind a question that lies at their
     base.
     """
     among = ("join", "join", "join", "suspect")
-    happened = storms(range(80), faults=6, messages=24, among=among, **options)
-    assert happened["begun"] > 30 and happened["behind"] > 10
+    happened = storms(lives, faults=6, messages=24, among=among, **options)
+    assert happened["begun"] > len(lives) / 3 and happened["behind"] > len(lives) / 8
 
 
 @pytest.mark.slow

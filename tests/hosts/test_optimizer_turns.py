@@ -11,7 +11,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import preset
 
-from .test_tick import AS_IS, Net, sgd
+from ..support.two_layers import AS_IS, Net, sgd
 
 LATE = r"gradients of optimizer 1 are new, or were changed.*all backward passes first.*each alone"
 NEEDED = {

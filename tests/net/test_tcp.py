@@ -1,17 +1,20 @@
-"""Long messages wake whoever reads them seldom: the kernel gathers what comes of them, as long as
-more is sure to come.
+"""What the kernel knows of a TCP connection, and when it wakes a reader: long messages wake whoever
+reads them seldom, as long as more is sure to come.
 """
 
 from __future__ import annotations
 
 import select
 import socket
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp_demo.net import tcp
+from fsdp_demo.net.tcp import stood
 from fsdp_demo.peers import connection
 from fsdp_demo.peers.header import PAYLOAD
 
@@ -88,3 +91,28 @@ def test_tcp_gather_long_message_but_for_its_end(
     else:
         assert told and all(set(sizes) == {1, connection.GATHERED} for sizes in told.values())
         assert all(sizes[-1] == 1 for sizes in told.values())
+
+
+def test_tcp_stood_says_how_long_a_connection_is_silent() -> None:
+    """`tcp.stood` gives the seconds since something came, 0 while it waits to be read, and None for
+    no connection.
+    """
+    server = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(server.getsockname())
+    far, _ = server.accept()
+    with server, near, far:
+        if (since := stood(near.fileno())) is None:
+            pytest.skip("this kernel does not say")
+        assert since >= 0.0
+        time.sleep(0.3)
+        before = stood(near.fileno())
+        assert before is not None and before >= 0.25
+        far.send(b"x")
+        ready = threading.Event()
+        while stood(near.fileno()) != 0.0:  # it waits to be read
+            ready.wait(0.01)
+        near.recv(1)
+        after = stood(near.fileno())
+        assert after is not None and after < before
+        assert near.fileno() >= 0, "it is still there"
+    assert stood(-1) is None and stood(near.fileno()) is None

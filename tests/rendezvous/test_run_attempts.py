@@ -41,7 +41,9 @@ def quick(everywhere: Any) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[dict[str, str]]:
     """One run for several calls of `run_ranks`, over the durable store."""
-    from fsdp_demo.store.server import InThread, StoreServer
+    from fsdp_demo.store.server import StoreServer
+
+    from ..support.stores import InThread
 
     name = {"ISLAND_RUN": f"attempts-{os.getpid()}-{next(runs)}"}
     served = InThread(StoreServer("127.0.0.1:0", tmp_path / "keys"))
@@ -160,7 +162,7 @@ def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_o
     """
     again = (
         "from fsdp_demo.rendezvous import attempts;"
-        "from tests.rendezvous.test_attempts import attach;"
+        "from tests.rendezvous.test_run_attempts import attach;"
         f"attempts.BEAT = {attempts.BEAT}; attach(); print('joined')"
     )
 
@@ -365,8 +367,8 @@ def test_presence_without_islands_has_no_thread() -> None:
         ("[" * (2 * LARGEST), f"{2 * LARGEST} bytes, allowed are {LARGEST}"),
         ('{"name": "island1"}', "missing required field `host`"),
         (
-            json.dumps({"name": "x", "host": "y", "count": "2", "shards": 1, "copies": 1}),
-            "Expected `int`, got `str` - at `$.count`",
+            json.dumps({"name": "x", "host": "y", "shards": "1", "copies": 1}),
+            "Expected `int`, got `str` - at `$.shards`",
         ),
     ],
 )
@@ -399,7 +401,7 @@ def test_rendezvous_last_look_counts() -> None:
     topology = Topology("islands", 0, 2, endpoint="x:1", timeout=0.05)
     rendezvous = Rendezvous(topology, ShardPosition(), None)
     rendezvous._starters = (0, 1)
-    fields = {"name": "n", "host": "h", "count": 2, "shards": 1, "copies": 1}
+    fields = {"name": "n", "host": "h", "shards": 1, "copies": 1}
 
     class Slow:
         def get(self, key: str) -> str:

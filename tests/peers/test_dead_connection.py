@@ -6,7 +6,6 @@ Threads as islands (tests/support/elastic.py), with a TCP relay on each of their
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +15,10 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from fsdp_demo.net.tcp import stood
 
-from ..elastic.test_lossy_links import Network, alone, through
+from ..elastic.test_lossy_links import Network, through
 from ..support.elastic import Islands, agree, exchanged
+from ..support.threaded import alone
 
 NOTES, LANE = 0, 1
 """Of the relays between two islands: in the order in which the connections are opened."""
@@ -136,28 +135,3 @@ def test_connection_late_while_an_island_leaves(run_ranks, word: str) -> None:
         assert slots == [(0, 1)] and not here.expelled
 
     alone(run_ranks, run)
-
-
-def test_tcp_stood_says_how_long_a_connection_is_silent() -> None:
-    """`tcp.stood` gives the seconds since something came, 0 while it waits to be read, and None for
-    no connection.
-    """
-    server = socket.create_server(("127.0.0.1", 0))
-    near = socket.create_connection(server.getsockname())
-    far, _ = server.accept()
-    with server, near, far:
-        if (since := stood(near.fileno())) is None:
-            pytest.skip("this kernel does not say")
-        assert since >= 0.0
-        time.sleep(0.3)
-        before = stood(near.fileno())
-        assert before is not None and before >= 0.25
-        far.send(b"x")
-        ready = threading.Event()
-        while stood(near.fileno()) != 0.0:  # it waits to be read
-            ready.wait(0.01)
-        near.recv(1)
-        after = stood(near.fileno())
-        assert after is not None and after < before
-        assert near.fileno() >= 0, "it is still there"
-    assert stood(-1) is None and stood(near.fileno()) is None

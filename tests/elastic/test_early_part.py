@@ -22,6 +22,7 @@ from fsdp_demo.peers.collectives import ReceivedMessage
 from fsdp_demo.peers.header import PAYLOAD, QUESTION
 
 from ..support.elastic import Islands, agree, body, vectors, weight
+from ..support.threaded import alone
 
 AT = 3
 """The message that the leaver sends early; it has taken part in those before."""
@@ -84,10 +85,6 @@ def leaves(
         return out
 
     return fn
-
-
-def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
-    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
 
 
 @pytest.mark.parametrize("gathered", [True, False])

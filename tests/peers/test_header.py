@@ -1,12 +1,11 @@
-"""The bytes: frozen vectors, sizes, refusal of what is damaged or does not belong here, and the
-meter's count of them.
+"""The bytes of header and sections: frozen vectors, sizes, and the refusal of what is damaged or
+does not belong here.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-import time
 import zlib
 from typing import Any
 
@@ -20,10 +19,8 @@ from fsdp_demo import WireError, preset
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.config.parts import BLOCK, Codec
-from fsdp_demo.elastic import chunks
 from fsdp_demo.exchange.message import pack_bits, unpack_bits
 from fsdp_demo.peers import header as frame
-from fsdp_demo.rendezvous.position import ShardPosition
 
 from ..support import threaded
 from ..support.sealed import seal, unseal
@@ -416,139 +413,3 @@ def test_exchange_refuses_tampering_in_every_transport(run_ranks) -> None:
                 assert "damaged" in refused(CONFIGS[name], lambda data, _: data[:-3], leg)
 
     run_ranks(run, 1, 1)
-
-
-# ---- the meter ---------------------------------------------------------------------------------
-
-METERED = {
-    "full": (preset("full"), 1),
-    "demo": (preset("demo"), 1),
-    "diloco-bf16": (preset("diloco", period=3, value_dtype="bf16", inner_optimizers="as_is"), 3),
-    "diloco-int8": (preset("diloco", period=3, value_dtype="int8", inner_optimizers="as_is"), 3),
-    "consensus": (
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            period=3,
-            value_dtype="bf16",
-            inner_optimizers="as_is",
-        ),
-        3,
-    ),
-    "released": (
-        preset(
-            "decoupled_momentum",
-            transform=True,
-            period=3,
-            rule="released",
-            inner_optimizers="as_is",
-        ),
-        3,
-    ),
-    "delayed": (preset("demo", **{"schedule.delay": 2}), 1),
-}
-
-
-def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> list[Any]:
-    def island(i: int, topology: fsdp_demo.Topology) -> Any:
-        model = torch.nn.Sequential(torch.nn.Linear(70, 130), torch.nn.Linear(130, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
-        before, tap = exchange.metrics(), Tap(exchange)
-
-        def to(rank: int) -> int:
-            return sum(n for r, n in tap.all_left() if r == rank)
-
-        for t in range(steps):
-            for p in model.parameters():
-                p.grad = torch.full_like(p, float(i - t))
-            optimizer.step()
-        exchange.flush()
-        assert exchange._peers.wait_read(10.0)  # what is counted has left
-        out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.all_left())
-        assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
-            0
-        ].schedule.due(steps - 1)
-        after = exchange.metrics()
-        assert (after["bytes_sent"], after["messages"]) == (
-            out[0]["bytes_sent"],
-            out[0]["messages"],
-        )
-        assert after["setup_bytes"] - before["setup_bytes"] == sum(map(to, range(count))) - sum(
-            out[2]
-        )
-        exchange.finish()
-        return out
-
-    return values(threaded.islands(island, count))
-
-
-@pytest.mark.parametrize("piece", [None, 1000])
-def test_meter_counts_to_the_byte(run_ranks, everywhere, piece) -> None:
-    """The meter counts what is handed over to the connections, to the byte."""
-    if piece:
-        everywhere.setattr(chunks, "LARGEST", piece)
-
-    def run(me: Any) -> None:
-        for name, (config, period) in METERED.items():
-            for count in (2, 3):
-                results = metered(config, count)
-                for i, (after, before, sent, sends) in enumerate(results):
-                    received = sum(r[2][i] for r in results)
-                    legs = 1 if config.channels[0].codec.sparse else 3
-                    assert before["bytes_sent"] == before["messages"] == before["exchanges"] == 0, (
-                        name
-                    )
-                    assert (after["bytes_sent"], after["bytes_received"]) == (
-                        sum(sent),
-                        received,
-                    ), name
-                    assert (
-                        received > 0
-                        and after["exchanges"] == 7 // period
-                        and after["messages"] == legs * (7 // period)
-                    ), name
-                    assert piece or sends == after["messages"] * (count - 1), name
-
-    run_ranks(run, 1, 1)
-
-
-def test_meter_sparse_message_follows_the_formula(run_ranks) -> None:
-    """A sparse message has a header, one bit per tensor and the section; nothing else is sent, and
-    both directions are equal.
-    """
-    config = METERED["demo"][0]
-    layout = Layout([(130, 70), (130,), (3, 130), (3,)], ["transform"] * 4)
-    expected = 7 * (56 + 1 + sparse.sparse_bytes(layout, config.channels[0].codec))
-
-    def run(me: Any) -> None:
-        for after, *_ in metered(config, 2):
-            assert after["bytes_sent"] == after["bytes_received"] == expected
-
-    run_ranks(run, 1, 1)
-
-
-def test_peer_groups_of_one_mesh_keep_messages_apart(run_ranks) -> None:
-    """Two exchanges share a mesh and keep their messages apart, though on one island the second is
-    first to speak.
-    """
-
-    def island(i: int, topology: fsdp_demo.Topology) -> list[list[int]]:
-        both = [topology.join(ShardPosition())[0] for _ in range(2)]
-        found: list[list[int]] = [[], []]
-
-        def speak(k: int) -> None:
-            if k == i:
-                time.sleep(0.3)
-            line = both[k]
-            assert line is not None
-            _, bodies = line.gather(line.header(frame.PAYLOAD), uint8(bytes([10 * k + i] * 4)))
-            found[k] = [int(b[0]) for b in bodies]
-
-        threaded.at_once(speak, 2, 10)
-        return found
-
-    def run() -> list[Any]:
-        return values(threaded.islands(island))
-
-    assert run_ranks(run, 1, 1) == [[[[0, 1], [10, 11]]] * 2]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,14 +29,10 @@ from fsdp_demo.peers.header import NORM, NOT_FINITE, PAYLOAD, QUESTION
 from ..support.cases import named
 from ..support.elastic import Islands, exchanged
 from ..support.sealed import shares
+from ..support.threaded import alone
 
 B, C = Member(1), Member(2)
 DEAD, MEETING = 10.0, 600.0
-
-
-def alone(run_ranks: Any, run: Callable[[], Any]) -> Any:
-    """run() in a process of its own."""
-    return run_ranks(lambda me: run(), 1, 1, timeout=120)[0]
 
 
 # ---- questions and decisions -------------------------------------------------------------------

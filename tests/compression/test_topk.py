@@ -1,4 +1,6 @@
-"""Top-k in C: the same positions as by torch, and torch where the build has left it out."""
+"""Top-k: the positions that the oracle selects, by torch and in C, and torch where the build has
+left the C code out.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,19 @@ import logging
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdp_demo.compression import selection
+from fsdp_demo.compression.selection import top_k
+from fsdp_demo.compression.windows import Group
+from fsdp_demo.config.parts import BLOCK
 
+from ..oracles import topk as slow_topk
 from ..oracles.topk import topk as oracle
+from ..support.transforms import random
+from .test_codecs_oracle import quick
 
 needs_c = pytest.mark.skipif(selection._topk is None, reason="the build had no C compiler")
 
@@ -83,3 +93,53 @@ def test_topk_missing_extension_logged_once(
         selection.say_what_selects()
         assert selection.top_k(rows, 8).tolist() == [oracle(row, 8) for row in rows]
     assert len(caplog.messages) == 1 and "C compiler" in caplog.messages[0]
+
+
+# -- selection -----------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    st.lists(st.lists(st.integers(-4, 4), min_size=40, max_size=40), min_size=1, max_size=4),
+    st.integers(1, 40),
+)
+def test_topk_with_ties(rows, k):
+    """Top-k with many ties selects what the oracle selects."""
+    a = torch.tensor(rows, dtype=torch.float32)
+    assert top_k(a, k).tolist() == [slow_topk.topk(row, k) for row in a]
+
+
+@pytest.mark.parametrize("k", [1, 32, 4095, 4096])
+def test_topk_of_blocks(k):
+    """Top-k of whole blocks selects what the oracle selects."""
+    a = torch.cat([random(2, 4096), torch.zeros(1, 4096), random(1, 4096).bfloat16().float()])
+    index = top_k(a, k)
+    assert index.dtype == torch.int64 and index.shape == (4, k)
+    assert index.tolist() == [slow_topk.topk(row, k) for row in a]
+
+
+@pytest.mark.parametrize("r, s", [(64, 64), (1, 64), (59, 58), (14, 64), (64, 58)])
+def test_topk_count_of_edge_blocks(r, s):
+    """The number of values kept of an edge block is that of the oracle."""
+    for k in (1, 16, 32, 4095, 4096):
+        assert Group(r, s, True, 0, 1).k(k) == slow_topk.kept(k, r, s)
+
+
+def by_sorting(a: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.sort(a.abs(), dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
+
+
+@pytest.mark.parametrize("k", [1, 7, 8, 16, 17, 32, 64, 128, 129, 4095])
+@pytest.mark.parametrize("levels", [0, 3, 40, 4000])
+def test_topk_of_blocks_with_ties(k: int, levels: int) -> None:
+    """Top-k of blocks with ties selects what the oracle selects. Whole numbers between -levels and
+    levels: from all equal to few ties; a block of zeros, one with a NaN and an infinity.
+    """
+    a = (random(70, BLOCK, seed=k).clamp(-4, 4) * levels / 4).round()
+    a[3] = 0.0
+    a[5, 100], a[5, 7] = torch.nan, -torch.inf
+    found, expected = selection.top_k(a, k), by_sorting(a.nan_to_num(3e38, 1e38, -1e38), k)
+    assert found.dtype == torch.int64 and torch.equal(found, expected)
+    if k <= 64:  # what a GPU does
+        assert torch.equal(selection._grouped(a, k), expected)
+    assert torch.equal(selection._exact(a, k), expected)

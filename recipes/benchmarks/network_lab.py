@@ -273,7 +273,7 @@ class Lab:
 
 
 class Islands:
-    """Processes of `slow_link_island.py` on a lab's nodes, and the store on node 0.
+    """Processes of `training_island.py` on a lab's nodes, and the store on node 0.
 
     Args:
         shape: rows, tokens per row and layers of what they train.
@@ -283,7 +283,7 @@ class Islands:
         script: what they run, a file beside this one and its first words.
     """
 
-    script: tuple[str, ...] = ("slow_link_island.py",)
+    script: tuple[str, ...] = ("training_island.py",)
 
     def __init__(self, lab: Lab, shape: tuple[int, int, int], logs: str):
         self.lab, self.logs = lab, Path(logs)

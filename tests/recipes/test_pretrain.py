@@ -1,0 +1,274 @@
+"""recipes/pretrain.py in short runs: schedules, meshes, compilation. What training reaches is
+tested by `test_quickstart.py`.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import data  # noqa: E402
+import report  # noqa: E402
+
+TOKENIZER = data.ByteTokenizer()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, everywhere):
+    """Nothing that a test maps may come from, or stay in, the user's cache of `datasets`."""
+    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def test_pretrain_schedules_rise_and_end_at_a_tenth():
+    """Schedules of the rate rise in the warm-up and end at a tenth."""
+    from pretrain_parts import Arguments, schedule
+
+    for name, end in (("cosine", 0.1), ("wsd", 0.1), ("constant", 1.0)):
+        train = Arguments(steps=100, warmup_steps=10, schedule=name)
+        values = [schedule(step, train) for step in range(101)]
+        assert 0 < values[0] < 0.1 and max(values) <= 1 and values[:10] == sorted(values[:10])
+        assert values[-1] == pytest.approx(end, abs=1e-6)
+
+
+# -- flags that change how a step is computed ----------------------------------------------------
+
+
+def test_pretrain_compile_takes_a_backend_or_none():
+    """`--compile` takes a backend or none."""
+    from pretrain_parts import Arguments
+    from transformers import HfArgumentParser
+
+    def parsed(*words):
+        return HfArgumentParser(Arguments).parse_args_into_dataclasses(list(words))[0].compile
+
+    assert [
+        parsed(),
+        parsed("--compile"),
+        parsed("--compile", "eager"),
+        parsed("--compile", "--bf16"),
+    ] == [
+        None,
+        "inductor",
+        "eager",
+        "inductor",
+    ]
+
+
+def rows_file(folder, rows):
+    """A file of ready rows; one in twenty of them is held out."""
+    datasets.Dataset.from_dict(
+        {"input_ids": [[i % 256, i // 256, *range(30)] for i in range(rows)]}
+    ).to_parquet(str(folder / "rows.parquet"))
+    return folder / "rows.parquet"
+
+
+def recipe(rank, folder, *options):
+    """A run of the recipe in this process: the numbers of the rows it trained on, batch by
+    batch.
+    """
+    import pretrain
+    import pretrain_parts
+
+    seen = []
+
+    def recorded(loader, skip=0):
+        for batch in data.forever(loader, skip):
+            seen.append((batch["input_ids"][:, 0] + 256 * batch["input_ids"][:, 1]).tolist())
+            yield batch
+
+    common = (
+        "--model",
+        "tiny",
+        "--sequence-length",
+        32,
+        "--batch-size",
+        2,
+        "--eval-every",
+        0,
+        "--eval-batches",
+        2,
+        "--log-every",
+        2,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain_parts, "forever", recorded)
+        patch.setattr(report.Report, "draw", lambda *_: None)
+        patch.setattr(
+            sys,
+            "argv",
+            ["pretrain.py", *map(str, common), *map(str, options), "--output", str(folder)],
+        )
+        pretrain.main()
+    return seen
+
+
+def told(folder, island=0):
+    """Summary and lines of an island."""
+    lines = (folder / f"island{island}" / "metrics.jsonl").read_text().splitlines()
+    return json.loads((folder / f"island{island}" / "summary.json").read_text()), [
+        json.loads(line) for line in lines
+    ]
+
+
+def two_nodes(rank):
+    """What a launcher of two machines with two ranks each tells the rank."""
+    local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank.proc % 2)}
+    # the group is there already
+    return {"ISLAND_COUNT": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **local}
+
+
+def test_pretrain_mesh_sees_each_row_once(run_ranks, tmp_path):
+    """A mesh is one world in which no row is seen twice or lost."""
+    # 2 are held out: 49, of which 6 steps of 4 ranks x 2 rows take all but the last
+    source = rows_file(tmp_path, 51)
+    steps, options = 6, ("--exchange", "demo", "--mesh", "--data", source, "--peak-tflops", 0.01)
+    ranks = run_ranks(
+        recipe,
+        islands=1,
+        procs=4,
+        env=two_nodes,
+        args=(tmp_path / "out", "--steps", steps, *options),
+    )
+    held_out = set(
+        data.load_data(str(source), TOKENIZER, 32, validation_rows=4).validation[i]["input_ids"][0]
+        for i in range(2)
+    )
+    seen = [row for batches in ranks for batch in batches for row in batch]
+    assert (
+        len(seen) == len(set(seen)) == 48
+        and not held_out & set(seen)
+        and set(seen) < set(range(51))
+    )
+    summary, lines = told(tmp_path / "out")
+    assert {k: summary[k] for k in ("islands", "procs", "tokens", "digests_equal")} == {
+        "islands": 2,
+        "procs": 2,
+        "tokens": steps * 4 * 2 * 32,
+        "digests_equal": True,
+    }
+    assert [line["step"] for line in lines] == [2, 4, 6] and lines[-1]["bytes_sent"] == summary[
+        "bytes_sent_per_island"
+    ] > 0
+    for line in lines:  # 4 ranks of 0.01 Tflops
+        assert line["mfu"] == pytest.approx(
+            line["tokens_per_second"] * report.flops_per_token(tiny(), 32) / 4e10
+        )
+        assert (
+            line["global_loss"] == pytest.approx(math.log(258), abs=0.5)
+            and line["peak_memory"] > 50e6
+        )
+
+
+def test_pretrain_islands_send_what_a_mesh_sends(run_ranks, tmp_path):
+    """Islands send what a mesh sends and agree on the loss."""
+    source, options = rows_file(tmp_path, 60), ("--steps", 4, "--exchange", "demo")
+    run_ranks(recipe, islands=2, procs=2, args=(tmp_path / "islands", *options, "--data", source))
+    run_ranks(
+        recipe,
+        islands=1,
+        procs=4,
+        env=two_nodes,
+        args=(tmp_path / "mesh", *options, "--data", source, "--mesh"),
+    )
+    (mesh, _), (summary, lines), (_, others) = (
+        told(tmp_path / "mesh"),
+        told(tmp_path / "islands"),
+        told(tmp_path / "islands", 1),
+    )
+    same = ("bytes_sent_per_island", "islands", "procs", "tokens", "exchanges", "parameters")
+    assert {k: summary[k] for k in same} == {k: mesh[k] for k in same}
+    assert summary["loss_start"] == pytest.approx(mesh["loss_start"], rel=1e-6)
+    assert summary["mfu"] is None and summary["digests_equal"] is True
+    # each island's own loss, and the one of both
+    for here, there in zip(lines, others, strict=True):
+        assert here["loss"] != there["loss"] and here["global_loss"] == pytest.approx(
+            there["global_loss"], rel=1e-6
+        )
+
+
+def test_pretrain_compiled_run_learns_the_same(run_ranks, tmp_path):
+    """A compiled run that recomputes learns the same."""
+    source, runs = rows_file(tmp_path, 60), {}
+    for name, flags in {
+        "plain": (),
+        "both": ("--compile", "aot_eager", "--activation-checkpointing"),
+    }.items():
+        options = (
+            "--steps",
+            4,
+            "--data",
+            source,
+            "--exchange",
+            "full",
+            "--lr",
+            0.01,
+            "--warmup-steps",
+            0,
+            *flags,
+        )
+        runs[name] = run_ranks(
+            recipe,
+            islands=1,
+            procs=2,
+            env={"ISLAND_COUNT": "1"},
+            timeout=100,
+            args=(tmp_path / name, *options),
+        )
+    (plain, _), (both, _) = told(tmp_path / "plain"), told(tmp_path / "both")
+    assert (
+        both["compile"] == "aot_eager"
+        and both["activation_checkpointing"]
+        and plain["compile"] is None
+    )
+    assert plain["loss_end"] < plain["loss_start"] - 0.1 and both["loss_end"] == pytest.approx(
+        plain["loss_end"], rel=1e-4
+    )
+    assert runs["both"] == runs["plain"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (2, 4)),
+        (
+            {
+                "WORLD_SIZE": "8",
+                "LOCAL_WORLD_SIZE": "4",
+                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+            },
+            (4, 2),
+        ),
+    ],
+)
+def test_pretrain_mesh_sizes_come_from_the_launcher(monkeypatch, variables, expected):
+    """The sizes of a mesh come from the launcher's variables."""
+    from pretrain_parts import mesh_config
+
+    monkeypatch.delenv("ISLAND_COUNT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = mesh_config()
+    assert (config.dp_replicate_size, config.dp_shard_size) == expected
+    monkeypatch.setenv("ISLAND_COUNT", "2")
+    with pytest.raises(ValueError, match="one world or islands"):
+        mesh_config()
+
+
+def tiny(**changes):
+    from model import MODELS
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(MODELS / "tiny.json", **changes)
+        )
