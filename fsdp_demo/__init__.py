@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .hosts.muon import MuonAdamW
     from .hosts.optimizers import base_optimizer
     from .net.link import Link
-    from .peers.meter import Meter, ring_all_reduce_bytes
+    from .peers.header import Meter, ring_all_reduce_bytes
     from .rendezvous.topology import Topology
 
 __all__ = [
@@ -65,7 +65,7 @@ __all__ = [
 _HOMES = {
     "attaching": ("attach",),
     "net.link": ("Link",),
-    "peers.meter": ("Meter", "ring_all_reduce_bytes"),
+    "peers.header": ("Meter", "ring_all_reduce_bytes"),
     "rendezvous.topology": ("Topology",),
     "config.channel": ("Channel", "Phase"),
     "config.load": ("load_config", "preset"),

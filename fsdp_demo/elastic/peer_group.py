@@ -27,9 +27,8 @@ from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
 from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection
-from ..peers.header import ENDING, SETUP, Header
+from ..peers.header import ENDING, SETUP, Header, Meter
 from ..peers.join_messages import Expected
-from ..peers.meter import Meter
 from .driver import Driver
 from .join_server import DonorFeed
 from .message_state import Due, EarlyMessage, RoundMessage, Vectors, Weigh

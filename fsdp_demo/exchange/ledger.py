@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..channels.codec import ChannelCodec
-from ..peers.header import HEADER
-from ..peers.meter import Meter
+from ..peers.header import HEADER, Meter
 from .message import MessageLayout
 
 

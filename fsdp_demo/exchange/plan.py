@@ -22,7 +22,7 @@ from ..config.channel import Channel, covers, tensor_layout_kind
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
 from ..hosts.optimizers import inner_class, materialise
-from ..peers.meter import Meter
+from ..peers.header import Meter
 from .message import MessageLayout
 
 

@@ -18,7 +18,7 @@ from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
-from ..peers.meter import Meter
+from ..peers.header import Meter
 from ..rendezvous.island import SiblingWatch, collective
 from ..rendezvous.topology import Topology
 from . import summary

@@ -35,11 +35,11 @@ from ..peers.header import (
     STOP,
     SUMMED,
     Header,
+    Meter,
     norm_code,
     norm_of,
     rate_code,
 )
-from ..peers.meter import Meter
 from ..rendezvous.island import IslandGroup
 from ..rendezvous.position import ShardPosition
 from ..rendezvous.topology import Topology

@@ -17,7 +17,7 @@ from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
 from ..errors import counted
 from ..hosts.base import TrainingHost
-from ..peers.meter import ring_all_reduce_bytes
+from ..peers.header import ring_all_reduce_bytes
 from ..rendezvous.topology import Topology
 from .plan import Plan
 from .runtime import StepRuntime

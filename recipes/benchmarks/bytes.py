@@ -32,7 +32,7 @@ from fsdp_demo import (  # noqa: E402
 )
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
 from fsdp_demo.net.link import TCP_SHARE, parse_rtt
-from fsdp_demo.peers.meter import Meter  # noqa: E402
+from fsdp_demo.peers.header import Meter  # noqa: E402
 from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402
 from fsdp_demo.tools.planner.rows import settings  # noqa: E402
 

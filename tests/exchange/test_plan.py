@@ -23,7 +23,7 @@ from fsdp_demo.compression import dense as vectors
 from fsdp_demo.compression import quantize
 from fsdp_demo.exchange import plan
 from fsdp_demo.peers import header
-from fsdp_demo.peers.meter import Meter
+from fsdp_demo.peers.header import Meter
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BENCHMARKS = RECIPES / "benchmarks"

@@ -83,6 +83,12 @@ class Record:
     def tick(self, tick: Tick) -> None:
         self.hooks[tick.step] = tick.pack()
 
+    def launching(self, message: Any) -> None:
+        """Nobody begins with it."""
+
+    def message(self, n: int, arrived: ReceivedMessage, coded: Any = ()) -> None:
+        """What came back within steps is noted by `exchanged` and `gathered`."""
+
 
 def kept(arrived: ReceivedMessage) -> ReceivedMessage:
     """With memory of its own."""
@@ -141,6 +147,9 @@ class Fed:
     def caught_up(self, step: int) -> None:
         self.goes_on = step
 
+    def close(self) -> None:
+        """There is no connection."""
+
     def another(self) -> None:
         raise PeerLost("the record has no more messages, and is the only one")
 
@@ -155,6 +164,9 @@ class Follower(LonePeerGroup):
         self._me, self._names = Member(islands - 1), {i: f"island{i}" for i in range(islands)}
         self._set(range(islands))
         self.following, self.said = fed, []
+
+    def _followed(self, *message: Any) -> None:
+        """Only what is asked within steps is followed, by the methods below."""
 
     def exchange(
         self, header: Any, body: Any, vectors: Any, weigh: Callable[..., Any], compare: bool = False

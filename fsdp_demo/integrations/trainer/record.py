@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
 
 from ...exchange.exchange import Exchange
-from ...peers.meter import ring_all_reduce_bytes
+from ...peers.header import ring_all_reduce_bytes
 from ...runlog.progress import Progress, ProgressLine, line
 from ...runlog.record import RunRecord, ledger_rows
 

@@ -18,7 +18,7 @@ from ...config.methods import presets
 from ...config.schema import ExchangeConfig
 from ...errors import counted
 from ...net.link import Link, parse_rtt
-from ...peers.meter import ring_all_reduce_bytes
+from ...peers.header import ring_all_reduce_bytes
 from .gaps import SMALL
 from .rows import HSDP, Row, gbit_s, hsdp_row, plan_row, rate_words
 from .situation import Situation

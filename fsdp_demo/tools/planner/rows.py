@@ -10,7 +10,7 @@ from ...config.parts import BLOCK
 from ...config.schema import ExchangeConfig
 from ...exchange.plan import inner_state, plan_memory
 from ...net.link import Link
-from ...peers.meter import ring_all_reduce_bytes
+from ...peers.header import ring_all_reduce_bytes
 from .counting import Cycle, PlannedMessage, cycle, releases
 from .gaps import expected_gap, gap
 from .line import BACKWARD, Played, Timed, message_seconds, play
