@@ -147,7 +147,8 @@ def _parse(argv: list[str]) -> tuple[int, list[str], list[str]]:
     if not args.words or args.words[0] not in LAUNCHERS:
         found = repr(args.words[0]) if args.words else "none"
         parser.error(
-            f"launcher {found}: expected {', '.join(sorted(LAUNCHERS))}, and its arguments"
+            f"launcher {found}: expected {', '.join(sorted(LAUNCHERS))}, and its arguments. For a "
+            "script of one process write: torchrun --nproc-per-node 1 SCRIPT"
         )
     if args.restarts < 0:
         parser.error(f"--restarts {args.restarts}: must be 0 or more")
