@@ -2,7 +2,8 @@
 and scales are facts of the configuration (`config/names.py`).
 
 A new format is a `Coder` here (a file that imports `scales` would close a circle), a line in
-`config/names.py` and a line in `CODERS`; one whose values stand for themselves is a dtype, and needs the two lines only.
+`config/names.py` and a line in `CODERS`; one whose values stand for themselves is a dtype,
+and needs the two lines only.
 `quantize.py` cuts rows into groups and packs what a coder makes of them: numbers of 1, 2 or 4 bits
 are joined in bytes, the first in the lowest bits.
 """
