@@ -1,8 +1,9 @@
 """Number formats: how the values of a group become codes and scales, and come back. Bits, groups
 and scales are facts of the configuration (`config/names.py`).
 
-A new format is a `Coder` here or in a file of its own, a line in `config/names.py` and a line in
-`CODERS`; one whose values stand for themselves is a dtype, and needs the two lines only.
+A new format is a `Coder` here (a file that imports `scales` would close a circle), a line in
+`config/names.py` and a line in `CODERS`; one whose values stand for themselves is a dtype,
+and needs the two lines only.
 `quantize.py` cuts rows into groups and packs what a coder makes of them: numbers of 1, 2 or 4 bits
 are joined in bytes, the first in the lowest bits.
 """
