@@ -266,7 +266,7 @@ def presets_table(facts: dict[str, Any], rows: Sequence[Entry], markdown: bool =
         f"Memory of the presets at their published settings: {title}",
         share,
         "",
-        table([head, *body], markdown),
+        table([head, *body], markdown=markdown),
         "",
     ]
     return "\n".join(

@@ -192,6 +192,7 @@ PUBLIC = (
     "fsdp_demo",
     "fsdp_demo.checkpoint",
     "fsdp_demo.cli",
+    "fsdp_demo.errors",
     "fsdp_demo.tools.planner",
     "fsdp_demo.tools.report",
     "fsdp_demo.runlog",

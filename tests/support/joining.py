@@ -83,12 +83,6 @@ class Record:
     def tick(self, tick: Tick) -> None:
         self.hooks[tick.step] = tick.pack()
 
-    def launching(self, message: Any) -> None:
-        """Nobody begins with it."""
-
-    def message(self, n: int, arrived: ReceivedMessage, coded: Any = ()) -> None:
-        """What came back within steps is noted by `exchanged` and `gathered`."""
-
 
 def kept(arrived: ReceivedMessage) -> ReceivedMessage:
     """With memory of its own."""
@@ -119,9 +113,6 @@ class Fed:
         self.queue = [*(packed(f.result()) for f in under_way), *map(packed, later)]
         self.planned, self.waits, self.taken, self.goes_on = True, 1, 0, -1
         self.asked: list[int] = []
-
-    def close(self) -> None:
-        """Nothing: there is no connection."""
 
     def head(self, longest: int, seconds: float, brings: dict[str, str]) -> torch.Tensor | None:
         self.brought = brings
