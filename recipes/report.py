@@ -17,12 +17,10 @@ from typing import Any
 import torch
 
 from fsdp_demo import ring_all_reduce_bytes
-from fsdp_demo.errors import counted, size
-from fsdp_demo.runlog.progress import ProgressLine
-from fsdp_demo.runlog.record import RunRecord, ledger_rows, tracked
-from fsdp_demo.runlog.words import table
+from fsdp_demo.errors import counted
+from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, table, tracked
 from fsdp_demo.tools.planner import PEAK
-from fsdp_demo.tools.report.page import leave
+from fsdp_demo.tools.report import leave
 
 __all__ = ["Report", "flops_per_token", "full_bytes", "log_lines", "peak_flops", "peak_memory"]
 __all__ += ["size", "table"]

@@ -137,21 +137,22 @@ class Readings:
     def history(self) -> str:
         """A digest of the islands that took part in each exchange that was applied here
         (`saved_state.History`); empty where they are not known, as on a copy that is not active."""
-        return "" if self._peers is None else self._queue.history.digest
+        return self._queue.history.digest if self._connections.active else ""
 
     @property
     def participants(self) -> list[int]:
         """The islands that took part in the last exchange that was applied here; empty where that
         is not known, as on a copy that is not active."""
-        return [] if self._peers is None else list(self._queue.history.slots)
+        return list(self._queue.history.slots) if self._connections.active else []
 
     @property
     def applied_by(self) -> list[int]:
         """The `participants` that have applied that exchange, as far as this rank knows: without
         those whose part had come ahead of its time, since they had left, and without those that
-        were lost after it, since they have saved nothing."""
+        were lost after it, since they have saved nothing. Behind `finish()` nobody is asked any
+        more: its last exchange has ended on all of them."""
         peers, early = self._peers, self._queue.history.early
-        here = () if peers is None else peers.alive
+        here = self.participants if peers is None else peers.alive
         return [slot for slot in self.participants if slot not in early and slot in here]
 
     @property

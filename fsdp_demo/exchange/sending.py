@@ -63,13 +63,15 @@ class ExchangeConnections:
         island: the other ranks of this replica.
         meter: of the peer group.
         closed: `close` was called.
+        active: whether this rank has, or had until `close`, a peer group.
     """
 
     def __init__(self, topology: Topology, position: ShardPosition, device: torch.device):
-        self._topology, self.closed = topology, False
+        self._topology, self.closed, self.active = topology, False, False
         self.worker: CommWorker | None = None
         try:
             peers, self.active_copies = topology.join(position)
+            self.active = peers is not None
             self.worker = CommWorker(peers) if peers is not None else None
             if peers is not None and self.worker is not None:
                 peers.runs_in(self.worker.submit)

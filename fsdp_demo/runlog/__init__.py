@@ -3,3 +3,10 @@ name.
 
 Imports no torch. `tools.report` makes a page of the files.
 """
+
+from ..errors import size
+from .progress import ProgressLine
+from .record import RunRecord, ledger_rows, tracked
+from .words import table
+
+__all__ = ["ProgressLine", "RunRecord", "ledger_rows", "size", "table", "tracked"]

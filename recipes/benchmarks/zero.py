@@ -239,7 +239,8 @@ def show(lines: list[dict[str, Any]], kept: list[dict[str, Any]], markdown: bool
                 f"{4 * (1 - x['largest']):.2f}",
             ]
         )
-    return "\n\n".join([table([head, *body], markdown), table([head2, *body2], markdown)])
+    tables = (table([head, *body], markdown=markdown), table([head2, *body2], markdown=markdown))
+    return "\n\n".join(tables)
 
 
 def main() -> None:

@@ -227,3 +227,27 @@ def test_finish_forgotten_silent_alone(caplog: pytest.LogCaptureFixture, monkeyp
     step()
     exchange._at_exit()
     assert exchange.closed and "finish()" not in caplog.text
+
+
+def test_finish_keeps_history_and_participants(run_ranks: Any) -> None:
+    """A checkpoint that is saved behind `finish()` says which islands took part, as one before it
+    does: a resume knows by that which of them is behind.
+    """
+
+    def run(me: Any) -> Any:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = fsdp_demo.attach(
+            optimizer,
+            preset("local_sgd", period=1, inner_optimizers="as_is"),
+            model=model,
+        )
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        before = exchange.history, exchange.applied_by
+        exchange.finish()
+        return before, (exchange.history, exchange.applied_by)
+
+    for before, after in run_ranks(run, 2, 1):
+        assert before == after and after[0] and after[1] == [0, 1]

@@ -2,3 +2,7 @@
 
 The page needs nothing but the standard library, its pictures matplotlib (extra `report`).
 """
+
+from .page import leave, make
+
+__all__ = ["leave", "make"]
