@@ -8,6 +8,7 @@ Then the islands compare what they announced, and connect.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections import Counter
@@ -23,6 +24,11 @@ from ..peers.zeromq import Meeting
 from ..store.client import Store
 from . import attempts, environment, starting
 from .position import Replica, ShardPosition, form
+
+log = logging.getLogger("fsdp_demo")
+
+NOTICE, AGAIN = 10.0, 60.0
+"""Seconds of waiting for islands until the log names those that are missing, and between lines."""
 
 # how often this process joined a run: every attach gets keys of its own
 _epochs: Counter[tuple[str, str]] = Counter()
@@ -176,7 +182,8 @@ class Rendezvous:
         """The announcements of all islands that begin, as they come."""
         topology, wanted = self._topology, self._starters
         infos: dict[int, Announcement] = {}
-        deadline, look = time.monotonic() + topology.timeout, time.monotonic()
+        look = time.monotonic()
+        deadline, notice = look + topology.timeout, look + NOTICE
         while True:
             for i in wanted:
                 if i not in infos and store.get(self._first(i)):
@@ -190,6 +197,16 @@ class Rendezvous:
             if now >= look:
                 look = now + 1.0
                 self._refuse_in_vain(store, missing)
+            if now >= notice:
+                notice = now + AGAIN
+                log.warning(
+                    "waiting for %s %s of run %r at %s, for %.0f s more (ISLAND_TIMEOUT)",
+                    "island" if len(missing) == 1 else "islands",
+                    _listed(missing),
+                    topology.run,
+                    topology.endpoint,
+                    deadline - now,
+                )
             time.sleep(0.02)
 
     def _waited(self, infos: Mapping[int, Announcement], missing: Sequence[int]) -> PeerLost:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import socket
 import threading
@@ -25,6 +26,10 @@ from ..errors import StoreSilent, see
 from ..net.address import join_address, split_endpoint
 from .connection import Identity, Line, identity_in
 from .messages import AT_ONCE, LARGEST, LONGEST
+
+log = logging.getLogger("fsdp_demo")
+
+NOTICE = 10.0  # seconds without a store until the log says so, once
 
 Kind = TypeVar("Kind", bound="Store")
 
@@ -202,6 +207,7 @@ def _why_out_of_reach(host: str, port: int, end: float) -> str:
     """Wait until somebody listens there; why nobody does, "" if somebody does. ZeroMQ says nothing
     of names that are not known.
     """
+    notice = time.monotonic() + NOTICE
     while True:
         left = end - time.monotonic()
         try:
@@ -210,6 +216,14 @@ def _why_out_of_reach(host: str, port: int, end: float) -> str:
         except OSError as error:
             if left < 0.3:
                 return first_line(error)
+            if time.monotonic() >= notice:
+                notice = math.inf
+                log.warning(
+                    "no store answers at %s (%s); this rank waits for it, for %.0f s more",
+                    join_address(host, port),
+                    first_line(error),
+                    left,
+                )
         time.sleep(0.2)
 
 

@@ -22,7 +22,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo.exchange import sending
-from fsdp_demo.rendezvous import attempts, stop_notices
+from fsdp_demo.rendezvous import announcement, attempts, stop_notices
 from fsdp_demo.rendezvous.announcement import Rendezvous
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
@@ -413,6 +413,27 @@ def test_rendezvous_last_look_counts() -> None:
 
     found = rendezvous._gather(Slow())  # type: ignore[arg-type]
     assert found == {0: fields, 1: fields}
+
+
+def test_rendezvous_says_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names the missing islands while a rank waits for them, not only at the deadline."""
+    monkeypatch.setattr(announcement, "NOTICE", 0.1)
+    topology = Topology("islands", 0, 3, endpoint="x:1", run="r", timeout=0.4)
+    rendezvous = Rendezvous(topology, ShardPosition(), None)
+    rendezvous._starters = (0, 1, 2)
+    monkeypatch.setattr(rendezvous, "_refuse_in_vain", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "_note", lambda store, island: {"name": "n", "host": "h"})
+
+    class First:
+        def get(self, key: str) -> str:
+            return "here" if key == rendezvous._first(0) else ""
+
+    with pytest.raises(PeerLost, match="missing 1, 2"):
+        rendezvous._gather(First())  # type: ignore[arg-type]
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line == "waiting for islands 1, 2 of run 'r' at x:1, for 0 s more (ISLAND_TIMEOUT)"
 
 
 def test_connect_failure_leaves_no_thread(run_ranks, everywhere: Any) -> None:

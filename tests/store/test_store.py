@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_demo.errors import StoreSilent, WireError
+from fsdp_demo.store import client
 from fsdp_demo.store.client import StoreClient, WorldStore, connect
 from fsdp_demo.store.messages import (
     LARGEST,
@@ -670,3 +671,17 @@ def test_store_messages_beyond_their_bounds_are_refused(changes: dict[str, Any])
     good = Question("compare_set", 1, b"c" * 16, b"s" * 16, ["key"], ["", "x"])
     with pytest.raises(WireError):
         read_question(pack(msgspec.structs.replace(good, **changes)))
+
+
+def test_store_absent_is_told_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says once that no store answers, long before the wait is over."""
+    monkeypatch.setattr(client, "NOTICE", 0.2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(StoreSilent, match="no store answers"):
+            connect(endpoint, 1.2, 1.0)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith(f"no store answers at {endpoint} (") and "this rank waits" in line
