@@ -33,7 +33,7 @@ class Setting:
     Attributes:
         model: a json of recipes/models by name. data: as `--data` of pretrain.py.
         steps: optimizer steps. batch: rows per replica and step. length: bytes per row.
-        warmup: steps of linear warm-up, then cosine down to a tenth.
+        warmup: steps of linear warm-up, then cosine down to `floor` of the rate.
         held_out: rows of validation text. precision: of forward and backward, "bf16" (autocast) or
             "fp32"; parameters and optimizer are fp32.
     """
@@ -46,6 +46,7 @@ class Setting:
     warmup: int = 24
     held_out: int = 512
     precision: str = "bf16"
+    floor: float = 0.1
 
     @property
     def tokens(self) -> int:
@@ -110,8 +111,11 @@ class Run:
         code.
         """
         cell, setting = self.cell, self.setting
+        facts = dataclasses.asdict(setting)
+        if setting.floor == Setting.floor:
+            del facts["floor"]  # it came later: runs at its default keep their keys
         whole = {
-            "setting": dataclasses.asdict(self.setting),
+            "setting": facts,
             "seed": self.seed,
             "texts": digest(setting.data, setting.length, setting.held_out),
             "model": model_file(self.setting.model).read_text("utf-8"),

@@ -93,6 +93,8 @@ class Study:
                     k: v for k, v in best.changes.items() if method.published.changes.get(k) != v
                 }
                 told = [f"lr={best.lr:g}", *(f"{k}={v}" for k, v in tuned.items())]
+                if s := best.setting:
+                    told.append(f"warmup={s.warmup} floor={s.floor:g}")
                 found[best.name] = " ".join(told)
         return found
 
@@ -105,7 +107,8 @@ class Study:
         best = [self.best(method) for method in self.methods]
         # without the reference's grid nothing stands beside it
         tuned = [cell for cell in best if cell] if best[0] else []
-        others = [*(m.published for m in self.methods), *next(iter(self.groups.values()), [])]
+        published = [m.published for m in self.methods if not m.alone]
+        others = [*published, *next(iter(self.groups.values()), [])]
         there = {self.run(cell, 0).key("") for cell in tuned}
         # a row each: the best of a grid may be what was published
         kept = {key: c for c in others if (key := self.run(c, 0).key("")) not in there}

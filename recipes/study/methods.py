@@ -24,12 +24,14 @@ FEEDBACK = {"beta": 0.6, "momentum": 0.5}
 @dataclass(frozen=True)
 class Method:
     """A method at its published settings (the period scaled to the run), and what is tried to
-    better them; `name`: of the best, where it is a preset of its own.
+    better them; `name`: of the best, where it is a preset of its own; `alone`: only the best is
+    reported.
     """
 
     published: Cell
     grid: tuple[Cell, ...] = ()
     name: str = ""
+    alone: bool = False
 
     def tuned(self, best: Cell) -> Cell:
         """The best of the grid under the method's name."""

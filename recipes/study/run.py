@@ -32,7 +32,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_demo import Exchange, ExchangeConfig, Topology, attach, base_optimizer, preset
-from study.cells import Cell, Run
+from study.cells import Cell, Run, Setting
 from study.precision import prepare, way
 from study.rounds import Rounds
 from study.states import States
@@ -214,8 +214,7 @@ class Loop:
             fused = {} if "muonadamw" in method.inner_optimizers[:1] else {"fused": True}
             options = {**fused, **cell.inner}
             self.optimizer = base_optimizer(method, named, cell.lr, **options)
-            facts = Arguments(steps=self.run.setting.steps, warmup_steps=self.run.setting.warmup)
-            self.rates = LambdaLR(self.optimizer, lambda t: schedule(t, facts))
+            self.rates = LambdaLR(self.optimizer, lambda t: rate(t, self.run.setting))
         else:
             self.earlier["bytes_sent"] = self.exchange.metrics()["bytes_sent"]
         state = self.restored() if self.together.start else {}
@@ -307,6 +306,17 @@ class Loop:
         seconds, sent = time.monotonic() - self.began, self.counts()["bytes_sent"]
         self.curve.append([self.seen, seconds, sent, float(np.mean(self.losses))])
         self.losses = []
+
+
+def rate(step: int, setting: Setting) -> float:
+    """Factor of the learning rate: that of pretrain.py, which ends at a tenth, or, with another
+    `floor`, the same cosine stretched to end there.
+    """
+    given = schedule(step, Arguments(steps=setting.steps, warmup_steps=setting.warmup))
+    if setting.floor == Setting.floor:
+        return given
+    rise = min(1.0, (step + 1) / (setting.warmup + 1))
+    return rise * (setting.floor + (1 - setting.floor) * (given / rise - 0.1) / 0.9)
 
 
 def readings(model: torch.nn.Module, exchange: Exchange, i: int, together: Together) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from study.cells import Cell, Setting
 from study.front import FRONT
+from study.length import fewer_bytes, large, medium, others
 from study.methods import (
     METHODS,
     MUON,
@@ -151,6 +152,13 @@ TABLES: dict[str, Table] = {
     "front": Table("loss over bytes", {"": FRONT}),
     "robust": Table("where the winners hold", ROBUST, seeds=3),
     "text": Table("does the order hold on another text (--data)", {"": winners()}, seeds=1),
+    "length": Table("does a second phase close the gap of long runs", methods=medium(), seeds=4),
+    "length_large": Table("the same at 3.3 M", methods=large(), seeds=2),
+    "length_others": Table(
+        "a second phase for other methods, and for fewer bytes",
+        {**others(), "fewer bytes": fewer_bytes()},
+        seeds=1,
+    ),
     "questions": Table("questions with a number each", QUESTIONS),
     "precision": Table(
         "does bf16 change the order",
