@@ -110,7 +110,7 @@ class Driver(NetworkLoop):
         self.do(job)
 
     def expel(self, why: str) -> None:
-        """See `NetworkLoop`."""
+        """End this island as one that the others have expelled. In the network thread."""
         log.error("this island cannot go on, and ends: %s", why)
         self._expelled(self.machine.record)
 
@@ -239,7 +239,7 @@ class Driver(NetworkLoop):
         self.fail(CLOSED)
 
     def fail(self, reason: str) -> None:
-        """See `NetworkLoop`. A message that is launched later fails at once."""
+        """End all messages with the error `reason`; one that is launched later fails at once."""
         self._failed, self._closed = self._failed or reason, True
         # the last may wait among the jobs
         self.traffic.fail(reason, [self._last] if self._last else [])

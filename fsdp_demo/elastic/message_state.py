@@ -58,11 +58,11 @@ class EarlyMessage:
         return early
 
     def room(self, piece: Piece, owners: Sequence[Member], size: int) -> Tensor:
-        """See `RoundMessage.room`."""
+        """Memory for the body of a piece: uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def limit(self, what: str, of: Member, owners: Sequence[Member]) -> int:
-        """See `RoundMessage.limit`."""
+        """The most bytes of the body of a piece: of body and vectors together."""
         return self.longest
 
     def expected(self, claimed: Header) -> Header:

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from ..files import from_json, to_json, unreadable
 
 What = Literal["body", "share", "part", "early"]
-"""See `Piece`."""
+"""What the bytes of a `Piece` are."""
 
 Kind = Literal["gather", "mixed"]
 """gather: each island sends one body to all. mixed: a body, and vectors that are reduced in two

@@ -291,7 +291,7 @@ class PeerConnection:
             self.lose(f"the connection failed: {error}")
 
     def watch(self, _: int = 0) -> None:
-        """See what became of the connection."""
+        """Take what libzmq has to say of the connection: established, refused, closed."""
         with suppress(zmq.Again):
             while not self.monitor.closed:
                 message = recv_monitor_message(self.monitor, zmq.NOBLOCK)

@@ -60,7 +60,11 @@ class MeshPeerGroup(PeerGroup):
     elastic = False
 
     def expel(self, why: str) -> None:
-        """See `PeerGroup`: nobody goes on without this replica."""
+        """End the attempt: in a mesh nobody goes on without this replica.
+
+        Raises:
+            PeerLost: always.
+        """
         raise PeerLost(why)
 
     def leave(self) -> None:
