@@ -367,14 +367,14 @@ def test_topology_refusal_is_heard_by_a_late_thread(run_ranks) -> None:
 
     def fn(me: Any) -> str:
         os.environ["ISLAND_RUN"] = run
-        move = Poller.move
+        turn = Poller._turn
 
         def late(self: Poller, *given: Any) -> None:
             time.sleep(0.3)
-            move(self, *given)
+            turn(self, *given)
 
         if me.island == 0:
-            Poller.move = late  # type: ignore[method-assign]
+            Poller._turn = late  # type: ignore[method-assign]
         params = [torch.nn.Parameter(torch.zeros(2))]
         return refusal(
             lambda: fsdp_demo.attach(sgd(params), "full", must_match={"steps": me.island})
