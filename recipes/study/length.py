@@ -99,13 +99,13 @@ def medium(steps: int = LONG) -> tuple[Method, ...]:
         ),
         tuned(
             "sign_loco",
-            [*grid(plain, (4e-3, 6e-3, 8e-3), (24, 96)), at(plain(6e-3), steps, 96, 0.0)],
+            [*grid(plain, (4e-3, 6e-3, 8e-3), (24, 96)), *to_zero(plain, (6e-3, 8e-3), 96)],
         ),
         tuned(
             "sign_loco dense",
             [
-                *grid(by(0.1, dense), (2e-3, 4e-3, 6e-3), (96,)),
-                *grid(by(0.25, dense), (2e-3, 4e-3, 6e-3), (96,)),
+                *grid(by(0.1, dense), (2e-3, 4e-3, 6e-3, 8e-3), (96,)),
+                *grid(by(0.25, dense), (2e-3, 4e-3, 6e-3, 8e-3), (96,)),
             ],
         ),
     )
@@ -119,7 +119,7 @@ def large(steps: int = LARGE) -> tuple[Method, ...]:
         return [at(make(lr), steps, w, model="small") for lr in rates for w in warmups]
 
     return (
-        tuned("full", grid(lambda lr: full("", lr), (1.4e-3, 2e-3, 2.8e-3))),
+        tuned("full", grid(lambda lr: full("", lr), (1.4e-3, 2e-3, 2.8e-3, 4e-3))),
         tuned(
             "sign_loco switch",
             [
@@ -127,7 +127,10 @@ def large(steps: int = LARGE) -> tuple[Method, ...]:
                 *grid(lambda lr: switched(0.25, steps, lr), (4e-3,)),
             ],
         ),
-        tuned("sign_loco", grid(lambda lr: sign_loco("", lr, steps=steps), (4e-3, 5.6e-3))),
+        tuned(
+            "sign_loco",
+            grid(lambda lr: sign_loco("", lr, steps=steps), (2e-3, 2.8e-3, 4e-3, 5.6e-3)),
+        ),
     )
 
 
