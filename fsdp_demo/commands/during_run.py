@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -83,7 +84,16 @@ def store(args: argparse.Namespace) -> int:
 def _serve_in_child(
     args: argparse.Namespace, token: str, listener: socket.socket, first: bool
 ) -> int:
-    """The exit code of one server; negative: the signal that has ended it."""
+    """The exit code of one server; negative: the signal that has ended it.
+
+    Raises:
+        RuntimeError: this process has other threads, and a fork would keep what they have locked.
+    """
+    if (threads := threading.active_count()) > 1:
+        raise RuntimeError(
+            f"this process has {threads} threads, and `fsdp-demo store` forks its server: start "
+            "the command in a process of its own"
+        )
     server = multiprocessing.get_context("fork").Process(
         target=serve, args=(args, token, listener, os.getpid(), first), daemon=True
     )

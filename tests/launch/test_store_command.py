@@ -145,6 +145,8 @@ def test_store_command_restarts_a_killed_server(tmp_path: Path) -> None:
         client = StoreClient(endpoint, deadline=60.0)
         assert [client.get(f"n{n}") for n in range(3)] == ends
         assert client.identity().generation == 5
+        # it forks, so it has no second thread, in C neither
+        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
         client.close()
         os.kill(server_of(process.pid), signal.SIGSEGV)
         assert process.wait(30) == 128 + signal.SIGSEGV
