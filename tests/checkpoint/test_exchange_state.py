@@ -13,7 +13,7 @@ from torch import nn
 import fsdp_demo
 from fsdp_demo.checkpoint import load_exchange, save_exchange, snapshot
 from fsdp_demo.checkpoint.files import crc32, read_part, write_part
-from fsdp_demo.checkpoint.inspect import inspect
+from fsdp_demo.tools.inspect import inspect
 
 from ..support import probe
 

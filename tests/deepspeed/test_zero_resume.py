@@ -19,9 +19,9 @@ from deepspeed_ext.checkpoints import separate
 from fsdp_demo.checkpoint import load_exchange
 from fsdp_demo.checkpoint.files import copied
 from fsdp_demo.checkpoint.folders import Fence
-from fsdp_demo.checkpoint.inspect import inspect
 from fsdp_demo.errors import Superseded
 from fsdp_demo.integrations.export.weights import anchors
+from fsdp_demo.tools.inspect import inspect
 
 from ..support import zero
 
