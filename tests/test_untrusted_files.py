@@ -186,7 +186,7 @@ def test_files_resume_from_an_odd_part_is_refused(tmp_path: Path, whole: Files, 
     for name in ("exchange/rank0.json", "exchange/rank0.safetensors"):
         (tmp_path / name).write_bytes(found[name])
     with pytest.raises(ValueError, match="is damaged"):
-        load_exchange(tmp_path / "exchange").state(0)
+        load_exchange(tmp_path / "exchange").state(0, 0)
 
 
 def test_files_too_deep_state_is_not_written(tmp_path: Path) -> None:

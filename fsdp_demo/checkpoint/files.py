@@ -263,18 +263,12 @@ def refuse_exchange(exchange: Exchange) -> None:
         PeerLost: what was under way is lost (`Exchange.state_dict`).
     """
     host = exchange.host
-    kept = {
-        kind: host.tensors(kind)
-        for kind in ("parameter", *(f"state:{name}" for name in host.states()))
-    }
     named = [
-        (kind, [(s.name, t) for s, t in zip(host.params, tensors, strict=True)])
-        for kind, tensors in kept.items()
+        (f"{kind} {s.name}", t)
+        for kind in ("parameter", *(f"state:{name}" for name in host.states()))
+        for s, t in zip(host.params, host.tensors(kind), strict=True)
     ]
-    refuse_not_finite(
-        *((f"{kind} {name}", t) for kind, pairs in named for name, t in pairs),
-        ("exchange", exchange.state_dict()),
-    )
+    refuse_not_finite(*named, ("exchange", exchange.state_dict()))
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -41,13 +41,13 @@ class CheckpointManager:
         topology: as for `attach`.
         keep: how many to keep; never fewer than all that follow the newest step which every island
             is known to hold. None: all.
-        group: process group of the replica's ranks over CPU tensors; default one of its own.
         own: in a mesh, too, `root` is this replica's alone.
         registry: where the islands ask each other, of a host with several folders; default one of
             its own.
 
     Attributes:
-        group: that group (None: a single rank), for `torch.distributed.checkpoint`.
+        group: process group of the replica's ranks over CPU tensors (None: a single rank), for
+            `torch.distributed.checkpoint`.
         ranks: the words between the ranks of this replica, over that group.
         votes: between all ranks whose collectives `write` uses: those of this replica, if no host
             says otherwise.
@@ -64,7 +64,6 @@ class CheckpointManager:
         root: Path | str,
         topology: Topology,
         keep: int | None = 2,
-        group: Any = None,
         own: bool = False,
         registry: CheckpointRegistry | None = None,
     ):
@@ -72,9 +71,9 @@ class CheckpointManager:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
         shared = topology.kind == "mesh" and not own
         root = Path(root) / f"replica{topology.island}" if shared else Path(root)
-        group = cpu_group(topology) if group is None else group
-        self.root, self.topology, self.group, self.keep = root, topology, group, keep
-        self.ranks = self.votes = Ranks(group, topology.rank, topology.world)
+        self.root, self.topology, self.keep = root, topology, keep
+        self.group = cpu_group(topology)
+        self.ranks = self.votes = Ranks(self.group, topology.rank, topology.world)
         self.one_disk, self.rotates, self.common = True, True, -1
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0

@@ -26,7 +26,7 @@ from ..exchange.exchange import Exchange
 from ..exchange.refusals import refuse_shown
 from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
-from .exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
+from .exchange_state import SavedExchange, describe_part, load_exchange
 from .files import copied, read_part, refuse_not_finite, write_part
 from .manager import CheckpointManager
 from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
@@ -45,7 +45,7 @@ and JSON values.
 
 class RunState:
     """Saves and restores a run: model, inner optimizer, exchange, random states, and what the
-    training loop keeps beside them.
+    training loop keeps beside them (an example: docs/checkpoints.md).
 
     `restore` comes before `attach`, which then gets `step` and `saved`. All ranks of all islands
     make one and restore together.
@@ -63,34 +63,7 @@ class RunState:
         extra: what the loop of this rank had kept (`save`); empty where nothing was restored.
         same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is
             that of another rank, and random states begin anew.
-
-    Example:
-        >>> import tempfile, torch, fsdp_demo
-        >>> from pathlib import Path
-        >>> from fsdp_demo.checkpoint import CheckpointManager, RunState
-        >>> topology, folder = fsdp_demo.Topology.from_env({}), tempfile.TemporaryDirectory()
-        >>> def start(resume):
-        ...     model = torch.nn.Linear(2, 2)
-        ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     mine = CheckpointManager(Path(folder.name) / topology.name, topology)
-        ...     state = RunState(mine, model, optimizer)
-        ...     state.restore(resume)
-        ...     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology, step=state.step, state=state.saved)
-        ...     state.restore_random()
-        ...     return model, optimizer, state, exchange
-        >>> model, optimizer, state, exchange = start(resume=False)
-        >>> def place():                 # a stop is raised inside optimizer.step(): count nothing after it
-        ...     return {"rows": 4 * exchange.step}
-        >>> with fsdp_demo.guard(exchange, save=lambda: state.save(exchange, place, last=True)):
-        ...     while exchange.step < 3:
-        ...         model(torch.randn(4, 2)).square().sum().backward()
-        ...         optimizer.step()
-        ...         optimizer.zero_grad()
-        ...     state.save(exchange, place)
-        >>> again, _, state, exchange = start(resume=True)
-        >>> exchange.step, state.extra["rows"], torch.equal(again.weight, model.weight)
-        (3, 12, True)
-    """  # noqa: E501
+    """
 
     def __init__(
         self,
@@ -247,7 +220,7 @@ class RunState:
         refuse_shown(exchange.shows_result, "RunState.save()")
         group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"
 
-        def copy() -> tuple[dict[str, torch.Tensor], Snapshot, Any]:
+        def copy() -> tuple[dict[str, torch.Tensor], dict[str, Any], Any, Any]:
             # waits for what is under way
             live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()
             kept = {n: t for n, t in live.items() if n not in self._masks}
@@ -257,17 +230,17 @@ class RunState:
                 loop[COUNTERS] = counters
             if not wait:
                 state, loop = copied(state), copied(loop)
-            return live, Snapshot(describe_part(exchange), state), loop
+            return live, describe_part(exchange), state, loop
 
         def write(folder: Path) -> Callable[[], None]:
             # Collectives first: a rank that cannot write its own files must not leave the others
             # waiting in them.
-            live, state, loop = self.checkpoints.ranks.together(copy, what)
+            live, head, state, loop = self.checkpoints.ranks.together(copy, what)
             written = save_tensors(folder / "model", live, group, wait)
 
             def rest() -> None:
                 written()
-                self._write_beside(folder, state, loop)
+                self._write_beside(folder, head, state, loop)
 
             return rest
 
@@ -277,24 +250,18 @@ class RunState:
         """The run came to its end: wait for the last save, and delete what was put aside."""
         self.checkpoints.finish()
 
-    def _write_beside(self, folder: Path, state: Snapshot, loop: Any) -> None:
+    def _write_beside(self, folder: Path, head: dict[str, Any], state: Any, loop: Any) -> None:
         """All but the model's tensors."""
-        rank = state.head["rank"]
-        config: Any = getattr(unwrap_model(self.model), "config", None)
+        rank, config = head["rank"], getattr(unwrap_model(self.model), "config", None)
         # of transformers: `fsdp-demo export` needs it
-        if rank == 0 and hasattr(config, "save_pretrained"):
+        if rank == 0 and config is not None and hasattr(config, "save_pretrained"):
             config.save_pretrained(folder)
         if rank == 0:
-            (folder / "facts.json").write_text(
-                json.dumps(self.facts, indent=1) + "\n", encoding="utf-8"
-            )
-        state.write(folder / "exchange")
-        write_part(
-            folder / "loop",
-            f"rank{rank}",
-            {key: state.head[key] for key in ("step", "rank", "world")},
-            loop,
-        )
+            facts = json.dumps(self.facts, indent=1) + "\n"
+            (folder / "facts.json").write_text(facts, encoding="utf-8")
+        write_part(folder / "exchange", f"rank{rank}", head, state)
+        place = {key: head[key] for key in ("step", "rank", "world")}
+        write_part(folder / "loop", f"rank{rank}", place, loop)
 
 
 def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
     step, and of which ones: those that took part only in earlier starts are not among them.
     """
     tokens, islands = 0, set()
-    for saved in {saved.folders: saved for saved in chosen.seen}.values():
+    for saved in {saved.folder: saved for saved in chosen.seen}.values():
         tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)
         islands |= set(saved.islands)
     if tokens:

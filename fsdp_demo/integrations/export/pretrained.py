@@ -168,7 +168,7 @@ def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Path, SavedExchang
         except ValueError as error:
             broken.append(str(error))
             continue
-        if not saved.complete:
+        if saved.missing:
             lost = ", ".join(f"rank {rank} of island {number}" for number, rank in saved.missing)
             broken.append(f"{folder} is not complete: it lacks {lost}")
         else:
