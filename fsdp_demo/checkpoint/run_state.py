@@ -132,12 +132,8 @@ class RunState:
         step = saves.ranks.from_first(lambda: max(saves.whole(), default=-1))
         folder = saves.path(step)
         head = None if step < 0 else moments_in(folder, saves.topology, saves.ranks)
-        if head is None:
-            return
-        model, kinds = folder / "model", head["optimizers"]
-        load_tensors(model, self.model, self.optimizers, saves.group, kinds, True)
-        loop = read_part(folder / "loop" / f"rank{saves.topology.rank}.json")[1]
-        self._count_on(loop.get(COUNTERS, {}))
+        if head is not None:
+            self._load_model(folder, head["optimizers"], saves.topology.rank, True)
 
     def restore_random(self) -> None:
         """Put the random states back as they were when the checkpoint was made, where they are this
@@ -157,32 +153,39 @@ class RunState:
         self.checkpoints.verify(folder)
         self.saved = saved = load_exchange(folder / "exchange")
         head = saved.heads[0]
-        self.same = (head["islands"], head["island"], head["world"]) == (
-            topology.islands,
-            topology.island,
-            topology.world,
-        )
-        all_of_it = load_tensors(
-            folder / "model",
-            self.model,
-            self.optimizers,
-            self.checkpoints.group,
-            head["optimizers"],
-            fresh,
-        )
+        mine = topology.islands, topology.island, topology.world
+        self.same = (head["islands"], head["island"], head["world"]) == mine
         rank = topology.rank if self.same else 0
-        loop = read_part(folder / "loop" / f"rank{rank}.json")[1]
-        self.extra = {key: v for key, v in loop.items() if key not in ("random", COUNTERS)}
-        self._random = loop["random"] if self.same else None
-        if all_of_it:  # the optimizers' states were loaded
-            self._count_on(loop.get(COUNTERS, {}))
+        self.extra = self._load_model(folder, head["optimizers"], rank, fresh)
+        drawn = self.extra.pop("random")
+        self._random = drawn if self.same else None
+
+    def _load_model(
+        self, folder: Path, kinds: Sequence[str], rank: int, weights_suffice: bool
+    ) -> dict[str, Any]:
+        """Load model and optimizers, and the numbers in their groups; returns what the loop of
+        `rank` had kept.
+
+        Args:
+            kinds, weights_suffice: as for `load_tensors`.
+        """
+        model, group = folder / "model", self.checkpoints.group
+        whole = load_tensors(model, self.model, self.optimizers, group, kinds, weights_suffice)
+        loop: dict[str, Any] = read_part(folder / "loop" / f"rank{rank}.json")[1]
+        counters = loop.pop(COUNTERS, {})
+        if whole:  # the optimizers' states were loaded, too
+            self._count_on(counters)
+        return loop
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        held = model_tensors(self.model)
+        return held | outside(held, self.optimizers)
 
     def _counters(self) -> dict[str, dict[str, Any]]:
         """The numbers that optimizers keep in their groups (Prodigy's d, schedule-free's k): those
         that are not what they were given. By the name of a group's first parameter.
         """
-        held = model_tensors(self.model)
-        names = {id(p): n for n, p in (held | outside(held, self.optimizers)).items()}
+        names = {id(p): name for name, p in self._named().items()}
         out = {}
         for group, begun in zip(_groups(self.optimizers), self._begun, strict=False):
             moved = {k: v for k, v in _numbers(group).items() if v != begun.get(k, v)}
@@ -192,8 +195,7 @@ class RunState:
 
     def _count_on(self, saved: Mapping[str, dict[str, Any]]) -> None:
         """Go on from `_counters`."""
-        held = model_tensors(self.model)
-        named = held | outside(held, self.optimizers)
+        named = self._named()
         for name, moved in saved.items():
             for group in _groups(self.optimizers):
                 if any(p is named.get(name) for p in group["params"]):
