@@ -32,14 +32,14 @@ class HeldCheckpoint:
 
     Attributes:
         step: optimizer steps done.
-        applied: between which exchanges it lies, as JSON; "" where that is not known, or the number
-            of islands was another.
-        owner: the island that saved it; -1 where that is not known, or the number of islands was
-            another.
-        history: digest of whose contributions it has; "" where that is not known, or the number of
-            islands was another.
+        applied: between which exchanges it lies, as JSON.
+        owner: the island that saved it.
+        history: digest of whose contributions it has.
         participants: numbers of the islands that took part in the last exchange before it, have
-            applied it, and were there when this was saved, as JSON; "" where that is not known.
+            applied it, and were there when this was saved, as JSON.
+
+    What is not known is "", and -1 for `owner`; so are `applied`, `owner` and `history` of a state
+    of another number of islands.
     """
 
     step: int
@@ -65,11 +65,7 @@ Held = Sequence[Sequence[HeldCheckpoint]]
 
 
 def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
-    """A checkpoint as islands compare it, from the heads of the exchange's parts in a folder; the
-    step alone where there is no part.
-
-    Args:
-        islands: of this run.
+    """`held_by` of the exchange's parts in a folder; the step alone where there is no part.
 
     Raises:
         ValueError: a part is torn, or ranks stand between unlike exchanges.
@@ -125,8 +121,8 @@ def present(held: Held, slots: Sequence[int]) -> list[bool]:
         slots: the numbers of the islands.
 
     Example:
-        >>> from fsdp_demo.checkpoint.choice import HeldCheckpoint as Held, present
-        >>> present([[Held(30, participants="[0, 1]")], [Held(20)], [Held(10)]], range(3))
+        >>> at = HeldCheckpoint
+        >>> present([[at(30, participants="[0, 1]")], [at(20)], [at(10)]], range(3))
         [True, True, False]
     """
     newest = max((h for each in held for h in each), key=_step)
@@ -189,9 +185,9 @@ def choose(
         names: of the islands, for the error.
         held: what each holds.
         how: "common": what all hold. "auto": else islands that hold none take over from the others.
-            "newest": what all hold that were `present`; the others take over. Else all that do not
-            hold the newest of them. "take_over": what all hold; else as "newest", and folders may
-            be swapped.
+            "newest": what all hold that were `present`; the others take over; where there is none,
+            all that do not hold the newest of them. "take_over": what all hold, else as "newest";
+            folders may be swapped.
         slots: the numbers of the islands, if they are not all.
 
     Raises:
@@ -241,10 +237,8 @@ def _joined(held: Held, asked: Sequence[bool]) -> list[HeldCheckpoint | None] | 
 def superfluous(
     steps: Sequence[int], common: int, keep: int | None, best: int | None = None
 ) -> list[int]:
-    """The steps of an island's checkpoints that rotation may delete.
-
-    Never the newest step that all islands hold, nor what follows it: an island whose peer died
-    before its save goes on from there.
+    """The steps of an island's checkpoints that rotation may delete. Never the newest step that all
+    islands hold, nor what follows it: an island whose peer died before its save goes on from there.
 
     Args:
         steps: that the island holds, ascending.
@@ -253,10 +247,7 @@ def superfluous(
         best: the step of the best model, which stays.
 
     Example:
-        >>> from fsdp_demo.checkpoint.choice import superfluous
-        >>> superfluous([10, 20, 30, 40, 50], common=30, keep=1)
-        [10, 20]
-        >>> superfluous([10, 20, 30, 40, 50], common=50, keep=2, best=10)
+        >>> superfluous([10, 20, 30, 40, 50], common=40, keep=1, best=10)
         [20, 30]
     """
     return [s for s in steps[:-keep] if s < common and s != best] if keep else []

@@ -80,12 +80,8 @@ def save_exchange(folder: Path, exchange: Exchange) -> None:
 
     What is in flight is waited for and saved with it, to be applied at its own step.
     """
-    write_part(
-        Path(folder),
-        f"rank{exchange.topology.rank}",
-        describe_part(exchange),
-        exchange.state_dict(),
-    )
+    name, head = f"rank{exchange.topology.rank}", describe_part(exchange)
+    write_part(Path(folder), name, head, exchange.state_dict())
 
 
 class SavedExchange(PartSet):
@@ -103,7 +99,9 @@ class SavedExchange(PartSet):
         """
         mine = self.check(exchange)
         island = mine["island"] if mine["island"] in self.islands else self.islands[0]
-        head = self._like(mine, island)
+        # the same rank, of another number of ranks the first one
+        first = self.of_island(island)[0]
+        head = self.head(mine["rank"], island) if first["world"] == mine["world"] else first
         islands = head["islands"] == mine["islands"]
         ranks = all(head[k] == mine[k] for k in PLACE) and _stretches(head) == _stretches(mine)
         if ranks and islands:
@@ -120,13 +118,6 @@ class SavedExchange(PartSet):
             _say(head, mine, [f.step for f in saved.in_flight], part)
         return state.to_tree()
 
-    def _like(self, mine: Mapping[str, Any], island: int) -> dict[str, Any]:
-        """The head of the same rank of a saved island; of another number of ranks the first
-        one's.
-        """
-        first = self.of_island(island)[0]
-        return self.head(mine["rank"], island) if first["world"] == mine["world"] else first
-
     def check(self, exchange: Exchange) -> dict[str, Any]:
         """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own
         rank, were it saved now.
@@ -135,7 +126,23 @@ class SavedExchange(PartSet):
             ValueError: another preset or model, parameters that are no longer fp32 or now are.
         """
         mine = describe_part(exchange)
-        self._check_kin(mine)
+        for h in self.heads:
+            if h["preset"] != mine["preset"]:
+                raise ValueError(
+                    f"{self.folder} was saved by preset {h['preset']!r}, this run has "
+                    f"{mine['preset']!r}: give the same preset, {FRESH}"
+                )
+            theirs, ours = (
+                {p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine)
+            )
+            if theirs != ours:
+                name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
+                there, here = (x.get(name, "absent") for x in (theirs, ours))
+                raise ValueError(
+                    f"{self.folder} belongs to another model: {name} is {there} there, {here} "
+                    f"here ({len(theirs)} tensors there, {len(ours)} here): give the model it was "
+                    f"saved with, {FRESH}"
+                )
         if any(c.source == "delta" for c in exchange.config.channels):
             self._check_dtypes(mine)
         return mine
@@ -151,26 +158,6 @@ class SavedExchange(PartSet):
                 raise ValueError(
                     f"{self.folder} was saved with {name} in {theirs[name]}, this run has it in "
                     f"{dtype}: load the model with dtype=torch.{theirs[name]}, {FRESH}"
-                )
-
-    def _check_kin(self, mine: Mapping[str, Any]) -> None:
-        """Refuse another preset, and another model."""
-        for h in self.heads:
-            if h["preset"] != mine["preset"]:
-                raise ValueError(
-                    f"{self.folder} was saved by preset {h['preset']!r}, this run has "
-                    f"{mine['preset']!r}: give the same preset, {FRESH}"
-                )
-            theirs, ours = (
-                {p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine)
-            )
-            if theirs != ours:
-                name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
-                there, here = (x.get(name, "absent") for x in (theirs, ours))
-                raise ValueError(
-                    f"{self.folder} belongs to another model: {name} is {there} there, {here} "
-                    f"here ({len(theirs)} tensors there, "
-                    f"{len(ours)} here): give the model it was saved with, {FRESH}"
                 )
 
 

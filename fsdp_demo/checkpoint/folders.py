@@ -31,7 +31,7 @@ from ..errors import UNREADABLE, Superseded, see
 from ..files import in_one_piece, read_json
 from ..peers.votes import Ranks
 from ..version import __version__
-from .files import crc32, sync_folder
+from .files import crc32, measured, sync_folder
 
 log = logging.getLogger("fsdp_demo")
 
@@ -97,9 +97,7 @@ def sum_up(folder: Path, rank: int, world: int) -> None:
     `seal`.
     """
     names = files_in(folder)[rank::world]
-    sums = {
-        n: {"bytes": (folder / n).stat().st_size, "crc32": crc32(folder / n, True)} for n in names
-    }
+    sums = {name: measured(folder / name, sync=True) for name in names}
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
 
 
@@ -117,13 +115,9 @@ def seal(folder: Path, step: int, world: int, one_disk: bool = True) -> None:
         here = files_in(folder)
         files = {name: files[name] for name in here if name in files}
         for name in set(here) - set(files):
-            files[name] = {"bytes": (folder / name).stat().st_size, "crc32": crc32(folder / name)}
-    content = {
-        "version": VERSION,
-        "package": __version__,
-        "step": step,
-        "files": dict(sorted(files.items())),
-    }
+            files[name] = measured(folder / name)
+    content = {"version": VERSION, "package": __version__, "step": step}
+    content["files"] = dict(sorted(files.items()))
     in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
     for r in range(world):
         (folder / f".sums{r}").unlink(missing_ok=not one_disk)
@@ -170,11 +164,8 @@ def misfits(folder: Path) -> str:
         named = sums(folder)
     except ValueError as error:
         return str(error)
-    bad = [
-        n
-        for n, f in named.items()
-        if not (folder / n).is_file() or (folder / n).stat().st_size != f["bytes"]
-    ]
+    there = {n: folder / n for n in named if (folder / n).is_file()}
+    bad = [n for n in named if n not in there or there[n].stat().st_size != named[n]["bytes"]]
     return f"{', '.join(bad[:4])} missing or of another size" if bad else ""
 
 
@@ -235,10 +226,8 @@ def forget_asides(root: Path) -> None:
     for folder in gone:
         remove(folder)
     if gone:
-        names = ", ".join(folder.name for folder in gone)
-        log.info(
-            "%s: %s, put aside before, deleted: all islands hold a newer checkpoint", root, names
-        )
+        text = "%s: %s, put aside before, deleted: all islands hold a newer checkpoint"
+        log.info(text, root, ", ".join(folder.name for folder in gone))
 
 
 # ---- one writer at a time ----------------------------------------------------------------------

@@ -42,11 +42,9 @@ class CheckpointManager:
             its own.
 
     Attributes:
-        group: process group of the replica's ranks over CPU tensors (None: a single rank), for
-            `torch.distributed.checkpoint`.
+        group: process group of the replica's ranks over CPU tensors; None: a single rank.
         ranks: the words between the ranks of this replica, over that group.
-        votes: between all ranks whose collectives `write` uses: those of this replica, if no host
-            says otherwise.
+        votes: between all ranks whose collectives `write` uses, if these are more.
         registry: where the islands ask each other.
         one_disk: all ranks of the replica write to one disk.
         rotates: what is not needed any more goes after a save.

@@ -37,11 +37,6 @@ log = logging.getLogger("fsdp_demo")
 COUNTERS = "optimizer_groups"
 """In what a loop keeps: the numbers that optimizers have moved in their groups."""
 
-Extra = Callable[[], Mapping[str, Any]]
-"""Gives what the training loop itself keeps on this rank (its place in the data, counters): tensors
-and JSON values.
-"""
-
 
 class RunState:
     """Saves and restores a run: model, inner optimizer, exchange, random states, and what the
@@ -204,12 +199,17 @@ class RunState:
     # ---- saving --------------------------------------------------------------------------------
 
     def save(
-        self, exchange: Exchange, extra: Extra = dict, wait: bool = True, last: bool = False
+        self,
+        exchange: Exchange,
+        extra: Callable[[], Mapping[str, Any]] = dict,
+        wait: bool = True,
+        last: bool = False,
     ) -> None:
         """A checkpoint of this step. All ranks of the replica call it together; islands need not.
 
         Args:
-            extra: asked when what is under way in the exchange has arrived.
+            extra: gives what the training loop keeps on this rank (its place in the data,
+                counters): tensors and JSON values; asked when what is under way has arrived.
             wait: False: training goes on while it is written.
             last: the process ends after it, as under `guard`: see `CheckpointManager.save`.
 
@@ -276,12 +276,10 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, bool | int | float]:
     return {k: v for k, v in group.items() if isinstance(v, bool | int | float) and k not in rates}
 
 
-# States of the random number generators that a training loop draws from, as a tree for a
-# checkpoint.
-
-
 def random_states() -> dict[str, Any]:
-    """The states of python, torch, this rank's GPU, and numpy where the process has it loaded."""
+    """The states of the random number generators of python, torch, this rank's GPU, and numpy where
+    the process has it loaded, as a tree for a checkpoint.
+    """
     version, words, gauss = random.getstate()
     out: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
