@@ -78,12 +78,7 @@ class CheckpointRegistry:
 
     def common(self, mine: Sequence[HeldCheckpoint]) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for
-        rotation. Islands need not come together: each says what it holds, and hears what the
-        others have said last.
-
-        Raises:
-            StoreSilent: see `exchange`.
-            ValueError, TypeError: a note of another form.
+        rotation, by `exchange`. Raises ValueError, TypeError for a note of another form, too.
         """
         said = self.exchange([h.note() for h in mine])
         held = [[HeldCheckpoint(*h) for h in each or ()] for each in said]
@@ -143,7 +138,7 @@ class CheckpointRegistry:
     def exchange(self, held: Any) -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None.
         In order of the islands, without those that have not begun with the others and have said
-        nothing.
+        nothing. Islands need not come together.
 
         Raises:
             StoreSilent: no answer within `PATIENCE` seconds.
