@@ -144,7 +144,7 @@ class Driver(NetworkLoop):
                 self._let_land()
             self.do(lambda: self._end(word))
             self._wait(lambda: self._closed, 5.0)
-            self._wait(self._is_said, LAST_WORD)
+        self._wait(self._is_said, LAST_WORD)
         self._store_session.close()
         self._poller.close(linger)
 
@@ -392,6 +392,8 @@ class Driver(NetworkLoop):
             self.detector.leaving.add(member)
         elif what == "leave":
             self._lost(member, "has left")
+        elif what == "refused":
+            self.refused(member, f"it has refused what this island sent: {word[1]!s:.300}")
         elif what == "stands":
             others = self._progress.told(self.machine, int(word[1]), float(word[2]), member)
             if others is not None:
@@ -406,8 +408,14 @@ class Driver(NetworkLoop):
         self._take_later(view, protocol_events.FrozenHeard(view))
 
     def refuse(self, member: Member, error: WireError) -> None:
-        """A peer has sent damaged data."""
+        """Count a peer that has sent damaged data as lost, and tell it why."""
+        if member in self.notes:
+            self.detector.say(["refused", str(error)], [self.notes[member]])
         self._lost(member, str(error))
+
+    def refused(self, member: Member, why: str) -> None:
+        """A peer has refused a piece of this island, which the others are about to expel."""
+        log.error("%s: %s", self.labels(member.slot), why)
 
     def _lost(self, member: Member, why: str) -> None:
         self._lose({member: why})

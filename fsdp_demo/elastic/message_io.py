@@ -144,6 +144,8 @@ class Traffic:
             try:
                 stream.check(label)
             except WireError as error:
+                if isinstance(stream.message, RoundMessage):
+                    stream.message.damage = error
                 self._loop.do(partial(self._refused, stream.sender, error))
             else:
                 self._loop.do(lambda: self._kept(stream, view))
