@@ -83,7 +83,7 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
                     topology, lambda: _begin(topology, store or topology.open_store())
                 )
             except Finished:
-                if environment.restarted(os.environ):
+                if environment.whole(os.environ, "ISLAND_ATTEMPT", 0) > 0:  # by a supervisor
                     log.warning(
                         "run %r has finished while %s was away: it is not needed any more, the "
                         "others hold what came out. It ends with status 0%s",
