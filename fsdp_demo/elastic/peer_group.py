@@ -169,18 +169,6 @@ class PeerGroup:
             header, nothing, vectors, lambda headers: [[1.0] * len(headers)] * len(vectors)
         )[2]
 
-    def hand_out(
-        self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]
-    ) -> Tensor:
-        """The donor's `data` (uint8 [size], None elsewhere) on the ranks that need it; nothing on
-        the others. Where any rank needs it, all are sent it.
-
-        Where none does, a message of one byte is sent: it may be that another shard of this island
-        is needed, and all ranks of an island send equally many messages.
-        """
-        mine = data if data is not None else torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._run(header, mine, longest=max(size, 1), setup=True)[1][donor]
-
     def _run(
         self,
         header: Header,
