@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,19 +20,16 @@ from ..errors import PeerLost, WireError, see
 from ..membership.protocol_types import Member, Record, read_record
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
-from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
 from ..peers.join_messages import LONGEST as LONGEST_HEAD
 from ..peers.join_messages import (
-    WIRES,
     Expected,
+    JoinConnections,
     MessageHead,
     Request,
     Tick,
     ask_join_server,
-    connection_names,
     from_bytes,
-    greeting,
     listener_key,
     unpacked,
 )
@@ -49,32 +46,21 @@ AGAIN = 1.0  # seconds between two questions to somebody who is busy
 TO_CONNECT = 15.0  # seconds after which connections that do not stand are given up, and made again
 
 
-@dataclass
-class Reached:
-    """One member, and the connections to it."""
+class Reached(JoinConnections):
+    """One member, and the connections to it. Arguments: see `JoinConnections`."""
 
-    member: Member
-    wires: dict[str, PeerConnection]
-    connections: list[PeerConnection]
-    until: float = field(default_factory=lambda: time.monotonic() + TO_CONNECT)
+    listens = False
 
-    @property
-    def every(self) -> list[PeerConnection]:
-        """All connections."""
-        return [*self.wires.values(), *self.connections]
-
-    @property
-    def met(self) -> bool:
-        """Whether all stand."""
-        return all(w.met for w in self.every)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._until = time.monotonic() + TO_CONNECT
 
     @property
     def failed(self) -> str:
-        """Why they will not; empty while they may."""
-        if why := next((w.gone for w in self.every if w.gone), ""):
-            return why
-        trouble = next((w.trouble for w in self.every if w.trouble), "it does not answer")
-        return "" if self.met or time.monotonic() < self.until else trouble
+        """Why the connections will not stand; empty while they may."""
+        if self.gone or self.met or time.monotonic() < self._until:
+            return self.gone
+        return next((w.trouble for w in self.every if w.trouble), "it does not answer")
 
     def close(self, poller: Poller) -> None:
         """Close all; who waits for something of them is told."""
@@ -223,16 +209,11 @@ class MemberSearch:
         return {"host": host, **answer}
 
     def _dial(self, member: Member, answer: dict[str, Any]) -> Reached:
-        wires, names = {}, connection_names(int(answer["connections"]))
-        for k, port in zip(names, answer["ports"], strict=True):
-            wire = wires[k] = self.poller.add(0, False)
+        count = int(answer["connections"])
+        made = Reached(self.poller, self.prefix, self.peer_group, self.me, member, count)
+        for wire, port in zip(made.every, answer["ports"], strict=True):
             wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
-            wire.greet(
-                greeting(self.prefix, self.peer_group, k, self.me, member),
-                greeting(self.prefix, self.peer_group, k, member, self.me),
-            )
-        connections = [wires.pop(k) for k in names if k not in WIRES]
-        return Reached(member, wires, connections)
+        return made
 
 
 class Following:

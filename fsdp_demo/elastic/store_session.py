@@ -93,15 +93,16 @@ class StoreSession:
 
         self._jobs.put(job)
 
-    def post(self, report: Report, members: tuple[Member, ...], epoch: int) -> None:
-        """Write a report; then watch for the reports of `members` on its view, and for the record
-        that follows `epoch`.
+    def post(self, report: Report, record: Record) -> None:
+        """Write a report; then watch for the reports of all members of `record` on its view, and
+        for the record that follows it.
         """
 
         def job(at: Store) -> None:
             self._met, self._own = True, _report_key(report.view, report.member, report.rank)
             self._write(lambda: at.set(self._own, report_text(report)))
-            self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
+            until = time.monotonic() + self._dead
+            self._watched = Watched(report.view, record.members, record.epoch + 1, until)
 
         self._jobs.put(job)
 

@@ -346,7 +346,14 @@ def test_join_server_drops_an_unreadable_newcomer(note: bytes) -> None:
     now = time.monotonic()
     wires = {"notes": SimpleNamespace(notes=deque([b'["ready"]', note]), heard_at=now)}
     joining_island = SimpleNamespace(
-        name="island2", every=[], since=now, following=False, moved=False, wires=wires
+        name="island2",
+        every=[],
+        gone="",
+        met=True,
+        since=now,
+        following=False,
+        moved=False,
+        wires=wires,
     )
     join_server = JoinServer.__new__(JoinServer)
     join_server.joining_island, join_server._looked, join_server._dead = joining_island, now, 10.0
@@ -375,7 +382,7 @@ def test_join_server_reads_the_notes_of_a_newcomer() -> None:
     wires = {"notes": SimpleNamespace(notes=words, heard_at=now)}
     join_server = JoinServer.__new__(JoinServer)
     join_server.joining_island = SimpleNamespace(
-        every=[], since=now, following=False, moved=False, wires=wires
+        every=[], gone="", met=True, since=now, following=False, moved=False, wires=wires
     )
     join_server._looked, join_server._dead = now, 10.0
     assert join_server.look() is None  # it is not near before it has its snapshot
