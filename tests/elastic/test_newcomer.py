@@ -181,7 +181,7 @@ class Run:
         follow = line.following
         assert follow is not None
         worker = CommWorker(line)
-        line.runs_in(worker.submit)
+        line.submit = worker.submit
         while follow.head(LONGEST, 0.5, {}) is None:
             pass
         while follow.bodies([36000], 0.5) is None:
