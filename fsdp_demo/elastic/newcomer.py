@@ -10,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,46 +73,40 @@ class Reached(JoinConnections):
         poller.run(job)
 
 
-class JoinHeartbeats:
-    """Tells the members twice a second that this island lives, while it joins: it may load for
-    minutes without a word. In the network thread, so a process that stands says nothing
-    (beats-of-training); once this island is a member, the driver says so.
+class MemberSearch:
+    """How one rank of a newcomer reaches the same rank of all members.
 
-    Attributes:
-        to: whom it has reached so far.
+    It tells those that it has reached twice a second that this island lives, since the island may
+    load for minutes without a word. That is done in the network thread, so a process that stands
+    says nothing (beats-of-training); once this island is a member, the driver says so.
+
+    Args:
+        at: the store, below the keys `prefix` of the run.
+        me, peer_group: this island and its rank. name: of the island, for errors. labels: how
+            errors name an island, by slot.
     """
 
-    def __init__(self, poller: Poller):
-        self._poller, self.to, self._said = poller, list[Reached](), 0.0
+    def __init__(
+        self,
+        poller: Poller,
+        at: Store,
+        prefix: str,
+        me: Member,
+        peer_group: int,
+        name: str,
+        labels: Callable[[int], str],
+    ):
+        self.poller, self.at, self.prefix, self.me = poller, at, prefix, me
+        self.peer_group, self.name, self.labels = peer_group, name, labels
+        self._found, self._said = list[Reached](), 0.0
         poller.between = self._say
 
     def _say(self) -> None:
         if (now := time.monotonic()) - self._said < BEAT:
             return
         self._said = now
-        wires = [r.wires["notes"] for r in self.to]
-        say(self._poller, ["here"], [w for w in wires if w.met and not w.gone])
-
-
-@dataclass
-class MemberSearch:
-    """How one rank of a newcomer reaches the same rank of all members.
-
-    Attributes:
-        at: the store, below the keys `prefix` of the run.
-        me, peer_group: this island and its rank. name: of the island, for errors. labels: how
-            errors name an island, by slot.
-        heartbeats: told which members are reached.
-    """
-
-    poller: Poller
-    at: Store
-    prefix: str
-    me: Member
-    peer_group: int
-    name: str
-    labels: Callable[[int], str]
-    heartbeats: JoinHeartbeats
+        wires = [r.wires["notes"] for r in self._found]
+        say(self.poller, ["here"], [w for w in wires if w.met and not w.gone])
 
     def reach(
         self, seconds: float, turn: int = 0, since: Record | None = None
@@ -166,7 +159,7 @@ class MemberSearch:
                     why = f"{self.labels(m.slot)}: {answer['later']}"
                     break
                 reached[m] = self.poller.run(partial(self._dial, m, answer))
-            self.heartbeats.to = found = [reached[m] for m in members if m in reached]
+            self._found = found = [reached[m] for m in members if m in reached]
             self._wait(found)
             if record is None or still:
                 continue
@@ -223,9 +216,7 @@ class Following:
     others have agreed on. What waits raises PeerLost if it will never come.
 
     Args:
-        donor: the member that this island follows. first: this is the island's first peer group.
-        at: the store, below the keys of the run.
-        who: how errors name the donor.
+        search: has reached the donor, the member that this island follows.
         become: makes this rank a member, given the record that names it.
         another: follows another donor from its snapshot on: what waits for this one ends. Called on
             every rank with a peer group, before `caught_up`; the peer group has another `following`
@@ -239,24 +230,18 @@ class Following:
 
     def __init__(
         self,
-        poller: Poller,
+        search: MemberSearch,
         donor: Reached,
-        first: bool,
-        at: Store,
-        me: Member,
-        who: str,
         become: Callable[[Record], None],
         another: Callable[[], None],
     ):
-        self._poller = poller
-        self._donor = donor
-        self._first = first
-        self._at = at
-        self._me = me
-        self._who = who
+        self._poller, self._at, self._me = search.poller, search.at, search.me
+        self._first = search.peer_group == 0
+        self._donor, self._who = donor, search.labels(donor.member.slot)
         self._become, self.another = become, another
         self._ticks, self._messages = (
-            bulk_stream.Reader(poller, donor.wires[k], who) for k in ("ticks", "messages")
+            bulk_stream.Reader(search.poller, donor.wires[k], self._who)
+            for k in ("ticks", "messages")
         )
         self._asked, self._ready_at = False, 0.0
         self._bodies: list[Tensor] | None = None

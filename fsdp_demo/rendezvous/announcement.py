@@ -194,7 +194,10 @@ class Rendezvous:
             now = time.monotonic()
             if now > deadline:
                 came = {i: f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)}
-                raise starting.waited(topology, wanted, came, more=self._again())
+                # each meeting has keys of its own: one that tries again alone meets nobody
+                number = attached(topology)
+                again = f". This is attach number {number} of this process" if number > 1 else ""
+                raise starting.waited(topology, wanted, came, more=again)
             if now >= look:
                 look = now + 1.0
                 self._refuse_in_vain(store, missing)
@@ -209,17 +212,6 @@ class Rendezvous:
                     deadline - now,
                 )
             time.sleep(0.02)
-
-    def _again(self) -> str:
-        """A hint where this process has attached before, since each meeting has keys of its own."""
-        number = attached(self._topology)
-        if number < 2:
-            return ""
-        return (
-            f". This is attach number {number} of this process in this run, and the others meet it "
-            "by theirs. If it alone tried again (find_executable_batch_size, a caught error), find "
-            "what fits before attach, and start this island again"
-        )
 
     def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
         """Raise an error where the missing islands will not come to this attempt."""

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping
 
-from ..config.parsing import nearest
 from ..errors import see
 from ..net.address import ENDPOINT, Endpoint, check, is_public, split_endpoint
 
@@ -135,14 +134,6 @@ def token(env: Mapping[str, str]) -> str:
     return check(text) if text else ""
 
 
-_ELSEWHERE = {
-    "WORLD": "COUNT",
-    "WORLD_SIZE": "COUNT",
-    "SIZE": "COUNT",
-    "ID": "RANK",
-    "INDEX": "RANK",
-    "STORE": "ENDPOINT",
-}
 _said: set[str] = set()  # warnings that a process gives once
 
 
@@ -151,19 +142,8 @@ def warn_of_unknown(env: Mapping[str, str]) -> None:
     for name in sorted(env):
         if re.match("ISLANDS?_", name) and name not in VARIABLES and name not in _said:
             _said.add(name)
-            log.warning(
-                "%s is no variable of fsdp_demo%s (known: %s)",
-                name,
-                _meant(name),
-                ", ".join(VARIABLES),
-            )
-
-
-def _meant(name: str) -> str:
-    """A hint at the nearest known name. Launchers have other words for rank and world size."""
-    tail = name.partition("_")[2]
-    tails = [known.partition("_")[2] for known in VARIABLES]
-    return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
+            known = ", ".join(VARIABLES)
+            log.warning("%s is no variable of fsdp_demo (known: %s)", name, known)
 
 
 def warn_of_open(place: Endpoint, address: str, token: str) -> None:

@@ -251,12 +251,12 @@ def test_newcomer_that_stands_does_not_keep_others_out(run_ranks: Callable[..., 
 
         def joins() -> None:
             try:
-                alive, newcomer.JoinHeartbeats._say = (
-                    newcomer.JoinHeartbeats._say,
+                alive, newcomer.MemberSearch._say = (
+                    newcomer.MemberSearch._say,
                     lambda self: None,
                 )
                 came.append(comes(2))
-                newcomer.JoinHeartbeats._say = alive
+                newcomer.MemberSearch._say = alive
                 came.append(comes(3))
                 time.sleep(2 * run.dead)
             finally:

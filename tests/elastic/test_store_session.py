@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fsdp_demo.elastic import store_session
 from fsdp_demo.elastic.store_session import StoreSession, newest
+from fsdp_demo.files import to_json
 from fsdp_demo.membership import protocol_events
 from fsdp_demo.membership.protocol_types import (
     Member,
@@ -22,7 +23,6 @@ from fsdp_demo.membership.protocol_types import (
     Report,
     first_record,
     record_text,
-    report_text,
 )
 from fsdp_demo.store.client import WorldStore
 
@@ -48,7 +48,7 @@ class Told:
 
     def reports(self, *members: Member) -> None:
         for member in members:
-            self.store.set(f"report/0/{member.slot}.0.0", report_text(report(member, *MEMBERS)))
+            self.store.set(f"report/0/{member.slot}.0.0", to_json(report(member, *MEMBERS)))
 
     def next(self, seconds: float = 20.0) -> tuple[list[Member], bool]:
         """Who has reported, and whether the others are waited for no more."""
