@@ -178,13 +178,9 @@ def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
     """Raise NeedsDecision where two islands of one machine have the same folder: each would take
     the other's checkpoints for its own, and write over them.
     """
-    owners: dict[str, list[str]] = {}
-    for note in notes:
-        owners.setdefault(str(note.get("place") or ""), []).append(str(note.get("name")))
-    for place, names in owners.items():
-        if place and len(names) > 1:
-            raise NeedsDecision(
-                f"islands {', '.join(names)} have one folder for their checkpoints: give each "
-                f"island a folder of its own, such as Path(folder) / topology.name"
-                f"{see('later-life')}"
-            )
+    places = [n["place"] for n in notes if n.get("place")]
+    if names := [str(n.get("name")) for n in notes if places.count(n.get("place")) > 1]:
+        raise NeedsDecision(
+            f"islands {', '.join(names)} have one folder for their checkpoints: give each "
+            f"island a folder of its own, such as Path(folder) / topology.name{see('later-life')}"
+        )
