@@ -24,7 +24,7 @@ import zmq
 from torch import Tensor
 
 from ..errors import PeerLost, see
-from ..net.address import Keys
+from ..net.address import Keys, join_address
 from ..store.client import Store
 from .connection import PeerConnection, QueuedPiece
 from .poller import Poller
@@ -193,7 +193,7 @@ class ZeroMQ:
                 f"{self._meeting.label(j)} names no port for this rank: use one release everywhere"
             )
         wire = self._poller.add(self._meeting.epoch, False)
-        wire.dial(f"tcp://{bracketed(note['host'])}:{port}")
+        wire.dial(f"tcp://{join_address(note['host'], port)}")
         return wire
 
     def _listens(self, i: int, j: int, here: bool, there: bool) -> bool:
@@ -259,7 +259,7 @@ def bound(made: Any, address: str, name: str, setting: str = "ISLAND_ADDRESS") -
     host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     made.ipv6 = ":" in host
     try:
-        made.bind(f"tcp://{bracketed(host)}:*")
+        made.bind(f"tcp://{join_address(host, 0)}")
     except zmq.ZMQError as error:
         raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
     return str(made.last_endpoint.decode().rstrip("\0"))
@@ -271,8 +271,3 @@ def _tokens(who: str, theirs: str, ours: str) -> str:
         return f"{who} has another ISLAND_TOKEN: set the same on all islands{see('token')}"
     where = f"{'here' if ours else 'there'} and not {'at' if ours else 'here, at'} {who}"
     return f"ISLAND_TOKEN is set {where}: set the same on all islands{see('token')}"
-
-
-def bracketed(host: str) -> str:
-    """A host as it stands in an address."""
-    return f"[{host}]" if ":" in host else host
