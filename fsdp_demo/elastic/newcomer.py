@@ -198,6 +198,7 @@ class MemberSearch:
         keys, context = self.poller.keys, self.poller.context
         answer = ask_join_server(context, keys, host, int(port), request, 5.0)
         if answer is None:
+            time.sleep(AGAIN / 5)  # where nobody listens this is known at once
             return {"later": f"its listener at {text} does not answer"}
         return {"host": host, **answer}
 

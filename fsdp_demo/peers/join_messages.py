@@ -30,7 +30,7 @@ from ..files import from_json, to_json
 from ..membership.protocol_types import Member
 from ..net.address import join_address
 from .collectives import ReceivedMessage, Spans, legs, whole
-from .connection import PeerConnection
+from .connection import NOT_THERE, PeerConnection
 from .header import Header
 from .poller import Poller
 
@@ -312,8 +312,9 @@ class JoinConnections:
 def ask_join_server(
     context: Any, keys: Any, host: str, port: int, request: Request, seconds: float
 ) -> dict[str, Any] | None:
-    """The answer of a listener; None if nobody answers within so many seconds."""
+    """The answer of a listener; None if nobody answers within so many seconds, or listens there."""
     made = context.socket(zmq.DEALER)
+    absent = made.get_monitor_socket(NOT_THERE)
     try:
         made.linger, made.ipv6, made.maxmsgsize = 0, ":" in host, 1 << 16
         if keys is not None:
@@ -321,13 +322,18 @@ def ask_join_server(
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         made.connect(f"tcp://{join_address(str(found), port)}")
         made.send(to_json(request).encode())
-        if not made.poll(1e3 * seconds):
+        poller = zmq.Poller()
+        poller.register(made, zmq.POLLIN)
+        poller.register(absent, zmq.POLLIN)
+        if made not in dict(poller.poll(1e3 * seconds)):
             return None
         answer = json.loads(made.recv())
         return answer if isinstance(answer, dict) else None
     except (zmq.ZMQError, ValueError, OSError):
         return None
     finally:
+        made.disable_monitor()
+        absent.close(0)
         made.close(0)
 
 
