@@ -82,11 +82,7 @@ class Stream:
         if loose and not 0 < length <= limit:
             raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
         message = self.message
-        expected = (
-            message.expected(theirs)
-            if isinstance(message, EarlyMessage)
-            else message.expected(self.piece.what)
-        )
+        expected = message.expected(self.piece.what, theirs)
         self.header, self._crc = open_head(self.first, expected, length if loose else limit, label)
         body = message.room(self.piece, self.owners, length)
         here = _cut(body)[0]
