@@ -37,13 +37,13 @@ SLOTS = 128
 
 
 class Stream:
-    """A piece that comes from a peer.
+    """A piece that a peer sends to this rank.
 
     Attributes:
-        message, piece: what it is. sender: who sends it. owners: of the parts of the message, when
-            it was asked for.
-        first: the first megabyte, until its header has been read. header: as it was read. sealed:
-            header and body, when all is here.
+        message, piece: what is received. sender: the peer. owners: of the parts of the message, in
+            the view in which the piece was asked for.
+        first: the first megabyte, until its header has been read. sealed: header and body, complete
+            when no room of `moving` is open.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class Stream:
         self._crc = 0
 
     def take(self, moving: Moving, label: str) -> None:
-        """The next megabyte is here. The first one has the header, which makes room for the body.
+        """Take the next megabyte that has come. The first one has the header, by which room for the
+        body is made.
 
         Raises:
-            WireError: see `open_head`; or it is shorter than it must be. What is left of the room
-                holds what was there before, which may be what should have come.
+            WireError: see `open_head`; or the megabyte is shorter than it must be: the rest of its
+                room holds old bytes, which may even be the right ones.
         """
         whole = moving.size
         if self.header is None:
@@ -124,8 +125,8 @@ class Streams:
     def send(
         self, message: RoundMessage | EarlyMessage, piece: Piece, data: Sealed, to: Member
     ) -> None:
-        """Hand a piece to the connections to one peer; the body is not copied, but for its first
-        megabyte.
+        """Hand a piece to the connections to one peer. Of the body only the first megabyte is
+        copied.
         """
         wires, touched = self._connections[to][: message.num_connections], []
         first, rest = _cut(data.body)
@@ -159,7 +160,7 @@ class Streams:
             self._poller.post_recv(wires[i % len(wires)], moving, number)
 
     def done(self) -> Iterator[Stream]:
-        """The pieces that have come whole since it was last asked."""
+        """The pieces that have become complete since the last call."""
         for key, stream in list(self._waiting.items()):
             if self._waiting.get(key) is not stream:  # a refusal has ended all
                 continue
@@ -178,7 +179,9 @@ class Streams:
                     yield stream
 
     def _taken(self, key: tuple[int, Piece], stream: Stream, moving: Moving) -> bool:
-        """Take a megabyte, and after the first one wait for the rest; False if it is refused."""
+        """Take a megabyte, and make room for the rest after the first one; False if it is
+        refused.
+        """
         opens = stream.header is None
         try:
             stream.take(moving, self._labels(stream.piece.of.slot))
@@ -206,7 +209,7 @@ class Streams:
 
 
 def _cut(body: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """What goes with the header, and the megabytes behind it."""
+    """The part of a body that goes with the header, and the megabytes behind it."""
     first = body[: LARGEST - HEADER.size]
     return first, body[len(first) :].split(LARGEST) if len(first) < len(body) else ()
 
