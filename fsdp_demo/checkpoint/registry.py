@@ -138,14 +138,7 @@ class CheckpointRegistry:
                     "ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
                 )
             time.sleep(0.02)
-        notes = [store.note(key, f"island {i}") for i, key in keys.items()]
-        for i, found in zip(keys, notes, strict=True):
-            if not isinstance(found, dict):
-                raise ValueError(
-                    f"island {i} has left a note in the store that is no object ({found!r:.40}): "
-                    "use one release everywhere"
-                )
-        return notes
+        return [store.note(key, f"island {i}", dict[str, Any]) for i, key in keys.items()]
 
     def exchange(self, held: Any) -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None.
@@ -169,11 +162,7 @@ class CheckpointRegistry:
         except StoreSilent:
             self._store = None  # when it answers again it may be another one
             raise
-        return [
-            held if i == t.island else said.get(i)
-            for i in range(t.islands)
-            if i in said or i in t.starters
-        ]
+        return [said.get(i) for i in range(t.islands) if i in said or i in t.starters]
 
     def close(self) -> None:
         """Drop the connection."""

@@ -65,14 +65,14 @@ def add_inspect(commands: Commands) -> None:
 
 def inspect(args: argparse.Namespace) -> int:
     """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
-    from ..checkpoint.inspect import inspect as look
-    from ..checkpoint.inspect import shared, texts
+    from ..tools.inspect import inspect as look
+    from ..tools.inspect import shared, text
 
     found = look(args.checkpoint)
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        print(texts(found))
+        print("\n\n".join(map(text, found)))
         if len(found) > 1:
             print(f"\n{shared(found)}")
     return 0 if all(one["complete"] for one in found) else 1

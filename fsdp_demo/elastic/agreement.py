@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,12 +135,15 @@ def sync_from(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) ->
         )
     ]
     needs = [m[:16] != marks[donor][:16] and m[16:] == b"take" for m in marks]
-    mine, size = peers.rank, work.numel() * work.element_size()
-    data = work.detach().cpu().view(torch.uint8) if mine == donor and any(needs) else None
-    given = peers.hand_out(peers.header(SETUP), data, size, donor, needs)
-    if needs[mine]:
+    size, data = work.numel() * work.element_size(), torch.zeros(1, dtype=torch.uint8, device="cpu")
+    if peers.rank == donor and any(needs):
+        data = work.detach().cpu().view(torch.uint8)
+    # Where no rank needs it a byte is sent: another shard of this island may be needed, and all
+    # ranks of an island send equally many messages.
+    given = peers.gather_any(peers.header(SETUP), data, max(size, 1))[donor]
+    if needs[peers.rank]:
         work.copy_(given.view(work.dtype))
-    return needs[mine]
+    return needs[peers.rank]
 
 
 def mean_of(peers: PeerGroup, step: int, value: float) -> float:
@@ -164,21 +166,10 @@ def all_equal(peers: PeerGroup, mark: bytes, kind: int = DIGESTS, step: int = 0)
 
 
 def round_trip(peers: PeerGroup) -> float:
-    """Seconds of a round trip between the two islands that are farthest apart, the same on all
-    ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is the
-    shortest of four short messages, which busy cores make longer.
+    """Seconds of a round trip between the two islands that are farthest apart, as the kernels have
+    seen it, the same on all ranks of the peer group; 0 where one of them does not tell.
     """
-
-    def longest(seconds: float) -> float:
-        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
-        return max(float(theirs.clone().view(torch.float64)) for theirs in peers.all_gather(mine))
-
-    known = longest(peers.seen_round_trip())
-    if math.isfinite(known):
-        return known
-    seen = []
-    for _ in range(4):
-        start = time.perf_counter()
-        peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-        seen.append(time.perf_counter() - start)
-    return longest(min(seen))
+    seen = torch.tensor([peers.seen_round_trip()], dtype=torch.float64, device="cpu")
+    every = peers.all_gather(seen.view(torch.uint8))
+    farthest = max(float(theirs.clone().view(torch.float64)) for theirs in every)
+    return farthest if math.isfinite(farthest) else 0.0

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -32,12 +31,10 @@ from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
 from ..peers.join_messages import (
-    WIRES,
     DonorSnapshot,
+    JoinConnections,
     Request,
     Tick,
-    connection_names,
-    greeting,
     packed,
 )
 from ..peers.poller import Poller
@@ -66,33 +63,24 @@ def _word(note: bytes) -> list[Any]:
     return word
 
 
-@dataclass
-class JoiningIsland:
-    """A newcomer that is not a member yet.
+class JoiningIsland(JoinConnections):
+    """A newcomer that is not a member yet. Arguments: its name; for others see `JoinConnections`.
 
     Attributes:
-        wires: its connections by the names of `WIRES`. connections: those for its own messages.
         asked: it wants a snapshot from this rank. brings: digests by name of what it has already,
             which need not be sent if it is the same here.
         following: it has been sent its snapshot. moved: it is a member. since: when it asked
             (`time.monotonic`). limit: notes that may wait for it.
     """
 
-    member: Member
-    name: str
-    wires: dict[str, PeerConnection]
-    connections: list[PeerConnection]
-    asked: bool = False
-    brings: dict[str, str] = field(default_factory=dict)
-    following: bool = False
-    moved: bool = False
-    since: float = field(default_factory=time.monotonic)
-    limit: int = LEAST // bulk_stream.LONGEST
+    listens = True
 
-    @property
-    def every(self) -> list[PeerConnection]:
-        """All its connections."""
-        return [*self.wires.values(), *self.connections]
+    def __init__(self, name: str, *args: Any):
+        super().__init__(*args)
+        self.name, self.since = name, time.monotonic()
+        self.brings: dict[str, str] = {}
+        self.asked = self.following = self.moved = False
+        self.limit = LEAST // bulk_stream.LONGEST
 
 
 def num_connections(others: Mapping[Member, Sequence[PeerConnection]]) -> int:
@@ -208,19 +196,12 @@ class JoinServer:
         }
 
     def _let_in(self, who: Member, name: str) -> dict[str, Any]:
-        wires, ports = {}, []
         count = num_connections(self._loop.detector.connections)
-        for k in connection_names(count):
-            wire = wires[k] = self._poller.add(0, True)
-            ports.append(self._bind(wire.socket))
-            wire.greet(
-                greeting(self._prefix, self._peer_group, k, self._me, who),
-                greeting(self._prefix, self._peer_group, k, who, self._me),
-            )
-        connections = [wires.pop(k) for k in list(wires) if k not in WIRES]
-        self.joining_island = JoiningIsland(who, name, wires, connections)
+        self.joining_island = island = JoiningIsland(
+            name, self._poller, self._prefix, self._peer_group, self._me, who, count
+        )
         self._names[who.slot] = name
-        return {"ports": ports, "connections": count}
+        return {"ports": [self._bind(w.socket) for w in island.every], "connections": count}
 
     # ---- the joining island --------------------------------------------------------------------
 
@@ -251,9 +232,9 @@ class JoinServer:
 
     def _cannot_join(self, island: JoiningIsland, now: float) -> str:
         """Why an island does not join any more; empty while it may."""
-        if why := next((w.gone for w in island.every if w.gone), ""):
-            return why
-        if not all(w.met for w in island.every):
+        if island.gone:
+            return island.gone
+        if not island.met:
             late = now - island.since > TO_CONNECT
             return f"it was let in, and has not connected within {TO_CONNECT:g} s" if late else ""
         silent = now - island.wires["notes"].heard_at

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import WireError
 from ..membership.protocol_types import Kind, Member, Piece, Settlement
 from ..peers import collectives
 from ..peers.header import EARLY, MEANS, PARTS, PAYLOAD, Header, Sealed
@@ -90,6 +91,8 @@ class RoundMessage:
         early: what islands that leave have sent ahead of its time, by whose it is.
         making: parts of the mean that are being calculated, with the view in which they are to be
             sent, and to whom.
+        damage: found first in a piece of it. Where all must stay it is the error of the message,
+            not the loss of the peer that may follow.
         sent, received: bytes so far, headers counted. alike, something: of a message to compare,
             see `PeerGroup`.
     """
@@ -119,6 +122,7 @@ class RoundMessage:
         self._means: dict[int, Tensor] = {}
         self.early: dict[Member, EarlyMessage] = {}
         self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
+        self.damage: WireError | None = None
         self.sent = self.received = 0
         self.weighed = self.alike = self.something = False
         self._compare = compare

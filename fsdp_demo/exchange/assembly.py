@@ -49,7 +49,7 @@ def assemble(
         runtime.goes_on = partial(leaving.goes_on, runtime)
     if connections.peers is not None:
         status = runtime.status  # not the runtime: whoever beats must not keep the model
-        connections.peers.ends_when(lambda: status.told)
+        connections.peers.told_to_end = lambda: status.told
     return runtime
 
 

@@ -55,7 +55,8 @@ def allow(runtime: StepRuntime) -> None:
     if runtime.peers is not None:
         names = [c.channel.name for c in runtime.after_step]
         layouts = [runtime.queue.layout(names, step) for step in runtime.config.begins]
-        runtime.peers.allow_early(max(m.num_bytes + total_bytes(m.vectors) for m in layouts))
+        longest = max(m.num_bytes + total_bytes(m.vectors) for m in layouts)
+        runtime.peers.longest_early = longest
 
 
 def goes_on(runtime: StepRuntime) -> bool:

@@ -74,7 +74,7 @@ class ExchangeConnections:
             self.active = peers is not None
             self.worker = CommWorker(peers) if peers is not None else None
             if peers is not None and self.worker is not None:
-                peers.runs_in(self.worker.submit)
+                peers.submit = self.worker.submit
             self.meter = peers.meter if peers is not None else Meter()
             self.island = IslandGroup(topology, position, device)
         except BaseException:  # Ctrl-C while waiting for peers, too

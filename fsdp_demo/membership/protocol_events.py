@@ -15,15 +15,23 @@ The driver keeps these promises:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from .protocol_types import Ballot, Kind, Member, Piece, Record, Report
+
+
+class Event(Struct, frozen=True):
+    """Something that has happened: what `Rank.step` takes."""
+
+
+class Action(Struct, frozen=True):
+    """Something that the driver is to do: what `Rank.step` answers with."""
+
 
 # ---- events ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Launched:
+class Launched(Event, frozen=True):
     """The training loop of this rank has made message n. Numbers come in order; a newcomer begins
     with the first message from its base on that is no question. question: it is not of a step: a
     newcomer that has not begun is not asked.
@@ -34,8 +42,7 @@ class Launched:
     question: bool = False
 
 
-@dataclass(frozen=True)
-class PieceReceived:
+class PieceReceived(Event, frozen=True):
     """A frame from a peer in this peer group, whole and checked: a refusal (checksum, bounds, not
     finite) happens before it.
     """
@@ -49,8 +56,7 @@ class PieceReceived:
     landed: int = 0
 
 
-@dataclass(frozen=True)
-class LandedHeard:
+class LandedHeard(Event, frozen=True):
     """A beat of a peer in this peer group: it has delivered all messages below `landed`."""
 
     view: int
@@ -58,30 +64,26 @@ class LandedHeard:
     landed: int
 
 
-@dataclass(frozen=True)
-class Voted:
+class Voted(Event, frozen=True):
     """Another rank of this island has cast a ballot."""
 
     ballot: Ballot
     epoch: int
 
 
-@dataclass(frozen=True)
-class ConnectionLost:
+class ConnectionLost(Event, frozen=True):
     """Nothing more is expected from a peer in this peer group; or it has said that it leaves."""
 
     member: Member
 
 
-@dataclass(frozen=True)
-class FrozenHeard:
+class FrozenHeard(Event, frozen=True):
     """A peer or another rank of this island has frozen this view."""
 
     view: int
 
 
-@dataclass(frozen=True)
-class ReportsSeen:
+class ReportsSeen(Event, frozen=True):
     """All reports of the view that the store has now. waited: `dead` seconds have passed since this
     rank reported.
     """
@@ -90,15 +92,13 @@ class ReportsSeen:
     waited: bool = False
 
 
-@dataclass(frozen=True)
-class RecordSeen:
+class RecordSeen(Event, frozen=True):
     """A record, read from the store or from a header that announces a planned join."""
 
     record: Record
 
 
-@dataclass(frozen=True)
-class JoinPlanned:
+class JoinPlanned(Event, frozen=True):
     """A newcomer has reached all members and is within a few messages of the front; asked of its
     donor.
     """
@@ -106,29 +106,14 @@ class JoinPlanned:
     member: Member
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(Event, frozen=True):
     """This island goes. What it launched before reached every peer group first (early-part)."""
 
-
-Event = (
-    Launched
-    | PieceReceived
-    | LandedHeard
-    | Voted
-    | ConnectionLost
-    | FrozenHeard
-    | ReportsSeen
-    | RecordSeen
-    | JoinPlanned
-    | Leave
-)
 
 # ---- actions -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(Action, frozen=True):
     """Send a piece of message n to these members in this peer group. A share or part is cut or
     computed by the driver, from the kept vector and the shares that came (with attempt
     `piece.attempt`); another attempt than the last is a repeat (reduce-again, coded-for-fewer)."""
@@ -142,16 +127,14 @@ class Send:
     landed: int
 
 
-@dataclass(frozen=True)
-class CastVote:
+class CastVote(Action, frozen=True):
     """Tell the other ranks of this island."""
 
     ballot: Ballot
     epoch: int
 
 
-@dataclass(frozen=True)
-class Deliver:
+class Deliver(Action, frozen=True):
     """Message n is complete in every peer group of the island: hand it to the clock of its
     channels. It comes once for each n, in any order (any-order), and is never undone
     (delivered-stays). `pieces`: what the result is made of."""
@@ -161,15 +144,13 @@ class Deliver:
     pieces: frozenset[Piece]
 
 
-@dataclass(frozen=True)
-class Free:
+class Free(Action, frozen=True):
     """The bytes of message n are needed no more: all members have it (settle-all-open)."""
 
     n: int
 
 
-@dataclass(frozen=True)
-class SealAllowed:
+class SealAllowed(Action, frozen=True):
     """All members have delivered every message below `below`. A checkpoint, a stop or a final model
     may stand on these (seal-stable).
     """
@@ -177,16 +158,14 @@ class SealAllowed:
     below: int
 
 
-@dataclass(frozen=True)
-class Freeze:
+class Freeze(Action, frozen=True):
     """Tell the peers in this peer group and the other ranks of this island: this view is frozen
     here."""
 
     view: int
 
 
-@dataclass(frozen=True)
-class PostReport:
+class PostReport(Action, frozen=True):
     """Write the report to the store; then watch the store for reports and records, and hand them
     in.
     """
@@ -194,16 +173,14 @@ class PostReport:
     report: Report
 
 
-@dataclass(frozen=True)
-class ProposeRecord:
+class ProposeRecord(Action, frozen=True):
     """compare_set under `record.epoch`; hand in what stands there then, whoever wrote it. If it is
     another record that keeps this rank frozen (a planned join), the reports are handed in again."""
 
     record: Record
 
 
-@dataclass(frozen=True)
-class TooFew:
+class TooFew(Action, frozen=True):
     """These members could go on, but they are fewer than `min_continue`. Wait for more reports,
     then save what is stable and end.
 
@@ -215,32 +192,15 @@ class TooFew:
     waited: bool = False
 
 
-@dataclass(frozen=True)
-class Adopted:
+class Adopted(Action, frozen=True):
     """A new view: open its connections. Frames of the views before it are dropped."""
 
     record: Record
 
 
-@dataclass(frozen=True)
-class Expelled:
+class Expelled(Action, frozen=True):
     """The others went on without this island: write nothing, seal nothing, throw the state away,
     come back as a newcomer (expelled-ends).
     """
 
     record: Record
-
-
-Action = (
-    Send
-    | CastVote
-    | Deliver
-    | Free
-    | SealAllowed
-    | Freeze
-    | PostReport
-    | ProposeRecord
-    | TooFew
-    | Adopted
-    | Expelled
-)

@@ -29,8 +29,9 @@ from ..errors import WireError
 from ..files import from_json, to_json
 from ..membership.protocol_types import Member
 from .collectives import ReceivedMessage, Spans, legs, whole
-from .connection import NOT_THERE
+from .connection import NOT_THERE, PeerConnection
 from .header import Header
+from .poller import Poller
 from .zeromq import bracketed
 
 T = TypeVar("T")
@@ -271,17 +272,50 @@ def listener_key(member: Member, peer_group: int) -> str:
     return f"listener/{member.slot}.{member.incarnation}.{peer_group}"
 
 
-def greeting(prefix: str, peer_group: int, k: str, sender: Member, receiver: Member) -> bytes:
-    """What `sender` says first on connection `k` to `receiver`, 16 bytes."""
-    text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+class JoinConnections:
+    """The connections between an island that joins and one member, at either end.
 
+    Args:
+        member: the island at the other end; me: this one. prefix, peer_group: of the run, and of
+            the rank. count: connections for messages of the newcomer's own.
 
-def connection_names(count: int) -> list[str]:
-    """The names of all connections to a joining island, with `count` for its own messages. Both
-    ends greet with them.
+    Attributes:
+        listens: this end waits for the other. wires: by the names of `WIRES`. connections: the
+            others.
     """
-    return [*WIRES, *(f"connection{k}" for k in range(count))]
+
+    listens: bool
+
+    def __init__(
+        self,
+        poller: Poller,
+        prefix: str,
+        peer_group: int,
+        me: Member,
+        member: Member,
+        count: int,
+    ):
+        def greeting(k: str, sender: Member, receiver: Member) -> bytes:
+            text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
+            return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+        self.member, made = member, dict[str, PeerConnection]()
+        for k in [*WIRES, *(f"connection{i}" for i in range(count))]:
+            made[k] = poller.add(0, self.listens)
+            made[k].greet(greeting(k, me, member), greeting(k, member, me))
+        self.every = list(made.values())
+        self.wires = {k: made.pop(k) for k in WIRES}
+        self.connections = list(made.values())
+
+    @property
+    def met(self) -> bool:
+        """Whether all stand."""
+        return all(w.met for w in self.every)
+
+    @property
+    def gone(self) -> str:
+        """Why one of them has ended; empty while none has."""
+        return next((w.gone for w in self.every if w.gone), "")
 
 
 def ask_join_server(

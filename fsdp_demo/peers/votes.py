@@ -110,22 +110,12 @@ class Ranks:
                 failure = error
                 kind = next((e.__name__ for e in TOLD if isinstance(error, e)), "RuntimeError")
                 answer = json.dumps([None, kind, str(error)])
-        got, kind, text = json.loads(self._broadcast(answer.encode()))
+        got, kind, text = json.loads(self.everyone(answer)[0])
         if failure is not None:
             raise failure
         if kind:
             raise _BY_NAME.get(kind, RuntimeError)(text)
         return got
-
-    def _broadcast(self, text: bytes) -> bytes:
-        """The text of rank 0, on all ranks."""
-        size = torch.tensor([len(text)], dtype=torch.int64, device=self._place)
-        dist.broadcast(size, group_src=0, group=self.group)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._place)
-        if self.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(data, group_src=0, group=self.group)
-        return bytes(data.tolist())
 
     # ---- work ----------------------------------------------------------------------------------
 
@@ -150,17 +140,17 @@ class Ranks:
                 the worst.
         """
         error = error and as_disk_error(error)
-        mine = (
-            0
-            if error is None
-            else next((i for kind, i in _ORDER if isinstance(error, kind)), _OTHER)
-        )
+        mine = 0
+        if error is not None:
+            kinds = (i for i, (kind, _) in _WORSE.items() if isinstance(error, kind))
+            mine = next(kinds, _OTHER)
         worst = int(self.max(mine)[0])
         if not worst:
             return
         if error is not None and mine == worst:
             raise error
-        raise _KINDS[worst](f"{what}: another rank {_WHY[worst]}") from error
+        kind, why = _WORSE.get(worst, (RuntimeError, "failed"))
+        raise kind(f"{what}: another rank {why}") from error
 
 
 def _reaches_cpu(group: Any) -> bool:
@@ -185,14 +175,12 @@ first.
 
 _BY_NAME = {e.__name__: e for e in TOLD}
 _OTHER = 3
-_ORDER: tuple[tuple[type[Exception], int], ...] = ((PeerLost, 4), (NotFinite, 1), (OSError, 2))
-_KINDS: dict[int, type[Exception]] = {1: NotFinite, 2: OSError, 3: RuntimeError, 4: PeerLost}
-_WHY = {
-    1: "found values that are not finite",
-    2: "could not write",
-    3: "failed",
-    4: "lost its peer",
+_WORSE: dict[int, tuple[type[Exception], str]] = {
+    4: (PeerLost, "lost its peer"),
+    1: (NotFinite, "found values that are not finite"),
+    2: (OSError, "could not write"),
 }
+"""What a rank votes for an error (`_OTHER` for any other), the largest being the worst."""
 
 
 VOTE_EVERY = 1.0

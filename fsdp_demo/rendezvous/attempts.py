@@ -41,10 +41,6 @@ from .position import Replica
 
 log = logging.getLogger("fsdp_demo")
 
-BEAT = 1.0  # seconds
-BEATS = 3.5
-"""How many beats a newcomer listens for, before it takes its predecessor for dead."""
-
 PATIENCE = 5.0  # seconds that whoever stops waits for the store
 
 _lock = threading.RLock()
@@ -83,7 +79,7 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
                     topology, lambda: _begin(topology, store or topology.open_store())
                 )
             except Finished:
-                if environment.restarted(os.environ):
+                if environment.whole(os.environ, "ISLAND_ATTEMPT", 0) > 0:  # by a supervisor
                     log.warning(
                         "run %r has finished while %s was away: it is not needed any more, the "
                         "others hold what came out. It ends with status 0%s",
@@ -182,9 +178,7 @@ def _begin(topology: Replica, store: Store) -> Taken:
     while True:
         taken = _take(topology, store)
         at = store.under(f"{topology.run}/{taken.number}")
-        called = starting.call(
-            at, topology, taken.late, BEAT, BEATS * BEAT, partial(_live, topology, at)
-        )
+        called = starting.call(at, topology, taken.late, partial(_live, topology, at))
         if called is not None:
             return taken._replace(late=called.late, starters=called.starters)
 
@@ -268,10 +262,10 @@ def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
         from .run_status import answers  # it needs ZeroMQ
 
         return answers(at.under(meeting), islands, topology.token)
-    keys, end = [f"beat/{i}" for i in islands], time.monotonic() + BEATS * BEAT
+    keys, end = [f"beat/{i}" for i in islands], time.monotonic() + starting.BEATS * starting.BEAT
     first = at.get_all(keys)
     while time.monotonic() < end and not at.get("ended"):
-        time.sleep(BEAT / 5)
+        time.sleep(starting.BEAT / 5)
         if at.get_all(keys) != first:
             return True
     return False
@@ -302,7 +296,7 @@ class Pulse:
         self._beat: Job = lambda at: starting.beat(at, topology.island)
         self._each: list[Job] = [self._beat] if beats else []
         self._at = None if store is None else store.within(topology.question).under(prefix)
-        self._pause, self.silent = BEAT, False
+        self._pause, self.silent = starting.BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
         # a daemon thread inside torch when the interpreter ends can abort the process
@@ -375,5 +369,5 @@ class Pulse:
             return error
         if self.silent:
             log.info("the store answers again")
-        self._pause, self.silent = BEAT, False
+        self._pause, self.silent = starting.BEAT, False
         return None

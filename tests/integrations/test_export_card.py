@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo.checkpoint.inspect import of_islands
 from fsdp_demo.integrations.export.card import _counted
+from fsdp_demo.tools.inspect import of_islands
 
 SINCE = ", each since it began, joined or took over"
 

@@ -22,7 +22,7 @@ import torch
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo.exchange import sending
-from fsdp_demo.rendezvous import announcement, attempts, stop_notices
+from fsdp_demo.rendezvous import announcement, attempts, starting, stop_notices
 from fsdp_demo.rendezvous.announcement import Rendezvous
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
@@ -34,7 +34,7 @@ runs = itertools.count()
 
 @pytest.fixture(autouse=True)
 def quick(everywhere: Any) -> None:
-    everywhere.setattr(attempts, "BEAT", 0.2)
+    everywhere.setattr(starting, "BEAT", 0.2)
 
 
 @pytest.fixture
@@ -158,9 +158,9 @@ def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_o
     as they may be alike.
     """
     again = (
-        "from fsdp_demo.rendezvous import attempts;"
+        "from fsdp_demo.rendezvous import starting;"
         "from tests.rendezvous.test_run_attempts import attach;"
-        f"attempts.BEAT = {attempts.BEAT}; attach(); print('joined')"
+        f"starting.BEAT = {starting.BEAT}; attach(); print('joined')"
     )
 
     def fn(me: Any) -> tuple[int, str, str] | None:

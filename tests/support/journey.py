@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
+from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange
 
 ROOT = Path(fsdp_demo.__file__).parent
 THREADS = {"CommWorker.submit": "exchange", "NetworkLoop.do": "network"}
@@ -227,7 +227,7 @@ def save(folder: str) -> Journey:
         run.step()
     with run.journey as journey:
         checkpoints.save(
-            run.exchange.step, lambda part: snapshot(run.exchange).write(part / "exchange")
+            run.exchange.step, lambda part: save_exchange(part / "exchange", run.exchange)
         )
     run.exchange.finish()
     checkpoints.close()

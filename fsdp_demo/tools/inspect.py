@@ -6,45 +6,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ..checkpoint.choice import HeldCheckpoint, alike, choose, held_by
+from ..checkpoint.exchange_state import SavedExchange, load_exchange
+from ..checkpoint.files import OTHER, crc32
+from ..checkpoint.folders import MANIFEST, is_put_off, sums
 from ..config.load import preset
 from ..config.methods import presets
+from ..config.parsing import by_path
 from ..config.schema import ExchangeConfig
 from ..errors import UNREADABLE, NeedsDecision, counted, size
-from .choice import HeldCheckpoint, choose, held_by
-from .exchange_state import SavedExchange, load_exchange
-from .files import OTHER, crc32
-from .folders import MANIFEST, is_put_off, sums
 
 # folders below a run: an island's or a replica's, perhaps one for its checkpoints, the checkpoint
 DEPTH = 4
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint: its folder, and the folder in it (or itself) where the ranks' exchange states
-    lie.
-    """
-
-    folder: Path
-    exchange: Path
-
-    def open(self) -> SavedExchange:
-        """Read the heads. Raises ValueError for what is missing, torn, foreign or of another
-        version.
-        """
-        return load_exchange(self.exchange)
+# ---- which checkpoints are there ---------------------------------------------------------------
 
 
-def find_checkpoints(root: Path) -> list[Found]:
-    """All checkpoints at or below `root`, those of one island together, by step.
+def find_checkpoints(root: Path) -> list[Path]:
+    """The folders of all checkpoints at or below `root`, those of one island together, by step.
 
     Raises:
         ValueError: there is no such folder, or none in it.
@@ -53,19 +40,17 @@ def find_checkpoints(root: Path) -> list[Found]:
         raise ValueError(
             f"{root}: no such folder; name a checkpoint-N, or a run's folder that holds some"
         )
-    if root.name == "exchange" or not _is_checkpoint(root) and any(root.glob("rank*.json")):
-        return [Found(root.parent if root.name == "exchange" else root, root)]
-    folders = (
-        [root]
-        if _is_checkpoint(root)
-        else sorted(_below(root, DEPTH), key=lambda f: (str(f.parent), _step(f)))
-    )
+    if root.name == "exchange":
+        return [root.parent]
+    if _is_checkpoint(root) or any(root.glob("rank*.json")):
+        return [root]
+    folders = sorted(_below(root, DEPTH), key=lambda f: (str(f.parent), _step(f)))
     if not folders:
         raise ValueError(
             f"{root} holds no checkpoint: looked for folders named checkpoint-N or with "
             f"exchange/rank0.json, {DEPTH} levels deep"
         )
-    return [Found(folder, _exchange_in(folder)) for folder in folders]
+    return folders
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
@@ -81,20 +66,18 @@ def _is_checkpoint(folder: Path) -> bool:
     """By its name, or, where an engine names it otherwise (DeepSpeed: global_stepN), by the
     exchange's parts in it.
     """
-    return (
-        _CHECKPOINT.fullmatch(folder.name) is not None
-        or (folder / "exchange").is_dir()
-        and any((folder / "exchange").glob("rank*"))
-    )
-
-
-def _exchange_in(folder: Path) -> Path:
-    return folder / "exchange" if (folder / "exchange").is_dir() else folder
+    return _CHECKPOINT.fullmatch(folder.name) is not None or any(folder.glob("exchange/rank*"))
 
 
 def _step(folder: Path) -> int:
     found = re.search(r"(\d+)$", folder.name)
     return int(found[1]) if found else -1
+
+
+def exchange_in(folder: Path) -> Path:
+    """The folder of the exchange's parts in a checkpoint, which may be that folder itself."""
+    inner = folder / "exchange"
+    return inner if inner.is_dir() else folder
 
 
 def above(folder: Path, run: Path) -> list[Path]:
@@ -109,45 +92,43 @@ def above(folder: Path, run: Path) -> list[Path]:
     ]
 
 
-def settings(config: ExchangeConfig) -> dict[str, Any]:
-    """Dotted paths in which a configuration differs from its preset; all of them if there is no
-    such preset.
+# ---- what one holds ----------------------------------------------------------------------------
+
+
+def inspect(root: str | Path) -> list[dict[str, Any]]:
+    """`describe_checkpoint` of every checkpoint at or below `root`; one that cannot be read has
+    `complete` False, `problems`, and no step.
+
+    Raises:
+        ValueError: no checkpoint is there, or the only one cannot be read.
     """
-    here = _flat(config.to_dict())
-    there = _flat(preset(config.preset).to_dict()) if config.preset in presets() else {}
-    return {key: value for key, value in here.items() if key not in there or there[key] != value}
+    found, out = find_checkpoints(Path(root)), []
+    for folder in found:
+        try:
+            out.append(describe_checkpoint(folder))
+        except UNREADABLE as error:
+            odd = f"{exchange_in(folder)} holds a head of another form ({error!r:.80}): {OTHER}"
+            why = str(error) if isinstance(error, ValueError) else odd
+            if len(found) == 1:
+                raise ValueError(why) from None
+            out.append({"folder": str(folder), "complete": False, "problems": [why]})
+    return out
 
 
-def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Channels by their names, all else by their keys."""
-    if isinstance(data, dict):
-        parts = [(key, value) for key, value in data.items() if not (key == "name" and prefix)]
-    elif isinstance(data, list) and data and isinstance(data[0], dict):
-        return {k: v for item in data for k, v in _flat(item, f"{item['name']}.").items()}
-    else:
-        return {prefix.rstrip("."): data}
-    return {
-        k: v
-        for key, value in parts
-        for k, v in _flat(value, "" if key == "channels" else f"{prefix}{key}.").items()
-    }
-
-
-def describe_checkpoint(found: Found) -> dict[str, Any]:
+def describe_checkpoint(folder: Path) -> dict[str, Any]:
     """The contents of one checkpoint as JSON values.
 
     Raises:
         ValueError: a head cannot be read.
     """
-    saved = found.open()
+    saved = load_exchange(exchange_in(folder))
     first = saved.heads[0]
     config = ExchangeConfig.from_dict(first["config"])
     problems = [f"island {i} lacks the part of rank {r}" for i, r in saved.missing]
     files = {f for path in saved.paths.values() for f in (path, path.with_suffix(".safetensors"))}
-    said = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
+    took_part = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
     out: dict[str, Any] = {
-        "folder": str(found.folder),
-        "complete": True,
+        "folder": str(folder),
         "problems": problems,
         "step": saved.step,
         "preset": first["preset"],
@@ -159,8 +140,8 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
             "torch": first.get("torch"),
         },
         "bytes": sum(f.stat().st_size for f in files if f.exists()),
-        "participants": list(said.pop()) if len(said) == 1 else [],
-        "held": _held(saved, found.folder, problems),
+        "participants": list(took_part.pop()) if len(took_part) == 1 else [],
+        "held": _held(saved, folder, problems),
         "method": config.describe(),
         "settings": settings(config),
         "chosen_because": first.get("auto_choice", {}).get("reason", ""),
@@ -177,17 +158,30 @@ def describe_checkpoint(found: Found) -> dict[str, Any]:
     }
     for island, rank in saved.paths:
         _add_part(out, saved, island, rank, problems)
-    wanted = {
-        path.with_suffix(".safetensors"): head["file"]
-        for (island, rank), path in saved.paths.items()
-        for head in [saved.head(rank, island)]
+    problems += _damage(folder, saved)
+    return out | {"complete": not problems}
+
+
+def settings(config: ExchangeConfig) -> dict[str, Any]:
+    """Dotted paths in which a configuration differs from its preset; all of them if there is no
+    such preset.
+    """
+    there = _by_path(preset(config.preset)) if config.preset in presets() else {}
+    return {
+        key: value
+        for key, value in _by_path(config).items()
+        if key not in there or there[key] != value
     }
-    problems += _damage(wanted | _manifest(found.folder, problems))
-    out["complete"] = not problems
-    return out
 
 
-def _elements(head: dict[str, Any], frozen: bool) -> int:
+def _by_path(config: ExchangeConfig) -> dict[str, Any]:
+    """Channels by their names, all else by their keys."""
+    data = config.to_dict()
+    channels = data.pop("channels")
+    return by_path(data | {c.pop("name"): c for c in channels})
+
+
+def _elements(head: Mapping[str, Any], frozen: bool) -> int:
     """Of whole tensors: ZeRO has one in several shards."""
     whole = {p["name"]: p["global_shape"] for p in head["parameters"] if p["frozen"] == frozen}
     return sum(map(math.prod, whole.values()))
@@ -198,14 +192,14 @@ def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, 
     (`HeldCheckpoint.note`).
     """
     found = {}
-    for island in sorted({int(head["island"]) for head in saved.heads}):
+    for island in saved.islands:
         heads = [head for head in saved.heads if head["island"] == island]
         try:
             known = held_by(heads, saved.step, int(heads[0]["islands"]), folder)
         except ValueError as error:
             problems.append(str(error))
-            continue
-        found[str(island)] = known.note()
+        else:
+            found[str(island)] = known.note()
     return found
 
 
@@ -229,27 +223,23 @@ def _add_part(
         out["in_flight"][i]["bytes"] += sum(tensors.get(key, 0) for key in _keys(flight.to_tree()))
 
 
-def _manifest(folder: Path, problems: list[str]) -> dict[Path, dict[str, Any]]:
-    """Size and checksum (None in the Trainer's) of each file that the manifest of a checkpoint
-    names; nothing where there is none.
-    """
-    if not (folder / MANIFEST).is_file():
-        return {}
-    try:
-        return {folder / name: about for name, about in sums(folder).items()}
-    except ValueError as error:
-        problems.append(f"{folder / MANIFEST}: {error}")
-        return {}
-
-
-def _damage(files: dict[Path, dict[str, Any]]) -> Iterator[str]:
-    """What is wrong with files of known size and checksum."""
-    for path, wanted in sorted(files.items()):
+def _damage(folder: Path, saved: SavedExchange) -> Iterator[str]:
+    """What is wrong with the files that the heads and the manifest name."""
+    wanted = {
+        path.with_suffix(".safetensors"): saved.head(rank, island)["file"]
+        for (island, rank), path in saved.paths.items()
+    }
+    if (folder / MANIFEST).is_file():
+        try:
+            wanted |= {folder / name: about for name, about in sums(folder).items()}
+        except ValueError as error:
+            yield f"{folder / MANIFEST}: {error}"
+    for path, about in sorted(wanted.items()):
         if not path.is_file():
             yield f"{path} is missing"
-        elif path.stat().st_size != wanted["bytes"]:
-            yield f"{path} has {path.stat().st_size} bytes, not {wanted['bytes']}"
-        elif wanted["crc32"] is not None and crc32(path) != wanted["crc32"]:
+        elif path.stat().st_size != about["bytes"]:
+            yield f"{path} has {path.stat().st_size} bytes, not {about['bytes']}"
+        elif about["crc32"] is not None and crc32(path) != about["crc32"]:
             yield f"{path} is damaged, its checksum does not fit"
 
 
@@ -272,19 +262,28 @@ def _tensor_sizes(path: Path, problems: list[str]) -> dict[str, int]:
         return {}
 
 
+# ---- in words ----------------------------------------------------------------------------------
+
+
 def listed(numbers: Iterable[int]) -> str:
     """`0, 2 and 3`."""
     words = [str(n) for n in sorted(numbers)]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def _named(islands: Iterable[int]) -> str:
+    """`island 0`, `islands 0 and 1`."""
+    numbers = list(islands)
+    return ("island " if len(numbers) == 1 else "islands ") + listed(numbers)
+
+
 def of_islands(numbers: Iterable[int]) -> str:
     """Whose count it is: `of island 0`, `the sum over islands 0 and 1`."""
     known = set(numbers)
-    return f"{'of island' if len(known) == 1 else 'the sum over islands'} {listed(known)}"
+    return f"{'of' if len(known) == 1 else 'the sum over'} {_named(known)}"
 
 
-def ranks(head: dict[str, Any]) -> str:
+def ranks(head: Mapping[str, Any]) -> str:
     """Ranks, shards and copies of an island in words, such as `4 ranks, 2 shards`."""
     shards, copies = int(head["shards"]), int(head["copies"])
     share = counted(shards, "shard") if copies == 1 or shards > 1 else "the whole model on each"
@@ -293,110 +292,84 @@ def ranks(head: dict[str, Any]) -> str:
     )
 
 
-def texts(found: Sequence[dict[str, Any]]) -> str:
-    """`text` of all of them; a reason of `auto` that several share is told once."""
-    parts, told = [], set[str]()
-    for one in found:
-        why = one.get("chosen_because", "")
-        parts.append(text({**one, "chosen_because": "as above"} if why in told else one))
-        told |= {why} - {""}
-    return "\n\n".join(parts)
-
-
-def text(info: dict[str, Any]) -> str:
+def text(info: Mapping[str, Any]) -> str:
     """`describe_checkpoint`'s answer for people."""
     if "step" not in info:
         return f"{info['folder']}\n  NOT READABLE: {info['problems'][0]}"
     here = ", ".join(f"{number} ({name})" for number, name in info["holds"].items())
-    rows = [("step", str(info["step"])), ("islands", f"{info['islands']}, here {here}")]
-    if info["participants"]:
-        rows.append(("took part", f"{listed(info['participants'])} in the last exchange"))
-    versions = (f"{name} {value}" for name, value in info["versions"].items() if value is not None)
-    rows += [
-        *_details(info),
-        ("size", f"{size(info['bytes'])} of exchange states"),
-        ("versions", ", ".join(versions)),
-        ("complete", "yes" if info["complete"] else "NO: " + "; ".join(info["problems"])),
-    ]
-    return "\n".join([info["folder"], *(f"  {label:18}{value}" for label, value in rows)])
-
-
-def _details(info: dict[str, Any]) -> list[tuple[str, str]]:
     changed = ", ".join(f"{key}={value}" for key, value in info["settings"].items())
     frozen = f", and {info['frozen']:,} frozen" if info["frozen"] else ""
+    versions = (f"{name} {value}" for name, value in info["versions"].items() if value is not None)
+    took_part, tokens = info["participants"], info["tokens"]
     rows = [
+        ("step", info["step"]),
+        ("islands", f"{info['islands']}, here {here}"),
+        ("took part", took_part and f"{listed(took_part)} in the last exchange"),
         ("each island", f"{ranks(info)}; {info['topology']}, run {info['run']!r}"),
         ("method", info["method"]),
         ("settings", changed or "those of the preset"),
+        ("chosen by auto", info["chosen_because"]),
         ("parameters", f"{info['parameters']:,}{frozen}"),
+        ("tokens", tokens and f"{tokens:,}, {of_islands(map(int, info['holds']))}"),
     ]
-    if info["chosen_because"]:
-        rows.insert(3, ("chosen by auto", info["chosen_because"]))
-    if info["tokens"]:
-        rows.append(("tokens", f"{info['tokens']:,}, {of_islands(map(int, info['holds']))}"))
     for channel, kept in info["states"].items():
         states = ", ".join(f"{name} {size(count)}" for name, count in kept.items())
         rows.append((f"state {channel}", states or "none between exchanges"))
     for flight in info["in_flight"]:
         sent = f"sent in step {flight['step']} by {', '.join(flight['channels'])}"
         rows.append(("in flight", f"{sent}: {size(flight['bytes'])}"))
-    return rows
+    rows += [
+        ("size", f"{size(info['bytes'])} of exchange states"),
+        ("versions", ", ".join(versions)),
+        ("complete", "yes" if info["complete"] else "NO: " + "; ".join(info["problems"])),
+    ]
+    told = (f"  {label:18}{value}" for label, value in rows if value or label == "step")
+    return "\n".join([info["folder"], *told])
 
 
-def common(found: Sequence[dict[str, Any]], only: Collection[int] | None = None) -> list[int]:
-    """The steps that all islands of a run hold whole.
-
-    An old folder of an island that a later start did without holds nothing of that start: of each
-    step the number of islands counts with which it was saved.
-
-    Args:
-        only: of these islands alone.
-    """
-    holders: dict[tuple[int, int], set[int]] = {}
-    for info in found:
-        if info["complete"]:
-            key = info["step"], info["islands"]
-            holders.setdefault(key, set()).update(map(int, info["holds"]))
-    wanted = {key: {i for i in range(key[1]) if only is None or i in only} for key in holders}
-    return sorted({step for (step, n), who in holders.items() if who >= wanted[step, n]})
-
-
-def shared(found: Sequence[dict[str, Any]]) -> str:
+def shared(found: Sequence[Mapping[str, Any]]) -> str:
     """The steps that the islands of a run hold in common, in words."""
     readable = [info for info in found if "step" in info]
     if not readable:
         return "whole on all islands: no step"
     newest = max(readable, key=lambda info: int(info["step"]))
-    count = newest["islands"]
-    here = {int(i) for info in readable if info["islands"] == count for i in info["holds"]}
-    lines = [f"whole on all islands: {listed(common(found)) or 'no step'}"]
-    if missing := set(range(count)) - here:
-        who = _named(here)
+    count, took_part = newest["islands"], newest["participants"]
+    held = _held_here(readable, count)
+    whole = sorted({states[0].step for states in alike(list(held.values()))})
+    lines = [f"whole on all islands: {listed(whole) or 'no step'}"]
+    if missing := set(range(count)) - set(held):
         them = f"{'that' if len(missing) == 1 else 'those'} of {listed(missing)}"
         lines = [
-            f"whole on the islands whose folders are here ({who} of {count}): "
-            f"{listed(common(found, here)) or 'no step'}",
+            f"whole on the islands whose folders are here ({_named(held)} of {count}): "
+            f"{listed(whole) or 'no step'}",
             f"the folders here say nothing of {them}: look there, too",
         ]
-    took = newest["participants"]
-    if took and took != list(range(count)):
-        lines.append(f"in step {newest['step']}, the newest, took part: {listed(took)} of {count}")
-    return "\n".join([*lines, *_resumed(readable, sorted(here), count, common(found, here))])
+    if took_part and took_part != list(range(count)):
+        who = f"{listed(took_part)} of {count}"
+        lines.append(f"in step {newest['step']}, the newest, took part: {who}")
+    return "\n".join([*lines, *_resumed(held, whole)])
 
 
-def _resumed(
-    found: Sequence[dict[str, Any]], islands: Sequence[int], count: int, whole: Sequence[int]
-) -> Iterator[str]:
-    """What `--resume auto` does where islands may come and go, by the rule of the resume itself;
-    nothing where all go on from the newest step that all hold.
+def _held_here(found: Sequence[Mapping[str, Any]], count: int) -> dict[int, list[HeldCheckpoint]]:
+    """What each island whose folder is here holds whole, as the choice of a state to resume from
+    sees it; `count` islands are in the run now.
     """
-    held: dict[int, list[HeldCheckpoint]] = {i: [] for i in islands}
+    here = {int(i) for info in found if info["islands"] == count for i in info["holds"]}
+    held: dict[int, list[HeldCheckpoint]] = {i: [] for i in sorted(here)}
     for info in found:
         for island, note in info["held"].items() if info["complete"] else ():
             known = HeldCheckpoint(*note)
             if info["islands"] != count:  # it says less, see `choice.held_by`
                 known = HeldCheckpoint(known.step, participants=known.participants)
             held.get(int(island), []).append(known)
+    return held
+
+
+def _resumed(held: Mapping[int, list[HeldCheckpoint]], whole: Sequence[int]) -> Iterator[str]:
+    """What `--resume auto` does where islands may come and go, by the rule of the resume itself;
+    nothing where all go on from the newest step that all hold.
+    """
+    islands = list(held)
     try:
         chosen = choose([f"island {i}" for i in islands], list(held.values()), "newest", islands)
     except NeedsDecision as error:
@@ -412,32 +385,3 @@ def _resumed(
     if others := [i for i, step in steps.items() if step is None]:
         parts.append(f"{_named(others)} take{'s' * (len(others) == 1)} over from them")
     yield f"with --resume auto: {', '.join(parts)}"
-
-
-def _named(islands: Iterable[int]) -> str:
-    """`island 0`, `islands 0 and 1`."""
-    numbers = list(islands)
-    return ("island " if len(numbers) == 1 else "islands ") + listed(numbers)
-
-
-def inspect(root: str | Path) -> list[dict[str, Any]]:
-    """`describe_checkpoint` of every checkpoint at or below `root`; one that cannot be read has
-    `complete` False, `problems`, and no step.
-
-    Raises:
-        ValueError: no checkpoint is there, or the only one cannot be read.
-    """
-    found, out = find_checkpoints(Path(root)), []
-    for one in found:
-        try:
-            out.append(describe_checkpoint(one))
-        except UNREADABLE as error:
-            why = str(error) if isinstance(error, ValueError) else _odd(one, error)
-            if len(found) == 1:
-                raise ValueError(why) from None
-            out.append({"folder": str(one.folder), "complete": False, "problems": [why]})
-    return out
-
-
-def _odd(found: Found, error: Exception) -> str:
-    return f"{found.exchange} holds a head of another form ({error!r:.80}): {OTHER}"
