@@ -115,9 +115,7 @@ class Driver(NetworkLoop):
         self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
-        """Tell the others that this rank follows nobody any more, and run `then` in the network
-        thread.
-        """
+        """Tell the others that this rank follows no more; `then` runs in the network thread."""
         self.do(lambda: self.detector.say(["joined"], self.notes.values()))
         self.do(then)
 
