@@ -353,8 +353,8 @@ def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precisi
 def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) -> _Use:
     """A channel's use of the host: the bodies of all islands and the means, until they are applied;
     during the exchange a copy of what is sent, or the coded parts of the means. Values in fp32 that
-    are `alone` in their message arrive where the mean is to lie: only the others' shares of one
-    part come on top then.
+    are `alone` in their message arrive where the mean is to lie, and so does one share of one
+    part: only the further ones come on top then.
     """
     message, means = MessageLayout([section]), 0
     coded = message.num_bytes
@@ -362,7 +362,7 @@ def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) 
         means = sum(4 * n for n, _ in message.vectors)
         share, part = (max(leg) for leg in message.legs(section.size))
         in_place = alone and [code for _, code in message.vectors] == ["fp32"]
-        coded = (section.size - 1) * share if in_place else section.size * part
+        coded = max(section.size - 2, 0) * share if in_place else section.size * part
     bodies = section.size * message.num_bytes
     kept = _outer(section) if offloaded else 0
     return _Use(section.channel, kept, bodies + means, coded + _payload(section) * staged)

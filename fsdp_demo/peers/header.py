@@ -201,14 +201,14 @@ class Sealed(NamedTuple):
         return HEADER.size + self.body.numel()
 
 
-def claimed(data: Tensor) -> Header:
-    """The header that the first bytes of a message (uint8 [>= 56]) claim to be, not checked."""
-    return _read(HEADER.unpack(bytes(data[: HEADER.size].tolist())))
+def claimed(head: bytes) -> Header:
+    """The header that the first 56 bytes of a message claim to be, not checked."""
+    return _read(HEADER.unpack(head))
 
 
-def claimed_length(data: Tensor) -> int:
-    """Bytes of the body as the first bytes of a message (uint8 [>= 56]) claim them, not checked."""
-    return int(HEADER.unpack(bytes(data[: HEADER.size].tolist()))[7] % (1 << LENGTH_BITS))
+def claimed_length(head: bytes) -> int:
+    """Bytes of the body as the first 56 bytes of a message claim them, not checked."""
+    return int(HEADER.unpack(head)[7] % (1 << LENGTH_BITS))
 
 
 def _read(fields: tuple[Any, ...]) -> Header:
@@ -218,9 +218,9 @@ def _read(fields: tuple[Any, ...]) -> Header:
     return Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, norm, rate)
 
 
-def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[Header, int]:
-    """Check the first bytes of a message (uint8 [>= 56]) against what should come: `expected`, with
-    a body of `size` bytes.
+def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[Header, int]:
+    """Check the first 56 bytes of a message against what should come: `expected`, with a body of
+    `size` bytes.
 
     Returns:
         The sender's header, and the checksum of its body.
@@ -229,7 +229,6 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
         WireError: torn, or of another wire version. Mismatch: the sender does something else; says
             what both do.
     """
-    head = bytes(data[: HEADER.size].tolist())
     fields = HEADER.unpack(head)
     magic, version, *_, body_crc, crc = fields
     if magic != MAGIC or version != VERSION:
@@ -255,7 +254,7 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
             "configuration"
         )
         raise Mismatch(f"message from {sender} has configuration digest {both}{see('unlike-runs')}")
-    length, number = claimed_length(data), theirs.number
+    length, number = claimed_length(head), theirs.number
     if length != size or number != expected.number:
         raise Mismatch(
             f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected "
@@ -300,11 +299,11 @@ def checksum(body: Tensor) -> int:
         return zlib.crc32(memory(body))
     whole = memory(body[: 8 * ROW * rows])  # which may begin anywhere
     words = torch.frombuffer(whole, dtype=torch.int64).view(rows, ROW)
-    sums = torch.zeros(ROW + rows, dtype=torch.int64, device="cpu")
-    for lo in range(0, rows, AT_ONCE // ROW):
-        some = words[lo : lo + AT_ONCE // ROW]
-        sums[:ROW] += some.sum(0)
-        torch.sum(some, 1, out=sums[ROW + lo : ROW + lo + len(some)])
+    columns, lines = torch.zeros(ROW, dtype=torch.int64, device="cpu"), list[Tensor]()
+    for some in words.split(AT_ONCE // ROW):
+        lines.append(some.sum(1))
+        columns += some.sum(0)
+    sums = torch.cat([columns, *lines])
     return zlib.crc32(memory(body[8 * ROW * rows :]), zlib.crc32(memory(sums)))
 
 
