@@ -363,7 +363,7 @@ class _Followed(Methods):
             theirs = saved.head(mine["rank"], saved.islands[0])
             if stretches(theirs) != stretches(mine):
                 raise ValueError(
-                    f"{saved.where()}: the ranks that saved it held other stretches of the "
+                    f"{saved.folder}: the ranks that saved it held other stretches of the "
                     "parameters, and DeepSpeed does not cut its files anew: give the same ZeRO "
                     f"stage and parameter groups, {FRESH}"
                 )

@@ -57,14 +57,14 @@ def test_rank_server_has_one_thread_with_datasets(run_ranks):
 def test_rank_server_passes_patches_and_environment(run_ranks, everywhere, monkeypatch, tmp_path):
     """Patches, environment and folder reach the ranks."""
     everywhere.setattr(sys.modules[__name__], "LIMIT", 2)
-    everywhere.setattr("fsdp_demo.rendezvous.attempts", "BEAT", 0.25)
+    everywhere.setattr("fsdp_demo.rendezvous.starting", "BEAT", 0.25)
     monkeypatch.setenv("SOME_WORD", "here")
     monkeypatch.chdir(tmp_path)
 
     def seen():
-        from fsdp_demo.rendezvous import attempts
+        from fsdp_demo.rendezvous import starting
 
-        return LIMIT, attempts.BEAT, os.environ["SOME_WORD"], os.getcwd()
+        return LIMIT, starting.BEAT, os.environ["SOME_WORD"], os.getcwd()
 
     assert run_ranks(seen, 1, 2) == [(2, 0.25, "here", str(tmp_path))] * 2 and LIMIT == 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import pytest
@@ -60,9 +59,8 @@ def test_run_ranks_after_a_backward_in_the_parent(run_ranks):
     assert len(run_ranks(backward, procs=1)) == 2
 
 
-def test_run_ranks_failing_rank_is_shown(run_ranks, monkeypatch):
+def test_run_ranks_failing_rank_is_shown(run_ranks):
     """A failing rank is shown, and the others end."""
-    monkeypatch.setattr(sys.modules["tests.conftest"], "GRACE", 0.5)
 
     def fail(me):
         if me.rank == 2:
@@ -71,7 +69,7 @@ def test_run_ranks_failing_rank_is_shown(run_ranks, monkeypatch):
 
     began = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match="this one"):
-        run_ranks(fail)
+        run_ranks(fail, grace=0.5)
     assert time.monotonic() - began < 20
 
 

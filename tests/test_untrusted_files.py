@@ -18,7 +18,7 @@ import torch
 
 import fsdp_demo
 import fsdp_demo.store.server as launched
-from fsdp_demo.checkpoint import inspect, load_exchange, save_exchange
+from fsdp_demo.checkpoint import load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
 from fsdp_demo.checkpoint.folders import misfits, seal
 from fsdp_demo.commands import during_run
@@ -26,6 +26,7 @@ from fsdp_demo.config.parsing import read_yaml
 from fsdp_demo.files import in_one_piece
 from fsdp_demo.net import tcp
 from fsdp_demo.runlog import files
+from fsdp_demo.tools import inspect
 from fsdp_demo.tools.doctor import reading
 from fsdp_demo.tools.planner import asking
 
@@ -185,7 +186,7 @@ def test_files_resume_from_an_odd_part_is_refused(tmp_path: Path, whole: Files, 
     for name in ("exchange/rank0.json", "exchange/rank0.safetensors"):
         (tmp_path / name).write_bytes(found[name])
     with pytest.raises(ValueError, match="is damaged"):
-        load_exchange(tmp_path / "exchange").state(0)
+        load_exchange(tmp_path / "exchange").state(0, 0)
 
 
 def test_files_too_deep_state_is_not_written(tmp_path: Path) -> None:

@@ -5,26 +5,8 @@ May import `exchange` and all below it.
 
 from __future__ import annotations
 
-from .exchange_state import (
-    SavedExchange,
-    Snapshot,
-    describe_part,
-    load_exchange,
-    save_exchange,
-    snapshot,
-)
-from .files import crc32
+from .exchange_state import SavedExchange, load_exchange, save_exchange
 from .manager import CheckpointManager
 from .run_state import RunState
 
-__all__ = [
-    "CheckpointManager",
-    "RunState",
-    "SavedExchange",
-    "Snapshot",
-    "crc32",
-    "describe_part",
-    "load_exchange",
-    "save_exchange",
-    "snapshot",
-]
+__all__ = ["CheckpointManager", "RunState", "SavedExchange", "load_exchange", "save_exchange"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ class HeldCheckpoint:
 
     Attributes:
         step: optimizer steps done.
-        applied: between which exchanges it lies, as JSON; "" where that is not known, or the number
-            of islands was another.
-        owner: the island that saved it; -1 where that is not known, or the number of islands was
-            another.
-        history: digest of whose contributions it has; "" where that is not known, or the number of
-            islands was another.
+        applied: between which exchanges it lies, as JSON.
+        owner: the island that saved it.
+        history: digest of whose contributions it has.
         participants: numbers of the islands that took part in the last exchange before it, have
-            applied it, and were there when this was saved, as JSON; "" where that is not known.
+            applied it, and were there when this was saved, as JSON.
+
+    What is not known is "", and -1 for `owner`; so are `applied`, `owner` and `history` of a state
+    of another number of islands.
     """
 
     step: int
@@ -59,12 +60,12 @@ class HeldCheckpoint:
         return all(not one or not two or one == two for one, two in pairs)
 
 
-def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
-    """A checkpoint as islands compare it, from the heads of the exchange's parts in a folder; the
-    step alone where there is no part.
+Held = Sequence[Sequence[HeldCheckpoint]]
+"""The states that each island holds, in order of the islands."""
 
-    Args:
-        islands: of this run.
+
+def look(exchange: Path, step: int, islands: int) -> HeldCheckpoint:
+    """`held_by` of the exchange's parts in a folder; the step alone where there is no part.
 
     Raises:
         ValueError: a part is torn, or ranks stand between unlike exchanges.
@@ -109,19 +110,16 @@ def _as_text(value: Any, kind: type) -> str:
     return json.dumps(value, sort_keys=True) if isinstance(value, kind) else ""
 
 
-def present(held: Sequence[Sequence[HeldCheckpoint]], slots: Sequence[int]) -> list[bool]:
+def present(held: Held, slots: Sequence[int]) -> list[bool]:
     """Which islands hold something and took part when the newest state was saved, in the order of
     `held`. All that hold something, where that state does not say who took part.
 
     A newcomer that had not taken part yet does not count, be it the one that saved last: what it
-    holds from before it was lost would drag the others back.
-
-    Args:
-        slots: the numbers of the islands.
+    holds from before it was lost would drag the others back. `slots` are the islands' numbers.
 
     Example:
-        >>> from fsdp_demo.checkpoint.choice import HeldCheckpoint as Held, present
-        >>> present([[Held(30, participants="[0, 1]")], [Held(20)], [Held(10)]], range(3))
+        >>> at = HeldCheckpoint
+        >>> present([[at(30, participants="[0, 1]")], [at(20)], [at(10)]], range(3))
         [True, True, False]
     """
     newest = max((h for each in held for h in each), key=_step)
@@ -129,20 +127,13 @@ def present(held: Sequence[Sequence[HeldCheckpoint]], slots: Sequence[int]) -> l
     return [bool(each) and slot in then for each, slot in zip(held, slots, strict=True)]
 
 
-def together(held: Sequence[Sequence[HeldCheckpoint]]) -> list[HeldCheckpoint] | None:
+def together(held: Held) -> list[HeldCheckpoint] | None:
     """The newest states, one of each list, that lie between the same exchanges, with one history;
     None if there are none.
     """
     found = alike(held)
-    for applied, history in sorted(
-        {(h.applied, h.history) for each in held for h in each if h.applied}
-    ):
-        mine = [
-            [h for h in each if h.applied == applied and h.history in ("", history)]
-            for each in held
-        ]
-        if all(mine):
-            found.append([max(each, key=_step) for each in mine])
+    for applied in sorted({h.applied for each in held for h in each if h.applied}):
+        found += _fitting([[h for h in each if h.applied == applied] for each in held])
     return max(
         found,
         key=lambda states: (min(h.step for h in states), sum(h.step for h in states)),
@@ -150,25 +141,28 @@ def together(held: Sequence[Sequence[HeldCheckpoint]]) -> list[HeldCheckpoint] |
     )
 
 
-def alike(held: Sequence[Sequence[HeldCheckpoint]]) -> list[list[HeldCheckpoint]]:
+def alike(held: Held) -> list[list[HeldCheckpoint]]:
     """All choices of states, one of each list, of one step and between the same exchanges, with one
     history.
     """
-    found = []
-    for step in set.intersection(*({h.step for h in each} for each in held)) if held else ():
-        here = [[h for h in each if h.step == step] for each in held]
-        for applied, history in sorted(
-            {(h.applied, h.history) for each in here for h in each}, reverse=True
-        ):
-            fitting = [[h for h in each if h.fits(applied, history)] for each in here]
-            known = [
-                {value for each in fitting for h in each if (value := getattr(h, name))}
-                for name in ("applied", "history")
-            ]
-            if all(fitting) and max(map(len, known)) < 2:
-                found.append([max(each, key=_step) for each in fitting])
-                break
-    return found
+    common = set.intersection(*({h.step for h in each} for each in held)) if held else set()
+    return [
+        states
+        for step in sorted(common)
+        for states in _fitting([[h for h in each if h.step == step] for each in held])
+    ]
+
+
+def _fitting(held: Held) -> list[list[HeldCheckpoint]]:
+    """The newest states, one of each list, for each pair of `applied` and history that all lists
+    can have; what a state does not say fits any.
+    """
+    said = (
+        sorted({getattr(h, name) for each in held for h in each} - {""}) or [""]
+        for name in ("applied", "history")
+    )
+    found = ([[h for h in each if h.fits(*pair)] for each in held] for pair in product(*said))
+    return [[max(each, key=_step) for each in lists] for lists in found if all(lists)]
 
 
 def _step(held: HeldCheckpoint) -> int:
@@ -177,7 +171,7 @@ def _step(held: HeldCheckpoint) -> int:
 
 def choose(
     names: Sequence[str],
-    held: Sequence[Sequence[HeldCheckpoint]],
+    held: Held,
     how: str,
     slots: Sequence[int] | None = None,
 ) -> list[HeldCheckpoint | None] | None:
@@ -185,12 +179,11 @@ def choose(
     in all where nobody holds any.
 
     Args:
-        names: of the islands, for the error.
-        held: what each holds.
+        names: of the islands, for the error. held: what each holds.
         how: "common": what all hold. "auto": else islands that hold none take over from the others.
-            "newest": what all hold that were `present`; the others take over. Else all that do not
-            hold the newest of them. "take_over": what all hold; else as "newest", and folders may
-            be swapped.
+            "newest": what all hold that were `present`; the others take over; where there is none,
+            all that do not hold the newest of them. "take_over": what all hold, else as "newest";
+            folders may be swapped.
         slots: the numbers of the islands, if they are not all.
 
     Raises:
@@ -215,20 +208,13 @@ def choose(
         raise NeedsDecision(_choices(names, held, how))
     if common and how != "take_over":
         _check_owners(names, chosen, slots)
-    return _furthest(chosen) if None in chosen else chosen
+    if None in chosen:  # what others have done after the furthest step is lost in any case
+        furthest = max(h.step for h in chosen if h is not None)
+        return [h if h is not None and h.step == furthest else None for h in chosen]
+    return chosen
 
 
-def _furthest(chosen: Sequence[HeldCheckpoint | None]) -> list[HeldCheckpoint | None]:
-    """Where some take over, the states of the furthest step are the ones to take from: the others'
-    own steps after it would be lost in any case.
-    """
-    furthest = max(h.step for h in chosen if h is not None)
-    return [h if h is not None and h.step == furthest else None for h in chosen]
-
-
-def _joined(
-    held: Sequence[Sequence[HeldCheckpoint]], asked: Sequence[bool]
-) -> list[HeldCheckpoint | None] | None:
+def _joined(held: Held, asked: Sequence[bool]) -> list[HeldCheckpoint | None] | None:
     """The newest states that all `asked` hold together, and what others hold that fits them; None
     where those asked hold none.
     """
@@ -247,10 +233,8 @@ def _joined(
 def superfluous(
     steps: Sequence[int], common: int, keep: int | None, best: int | None = None
 ) -> list[int]:
-    """The steps of an island's checkpoints that rotation may delete.
-
-    Never the newest step that all islands hold, nor what follows it: an island whose peer died
-    before its save goes on from there.
+    """The steps of an island's checkpoints that rotation may delete. Never the newest step that all
+    islands hold, nor what follows it: an island whose peer died before its save goes on from there.
 
     Args:
         steps: that the island holds, ascending.
@@ -259,16 +243,13 @@ def superfluous(
         best: the step of the best model, which stays.
 
     Example:
-        >>> from fsdp_demo.checkpoint.choice import superfluous
-        >>> superfluous([10, 20, 30, 40, 50], common=30, keep=1)
-        [10, 20]
-        >>> superfluous([10, 20, 30, 40, 50], common=50, keep=2, best=10)
+        >>> superfluous([10, 20, 30, 40, 50], common=40, keep=1, best=10)
         [20, 30]
     """
     return [s for s in steps[:-keep] if s < common and s != best] if keep else []
 
 
-def _choices(names: Sequence[str], held: Sequence[Sequence[HeldCheckpoint]], how: str) -> str:
+def _choices(names: Sequence[str], held: Held, how: str) -> str:
     pairs = list(zip(names, held, strict=True))
     have = "; ".join(
         f"{name}: {', '.join(map(str, sorted({h.step for h in each}))) or 'none'}"

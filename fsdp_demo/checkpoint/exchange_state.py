@@ -8,9 +8,7 @@ how the model lay.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 from ..exchange.exchange import Exchange
 from ..exchange.saved_state import ExchangeState
 from ..rendezvous.position import form
-from .files import FRESH, OTHER, copied, read_head, write_part
+from .files import FRESH, OTHER, read_head, write_part
 from .reshard import PartSet, reshard, without_messages
 
 log = logging.getLogger("fsdp_demo")
@@ -76,30 +74,14 @@ def describe_part(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of one rank's state in host memory, to be written while training goes on."""
-
-    head: dict[str, Any]
-    tree: Any
-
-    def write(self, folder: Path) -> None:
-        """Write the part into `folder`, as `save_exchange` does."""
-        write_part(folder, f"rank{self.head['rank']}", self.head, self.tree)
-
-
-def snapshot(exchange: Exchange) -> Snapshot:
-    """Copy this rank's state (what is in flight is waited for). No collectives."""
-    return Snapshot(describe_part(exchange), copied(exchange.state_dict()))
-
-
 def save_exchange(folder: Path, exchange: Exchange) -> None:
     """Write this rank's part of an exchange's state into `folder`, one folder per replica. No
     collectives.
 
     What is in flight is waited for and saved with it, to be applied at its own step.
     """
-    Snapshot(describe_part(exchange), exchange.state_dict()).write(Path(folder))
+    name, head = f"rank{exchange.topology.rank}", describe_part(exchange)
+    write_part(Path(folder), name, head, exchange.state_dict())
 
 
 class SavedExchange(PartSet):
@@ -117,7 +99,9 @@ class SavedExchange(PartSet):
         """
         mine = self.check(exchange)
         island = mine["island"] if mine["island"] in self.islands else self.islands[0]
-        head = self._like(mine, island)
+        # the same rank, of another number of ranks the first one
+        first = self.of_island(island)[0]
+        head = self.head(mine["rank"], island) if first["world"] == mine["world"] else first
         islands = head["islands"] == mine["islands"]
         ranks = all(head[k] == mine[k] for k in PLACE) and _stretches(head) == _stretches(mine)
         if ranks and islands:
@@ -134,13 +118,6 @@ class SavedExchange(PartSet):
             _say(head, mine, [f.step for f in saved.in_flight], part)
         return state.to_tree()
 
-    def _like(self, mine: Mapping[str, Any], island: int) -> dict[str, Any]:
-        """The head of the same rank of a saved island; of another number of ranks the first
-        one's.
-        """
-        first = self.of_island(island)[0]
-        return self.head(mine["rank"], island) if first["world"] == mine["world"] else first
-
     def check(self, exchange: Exchange) -> dict[str, Any]:
         """Refuse what `exchange` cannot take over, by the heads alone; returns the head of its own
         rank, were it saved now.
@@ -149,7 +126,23 @@ class SavedExchange(PartSet):
             ValueError: another preset or model, parameters that are no longer fp32 or now are.
         """
         mine = describe_part(exchange)
-        self._check_kin(mine)
+        for h in self.heads:
+            if h["preset"] != mine["preset"]:
+                raise ValueError(
+                    f"{self.folder} was saved by preset {h['preset']!r}, this run has "
+                    f"{mine['preset']!r}: give the same preset, {FRESH}"
+                )
+            theirs, ours = (
+                {p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine)
+            )
+            if theirs != ours:
+                name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
+                there, here = (x.get(name, "absent") for x in (theirs, ours))
+                raise ValueError(
+                    f"{self.folder} belongs to another model: {name} is {there} there, {here} "
+                    f"here ({len(theirs)} tensors there, {len(ours)} here): give the model it was "
+                    f"saved with, {FRESH}"
+                )
         if any(c.source == "delta" for c in exchange.config.channels):
             self._check_dtypes(mine)
         return mine
@@ -163,91 +156,43 @@ class SavedExchange(PartSet):
         for name, dtype in ours.items():
             if "float32" in (dtype, theirs[name]) and dtype != theirs[name]:
                 raise ValueError(
-                    f"{self.where()} was saved with {name} in {theirs[name]}, this run has it in "
+                    f"{self.folder} was saved with {name} in {theirs[name]}, this run has it in "
                     f"{dtype}: load the model with dtype=torch.{theirs[name]}, {FRESH}"
                 )
 
-    def _check_kin(self, mine: Mapping[str, Any]) -> None:
-        """Refuse another preset, and another model."""
-        for h in self.heads:
-            if h["preset"] != mine["preset"]:
-                raise ValueError(
-                    f"{self.where()} was saved by preset {h['preset']!r}, this run has "
-                    f"{mine['preset']!r}: give the same preset, {FRESH}"
-                )
-            theirs, ours = (
-                {p["name"]: tuple(p["global_shape"]) for p in x["parameters"]} for x in (h, mine)
-            )
-            if theirs != ours:
-                name = next(n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n))
-                there, here = (x.get(name, "absent") for x in (theirs, ours))
-                raise ValueError(
-                    f"{self.where()} belongs to another model: {name} is {there} there, {here} "
-                    f"here ({len(theirs)} tensors there, "
-                    f"{len(ours)} here): give the model it was saved with, {FRESH}"
-                )
 
-
-def load_exchange(*folders: Path | str) -> SavedExchange:
-    """Read the heads of all parts in `folders`; a folder may also hold a folder per replica (a
-    mesh).
+def load_exchange(folder: Path | str) -> SavedExchange:
+    """Read the heads of all parts in a folder, which may also hold a folder per replica (a mesh).
 
     Raises:
         ValueError: no parts; parts that are half-written, damaged, of another format, or of
-            different steps.
+            several checkpoints.
     """
-    places = [
-        place
-        for folder in map(Path, folders)
-        for place in [
-            folder,
-            *(sorted(f for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else []),
-        ]
-        if place.is_dir()
-    ]
-    paths = [p for place in places for p in sorted(place.iterdir()) if _NAME.fullmatch(p.name)]
+    folder = Path(folder)
+    paths = sorted([*folder.glob("rank*.json"), *folder.glob("*/rank*.json")])
     if not paths:
-        where = ", ".join(map(str, folders))
-        half = sorted(p.name for f in map(Path, folders) if f.is_dir() for p in f.glob("rank*"))
-        what = (
-            f"only unfinished files ({', '.join(half[:4])})"
-            if half
-            else "no part of an exchange's state (rank0.json, ...)"
-        )
+        what = "no part of an exchange's state (rank0.json, ...)"
+        if half := sorted(path.name for path in folder.glob("rank*")):
+            what = f"only unfinished files ({', '.join(half[:4])})"
         raise ValueError(
-            f"{where} holds {what}: it was saved without an exchange, or the save was cut off; "
+            f"{folder} holds {what}: it was saved without an exchange, or the save was cut off; "
             f"{OTHER}, {FRESH}"
         )
-    parts = [(p, read_head(p)[0]) for p in paths]
-    for path, head in parts:
+    parts = {path: read_head(path)[0] for path in paths}
+    for path, head in parts.items():
         if "island" not in head or "digest" not in head:
             raise ValueError(
                 f"{path} is no part of an exchange's state: name the folder `exchange` beside it; "
                 f"{OTHER}, {FRESH}"
             )
-    return _saved(tuple(dict.fromkeys(p.parent for p in paths)), parts)
-
-
-def _saved(folders: tuple[Path, ...], parts: list[tuple[Path, dict[str, Any]]]) -> SavedExchange:
-    """Order the parts; they must be of one checkpoint."""
-    where = ", ".join(map(str, folders))
-    heads = sorted((h for _, h in parts), key=lambda h: (h["island"], h["rank"]))
-    paths = {(h["island"], h["rank"]): p for p, h in parts}
-    if len(paths) < len(parts):
-        twice = sorted({k for k in paths if sum((h["island"], h["rank"]) == k for h in heads) > 1})
+    by_rank = {(h["island"], h["rank"]): path for path, h in parts.items()}
+    steps = sorted({h["step"] for h in parts.values()})
+    if len(by_rank) < len(parts) or len(steps) > 1:
         raise ValueError(
-            f"{where}: (island, rank) {twice[:4]} are there more than once: name the folders of "
-            "one checkpoint"
+            f"{folder} holds parts of several checkpoints (steps {steps}): name the folder of one"
         )
-    steps = sorted({h["step"] for h in heads})
-    if len(steps) > 1:
-        raise ValueError(
-            f"{where}: parts of different steps {steps}: name the folders of one checkpoint"
-        )
-    return SavedExchange(folders, heads, paths)
-
-
-_NAME = re.compile(r"rank\d+\.json")
+    heads = sorted(parts.values(), key=lambda h: (h["island"], h["rank"]))
+    return SavedExchange(folder, heads, by_rank)
 
 
 def _say(saved: Mapping[str, Any], mine: Mapping[str, Any], flying: list[int], part: str) -> None:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 FORMAT = 3
 PIECE = 8 << 20  # bytes per read of a checksum
 OTHER = "resume from another checkpoint"
+_PLAIN = (
+    "a checkpoint keeps tensors, numbers, strings, None, and lists and dicts of these with strings "
+    "as keys. Convert it, or save it in a file beside the checkpoint"
+)
 OPTIMIZER = (
     "take the optimizer and the preset it was saved with, or go on with the model's weights alone: "
     "RunState.restore(..., fresh=True) (recipes/pretrain.py: --fresh-exchange)"
@@ -55,7 +59,7 @@ def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> N
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"
     in_one_piece(path, lambda part: save_file(_unshared(tensors), part))
-    file = {"name": path.name, "bytes": path.stat().st_size, "crc32": crc32(path)}
+    file = {"name": path.name, **measured(path)}
     text = json.dumps(
         {"head": {**head, "format": FORMAT, "package": __version__, "file": file}, "state": state},
         allow_nan=False,
@@ -138,12 +142,6 @@ def copied(node: Any) -> Any:
     return [copied(v) for v in node] if isinstance(node, list | tuple) else node
 
 
-_PLAIN = (
-    "a checkpoint keeps tensors, numbers, strings, None, and lists and dicts of these with strings "
-    "as keys. Convert it, or save it in a file beside the checkpoint"
-)
-
-
 def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     """The tree with tensors replaced by their keys, collected in `tensors`. Floats that JSON lacks
     become {"number": TEXT}.
@@ -213,6 +211,11 @@ def crc32(path: Path, sync: bool = False) -> int:
     return value
 
 
+def measured(path: Path, sync: bool = False) -> dict[str, int]:
+    """Size and checksum of a file, as heads and manifests name them; `sync`: see `crc32`."""
+    return {"bytes": path.stat().st_size, "crc32": crc32(path, sync)}
+
+
 # Whether the values of a checkpoint are finite: one that holds a NaN must not take the place of
 # the last good one.
 
@@ -263,18 +266,12 @@ def refuse_exchange(exchange: Exchange) -> None:
         PeerLost: what was under way is lost (`Exchange.state_dict`).
     """
     host = exchange.host
-    kept = {
-        kind: host.tensors(kind)
-        for kind in ("parameter", *(f"state:{name}" for name in host.states()))
-    }
     named = [
-        (kind, [(s.name, t) for s, t in zip(host.params, tensors, strict=True)])
-        for kind, tensors in kept.items()
+        (f"{kind} {s.name}", t)
+        for kind in ("parameter", *(f"state:{name}" for name in host.states()))
+        for s, t in zip(host.params, host.tensors(kind), strict=True)
     ]
-    refuse_not_finite(
-        *((f"{kind} {name}", t) for kind, pairs in named for name, t in pairs),
-        ("exchange", exchange.state_dict()),
-    )
+    refuse_not_finite(*named, ("exchange", exchange.state_dict()))
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

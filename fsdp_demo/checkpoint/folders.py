@@ -31,7 +31,7 @@ from ..errors import UNREADABLE, Superseded, see
 from ..files import in_one_piece, read_json
 from ..peers.votes import Ranks
 from ..version import __version__
-from .files import crc32, sync_folder
+from .files import crc32, measured, sync_folder
 
 log = logging.getLogger("fsdp_demo")
 
@@ -97,9 +97,7 @@ def sum_up(folder: Path, rank: int, world: int) -> None:
     `seal`.
     """
     names = files_in(folder)[rank::world]
-    sums = {
-        n: {"bytes": (folder / n).stat().st_size, "crc32": crc32(folder / n, True)} for n in names
-    }
+    sums = {name: measured(folder / name, sync=True) for name in names}
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
 
 
@@ -117,13 +115,9 @@ def seal(folder: Path, step: int, world: int, one_disk: bool = True) -> None:
         here = files_in(folder)
         files = {name: files[name] for name in here if name in files}
         for name in set(here) - set(files):
-            files[name] = {"bytes": (folder / name).stat().st_size, "crc32": crc32(folder / name)}
-    content = {
-        "version": VERSION,
-        "package": __version__,
-        "step": step,
-        "files": dict(sorted(files.items())),
-    }
+            files[name] = measured(folder / name)
+    content = {"version": VERSION, "package": __version__, "step": step}
+    content["files"] = dict(sorted(files.items()))
     in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
     for r in range(world):
         (folder / f".sums{r}").unlink(missing_ok=not one_disk)
@@ -140,22 +134,18 @@ def sums(folder: Path) -> dict[str, dict[str, Any]]:
     """
     try:
         content = read_json(folder / MANIFEST)
-        if content["version"] != VERSION:
-            whose = (
-                f"written by fsdp_demo {content.get('package')}; this is {__version__}, which "
-                f"reads {VERSION}"
-            )
-            raise ValueError(f"{NEWER} {content['version']}, {whose}")
-        return {
-            _in_folder(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]}
-            for name, f in content["files"].items()
-        }
-    except ValueError as error:
-        if str(error).startswith(NEWER):
-            raise
-        raise ValueError(f"no manifest that can be read ({error!s:.160})") from None
+        version, files = content["version"], content["files"]
+        if version == VERSION:
+            return {
+                _in_folder(name): {"bytes": int(f["bytes"]), "crc32": f["crc32"]}
+                for name, f in files.items()
+            }
     except (OSError, *UNREADABLE) as error:
-        raise ValueError(f"no manifest that can be read ({error!r:.80})") from None
+        raise ValueError(f"no manifest that can be read ({error!s:.160})") from None
+    raise ValueError(
+        f"{NEWER} {version}, written by fsdp_demo {content.get('package')}; this is {__version__}, "
+        f"which reads {VERSION}"
+    )
 
 
 def _in_folder(name: str) -> str:
@@ -174,11 +164,8 @@ def misfits(folder: Path) -> str:
         named = sums(folder)
     except ValueError as error:
         return str(error)
-    bad = [
-        n
-        for n, f in named.items()
-        if not (folder / n).is_file() or (folder / n).stat().st_size != f["bytes"]
-    ]
+    there = {n: folder / n for n in named if (folder / n).is_file()}
+    bad = [n for n in named if n not in there or there[n].stat().st_size != named[n]["bytes"]]
     return f"{', '.join(bad[:4])} missing or of another size" if bad else ""
 
 
@@ -239,10 +226,8 @@ def forget_asides(root: Path) -> None:
     for folder in gone:
         remove(folder)
     if gone:
-        names = ", ".join(folder.name for folder in gone)
-        log.info(
-            "%s: %s, put aside before, deleted: all islands hold a newer checkpoint", root, names
-        )
+        text = "%s: %s, put aside before, deleted: all islands hold a newer checkpoint"
+        log.info(text, root, ", ".join(folder.name for folder in gone))
 
 
 # ---- one writer at a time ----------------------------------------------------------------------
@@ -253,11 +238,11 @@ class Fence:
 
     Args:
         root: folder of this replica.
-        run: run id, for people who look into the file.
-        name: of the replica; another one of the same run has mistaken this folder for its own.
+        run, name: run id and replica, for people who look into the file; another replica of the
+            same run has mistaken this folder for its own.
 
     Attributes:
-        token: of this life; empty before `begin`, which the ranks of a replica call with one token.
+        token: of this life; empty before `take`.
     """
 
     def __init__(self, root: Path, run: str, name: str = ""):
@@ -267,17 +252,11 @@ class Fence:
         """Make this life the owner of the folder. All ranks of the replica call it together; the
         first one writes the lock.
         """
-        token = ranks.from_first(lambda: secrets.token_hex(6))
-        ranks.together(lambda: self.begin(token, writes=ranks.rank == 0), str(self.root))
+        self.token = ranks.from_first(lambda: secrets.token_hex(6))
+        ranks.together(lambda: self._write() if ranks.rank == 0 else None, str(self.root))
 
-    def begin(self, token: str, writes: bool = True) -> None:
-        """Make this life the owner of the folder. `writes`: this rank writes the lock, for all of
-        its replica.
-        """
-        self.token = token
-        if not writes:
-            return
-        whose = {"run": self.run, "name": self.name, "token": token}
+    def _write(self) -> None:
+        whose = {"run": self.run, "name": self.name, "token": self.token}
         text = json.dumps({**whose, "host": socket.gethostname(), "pid": os.getpid()})
         self.root.mkdir(parents=True, exist_ok=True)
         in_one_piece(self.root / LOCK, lambda part: part.write_text(text, encoding="utf-8"))
@@ -296,27 +275,16 @@ class Fence:
             token, run, name = lock["token"], lock["run"], lock.get("name", "")
         except (OSError, *UNREADABLE):
             return
-        if token != self.token:
-            raise self._superseded(run, name)
-
-    def _superseded(self, run: str, name: str) -> Superseded:
-        """Another process owns the folder: a later start, or another replica of this one."""
-        root = self.root
+        if token == self.token:
+            return
         if run == self.run and name and self.name and name != self.name:
-            return Superseded(
-                f"{root} is also the folder of {name!r}: {self.name!r} saves nothing there; give "
-                f"each island a folder of its own{see('later-life')}"
+            raise Superseded(
+                f"{self.root} is also the folder of {name!r}: {self.name!r} saves nothing there; "
+                f"give each island a folder of its own{see('later-life')}"
             )
-        log.error(
-            "%s belongs to a later life of this run (%s): nothing is written here by run %s any "
-            "more",
-            root,
-            run,
-            self.run,
-        )
-        return Superseded(
-            f"{root} belongs to a later life (run {run!r}) than this process (run {self.run!r}), "
-            f"which was taken for dead: nothing is saved; end it{see('later-life')}"
+        raise Superseded(
+            f"{self.root} belongs to a later life (run {run!r}) than this process (run "
+            f"{self.run!r}), which was taken for dead: nothing is saved; end it{see('later-life')}"
         )
 
 

@@ -1,10 +1,6 @@
-"""A run's checkpoints: whole or not there, the newest few kept, the one to resume from agreed by
-all islands. One saver for plain loops, the Trainer and DeepSpeed, which give `write` and a folder's
-name.
-
-A replica has a folder of its own, with a lock and a folder `checkpoint-<step>` for each checkpoint
-in it (`folders.py`). Islands tell each other names of steps and small
-notes, which lie in the store under keys of this run (`registry.py`).
+"""The saver of a run's checkpoints, for plain loops, the Trainer and DeepSpeed, which give `write`
+and a folder's name: a checkpoint is whole or not there, the newest few are kept, and all islands
+agree on the one to resume from.
 """
 
 from __future__ import annotations
@@ -41,16 +37,14 @@ class CheckpointManager:
         topology: as for `attach`.
         keep: how many to keep; never fewer than all that follow the newest step which every island
             is known to hold. None: all.
-        group: process group of the replica's ranks over CPU tensors; default one of its own.
         own: in a mesh, too, `root` is this replica's alone.
         registry: where the islands ask each other, of a host with several folders; default one of
             its own.
 
     Attributes:
-        group: that group (None: a single rank), for `torch.distributed.checkpoint`.
+        group: process group of the replica's ranks over CPU tensors; None: a single rank.
         ranks: the words between the ranks of this replica, over that group.
-        votes: between all ranks whose collectives `write` uses: those of this replica, if no host
-            says otherwise.
+        votes: between all ranks whose collectives `write` uses, if these are more.
         registry: where the islands ask each other.
         one_disk: all ranks of the replica write to one disk.
         rotates: what is not needed any more goes after a save.
@@ -64,7 +58,6 @@ class CheckpointManager:
         root: Path | str,
         topology: Topology,
         keep: int | None = 2,
-        group: Any = None,
         own: bool = False,
         registry: CheckpointRegistry | None = None,
     ):
@@ -72,9 +65,9 @@ class CheckpointManager:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
         shared = topology.kind == "mesh" and not own
         root = Path(root) / f"replica{topology.island}" if shared else Path(root)
-        group = cpu_group(topology) if group is None else group
-        self.root, self.topology, self.group, self.keep = root, topology, group, keep
-        self.ranks = self.votes = Ranks(group, topology.rank, topology.world)
+        self.root, self.topology, self.keep = root, topology, keep
+        self.group = cpu_group(topology)
+        self.ranks = self.votes = Ranks(self.group, topology.rank, topology.world)
         self.one_disk, self.rotates, self.common = True, True, -1
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0
@@ -104,36 +97,24 @@ class CheckpointManager:
         Args:
             name: look into the folder of this name only.
         """
+        notes = self.ranks.from_first(lambda: [h.note() for h in self._held(name)])
+        return [HeldCheckpoint(*note) for note in notes]
 
-        def notes() -> list[Any]:
-            out: dict[int, Any] = {}
-            for step, folder in folders.found(self.root):
-                if name and folder.name != name:
-                    continue
-                why = misfits(folder)
-                if why.startswith(NEWER):
-                    raise ValueError(
-                        f"{folder}: {why}: install that release, or move this folder away"
-                    )
-                try:
-                    if why:
-                        raise ValueError(f"{folder} is not complete: {why}")
-                    out[step] = self._look(step, folder).note()
-                except ValueError as error:
-                    log.warning("%s; it is left out", error)
-            return list(out.values())
-
-        return [HeldCheckpoint(*note) for note in self.ranks.from_first(notes)]
-
-    def _look(self, step: int, folder: Path) -> HeldCheckpoint:
-        return look(folder / "exchange", step, self.topology.islands)
-
-    def _known(self, step: int, folder: Path) -> HeldCheckpoint:
-        """The step alone where the heads cannot be read."""
-        try:
-            return self._look(step, folder)
-        except ValueError:
-            return HeldCheckpoint(step)
+    def _held(self, name: str = "") -> list[HeldCheckpoint]:
+        out: dict[int, HeldCheckpoint] = {}
+        for step, folder in folders.found(self.root):
+            if name and folder.name != name:
+                continue
+            why = misfits(folder)
+            if why.startswith(NEWER):
+                raise ValueError(f"{folder}: {why}: install that release, or move this folder away")
+            try:
+                if why:
+                    raise ValueError(f"{folder} is not complete: {why}")
+                out[step] = look(folder / "exchange", step, self.topology.islands)
+            except ValueError as error:
+                log.warning("%s; it is left out", error)
+        return list(out.values())
 
     def adopt(self) -> None:
         """Delete saves that were cut off, and take back checkpoints that an earlier start has put
@@ -297,11 +278,7 @@ class CheckpointManager:
         log.warning(
             "%s: checkpoint of step %d not saved (%s); training goes on, failure %d in a row of "
             "the %d that end it" + see("save-failed"),
-            self.topology.name,
-            step,
-            why,
-            self._failed_in_a_row,
-            LAST_FAILURE,
+            *(self.topology.name, step, why, self._failed_in_a_row, LAST_FAILURE),
         )
 
     def _seal(self, step: int, folder: Path) -> None:
@@ -319,22 +296,17 @@ class CheckpointManager:
         published before anything goes. What cannot be asked or removed stays: nothing here may
         end a training."""
         try:
-            there = self.whole()
-            common = self.registry.common([self._known(*one) for one in there.items()])
+            there, common = self.whole(), self.registry.common(self._held())
             self.common = self.common if common is None else common
             self._fence.check()
             for step in superfluous(list(there), self.common, self.keep, self.best):
                 folders.remove(there[step])
-            # this life has got somewhere: what it has left behind is not needed any more
-            if self.common in self._made:
+            if self.common in self._made:  # what this life has left behind is not needed any more
                 folders.forget_asides(self.root)
         except (RuntimeError, OSError, ValueError, TypeError) as error:
             # PeerLost is a RuntimeError
-            log.warning(
-                "%s: no old checkpoint is removed: %s",
-                self.topology.name,
-                (str(error).splitlines() or [""])[0],
-            )
+            why = (str(error).splitlines() or [""])[0]
+            log.warning("%s: no old checkpoint is removed: %s", self.topology.name, why)
 
     # ---- what all islands hold -----------------------------------------------------------------
 
@@ -370,11 +342,8 @@ class CheckpointManager:
         self.ranks.from_first(self.adopt)
         # all that this island holds is older than what the others have
         if self.topology.under_way():
-            log.info(
-                "%s: the run is under way: this island joins it, and does not agree on a step to "
-                "resume from",
-                self.topology.name,
-            )
+            text = "%s: the run is under way: this island joins it, and agrees on no step to resume"
+            log.info(text, self.topology.name)
             self.own()
             return None
         held = self.held()
@@ -391,11 +360,8 @@ class CheckpointManager:
         chosen = self.agree(held, how, resume=resume, take_over=take_over)
         if chosen is None:
             if resume is True and self.topology.rank == 0:
-                log.warning(
-                    "%s: no island holds a checkpoint, this one looked in %s: begins at step 0",
-                    self.topology.name,
-                    self.root,
-                )
+                text = "%s: no island holds a checkpoint, this one looked in %s: begins at step 0"
+                log.warning(text, self.topology.name, self.root)
             self.own()
             return None
         return self.go_on(chosen)
@@ -403,14 +369,8 @@ class CheckpointManager:
     def agree(
         self, held: list[HeldCheckpoint], how: str, **same: Any
     ) -> list[HeldCheckpoint | None] | None:
-        """From what each island goes on (`choice.choose`), in the order of `Topology.starters`. All
-        ranks of all islands come together.
-
-        Args:
-            held: by this replica. same: what must be told alike on all islands.
-
-        Raises:
-            NeedsDecision, PeerLost: see `resolve_resume_step`.
+        """`CheckpointRegistry.choose` for what this replica holds, in its folder. All ranks of all
+        islands come together.
         """
         return self.registry.choose(held, how, place(self.root), **same)
 
@@ -419,20 +379,14 @@ class CheckpointManager:
         return chosen[self.topology.starters.index(self.topology.island)]
 
     def go_on(self, chosen: list[HeldCheckpoint | None]) -> int:
-        """This life owns the folder from now on. Put aside what is newer than what this island goes
-        on from, whose step is returned.
-        """
+        """`own` the folder for the step that this island goes on from, which is returned."""
         mine = self.mine(chosen)
         step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
         alike = mine is not None and len({h and h.step for h in chosen}) == 1
         self.common = step if alike else -1
         if mine is None and self.topology.rank == 0:
-            log.warning(
-                "%s: %s holds nothing of step %d: it takes over from the other islands",
-                self.topology.name,
-                self.root,
-                step,
-            )
+            text = "%s: %s holds nothing of step %d: it takes over from the other islands"
+            log.warning(text, self.topology.name, self.root, step)
         self._loaded = None if mine is None else step
         self.own(step)
         return step

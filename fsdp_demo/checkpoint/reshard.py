@@ -36,21 +36,18 @@ if TYPE_CHECKING:
     from ..exchange.exchange import Exchange
 
 
-# The parts of an exchange's state on disk, by their heads: who saved what, and how one part is
-# read.
-
-
 @dataclass(frozen=True)
 class PartSet:
     """Parts of an exchange's state on disk: of one replica or of several; only the heads have been
     read.
 
     Attributes:
-        folders: where they lie.
+        folder: where they lie.
         heads: of all parts, ordered by island and rank.
+        paths: the json of each part by (island, rank).
     """
 
-    folders: tuple[Path, ...]
+    folder: Path
     heads: list[dict[str, Any]]
     paths: dict[tuple[int, int], Path] = field(repr=False)
 
@@ -61,9 +58,7 @@ class PartSet:
 
     @property
     def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied; empty where that was not
-        saved.
-        """
+        """For each channel the step of the last message that was applied; empty: not saved."""
         return dict(self.heads[0].get("applied", {}))
 
     @property
@@ -79,76 +74,46 @@ class PartSet:
             (i, r) for i, world in sizes.items() for r in range(world) if (i, r) not in self.paths
         ]
 
-    @property
-    def complete(self) -> bool:
-        """Whether every replica found here is here with all its ranks."""
-        return not self.missing
-
-    def head(self, rank: int, island: int | None = None) -> dict[str, Any]:
-        """The head of one part; `island` may be left out where only one is here.
-
-        Raises:
-            ValueError: that part is not here.
-        """
-        island = self._island(island)
-        for h in self.heads:
-            if (h["island"], h["rank"]) == (island, rank):
-                return h
-        have = [h["rank"] for h in self.heads if h["island"] == island]
-        raise ValueError(
-            f"{self.where()} lacks the part of island {island}, rank {rank} (has ranks {have}): it "
-            "was saved by fewer ranks, or a file is "
-            f"lost; {OTHER}, {FRESH}"
-        )
+    def head(self, rank: int, island: int) -> dict[str, Any]:
+        """The head of one part. Raises ValueError where that part is not here."""
+        have = {h["rank"]: h for h in self.heads if h["island"] == island}
+        if rank not in have:
+            raise ValueError(
+                f"{self.folder} lacks the part of island {island}, rank {rank} (has ranks "
+                f"{list(have)}): it was saved by fewer ranks, or a file is lost; {OTHER}, {FRESH}"
+            )
+        return have[rank]
 
     def of_island(self, island: int) -> list[dict[str, Any]]:
-        """The heads of all ranks of an island.
-
-        Raises:
-            ValueError: one is not here.
-        """
+        """The heads of all ranks of an island. Raises ValueError where one is not here."""
         world = next(int(h["world"]) for h in self.heads if h["island"] == island)
         return [self.head(rank, island) for rank in range(world)]
 
-    def state(self, rank: int, island: int | None = None) -> dict[str, Any]:
+    def state(self, rank: int, island: int) -> dict[str, Any]:
         """The `Exchange.state_dict()` that one rank saved, with its tensors (CPU).
 
         Raises:
             ValueError: the part is missing, cut or damaged.
         """
-        head = self.head(rank, island)
-        path = self.paths[head["island"], rank]
-        state: dict[str, Any] = read_part(path)[1]
+        self.head(rank, island)
+        state: dict[str, Any] = read_part(self.paths[island, rank])[1]
         return state
 
-    def outline(self, rank: int, island: int | None = None) -> ExchangeState:
+    def outline(self, rank: int, island: int) -> ExchangeState:
         """What one rank saved, with the key of each tensor, {"tensor": KEY}, in its place: only the
         json is read.
 
         Raises:
             ValueError: the part is missing or torn, or holds what this release does not know.
         """
-        head = self.head(rank, island)
-        path = self.paths[head["island"], rank]
+        package, path = self.head(rank, island).get("package"), self.paths[island, rank]
         try:
             return ExchangeState.from_tree(read_head(path)[1])
         except (KeyError, TypeError) as error:  # the checksum fits: it was written so
             raise ValueError(
                 f"{path} holds what this fsdp_demo, {__version__}, does not know ({error!r:.80}): "
-                f"it was written by {head.get('package')}; "
-                f"install that one, {FRESH}"
+                f"it was written by {package}; install that one, {FRESH}"
             ) from None
-
-    def _island(self, island: int | None) -> int:
-        if island is None and len(self.islands) > 1:
-            raise ValueError(
-                f"{self.where()} holds parts of islands {self.islands}: say of which one"
-            )
-        return self.islands[0] if island is None else island
-
-    def where(self) -> str:
-        """The folders as text, for errors."""
-        return ", ".join(str(f) for f in self.folders)
 
 
 @dataclass(frozen=True)
@@ -254,7 +219,7 @@ def _of_shard(
                 work = works[key]
                 if work.numel() != layout.numel:
                     raise ValueError(
-                        f"{saved.where()}: {key} of channel {name!r} has {work.numel()} elements, "
+                        f"{saved.folder}: {key} of channel {name!r} has {work.numel()} elements, "
                         f"its layout {layout.numel}: the checkpoint is damaged"
                     )
                 if key == "accumulator":

@@ -26,7 +26,7 @@ from ..exchange.exchange import Exchange
 from ..exchange.refusals import refuse_shown
 from ..hosts.base import plain_name
 from ..hosts.torch_params import unwrap, unwrap_model
-from .exchange_state import SavedExchange, Snapshot, describe_part, load_exchange
+from .exchange_state import SavedExchange, describe_part, load_exchange
 from .files import copied, read_part, refuse_not_finite, write_part
 from .manager import CheckpointManager
 from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
@@ -37,15 +37,10 @@ log = logging.getLogger("fsdp_demo")
 COUNTERS = "optimizer_groups"
 """In what a loop keeps: the numbers that optimizers have moved in their groups."""
 
-Extra = Callable[[], Mapping[str, Any]]
-"""Gives what the training loop itself keeps on this rank (its place in the data, counters): tensors
-and JSON values.
-"""
-
 
 class RunState:
     """Saves and restores a run: model, inner optimizer, exchange, random states, and what the
-    training loop keeps beside them.
+    training loop keeps beside them (an example: docs/checkpoints.md).
 
     `restore` comes before `attach`, which then gets `step` and `saved`. All ranks of all islands
     make one and restore together.
@@ -63,34 +58,7 @@ class RunState:
         extra: what the loop of this rank had kept (`save`); empty where nothing was restored.
         same: what was restored is this very rank's, of as many islands and ranks. Else `extra` is
             that of another rank, and random states begin anew.
-
-    Example:
-        >>> import tempfile, torch, fsdp_demo
-        >>> from pathlib import Path
-        >>> from fsdp_demo.checkpoint import CheckpointManager, RunState
-        >>> topology, folder = fsdp_demo.Topology.from_env({}), tempfile.TemporaryDirectory()
-        >>> def start(resume):
-        ...     model = torch.nn.Linear(2, 2)
-        ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     mine = CheckpointManager(Path(folder.name) / topology.name, topology)
-        ...     state = RunState(mine, model, optimizer)
-        ...     state.restore(resume)
-        ...     exchange = fsdp_demo.attach(optimizer, "diloco", model=model, topology=topology, step=state.step, state=state.saved)
-        ...     state.restore_random()
-        ...     return model, optimizer, state, exchange
-        >>> model, optimizer, state, exchange = start(resume=False)
-        >>> def place():                 # a stop is raised inside optimizer.step(): count nothing after it
-        ...     return {"rows": 4 * exchange.step}
-        >>> with fsdp_demo.guard(exchange, save=lambda: state.save(exchange, place, last=True)):
-        ...     while exchange.step < 3:
-        ...         model(torch.randn(4, 2)).square().sum().backward()
-        ...         optimizer.step()
-        ...         optimizer.zero_grad()
-        ...     state.save(exchange, place)
-        >>> again, _, state, exchange = start(resume=True)
-        >>> exchange.step, state.extra["rows"], torch.equal(again.weight, model.weight)
-        (3, 12, True)
-    """  # noqa: E501
+    """
 
     def __init__(
         self,
@@ -134,24 +102,21 @@ class RunState:
             ValueError: damaged files, those of another model, or of another optimizer.
             PeerLost: islands that did not come in time.
         """
-        step = self.checkpoints.resolve_resume_step(resume, take_over)
+        saves = self.checkpoints
+        step = saves.resolve_resume_step(resume, take_over)
         if step is None:
-            if not fresh and self.checkpoints.topology.under_way():
+            if not fresh and saves.topology.under_way():
                 self._load_moments()
-            return
-        if not self.checkpoints.has(step):
-            if self.checkpoints.topology.rank == 0:
-                log.warning(
-                    "%s: what messages have left out so far, moments of the inner optimizer that "
-                    "islands do not share, random states and the count of tokens begin anew here",
-                    self.checkpoints.topology.name,
-                )
-            return  # at step 0, so that attach gives it what the others hold
-        self._load(self.checkpoints.path(step), fresh)
-        self.step = step
-        log.info("resumed from checkpoint of step %d", step)
-        if fresh:
-            self.saved = None
+        elif saves.has(step):
+            self._load(saves.path(step), fresh)
+            self.step = step
+            log.info("resumed from checkpoint of step %d", step)
+        elif saves.topology.rank == 0:  # at step 0, so that attach gives it what the others hold
+            log.warning(
+                "%s: what messages have left out so far, moments of the inner optimizer that "
+                "islands do not share, random states and the count of tokens begin anew here",
+                saves.topology.name,
+            )
 
     def _load_moments(self) -> None:
         """Load the newest checkpoint of an island that joins a run under way."""
@@ -159,12 +124,8 @@ class RunState:
         step = saves.ranks.from_first(lambda: max(saves.whole(), default=-1))
         folder = saves.path(step)
         head = None if step < 0 else moments_in(folder, saves.topology, saves.ranks)
-        if head is None:
-            return
-        model, kinds = folder / "model", head["optimizers"]
-        load_tensors(model, self.model, self.optimizers, saves.group, kinds, True)
-        loop = read_part(folder / "loop" / f"rank{saves.topology.rank}.json")[1]
-        self._count_on(loop.get(COUNTERS, {}))
+        if head is not None:
+            self._load_model(folder, head["optimizers"], saves.topology.rank, True)
 
     def restore_random(self) -> None:
         """Put the random states back as they were when the checkpoint was made, where they are this
@@ -182,34 +143,41 @@ class RunState:
         """Load a checkpoint of this replica."""
         topology = self.checkpoints.topology
         self.checkpoints.verify(folder)
-        self.saved = saved = load_exchange(folder / "exchange")
-        head = saved.heads[0]
-        self.same = (head["islands"], head["island"], head["world"]) == (
-            topology.islands,
-            topology.island,
-            topology.world,
-        )
-        all_of_it = load_tensors(
-            folder / "model",
-            self.model,
-            self.optimizers,
-            self.checkpoints.group,
-            head["optimizers"],
-            fresh,
-        )
+        saved = load_exchange(folder / "exchange")
+        self.saved, head = None if fresh else saved, saved.heads[0]
+        mine = topology.islands, topology.island, topology.world
+        self.same = (head["islands"], head["island"], head["world"]) == mine
         rank = topology.rank if self.same else 0
-        loop = read_part(folder / "loop" / f"rank{rank}.json")[1]
-        self.extra = {key: v for key, v in loop.items() if key not in ("random", COUNTERS)}
-        self._random = loop["random"] if self.same else None
-        if all_of_it:  # the optimizers' states were loaded
-            self._count_on(loop.get(COUNTERS, {}))
+        self.extra = self._load_model(folder, head["optimizers"], rank, fresh)
+        drawn = self.extra.pop("random")
+        self._random = drawn if self.same else None
+
+    def _load_model(
+        self, folder: Path, kinds: Sequence[str], rank: int, weights_suffice: bool
+    ) -> dict[str, Any]:
+        """Load model and optimizers, and the numbers in their groups; returns what the loop of
+        `rank` had kept.
+
+        Args:
+            kinds, weights_suffice: as for `load_tensors`.
+        """
+        model, group = folder / "model", self.checkpoints.group
+        whole = load_tensors(model, self.model, self.optimizers, group, kinds, weights_suffice)
+        loop: dict[str, Any] = read_part(folder / "loop" / f"rank{rank}.json")[1]
+        counters = loop.pop(COUNTERS, {})
+        if whole:  # the optimizers' states were loaded, too
+            self._count_on(counters)
+        return loop
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        held = model_tensors(self.model)
+        return held | outside(held, self.optimizers)
 
     def _counters(self) -> dict[str, dict[str, Any]]:
         """The numbers that optimizers keep in their groups (Prodigy's d, schedule-free's k): those
         that are not what they were given. By the name of a group's first parameter.
         """
-        held = model_tensors(self.model)
-        names = {id(p): n for n, p in (held | outside(held, self.optimizers)).items()}
+        names = {id(p): name for name, p in self._named().items()}
         out = {}
         for group, begun in zip(_groups(self.optimizers), self._begun, strict=False):
             moved = {k: v for k, v in _numbers(group).items() if v != begun.get(k, v)}
@@ -219,8 +187,7 @@ class RunState:
 
     def _count_on(self, saved: Mapping[str, dict[str, Any]]) -> None:
         """Go on from `_counters`."""
-        held = model_tensors(self.model)
-        named = held | outside(held, self.optimizers)
+        named = self._named()
         for name, moved in saved.items():
             for group in _groups(self.optimizers):
                 if any(p is named.get(name) for p in group["params"]):
@@ -229,12 +196,17 @@ class RunState:
     # ---- saving --------------------------------------------------------------------------------
 
     def save(
-        self, exchange: Exchange, extra: Extra = dict, wait: bool = True, last: bool = False
+        self,
+        exchange: Exchange,
+        extra: Callable[[], Mapping[str, Any]] = dict,
+        wait: bool = True,
+        last: bool = False,
     ) -> None:
         """A checkpoint of this step. All ranks of the replica call it together; islands need not.
 
         Args:
-            extra: asked when what is under way in the exchange has arrived.
+            extra: gives what the training loop keeps on this rank (its place in the data,
+                counters): tensors and JSON values; asked when what is under way has arrived.
             wait: False: training goes on while it is written.
             last: the process ends after it, as under `guard`: see `CheckpointManager.save`.
 
@@ -247,7 +219,7 @@ class RunState:
         refuse_shown(exchange.shows_result, "RunState.save()")
         group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"
 
-        def copy() -> tuple[dict[str, torch.Tensor], Snapshot, Any]:
+        def copy() -> tuple[dict[str, torch.Tensor], dict[str, Any], Any, Any]:
             # waits for what is under way
             live, state = tensors_of(self.model, self.optimizers), exchange.state_dict()
             kept = {n: t for n, t in live.items() if n not in self._masks}
@@ -257,17 +229,17 @@ class RunState:
                 loop[COUNTERS] = counters
             if not wait:
                 state, loop = copied(state), copied(loop)
-            return live, Snapshot(describe_part(exchange), state), loop
+            return live, describe_part(exchange), state, loop
 
         def write(folder: Path) -> Callable[[], None]:
             # Collectives first: a rank that cannot write its own files must not leave the others
             # waiting in them.
-            live, state, loop = self.checkpoints.ranks.together(copy, what)
+            live, head, state, loop = self.checkpoints.ranks.together(copy, what)
             written = save_tensors(folder / "model", live, group, wait)
 
             def rest() -> None:
                 written()
-                self._write_beside(folder, state, loop)
+                self._write_beside(folder, head, state, loop)
 
             return rest
 
@@ -277,24 +249,17 @@ class RunState:
         """The run came to its end: wait for the last save, and delete what was put aside."""
         self.checkpoints.finish()
 
-    def _write_beside(self, folder: Path, state: Snapshot, loop: Any) -> None:
+    def _write_beside(self, folder: Path, head: dict[str, Any], state: Any, loop: Any) -> None:
         """All but the model's tensors."""
-        rank = state.head["rank"]
-        config: Any = getattr(unwrap_model(self.model), "config", None)
-        # of transformers: `fsdp-demo export` needs it
-        if rank == 0 and hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)
+        rank, config = head["rank"], getattr(unwrap_model(self.model), "config", None)
         if rank == 0:
-            (folder / "facts.json").write_text(
-                json.dumps(self.facts, indent=1) + "\n", encoding="utf-8"
-            )
-        state.write(folder / "exchange")
-        write_part(
-            folder / "loop",
-            f"rank{rank}",
-            {key: state.head[key] for key in ("step", "rank", "world")},
-            loop,
-        )
+            facts = json.dumps(self.facts, indent=1) + "\n"
+            (folder / "facts.json").write_text(facts, encoding="utf-8")
+            if config is not None and hasattr(config, "save_pretrained"):
+                config.save_pretrained(folder)  # of transformers: `fsdp-demo export` needs it
+        write_part(folder / "exchange", f"rank{rank}", head, state)
+        place = {key: head[key] for key in ("step", "rank", "world")}
+        write_part(folder / "loop", f"rank{rank}", place, loop)
 
 
 def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
@@ -307,12 +272,10 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, bool | int | float]:
     return {k: v for k, v in group.items() if isinstance(v, bool | int | float) and k not in rates}
 
 
-# States of the random number generators that a training loop draws from, as a tree for a
-# checkpoint.
-
-
 def random_states() -> dict[str, Any]:
-    """The states of python, torch, this rank's GPU, and numpy where the process has it loaded."""
+    """The states of the random number generators of python, torch, this rank's GPU, and numpy where
+    the process has it loaded, as a tree for a checkpoint.
+    """
     version, words, gauss = random.getstate()
     out: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]

@@ -211,41 +211,33 @@ def load_tensors(
     Raises:
         ValueError: another model or optimizer.
     """
+    import torch.distributed.checkpoint as dcp
+
     for optimizer in optimizers:
         materialise(optimizer)
     held = model_tensors(model)
     beside = outside(held, optimizers)
-    saved = _saved(folder)
     named = held | beside
+    with _as_value_error(folder):
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        saved = reader.read_metadata().state_dict_metadata
     states = [k for name, size in saved.items() if (k := _kept(name, size, named)) is not None]
     why = _misfit(optimizers, kinds, named, states)
     if why and not weights_suffice:
         raise ValueError(f"{folder} does not fit this optimizer ({why}): {OPTIMIZER}")
     if why:
-        log.warning(
-            "%s: only the model is taken, the optimizer's state begins anew (%s)", folder, why
-        )
-    live = _weights(held, beside)
+        text = "%s: only the model is taken, the optimizer's state begins anew (%s)"
+        log.warning(text, folder, why)
     rooms = {} if why else _rooms(optimizers, named, states)
-    _read(folder, live | {k.name: t for k, t in rooms.items()}, saved, not why, group)
+    live = _weights(held, beside) | {k.name: t for k, t in rooms.items()}
+    _compare(folder, live, saved, not why)
+    with _as_value_error(folder):
+        dcp.load(live, storage_reader=reader, process_group=group)
     by_id = holders(optimizers)
     for k, number in ((k, t) for k, t in rooms.items() if k.part == NUMBER):
         p = named[k.parameter]
         by_id[id(p)][0].state[p][k.key] = number.item()
     return not why
-
-
-def _saved(folder: Path) -> Mapping[str, Any]:
-    """What a model folder holds: torch's `TensorStorageMetadata` by name."""
-    import torch.distributed.checkpoint as dcp
-
-    try:
-        found: Mapping[str, Any] = (
-            dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        )
-    except Exception as error:  # of safetensors: no class of its own for what is damaged
-        raise ValueError(f"{folder} cannot be read ({error!r:.200}): {OTHER}") from error
-    return found
 
 
 @dataclass(frozen=True)
@@ -343,40 +335,13 @@ def _place(
     if not isinstance(live, torch.Tensor):
         live = room(group, p, k.key, k.size, k.dtype, p.shape)
         if is_dtensor(p) and not is_dtensor(live) and live.numel() > 1 and not k.shard:
-            live = _on_all_ranks(live, p)
+            from torch.distributed.tensor import DTensor, Replicate
+
+            # of another shape than its sharded parameter: the optimizer computes with both
+            whole = [Replicate()] * p.device_mesh.ndim
+            live = DTensor.from_local(live, p.device_mesh, whole, run_check=False)
         optimizer.state[p][k.key] = live
     return live
-
-
-def _on_all_ranks(t: torch.Tensor, p: Any) -> torch.Tensor:
-    """A state of another shape than its sharded parameter: the optimizer computes with both."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(t, p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
-
-
-def _read(
-    folder: Path,
-    live: dict[str, torch.Tensor],
-    saved: Mapping[str, Any],
-    states: bool,
-    group: Any,
-) -> None:
-    """Fill `live`.
-
-    Args:
-        saved: what is in the folder (`_saved`).
-        states: all of it is to be read, not the weights alone.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    _compare(folder, live, saved, states)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    try:
-        dcp.load(live, storage_reader=reader, process_group=group)
-    except (Exception, CheckpointException) as error:  # of any rank
-        raise ValueError(f"{folder} cannot be read ({_cause(error)}): {OTHER}") from error
 
 
 def _compare(
@@ -397,10 +362,17 @@ def _compare(
         )
 
 
-def _cause(error: BaseException) -> str:
-    """The first line of what a rank ran into."""
-    failures = [cause for cause, _ in getattr(error, "failures", {}).values()]
-    return f"{(failures or [error])[0]!r:.200}".splitlines()[0]
+@contextmanager
+def _as_value_error(folder: Path) -> Iterator[None]:
+    """What ranks could not read: safetensors and torch have no class of their own for damage."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+        why = f"{[*causes, error][0]!r:.200}".splitlines()[0]
+        raise ValueError(f"{folder} cannot be read ({why}): {OTHER}") from error
 
 
 @contextmanager

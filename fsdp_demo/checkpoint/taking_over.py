@@ -1,8 +1,6 @@
-"""A replica goes on beside others that hold more, or that are under way: parameters and the
+"""What hosts share where a replica takes over from others, or joins them under way: the moments on
+its own disk, the schedule, small notes of the donor's host, and what to say. Parameters and the
 exchange's shared state come through `attach`.
-
-What hosts share for the rest: the moments on this replica's disk, the schedule, small notes of the
-donor's host, and what to say.
 """
 
 from __future__ import annotations
@@ -68,13 +66,11 @@ def begins_anew(config: ExchangeConfig, moments: bool = True) -> str:
         >>> begins_anew(preset("demo"))
         'what messages have left out so far (accumulators) and random states begin anew here'
     """
-    own = moments and not any(c.before_step for c in config.channels)
-    parts = ["the inner optimizer's moments"] if own else []
-    parts += (
-        ["what messages have left out so far (accumulators)"]
-        if any(c.accumulator is not None for c in config.channels)
-        else []
-    )
+    parts = []
+    if moments and not any(c.before_step for c in config.channels):
+        parts.append("the inner optimizer's moments")
+    if any(c.accumulator is not None for c in config.channels):
+        parts.append("what messages have left out so far (accumulators)")
     return " and ".join(filter(None, [", ".join(parts), "random states"])) + " begin anew here"
 
 
@@ -84,17 +80,12 @@ def forward(scheduler: Any, steps: int) -> None:
 
     One that goes by a metric (`ReduceLROnPlateau`) begins anew, with a warning.
     """
-    if steps < 0 or "metrics" in inspect.signature(scheduler.step).parameters:
-        why = (
-            "goes by a metric that this replica has not seen"
-            if steps >= 0
-            else f"is {-steps} steps ahead of what was taken over"
-        )
-        log.warning(
-            "%s %s: learning rates may differ from those of the other replicas",
-            type(scheduler).__name__,
-            why,
-        )
+    why = f"is {-steps} steps ahead of what was taken over" if steps < 0 else ""
+    if not why and "metrics" in inspect.signature(scheduler.step).parameters:
+        why = "goes by a metric that this replica has not seen"
+    if why:
+        text = "%s %s: learning rates may differ from those of the other replicas"
+        log.warning(text, type(scheduler).__name__, why)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a scheduler that steps ahead of its optimizer

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,23 +135,29 @@ def sync_from(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) ->
         )
     ]
     needs = [m[:16] != marks[donor][:16] and m[16:] == b"take" for m in marks]
-    mine, size = peers.rank, work.numel() * work.element_size()
-    data = work.detach().cpu().view(torch.uint8) if mine == donor and any(needs) else None
-    given = peers.hand_out(peers.header(SETUP), data, size, donor, needs)
-    if needs[mine]:
+    size, data = work.numel() * work.element_size(), torch.zeros(1, dtype=torch.uint8, device="cpu")
+    if peers.rank == donor and any(needs):
+        data = work.detach().cpu().view(torch.uint8)
+    # Where no rank needs it a byte is sent: another shard of this island may be needed, and all
+    # ranks of an island send equally many messages.
+    given = peers.gather_any(peers.header(SETUP), data, max(size, 1))[donor]
+    if needs[peers.rank]:
         work.copy_(given.view(work.dtype))
-    return needs[mine]
+    return needs[peers.rank]
+
+
+def gather_number(
+    peers: PeerGroup, value: float, kind: int = SETUP, step: int = 0, setup: bool = True
+) -> list[float]:
+    """A number of every replica, in rank order: 8 bytes and a header to each."""
+    mine = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.uint8)
+    every = peers.all_gather(mine, kind, step, setup)
+    return [float(theirs.clone().view(torch.float64)) for theirs in every]
 
 
 def mean_of(peers: PeerGroup, step: int, value: float) -> float:
-    """Mean over the replicas of a number of this step, those left out whose number is not finite: 8
-    bytes and a header to each.
-    """
-    mine = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.uint8)
-    found = [
-        float(m.clone().view(torch.float64))
-        for m in peers.all_gather(mine, NORM, step, setup=False)
-    ]
+    """Mean over the replicas of a number of this step, without those that are not finite."""
+    found = gather_number(peers, value, NORM, step, setup=False)
     finite = [v for v in found if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
 
@@ -164,21 +169,8 @@ def all_equal(peers: PeerGroup, mark: bytes, kind: int = DIGESTS, step: int = 0)
 
 
 def round_trip(peers: PeerGroup) -> float:
-    """Seconds of a round trip between the two islands that are farthest apart, the same on all
-    ranks of the peer group: as the kernels have seen it. Where one of them does not tell, it is the
-    shortest of four short messages, which busy cores make longer.
+    """Seconds of a round trip between the two islands that are farthest apart, as the kernels have
+    seen it, the same on all ranks of the peer group; 0 where one of them does not tell.
     """
-
-    def longest(seconds: float) -> float:
-        mine = torch.tensor([seconds], dtype=torch.float64, device="cpu").view(torch.uint8)
-        return max(float(theirs.clone().view(torch.float64)) for theirs in peers.all_gather(mine))
-
-    known = longest(peers.seen_round_trip())
-    if math.isfinite(known):
-        return known
-    seen = []
-    for _ in range(4):
-        start = time.perf_counter()
-        peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-        seen.append(time.perf_counter() - start)
-    return longest(min(seen))
+    farthest = max(gather_number(peers, peers.seen_round_trip()))
+    return farthest if math.isfinite(farthest) else 0.0

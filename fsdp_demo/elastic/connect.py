@@ -25,7 +25,7 @@ from .chunks import streams
 from .driver import Driver
 from .failure_detector import FailureDetector
 from .join_server import JoinServer
-from .newcomer import Following, JoinHeartbeats, MemberSearch
+from .newcomer import Following, MemberSearch
 from .peer_group import PeerGroup
 from .store_session import StoreSession
 
@@ -148,8 +148,7 @@ def newcomer_peers(
     try:
         siblings = _siblings(poller, meeting, place, me)
         at = meeting.store.under(meeting.prefix)
-        heartbeats = JoinHeartbeats(poller)
-        search = MemberSearch(poller, at, meeting.prefix, me, place.rank, name, labels, heartbeats)
+        search = MemberSearch(poller, at, meeting.prefix, me, place.rank, name, labels)
         peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share)
         start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
 
@@ -157,9 +156,8 @@ def newcomer_peers(
             """Follow a donor; `lost` is the one before it, `since` the record it was found in."""
             reached, record = search.reach(seconds, turn, since)
             donor = reached[0]
-            who = labels(donor.member.slot)
             if donor.member == lost:
-                raise PeerLost(f"{who} lives, and hands over nothing more")
+                raise PeerLost(f"{labels(donor.member.slot)} lives, and hands over nothing more")
 
             def become(record: Record) -> None:
                 notes = {r.member: r.wires["notes"] for r in reached}
@@ -172,7 +170,7 @@ def newcomer_peers(
                 patience = min(meeting.timeout, 3 * limits.dead)
                 follow(turn + 1, patience, record, donor.member)
 
-            following = Following(poller, donor, place.rank == 0, at, me, who, become, another)
+            following = Following(search, donor, become, another)
             peers.follow(following, [r.member.slot for r in reached])
 
         follow(0, meeting.timeout, None, None)

@@ -1,12 +1,12 @@
 """The driver of one rank's membership: it moves messages between islands, and settles them when an
 island is lost.
 
-It stands between the membership machine (`membership/machine.py`), which knows no bytes, and
-connections, store and clock, which know no rules: whatever happens becomes an event, `Rank.step`
-answers with actions, and the driver does them. It runs in the network thread (`peers/poller.py`),
-so heartbeats go out also while the training thread is busy. Nothing in that thread waits: questions
-to the store have a thread of their own (`store_session.py`), calculations run in the thread that
-waits for the message (`message_state.py`).
+Whatever connections, store and clock bring becomes an event of the membership machine
+(`membership/machine.py`); `Rank.step` answers with actions, and the driver does them. It runs in
+the network thread (`peers/poller.py`), so heartbeats go out also while the training thread is busy.
+Nothing in that thread waits: questions to the store have a thread of their own
+(`store_session.py`), calculations run in the thread that waits for the message
+(`message_state.py`).
 """
 
 from __future__ import annotations
@@ -122,11 +122,9 @@ class Driver(NetworkLoop):
         self.do(then)
 
     def wait_read(self, below: int, seconds: float) -> bool:
-        """Wait until all members have delivered the messages below that number, or are gone.
-
-        For the end of a run. Other ranks of this island may have ended then, so the change of
-        members that a loss begins would never come to its end. A newcomer that has not begun reads
-        what its donor sends.
+        """Wait until all members have delivered the messages below that number, or are gone, and
+        no newcomer reads what this rank sends as its donor. For the end of a run: a change of
+        members would not end then, since other ranks of this island may have ended.
         """
 
         def reached() -> bool:
@@ -144,16 +142,15 @@ class Driver(NetworkLoop):
                 self._let_land()
             self.do(lambda: self._end(word))
             self._wait(lambda: self._closed, 5.0)
-            self._wait(self._is_said, LAST_WORD)
+        self._wait(self._is_said, LAST_WORD)
         self._store_session.close()
         self._poller.close(linger)
 
     # ---- in the network thread -----------------------------------------------------------------
 
     def turn(self, now: float, stopped: bool) -> None:
-        """Take what has come, then look at the clock. The order matters: pieces before notes, since
-        an island's last message and its "leave" may come in one turn, and all that has come before
-        anybody is called lost.
+        """Take what has come, then look at the clock: pieces before notes, since an island's last
+        message and its "leave" may come in one turn, and all of it before an island is lost.
         """
         self.traffic.look()
         self._do_jobs()
@@ -281,8 +278,8 @@ class Driver(NetworkLoop):
             self._fetch(self.machine.record.epoch + 1)
 
     def _let_move_in(self) -> None:
-        """Connect the members that have no connection here yet: the joining island moves in, any
-        other one has not reached this rank and is lost.
+        """Connect new members: the joining island moves in, any other one has not reached this
+        rank and is lost.
         """
         known = {self.machine.me, *self.notes}
         for member in self.machine.record.members:
@@ -297,13 +294,6 @@ class Driver(NetworkLoop):
         lost = [m.slot for m in self.machine.lost]
         everybody = [*self.notes.values(), *self.detector.siblings.values()]
         self.detector.say(["frozen", action.view, lost], everybody)
-
-    def _report(self, action: protocol_events.PostReport) -> None:
-        record = self.machine.record
-        self._store_session.post(action.report, record.members, record.epoch)
-
-    def _propose(self, action: protocol_events.ProposeRecord) -> None:
-        self._store_session.propose(action.record)
 
     def _too_few(self, action: protocol_events.TooFew) -> None:
         if action.members:
@@ -392,6 +382,8 @@ class Driver(NetworkLoop):
             self.detector.leaving.add(member)
         elif what == "leave":
             self._lost(member, "has left")
+        elif what == "refused":
+            self.refused(member, f"it has refused what this island sent: {word[1]!s:.300}")
         elif what == "stands":
             others = self._progress.told(self.machine, int(word[1]), float(word[2]), member)
             if others is not None:
@@ -406,8 +398,14 @@ class Driver(NetworkLoop):
         self._take_later(view, protocol_events.FrozenHeard(view))
 
     def refuse(self, member: Member, error: WireError) -> None:
-        """A peer has sent damaged data."""
+        """Count a peer that has sent damaged data as lost, and tell it why."""
+        if member in self.notes:
+            self.detector.say(["refused", str(error)], [self.notes[member]])
         self._lost(member, str(error))
+
+    def refused(self, member: Member, why: str) -> None:
+        """Log why a peer has refused a piece of this island, which is about to be expelled."""
+        log.error("%s: %s", self.labels(member.slot), why)
 
     def _lost(self, member: Member, why: str) -> None:
         self._lose({member: why})
@@ -441,8 +439,12 @@ _ACTIONS: dict[type, Callable[[Driver, Any], None]] = {
     protocol_events.Free: lambda driver, action: driver.traffic.free(action),
     protocol_events.SealAllowed: Driver._seal,
     protocol_events.Freeze: Driver._freeze,
-    protocol_events.PostReport: Driver._report,
-    protocol_events.ProposeRecord: Driver._propose,
+    protocol_events.PostReport: lambda driver, action: driver._store_session.post(
+        action.report, driver.machine.record
+    ),
+    protocol_events.ProposeRecord: lambda driver, action: driver._store_session.propose(
+        action.record
+    ),
     protocol_events.TooFew: Driver._too_few,
     protocol_events.Adopted: Driver._adopted,
     protocol_events.Expelled: Driver._gone,

@@ -24,8 +24,8 @@ ABANDONED = "all islands are told to end, and not all send this message: it is s
 
 
 class Stopping:
-    """What one rank and its peers say about their end. All of it runs in the network thread, but
-    for `stop_with_all` and for what is read.
+    """What one rank and its peers say about their end. Runs in the network thread, but for
+    `stop_with_all`; the attributes are read from any thread.
 
     Attributes:
         wish: asked whether this rank was told to end.
@@ -42,15 +42,8 @@ class Stopping:
         self._said: list[Any] = []
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
-        """All islands are told to end, and this rank launches nothing more: wait until all have
-        what all have sent. In the thread that exchanges.
-
-        Args:
-            applied_at: how many steps this rank had taken when it last applied a message.
-            seconds: to wait at most.
-
-        Returns:
-            The most that any of them says for `applied_at`; None where not all have come so far.
+        """The wait of a rank that launches nothing more (`PeerGroup.stop_with_all`), in the thread
+        that exchanges.
         """
         self._loop.do(lambda: self.end(applied_at))
         if not self._loop.wait(self._settled, seconds):
@@ -58,7 +51,9 @@ class Stopping:
         return max(self._applied_at.values(), default=-1)
 
     def look(self, again: bool = False) -> None:
-        """Tell the others, where it is new, or once more."""
+        """Tell the others that this rank was told to end, and where it ends: once for each change,
+        or `again`.
+        """
         rank, detector = self._loop.machine, self._loop.detector
         if self.wish():
             self._told.add(rank.me)
@@ -76,8 +71,8 @@ class Stopping:
             detector.say(word, [*detector.notes.values(), *detector.siblings.values()])
 
     def hear(self, word: list[Any], member: Member | None) -> None:
-        """A peer is told to end; or, where `member` is None, another rank of this island. A peer
-        that says that all are has heard so of each.
+        """The word of a peer that is told to end; of another rank of this island where `member` is
+        None. A peer that says that all are told to end has heard so from each.
         """
         me = self._loop.machine.me
         ends, together, applied_at = int(word[1]), bool(word[2]), int(word[3])
@@ -92,11 +87,8 @@ class Stopping:
                 self._applied_at[member] = applied_at
 
     def end(self, applied_at: int = -1) -> None:
-        """This rank sends no message more, since all islands are told to end. Another rank of this
-        island may have heard that before this one has.
-
-        Args:
-            applied_at: see `stop_with_all`; -1 while the rank stands within a step.
+        """Note that this rank sends no further message, since all islands are told to end: another
+        rank of this island may have heard so first. `applied_at` is -1 within a step.
         """
         rank = self._loop.machine
         self._told.add(rank.me)
@@ -134,8 +126,8 @@ class Stopping:
         return min(self._ended(), default=-1)
 
     def _ended(self) -> list[int]:
-        """The first message that each of the members that end will not send. A newcomer that has
-        not begun is asked for none before its base.
+        """The first message that each ending member will not send; of a newcomer that has not begun
+        its base at least, as it is asked for none before.
         """
         record = self._loop.machine.record
         base = dict(zip(record.members, record.base, strict=True))
@@ -143,8 +135,8 @@ class Stopping:
 
 
 class EarlyPieces:
-    """What an island that leaves sends ahead of its time (early-part), on one rank: the offer of a
-    leaver, and the answer of a peer that keeps it. All of it runs in the network thread, but for
+    """The contribution to the coming message that an island sends before it leaves (early-part):
+    its offer, and the answers of the peers that keep it. Runs in the network thread, but for
     `send`.
     """
 
@@ -154,21 +146,22 @@ class EarlyPieces:
         self._offered, self._kept_by, self._nobody = set[Member](), set[Member](), False
 
     def send(self, early: EarlyMessage, seconds: float) -> bool:
-        """Send what this island contributes to its next message, before it leaves. Whether others
-        have it within so many seconds. In the thread that exchanges.
+        """Offer an early message, and wait; whether the peers keep it within so many seconds. In
+        the thread that exchanges.
         """
         self._loop.do(lambda: self.begin(early))
         self._loop.wait(lambda: self._is_kept() or self._nobody, seconds)
         return self._is_kept()
 
     def begin(self, early: EarlyMessage) -> None:
-        """This island leaves, and offers this."""
+        """Offer an early message from now on."""
         self._going = early
         self.offer()
 
     def offer(self) -> None:
-        """Again in each view: what was under way in the one before has not come. A long one goes to
-        one other island only, which forwards it in the change."""
+        """Send the early message in this view, since nothing of the view before arrives any more. A
+        long one goes to one island only, which forwards it in the change of members.
+        """
         early, rank, notes = self._going, self._loop.machine, self._loop.detector.notes
         if early is None or rank.state != "running":
             return
@@ -185,7 +178,7 @@ class EarlyPieces:
         return bool(self._offered) and self._offered <= self._kept_by
 
     def hear(self, word: list[Any], member: Member) -> None:
-        """A peer offers one. Raises ValueError for what cannot be."""
+        """Make room for what a peer offers. Raises ValueError for an offer that cannot be."""
         n, kind, rank = int(word[1]), word[2], self._loop.machine
         if rank.state == "frozen":  # the sender may have adopted the next view already
             self._loop.later(SOON, lambda: self.hear(word, member))
@@ -195,6 +188,6 @@ class EarlyPieces:
         self._traffic.expect_early(member, n, kind, Piece("early", member))
 
     def hear_kept(self, n: int, member: Member) -> None:
-        """A peer keeps this island's."""
+        """Note that a peer keeps this island's early message."""
         if self._going is not None and n == self._going.n:
             self._kept_by.add(member)

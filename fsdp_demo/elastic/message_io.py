@@ -35,8 +35,7 @@ class Traffic:
             peer whose piece is damaged, and how.
 
     Attributes:
-        longest: bytes that an island which leaves may send ahead of a message; until it is set,
-            none.
+        longest: gives the bytes that an island which leaves may send ahead of a message.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Traffic:
         self._received, self._refused = received, refused
         self._messages: dict[int, RoundMessage] = {}
         self._early: dict[tuple[int, Member], EarlyMessage] = {}
-        self.longest = 0
+        self.longest: Callable[[], int] = lambda: 0
         self._streams = Streams(poller, self._detector.connections, refused, loop.labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
 
@@ -129,7 +128,7 @@ class Traffic:
             and n >= self._loop.machine.freed
             and (n, piece.of) not in self._early
         ):
-            self._streams.expect(EarlyMessage(n, kind, self.longest), piece, sender)
+            self._streams.expect(EarlyMessage(n, kind, self.longest()), piece, sender)
 
     def look(self) -> None:
         """Take what has come."""
@@ -144,6 +143,8 @@ class Traffic:
             try:
                 stream.check(label)
             except WireError as error:
+                if isinstance(stream.message, RoundMessage):
+                    stream.message.damage = error
                 self._loop.do(partial(self._refused, stream.sender, error))
             else:
                 self._loop.do(lambda: self._kept(stream, view))

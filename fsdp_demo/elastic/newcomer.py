@@ -10,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,27 +17,24 @@ from torch import Tensor
 
 from ..errors import PeerLost, WireError, see
 from ..membership.protocol_types import Member, Record, read_record
+from ..net.address import join_address
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
-from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
 from ..peers.join_messages import LONGEST as LONGEST_HEAD
 from ..peers.join_messages import (
-    WIRES,
     Expected,
+    JoinConnections,
     MessageHead,
     Request,
     Tick,
     ask_join_server,
-    connection_names,
     from_bytes,
-    greeting,
     listener_key,
     unpacked,
 )
 from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
-from ..peers.zeromq import bracketed
 from ..store.client import Store
 from .failure_detector import BEAT, say
 from .store_session import newest, record_key
@@ -49,32 +45,21 @@ AGAIN = 1.0  # seconds between two questions to somebody who is busy
 TO_CONNECT = 15.0  # seconds after which connections that do not stand are given up, and made again
 
 
-@dataclass
-class Reached:
-    """One member, and the connections to it."""
+class Reached(JoinConnections):
+    """One member, and the connections to it. Arguments: see `JoinConnections`."""
 
-    member: Member
-    wires: dict[str, PeerConnection]
-    connections: list[PeerConnection]
-    until: float = field(default_factory=lambda: time.monotonic() + TO_CONNECT)
+    listens = False
 
-    @property
-    def every(self) -> list[PeerConnection]:
-        """All connections."""
-        return [*self.wires.values(), *self.connections]
-
-    @property
-    def met(self) -> bool:
-        """Whether all stand."""
-        return all(w.met for w in self.every)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._until = time.monotonic() + TO_CONNECT
 
     @property
     def failed(self) -> str:
-        """Why they will not; empty while they may."""
-        if why := next((w.gone for w in self.every if w.gone), ""):
-            return why
-        trouble = next((w.trouble for w in self.every if w.trouble), "it does not answer")
-        return "" if self.met or time.monotonic() < self.until else trouble
+        """Why the connections will not stand; empty while they may."""
+        if self.gone or self.met or time.monotonic() < self._until:
+            return self.gone
+        return next((w.trouble for w in self.every if w.trouble), "it does not answer")
 
     def close(self, poller: Poller) -> None:
         """Close all; who waits for something of them is told."""
@@ -88,46 +73,40 @@ class Reached:
         poller.run(job)
 
 
-class JoinHeartbeats:
-    """Tells the members twice a second that this island lives, while it joins: it may load for
-    minutes without a word. In the network thread, so a process that stands says nothing
-    (beats-of-training); once this island is a member, the driver says so.
+class MemberSearch:
+    """How one rank of a newcomer reaches the same rank of all members.
 
-    Attributes:
-        to: whom it has reached so far.
+    It tells those that it has reached twice a second that this island lives, since the island may
+    load for minutes without a word. That is done in the network thread, so a process that stands
+    says nothing (beats-of-training); once this island is a member, the driver says so.
+
+    Args:
+        at: the store, below the keys `prefix` of the run.
+        me, peer_group: this island and its rank. name: of the island, for errors. labels: how
+            errors name an island, by slot.
     """
 
-    def __init__(self, poller: Poller):
-        self._poller, self.to, self._said = poller, list[Reached](), 0.0
+    def __init__(
+        self,
+        poller: Poller,
+        at: Store,
+        prefix: str,
+        me: Member,
+        peer_group: int,
+        name: str,
+        labels: Callable[[int], str],
+    ):
+        self.poller, self.at, self.prefix, self.me = poller, at, prefix, me
+        self.peer_group, self.name, self.labels = peer_group, name, labels
+        self._found, self._said = list[Reached](), 0.0
         poller.between = self._say
 
     def _say(self) -> None:
         if (now := time.monotonic()) - self._said < BEAT:
             return
         self._said = now
-        wires = [r.wires["notes"] for r in self.to]
-        say(self._poller, ["here"], [w for w in wires if w.met and not w.gone])
-
-
-@dataclass
-class MemberSearch:
-    """How one rank of a newcomer reaches the same rank of all members.
-
-    Attributes:
-        at: the store, below the keys `prefix` of the run.
-        me, peer_group: this island and its rank. name: of the island, for errors. labels: how
-            errors name an island, by slot.
-        heartbeats: told which members are reached.
-    """
-
-    poller: Poller
-    at: Store
-    prefix: str
-    me: Member
-    peer_group: int
-    name: str
-    labels: Callable[[int], str]
-    heartbeats: JoinHeartbeats
+        wires = [r.wires["notes"] for r in self._found]
+        say(self.poller, ["here"], [w for w in wires if w.met and not w.gone])
 
     def reach(
         self, seconds: float, turn: int = 0, since: Record | None = None
@@ -180,7 +159,7 @@ class MemberSearch:
                     why = f"{self.labels(m.slot)}: {answer['later']}"
                     break
                 reached[m] = self.poller.run(partial(self._dial, m, answer))
-            self.heartbeats.to = found = [reached[m] for m in members if m in reached]
+            self._found = found = [reached[m] for m in members if m in reached]
             self._wait(found)
             if record is None or still:
                 continue
@@ -219,20 +198,16 @@ class MemberSearch:
         keys, context = self.poller.keys, self.poller.context
         answer = ask_join_server(context, keys, host, int(port), request, 5.0)
         if answer is None:
+            time.sleep(AGAIN / 5)  # where nobody listens this is known at once
             return {"later": f"its listener at {text} does not answer"}
         return {"host": host, **answer}
 
     def _dial(self, member: Member, answer: dict[str, Any]) -> Reached:
-        wires, names = {}, connection_names(int(answer["connections"]))
-        for k, port in zip(names, answer["ports"], strict=True):
-            wire = wires[k] = self.poller.add(0, False)
-            wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
-            wire.greet(
-                greeting(self.prefix, self.peer_group, k, self.me, member),
-                greeting(self.prefix, self.peer_group, k, member, self.me),
-            )
-        connections = [wires.pop(k) for k in names if k not in WIRES]
-        return Reached(member, wires, connections)
+        count = int(answer["connections"])
+        made = Reached(self.poller, self.prefix, self.peer_group, self.me, member, count)
+        for wire, port in zip(made.every, answer["ports"], strict=True):
+            wire.dial(f"tcp://{join_address(answer['host'], int(port))}")
+        return made
 
 
 class Following:
@@ -242,9 +217,7 @@ class Following:
     others have agreed on. What waits raises PeerLost if it will never come.
 
     Args:
-        donor: the member that this island follows. first: this is the island's first peer group.
-        at: the store, below the keys of the run.
-        who: how errors name the donor.
+        search: has reached the donor, the member that this island follows.
         become: makes this rank a member, given the record that names it.
         another: follows another donor from its snapshot on: what waits for this one ends. Called on
             every rank with a peer group, before `caught_up`; the peer group has another `following`
@@ -258,24 +231,18 @@ class Following:
 
     def __init__(
         self,
-        poller: Poller,
+        search: MemberSearch,
         donor: Reached,
-        first: bool,
-        at: Store,
-        me: Member,
-        who: str,
         become: Callable[[Record], None],
         another: Callable[[], None],
     ):
-        self._poller = poller
-        self._donor = donor
-        self._first = first
-        self._at = at
-        self._me = me
-        self._who = who
+        self._poller, self._at, self._me = search.poller, search.at, search.me
+        self._first = search.peer_group == 0
+        self._donor, self._who = donor, search.labels(donor.member.slot)
         self._become, self.another = become, another
         self._ticks, self._messages = (
-            bulk_stream.Reader(poller, donor.wires[k], who) for k in ("ticks", "messages")
+            bulk_stream.Reader(search.poller, donor.wires[k], self._who)
+            for k in ("ticks", "messages")
         )
         self._asked, self._ready_at = False, 0.0
         self._bodies: list[Tensor] | None = None
@@ -361,7 +328,7 @@ class Following:
         if part is None:
             raise PeerLost(f"{self._who} sent half a step")
         self._ticks.end()
-        return Tick.unpack(part)
+        return from_bytes(part, Tick, "a tick")
 
     def arrived(self, expected: Expected) -> ReceivedMessage:
         """The next message that the others have agreed on, of those sent within steps

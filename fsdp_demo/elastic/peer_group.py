@@ -56,6 +56,10 @@ class PeerGroup:
         unsettled: not all islands have what this one has, and will not: nothing may be saved.
         donor_feed: where islands may join a run under way, what this one hands them as a donor.
             following: what this one reads as a newcomer, until it takes part.
+        submit: runs a job in the thread that exchanges, after all that is under way.
+        told_to_end: asked in the network thread whether this rank was told to end; the others hear
+            of it.
+        longest_early: bytes that an island which leaves may send ahead of a message (`send_early`).
     """
 
     elastic = True
@@ -78,30 +82,26 @@ class PeerGroup:
         self.following: Following | None = None
         self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
-        self._submit: Callable[[Callable[[], None]], Any] = lambda job: job()
-        self.num_connections, self._since, self._longest_early = 1, 0.0, 0
+        self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
+        self.told_to_end: Callable[[], bool] = lambda: False
+        self.num_connections, self._since, self.longest_early = 1, 0.0, 0
         self._message: RoundMessage | None = None  # under way
-        self._wish: Callable[[], bool] = lambda: False
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """This rank is a member from now on."""
         self._driver, self.num_connections = driver, num_connections
-        driver.traffic.longest = self._longest_early
-        driver.stopping.wish = self._wish
+        driver.traffic.longest = lambda: self.longest_early
+        driver.stopping.wish = lambda: self.told_to_end()
         if driver.join_server is not None:
             self.donor_feed = DonorFeed(
-                driver.join_server, driver.do, lambda job: self._submit(job), lambda: self._next
+                driver.join_server, lambda job: self.submit(job), lambda: self._next
             )
 
     def follow(self, following: Following, slots: Sequence[int]) -> None:
         """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
         self._set(slots)
         self.following, self.begun = following, True
-
-    def runs_in(self, submit: Callable[[Callable[[], None]], Any]) -> None:
-        """`submit` runs a job in the thread that exchanges, after all that is under way."""
-        self._submit = submit
 
     def _set(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
@@ -168,18 +168,6 @@ class PeerGroup:
         return self._run(
             header, nothing, vectors, lambda headers: [[1.0] * len(headers)] * len(vectors)
         )[2]
-
-    def hand_out(
-        self, header: Header, data: Tensor | None, size: int, donor: int, needs: Sequence[bool]
-    ) -> Tensor:
-        """The donor's `data` (uint8 [size], None elsewhere) on the ranks that need it; nothing on
-        the others. Where any rank needs it, all are sent it.
-
-        Where none does, a message of one byte is sent: it may be that another shard of this island
-        is needed, and all ranks of an island send equally many messages.
-        """
-        mine = data if data is not None else torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._run(header, mine, longest=max(size, 1), setup=True)[1][donor]
 
     def _run(
         self,
@@ -339,14 +327,6 @@ class PeerGroup:
         """How often the members have changed."""
         return 0 if self._driver is None else self._driver.machine.record.epoch
 
-    def allow_early(self, longest: int) -> None:
-        """Bytes of header, body and coded vectors that an island which leaves may send ahead of a
-        message (`send_early`).
-        """
-        self._longest_early = longest
-        if self._driver is not None:
-            self._driver.traffic.longest = longest
-
     def send_early(self, header: Header, body: Tensor, vectors: Vectors, seconds: float) -> bool:
         """Where islands come and go, and this one leaves: send what it contributes to the coming
         message ahead of its time. Whether the others have it within so many seconds. Arguments
@@ -358,14 +338,6 @@ class PeerGroup:
             return False
         early = EarlyMessage.of(self._next, header, body, vectors)
         return self._driver.early_pieces.send(early, seconds)
-
-    def ends_when(self, wish: Callable[[], bool]) -> None:
-        """Where islands come and go: tell the others when `wish()`, that this rank was told to end.
-        Asked in another thread.
-        """
-        self._wish = wish
-        if self._driver is not None:
-            self._driver.stopping.wish = wish
 
     @property
     def all_end(self) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import PeerLost, StoreSilent
+from ..files import from_json, to_json
 from ..membership import protocol_events
 from ..membership.protocol_events import Event
 from ..membership.protocol_types import (
@@ -28,9 +29,7 @@ from ..membership.protocol_types import (
     Record,
     Report,
     read_record,
-    read_report,
     record_text,
-    report_text,
 )
 from ..store.client import Store
 
@@ -93,15 +92,16 @@ class StoreSession:
 
         self._jobs.put(job)
 
-    def post(self, report: Report, members: tuple[Member, ...], epoch: int) -> None:
-        """Write a report; then watch for the reports of `members` on its view, and for the record
-        that follows `epoch`.
+    def post(self, report: Report, record: Record) -> None:
+        """Write a report; then watch for the reports of all members of `record` on its view, and
+        for the record that follows it.
         """
 
         def job(at: Store) -> None:
             self._met, self._own = True, _report_key(report.view, report.member, report.rank)
-            self._write(lambda: at.set(self._own, report_text(report)))
-            self._watched = Watched(report.view, members, epoch + 1, time.monotonic() + self._dead)
+            self._write(lambda: at.set(self._own, to_json(report)))
+            until = time.monotonic() + self._dead
+            self._watched = Watched(report.view, record.members, record.epoch + 1, until)
 
         self._jobs.put(job)
 
@@ -268,7 +268,8 @@ class Watched:
     def take(self, key: str, text: str) -> None:
         """A report; one that cannot be read is as one that does not come."""
         try:
-            self.found[key], self.new = read_report(text), True
+            report = from_json(text, Report, "a report in the store")
+            self.found[key], self.new = report, True
         except ValueError as error:
             log.error("membership: %s", error)
             self.damaged.add(key)

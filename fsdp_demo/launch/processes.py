@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -143,19 +144,30 @@ def reap(known: Iterable[int]) -> None:
 
 
 def reserve_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody else is given for the next minute, though a server that sets
-    SO_REUSEADDR can listen on it.
+    """A free TCP port that the system gives to nobody by itself, however long the server takes that
+    is to listen on it.
 
-    A port that was merely free a moment ago may be handed to any outgoing connection before the
-    server starts; one with a connection in TIME_WAIT is not.
+    Any that `bind` finds for port 0 may be an outgoing connection's before the server starts.
+
+    Raises:
+        OSError: there is none, or `host` is not this machine.
     """
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, 0))
-        listener.listen(1)
-        with socket.create_connection(listener.getsockname()) as client:
-            accepted, _ = listener.accept()
-            # the side that closes first keeps TIME_WAIT, and this side's port is the listener's
-            accepted.close()
-            client.recv(1)
-        return int(listener.getsockname()[1])
+    # above those of well-known services; below those of outgoing connections, if there are any
+    ports = range(20_000, _first_outgoing()) or range(20_000, 1 << 16)
+    for port in secrets.SystemRandom().sample(ports, min(len(ports), 100)):
+        with socket.socket() as listener, suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            return port
+    raise OSError(f"no free TCP port from {ports.start} to {ports.stop - 1} on {host}")
+
+
+def _first_outgoing() -> int:
+    """The lowest port that the system gives to outgoing connections; elsewhere than on Linux the
+    lowest that any gives.
+    """
+    try:
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    except OSError:
+        return 1 << 15
+    return int(text.split()[0])

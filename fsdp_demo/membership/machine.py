@@ -444,9 +444,9 @@ class Rank:
     # ---- planned changes -----------------------------------------------------------------------
 
     def _join_planned(self, event: protocol_events.JoinPlanned) -> tuple[Rank, Actions]:
-        """A join keeps the view. The newcomer takes part from message base = next + 2 window + 1
-        on. Until the store has answered, the donor sends nothing that lets others launch the base
-        (`_must_wait`), however late that is.
+        """A join keeps the view. The newcomer takes part from message base = next + window on, the
+        first one that no member can have launched. Until the store has answered, the donor sends
+        nothing (`_must_wait`), however late that is.
 
         The donor announces the record in its next message, which all deliver before they launch
         `base`; else there is a change, and all read the record there (largest-set: a newcomer asks
@@ -462,7 +462,7 @@ class Rank:
         begins = any(base and base >= self.landed for base in record.base)
         if self.state != "running" or self.planned or begins:
             return self, ()
-        base = self.next + 2 * self.window + 1
+        base = self.next + self.window
         bases = {**dict(zip(record.members, record.base, strict=True)), member: base}
         members = tuple(sorted(bases))
         planned = record.following(members=members, base=tuple(bases[m] for m in members))

@@ -1,5 +1,5 @@
-"""What the membership of one rank is told (events), and what it asks for (actions). A driver with
-sockets and a store stands between.
+"""The input (events) and output (actions) of the membership machine of one rank. The driver, which
+has sockets and a store, makes events and carries out actions.
 
 The driver keeps these promises:
 
@@ -15,18 +15,26 @@ The driver keeps these promises:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from .protocol_types import Ballot, Kind, Member, Piece, Record, Report
+
+
+class Event(Struct, frozen=True):
+    """Something that has happened: what `Rank.step` takes."""
+
+
+class Action(Struct, frozen=True):
+    """Something that the driver is to do: what `Rank.step` answers with."""
+
 
 # ---- events ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Launched:
-    """The training loop of this rank has made message n. Numbers come in order; a newcomer begins
-    with the first message from its base on that is no question. question: it is not of a step: a
-    newcomer that has not begun is not asked.
+class Launched(Event, frozen=True):
+    """The training loop of this rank has made message n. Numbers come in order. A `question` is a
+    message between two steps, in which a newcomer that has not begun takes no part: it begins with
+    the first other message from its base on.
     """
 
     n: int
@@ -34,10 +42,9 @@ class Launched:
     question: bool = False
 
 
-@dataclass(frozen=True)
-class PieceReceived:
-    """A frame from a peer in this peer group, whole and checked: a refusal (checksum, bounds, not
-    finite) happens before it.
+class PieceReceived(Event, frozen=True):
+    """A piece has come from a peer in this peer group, whole and checked: damaged ones are refused
+    before.
     """
 
     view: int
@@ -49,8 +56,7 @@ class PieceReceived:
     landed: int = 0
 
 
-@dataclass(frozen=True)
-class LandedHeard:
+class LandedHeard(Event, frozen=True):
     """A beat of a peer in this peer group: it has delivered all messages below `landed`."""
 
     view: int
@@ -58,31 +64,27 @@ class LandedHeard:
     landed: int
 
 
-@dataclass(frozen=True)
-class Voted:
+class Voted(Event, frozen=True):
     """Another rank of this island has cast a ballot."""
 
     ballot: Ballot
     epoch: int
 
 
-@dataclass(frozen=True)
-class ConnectionLost:
-    """Nothing more is expected from a peer in this peer group; or it has said that it leaves."""
+class ConnectionLost(Event, frozen=True):
+    """A peer in this peer group is lost, or has said that it leaves."""
 
     member: Member
 
 
-@dataclass(frozen=True)
-class FrozenHeard:
+class FrozenHeard(Event, frozen=True):
     """A peer or another rank of this island has frozen this view."""
 
     view: int
 
 
-@dataclass(frozen=True)
-class ReportsSeen:
-    """All reports of the view that the store has now. waited: `dead` seconds have passed since this
+class ReportsSeen(Event, frozen=True):
+    """The reports of the view that the store has now. waited: `dead` seconds have passed since this
     rank reported.
     """
 
@@ -90,48 +92,32 @@ class ReportsSeen:
     waited: bool = False
 
 
-@dataclass(frozen=True)
-class RecordSeen:
+class RecordSeen(Event, frozen=True):
     """A record, read from the store or from a header that announces a planned join."""
 
     record: Record
 
 
-@dataclass(frozen=True)
-class JoinPlanned:
-    """A newcomer has reached all members and is within a few messages of the front; asked of its
-    donor.
+class JoinPlanned(Event, frozen=True):
+    """A newcomer has reached all members and is within a few messages of them. An event of the
+    donor's machine only.
     """
 
     member: Member
 
 
-@dataclass(frozen=True)
-class Leave:
-    """This island goes. What it launched before reached every peer group first (early-part)."""
+class Leave(Event, frozen=True):
+    """This island leaves. What it has launched has reached every peer group before (early-part)."""
 
-
-Event = (
-    Launched
-    | PieceReceived
-    | LandedHeard
-    | Voted
-    | ConnectionLost
-    | FrozenHeard
-    | ReportsSeen
-    | RecordSeen
-    | JoinPlanned
-    | Leave
-)
 
 # ---- actions -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Send:
-    """Send a piece of message n to these members in this peer group. A share or part is cut or
-    computed by the driver, from the kept vector and the shares that came (with attempt
-    `piece.attempt`); another attempt than the last is a repeat (reduce-again, coded-for-fewer)."""
+class Send(Action, frozen=True):
+    """Send a piece of message n to these members in this peer group. The driver cuts a share from
+    the kept vector, and computes a part from the shares of the attempt `piece.attempt`. A new
+    attempt repeats the reduce (reduce-again, coded-for-fewer).
+    """
 
     view: int
     epoch: int
@@ -142,34 +128,30 @@ class Send:
     landed: int
 
 
-@dataclass(frozen=True)
-class CastVote:
-    """Tell the other ranks of this island."""
+class CastVote(Action, frozen=True):
+    """Tell the other ranks of this island that this rank holds a message."""
 
     ballot: Ballot
     epoch: int
 
 
-@dataclass(frozen=True)
-class Deliver:
-    """Message n is complete in every peer group of the island: hand it to the clock of its
-    channels. It comes once for each n, in any order (any-order), and is never undone
-    (delivered-stays). `pieces`: what the result is made of."""
+class Deliver(Action, frozen=True):
+    """Message n is complete in every peer group of the island. Given once for each n, in any order
+    (any-order), and never undone (delivered-stays). `pieces`: those that the result is made of.
+    """
 
     n: int
     contributors: tuple[Member, ...]
     pieces: frozenset[Piece]
 
 
-@dataclass(frozen=True)
-class Free:
+class Free(Action, frozen=True):
     """The bytes of message n are needed no more: all members have it (settle-all-open)."""
 
     n: int
 
 
-@dataclass(frozen=True)
-class SealAllowed:
+class SealAllowed(Action, frozen=True):
     """All members have delivered every message below `below`. A checkpoint, a stop or a final model
     may stand on these (seal-stable).
     """
@@ -177,16 +159,14 @@ class SealAllowed:
     below: int
 
 
-@dataclass(frozen=True)
-class Freeze:
+class Freeze(Action, frozen=True):
     """Tell the peers in this peer group and the other ranks of this island: this view is frozen
     here."""
 
     view: int
 
 
-@dataclass(frozen=True)
-class PostReport:
+class PostReport(Action, frozen=True):
     """Write the report to the store; then watch the store for reports and records, and hand them
     in.
     """
@@ -194,53 +174,34 @@ class PostReport:
     report: Report
 
 
-@dataclass(frozen=True)
-class ProposeRecord:
-    """compare_set under `record.epoch`; hand in what stands there then, whoever wrote it. If it is
-    another record that keeps this rank frozen (a planned join), the reports are handed in again."""
+class ProposeRecord(Action, frozen=True):
+    """Write a record by compare_set under `record.epoch`, and hand in the one that stands there
+    then. If that is a planned join, which keeps this rank frozen, hand in the reports again.
+    """
 
     record: Record
 
 
-@dataclass(frozen=True)
-class TooFew:
-    """These members could go on, but they are fewer than `min_continue`. Wait for more reports,
-    then save what is stable and end.
+class TooFew(Action, frozen=True):
+    """These members could go on, but they are fewer than `min_continue`: wait for more reports.
 
-    Nobody, and `waited`: only newcomers that have not begun are left, and none of them has what
-    came before. Nobody else is to be expected: end.
+    No member, and `waited`: only newcomers that have not begun are left, which lack all messages
+    before their base, and no more reports are expected: end.
     """
 
     members: tuple[Member, ...]
     waited: bool = False
 
 
-@dataclass(frozen=True)
-class Adopted:
+class Adopted(Action, frozen=True):
     """A new view: open its connections. Frames of the views before it are dropped."""
 
     record: Record
 
 
-@dataclass(frozen=True)
-class Expelled:
-    """The others went on without this island: write nothing, seal nothing, throw the state away,
-    come back as a newcomer (expelled-ends).
+class Expelled(Action, frozen=True):
+    """The others went on without this island, as `record` says: save nothing, end, and come back as
+    a newcomer (expelled-ends).
     """
 
     record: Record
-
-
-Action = (
-    Send
-    | CastVote
-    | Deliver
-    | Free
-    | SealAllowed
-    | Freeze
-    | PostReport
-    | ProposeRecord
-    | TooFew
-    | Adopted
-    | Expelled
-)

@@ -236,7 +236,7 @@ def _digest(*values: object) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
 
-# ---- records and reports as JSON ---------------------------------------------------------------
+# ---- records as JSON ---------------------------------------------------------------------------
 
 MOST = 1024
 """Members that a record can name: lives of the islands of one run that are or were members at
@@ -350,17 +350,3 @@ def _read(found: WrittenRecord) -> Record:
         found.stable,
         found.history,
     )
-
-
-def report_text(report: Report) -> str:
-    """A report, without blanks."""
-    return to_json(report)
-
-
-def read_report(text: str) -> Report:
-    """The inverse of `report_text`.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return from_json(text, Report, "a report in the store")

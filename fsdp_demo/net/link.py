@@ -61,16 +61,8 @@ def parse_rate(text: str) -> float:
             "a number above 0 with kbit, Mbit or Gbit, for example 100Mbit (bits, not bytes: 10 "
             "MB/s is 80Mbit)"
         )
-        raise ValueError(f"link rate {text!r}: expected {allowed}{_meant(parts, unit)}")
+        raise ValueError(f"link rate {text!r}: expected {allowed}")
     return parts[0] * _BITS[unit]
-
-
-def _meant(parts: tuple[float, str] | None, unit: str) -> str:
-    """What `1Gb` or `1G` probably stands for; nothing for bytes, a capital B."""
-    prefix = unit.removesuffix("b").upper()
-    if parts is None or parts[0] <= 0 or prefix not in ("K", "M", "G") or "B" in parts[1]:
-        return ""
-    return f"; did you mean {parts[0]:g}{prefix.replace('K', 'k')}bit?"
 
 
 def parse_rtt(text: str) -> float:

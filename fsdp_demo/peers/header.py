@@ -201,14 +201,12 @@ class Sealed(NamedTuple):
         return HEADER.size + self.body.numel()
 
 
-def claimed(head: bytes) -> Header:
-    """The header that the first 56 bytes of a message claim to be, not checked."""
-    return _read(HEADER.unpack(head))
-
-
-def claimed_length(head: bytes) -> int:
-    """Bytes of the body as the first 56 bytes of a message claim them, not checked."""
-    return int(HEADER.unpack(head)[7] % (1 << LENGTH_BITS))
+def claimed(head: bytes) -> tuple[Header, int]:
+    """The header that the first 56 bytes of a message claim to be, and the bytes of its body; not
+    checked.
+    """
+    fields = HEADER.unpack(head)
+    return _read(fields), fields[7] % (1 << LENGTH_BITS)
 
 
 def _read(fields: tuple[Any, ...]) -> Header:
@@ -241,7 +239,7 @@ def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[He
         raise WireError(
             f"message from {sender} is damaged: the checksum of its header does not fit"
         )
-    theirs = _read(fields)
+    theirs, length = claimed(head)
     if (theirs.kind, theirs.step, theirs.flags & ENDING) != (
         expected.kind,
         expected.step,
@@ -254,12 +252,11 @@ def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[He
             "configuration"
         )
         raise Mismatch(f"message from {sender} has configuration digest {both}{see('unlike-runs')}")
-    length, number = claimed_length(head), theirs.number
-    if length != size or number != expected.number:
+    if length != size or theirs.number != expected.number:
         raise Mismatch(
-            f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected "
-            f"message {expected.number} with {size}: all "
-            "islands must make the same calls in the same order, with values of the same form"
+            f"{_name(theirs)} from {sender} is message {theirs.number} with {length} bytes, "
+            f"expected message {expected.number} with {size}: all islands must "
+            "make the same calls in the same order, with values of the same form"
         )
     return theirs, body_crc
 

@@ -28,9 +28,11 @@ from ..compression import dense as coding
 from ..errors import WireError
 from ..files import from_json, to_json
 from ..membership.protocol_types import Member
+from ..net.address import join_address
 from .collectives import ReceivedMessage, Spans, legs, whole
+from .connection import NOT_THERE, PeerConnection
 from .header import Header
-from .zeromq import bracketed
+from .poller import Poller
 
 T = TypeVar("T")
 
@@ -52,15 +54,6 @@ class Tick(Struct, frozen=True):
 
     step: int
     rates: list[list[dict[str, Any]]]
-
-    def pack(self) -> Tensor:
-        """As bytes: uint8 [n]."""
-        return to_bytes(self)
-
-    @classmethod
-    def unpack(cls, data: Tensor) -> Tick:
-        """The inverse of `pack`. Raises WireError for anything else."""
-        return from_bytes(data, cls, "a tick")
 
 
 @dataclass(frozen=True)
@@ -270,38 +263,77 @@ def listener_key(member: Member, peer_group: int) -> str:
     return f"listener/{member.slot}.{member.incarnation}.{peer_group}"
 
 
-def greeting(prefix: str, peer_group: int, k: str, sender: Member, receiver: Member) -> bytes:
-    """What `sender` says first on connection `k` to `receiver`, 16 bytes."""
-    text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+class JoinConnections:
+    """The connections between an island that joins and one member, at either end.
 
+    Args:
+        member: the island at the other end; me: this one. prefix, peer_group: of the run, and of
+            the rank. count: connections for messages of the newcomer's own.
 
-def connection_names(count: int) -> list[str]:
-    """The names of all connections to a joining island, with `count` for its own messages. Both
-    ends greet with them.
+    Attributes:
+        listens: this end waits for the other. wires: by the names of `WIRES`. connections: the
+            others.
     """
-    return [*WIRES, *(f"connection{k}" for k in range(count))]
+
+    listens: bool
+
+    def __init__(
+        self,
+        poller: Poller,
+        prefix: str,
+        peer_group: int,
+        me: Member,
+        member: Member,
+        count: int,
+    ):
+        def greeting(k: str, sender: Member, receiver: Member) -> bytes:
+            text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
+            return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+        self.member, made = member, dict[str, PeerConnection]()
+        for k in [*WIRES, *(f"connection{i}" for i in range(count))]:
+            made[k] = poller.add(0, self.listens)
+            made[k].greet(greeting(k, me, member), greeting(k, member, me))
+        self.every = list(made.values())
+        self.wires = {k: made.pop(k) for k in WIRES}
+        self.connections = list(made.values())
+
+    @property
+    def met(self) -> bool:
+        """Whether all stand."""
+        return all(w.met for w in self.every)
+
+    @property
+    def gone(self) -> str:
+        """Why one of them has ended; empty while none has."""
+        return next((w.gone for w in self.every if w.gone), "")
 
 
 def ask_join_server(
     context: Any, keys: Any, host: str, port: int, request: Request, seconds: float
 ) -> dict[str, Any] | None:
-    """The answer of a listener; None if nobody answers within so many seconds."""
+    """The answer of a listener; None if nobody answers within so many seconds, or listens there."""
     made = context.socket(zmq.DEALER)
+    absent = made.get_monitor_socket(NOT_THERE)
     try:
         made.linger, made.ipv6, made.maxmsgsize = 0, ":" in host, 1 << 16
         if keys is not None:
             keys.connect(made)
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-        made.connect(f"tcp://{bracketed(str(found))}:{port}")
+        made.connect(f"tcp://{join_address(str(found), port)}")
         made.send(to_json(request).encode())
-        if not made.poll(1e3 * seconds):
+        poller = zmq.Poller()
+        poller.register(made, zmq.POLLIN)
+        poller.register(absent, zmq.POLLIN)
+        if made not in dict(poller.poll(int(1e3 * seconds))):
             return None
         answer = json.loads(made.recv())
         return answer if isinstance(answer, dict) else None
     except (zmq.ZMQError, ValueError, OSError):
         return None
     finally:
+        made.disable_monitor()
+        absent.close(0)
         made.close(0)
 
 

@@ -1,7 +1,6 @@
-"""Words between the ranks of one replica (or of a whole world): votes, what the first one found,
-work that succeeds on all or on none.
-
-Tensors and JSON, never pickle: nothing that another rank says is executed.
+"""Votes between the ranks of one replica (or of a whole world): sums, values of the first rank, and
+work that succeeds on all ranks or on none. Tensors and JSON, never pickle: no received byte is
+executed.
 """
 
 from __future__ import annotations
@@ -110,22 +109,12 @@ class Ranks:
                 failure = error
                 kind = next((e.__name__ for e in TOLD if isinstance(error, e)), "RuntimeError")
                 answer = json.dumps([None, kind, str(error)])
-        got, kind, text = json.loads(self._broadcast(answer.encode()))
+        got, kind, text = json.loads(self.everyone(answer)[0])
         if failure is not None:
             raise failure
         if kind:
             raise _BY_NAME.get(kind, RuntimeError)(text)
         return got
-
-    def _broadcast(self, text: bytes) -> bytes:
-        """The text of rank 0, on all ranks."""
-        size = torch.tensor([len(text)], dtype=torch.int64, device=self._place)
-        dist.broadcast(size, group_src=0, group=self.group)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._place)
-        if self.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(data, group_src=0, group=self.group)
-        return bytes(data.tolist())
 
     # ---- work ----------------------------------------------------------------------------------
 
@@ -150,17 +139,17 @@ class Ranks:
                 the worst.
         """
         error = error and as_disk_error(error)
-        mine = (
-            0
-            if error is None
-            else next((i for kind, i in _ORDER if isinstance(error, kind)), _OTHER)
-        )
+        mine = 0
+        if error is not None:
+            kinds = (i for i, (kind, _) in _WORSE.items() if isinstance(error, kind))
+            mine = next(kinds, _OTHER)
         worst = int(self.max(mine)[0])
         if not worst:
             return
         if error is not None and mine == worst:
             raise error
-        raise _KINDS[worst](f"{what}: another rank {_WHY[worst]}") from error
+        kind, why = _WORSE.get(worst, (RuntimeError, "failed"))
+        raise kind(f"{what}: another rank {why}") from error
 
 
 def _reaches_cpu(group: Any) -> bool:
@@ -185,14 +174,12 @@ first.
 
 _BY_NAME = {e.__name__: e for e in TOLD}
 _OTHER = 3
-_ORDER: tuple[tuple[type[Exception], int], ...] = ((PeerLost, 4), (NotFinite, 1), (OSError, 2))
-_KINDS: dict[int, type[Exception]] = {1: NotFinite, 2: OSError, 3: RuntimeError, 4: PeerLost}
-_WHY = {
-    1: "found values that are not finite",
-    2: "could not write",
-    3: "failed",
-    4: "lost its peer",
+_WORSE: dict[int, tuple[type[Exception], str]] = {
+    4: (PeerLost, "lost its peer"),
+    1: (NotFinite, "found values that are not finite"),
+    2: (OSError, "could not write"),
 }
+"""What a rank votes for an error (`_OTHER` for any other), the largest being the worst."""
 
 
 VOTE_EVERY = 1.0
@@ -203,16 +190,12 @@ VOTE_STEPS = 100
 
 
 class VotePace:
-    """How often the ranks of one island ask each other whether they stop: counts the steps of one
-    rank between the votes. No communication.
+    """The steps of one rank between two votes of its island whether to stop. No communication.
 
-    Such a vote takes 0.3 ms, and every rank waits in it. So it is held at every exchange, and
-    otherwise every n steps. All ranks must count the same n: it follows from what the vote itself
-    has brought them, the seconds per step of the slowest rank. It comes to about one vote a second.
-
-    Every rank of the island makes one at the same step and calls `due` at the end of each step.
-    After a vote each calls `agreed` with the largest `seconds` of all. Nothing here depends on the
-    number of the step, so a run that resumes elsewhere counts from its first step.
+    A vote takes 0.3 ms, and every rank waits in it, so it is held at every exchange and otherwise
+    every n steps, about once a second. All ranks must count the same n: each makes a pace at the
+    same step, calls `due` at the end of each step, and after a vote `agreed` with the largest
+    `seconds` of all. The number of the step has no part in it, so a resumed run counts anew.
 
     Attributes:
         steps: between two votes, as agreed.

@@ -1,8 +1,8 @@
 """One meeting of the islands at their store: every rank finds the ranks with the same part of the
 model on the other islands, and connects to them.
 
-A rank announces itself under a key of its own and waits for one rank of every island that begins.
-Then the islands compare what they announced, and connect.
+The first rank of each island announces it. All wait for the islands that begin, compare what they
+announced, and connect.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Announcement(TypedDict):
 
 
 class Rendezvous:
-    """How one rank meets its peers: it announces itself, waits for the others, and connects.
+    """How one rank meets its peers: its island is announced, it waits for the others, and connects.
 
     Attributes:
         prefix: what its keys in the store begin with.
@@ -127,10 +127,10 @@ class Rendezvous:
     # -- who is there -----------------------------------------------------------------------------
 
     def _meet(self, store: Store) -> dict[int, Announcement]:
-        """Announce this rank, wait for one rank of every island that begins and compare layouts;
-        returns each one's announcement.
+        """Wait for the first rank of every island that begins, and compare layouts; what each has
+        announced.
         """
-        store.set(self._key(), json.dumps(self._announcement()))
+        self._announce(store)
         infos = self._gather(store)
         self._compare(infos)
         return infos
@@ -152,18 +152,18 @@ class Rendezvous:
                 f"{counted(position.num_copies, 'copy', 'copies')}, "
                 f"the run goes on in {active_copies}: start it with as many"
             )
-        store.set(self._key(), json.dumps(mine))
+        self._announce(store)
         # its own number does not change how many are active
         return {**infos, topology.island: {**mine, "copies": active_copies}}
-
-    def _key(self) -> str:
-        """The key under which this rank announces itself."""
-        place = f"{self._position.shard}.{self._position.copy}"
-        return f"{self.prefix}/join/{self._topology.island}/{place}"
 
     def _first(self, island: int) -> str:
         """The key under which the first rank of an island announces itself."""
         return f"{self.prefix}/join/{island}/0.0"
+
+    def _announce(self, store: Store) -> None:
+        """Tell the others of this island, on its first rank."""
+        if (self._position.shard, self._position.copy) == (0, 0):
+            store.set(self._first(self._topology.island), json.dumps(self._announcement()))
 
     def _note(self, store: Store, island: int) -> Announcement:
         """What the first rank of an island has announced."""
@@ -193,7 +193,11 @@ class Rendezvous:
                 return infos
             now = time.monotonic()
             if now > deadline:
-                raise self._waited(infos, missing)
+                came = {i: f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)}
+                # each meeting has keys of its own: one that tries again alone meets nobody
+                number = attached(topology)
+                again = f". This is attach number {number} of this process" if number > 1 else ""
+                raise starting.waited(topology, wanted, came, more=again)
             if now >= look:
                 look = now + 1.0
                 self._refuse_in_vain(store, missing)
@@ -208,28 +212,6 @@ class Rendezvous:
                     deadline - now,
                 )
             time.sleep(0.02)
-
-    def _waited(self, infos: Mapping[int, Announcement], missing: Sequence[int]) -> PeerLost:
-        """The error where not all islands have come in time."""
-        topology = self._topology
-        came = [f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)]
-        return PeerLost(
-            f"waited {topology.timeout:g} s for {counted(len(self._starters), 'island')} at "
-            f"{topology.endpoint}, run {topology.run!r}: came {', '.join(came) or 'nobody'}; "
-            f"missing {_listed(missing)}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT "
-            f"there, or raise ISLAND_TIMEOUT{self._again()}{see('missing-islands')}"
-        )
-
-    def _again(self) -> str:
-        """A hint where this process has attached before, since each meeting has keys of its own."""
-        number = attached(self._topology)
-        if number < 2:
-            return ""
-        return (
-            f". This is attach number {number} of this process in this run, and the others meet it "
-            "by theirs. If it alone tried again (find_executable_batch_size, a caught error), find "
-            "what fits before attach, and start this island again"
-        )
 
     def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
         """Raise an error where the missing islands will not come to this attempt."""

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -40,10 +40,6 @@ from . import environment, starting
 from .position import Replica
 
 log = logging.getLogger("fsdp_demo")
-
-BEAT = 1.0  # seconds
-BEATS = 3.5
-"""How many beats a newcomer listens for, before it takes its predecessor for dead."""
 
 PATIENCE = 5.0  # seconds that whoever stops waits for the store
 
@@ -83,7 +79,7 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
                     topology, lambda: _begin(topology, store or topology.open_store())
                 )
             except Finished:
-                if environment.restarted(os.environ):
+                if environment.whole(os.environ, "ISLAND_ATTEMPT", 0) > 0:  # by a supervisor
                     log.warning(
                         "run %r has finished while %s was away: it is not needed any more, the "
                         "others hold what came out. It ends with status 0%s",
@@ -139,16 +135,28 @@ def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
     # torchrun's ranks may find the store of those before them
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"fsdp_demo/attempt/{start}/{topology.endpoint}/{topology.run}"
-    if topology.rank:
-        return _told(own, key, 2 * topology.timeout + 60)
-    try:
-        taken = decide()
-    except (ValueError, PeerLost) as error:
-        kind = next(name for name, form in _ERRORS.items() if isinstance(error, form))
-        own.set(key, json.dumps([None, kind, str(error)]))
-        raise
-    own.set(key, json.dumps([taken, "", ""]))
-    return taken
+    if topology.rank == 0:
+        try:
+            taken = decide()
+        except (ValueError, PeerLost) as error:
+            kind = next(name for name, form in _ERRORS.items() if isinstance(error, form))
+            own.set(key, json.dumps([None, kind, str(error)]))
+            raise
+        own.set(key, json.dumps([taken, "", ""]))
+        return taken
+    seconds = 2 * topology.timeout + 60
+    end = time.monotonic() + seconds
+    while not own.get(key):
+        if time.monotonic() > end:
+            raise PeerLost(
+                f"rank 0 of this island did not say within {seconds:g} s which attempt of the run "
+                "it joins: it may have died"
+            )
+        time.sleep(0.05)
+    told, kind, text = own.note(key, "rank 0", tuple[Taken | None, str, str])
+    if told is None:
+        raise _ERRORS[kind](text)
+    return cast(Taken, told)
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -159,22 +167,6 @@ _ERRORS: dict[str, type[Exception]] = {
 """What rank 0 tells the other ranks of an error: the first of these that it is."""
 
 
-def _told(own: Store, key: str, seconds: float) -> Taken:
-    end = time.monotonic() + seconds
-    while not own.get(key):
-        if time.monotonic() > end:
-            raise PeerLost(
-                f"rank 0 of this island did not say within {seconds:g} s which attempt of the run "
-                "it joins: it may have died"
-            )
-        time.sleep(0.05)
-    place, kind, text = own.note(key, "rank 0")
-    if kind:
-        raise _ERRORS[kind](text)
-    number, life, late, starters = place
-    return Taken(number, life, late, tuple(starters))
-
-
 def _begin(topology: Replica, store: Store) -> Taken:
     """A place in an attempt, once the islands that begin it are known; in the next attempt, where
     this one ends before that.
@@ -182,9 +174,7 @@ def _begin(topology: Replica, store: Store) -> Taken:
     while True:
         taken = _take(topology, store)
         at = store.under(f"{topology.run}/{taken.number}")
-        called = starting.call(
-            at, topology, taken.late, BEAT, BEATS * BEAT, partial(_live, topology, at)
-        )
+        called = starting.call(at, topology, taken.late, partial(_live, topology, at))
         if called is not None:
             return taken._replace(late=called.late, starters=called.starters)
 
@@ -268,10 +258,10 @@ def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
         from .run_status import answers  # it needs ZeroMQ
 
         return answers(at.under(meeting), islands, topology.token)
-    keys, end = [f"beat/{i}" for i in islands], time.monotonic() + BEATS * BEAT
+    keys, end = [f"beat/{i}" for i in islands], time.monotonic() + starting.BEATS * starting.BEAT
     first = at.get_all(keys)
     while time.monotonic() < end and not at.get("ended"):
-        time.sleep(BEAT / 5)
+        time.sleep(starting.BEAT / 5)
         if at.get_all(keys) != first:
             return True
     return False
@@ -302,7 +292,7 @@ class Pulse:
         self._beat: Job = lambda at: starting.beat(at, topology.island)
         self._each: list[Job] = [self._beat] if beats else []
         self._at = None if store is None else store.within(topology.question).under(prefix)
-        self._pause, self.silent = BEAT, False
+        self._pause, self.silent = starting.BEAT, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
         # a daemon thread inside torch when the interpreter ends can abort the process
@@ -375,5 +365,5 @@ class Pulse:
             return error
         if self.silent:
             log.info("the store answers again")
-        self._pause, self.silent = BEAT, False
+        self._pause, self.silent = starting.BEAT, False
         return None

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping
 
-from ..config.parsing import nearest
 from ..errors import see
 from ..net.address import ENDPOINT, Endpoint, check, is_public, split_endpoint
 
@@ -49,107 +48,46 @@ def patience(env: Mapping[str, str] | None = None) -> float:
     Raises:
         ValueError: it is no number, or out of range.
     """
-    return _seconds(os.environ if env is None else env, "ISLAND_TIMEOUT", 600.0)
+    return seconds(os.environ if env is None else env, "ISLAND_TIMEOUT", 600.0)
 
 
-def stop_timeout(env: Mapping[str, str]) -> float:
-    """ISLAND_STOP in seconds, default 25: torch's launcher kills its ranks after 30.
-
-    Raises:
-        ValueError: it is no number, or out of range.
-    """
-    return _seconds(env, "ISLAND_STOP", 25.0)
-
-
-def slots(env: Mapping[str, str], count: int) -> int:
-    """ISLAND_SLOTS, default ISLAND_COUNT: how many islands there may be at most.
-
-    Args:
-        count: ISLAND_COUNT.
+def islands(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """How many islands are expected (ISLAND_COUNT), how many there may be (ISLAND_SLOTS), and which
+    of them this one is (ISLAND_RANK).
 
     Raises:
-        ValueError: it is no whole number, or less than ISLAND_COUNT.
+        ValueError: one of them is no whole number, or out of range.
     """
-    value = whole(env, "ISLAND_SLOTS", count)
-    if value != count and not env.get("ISLAND_COUNT", "").strip():
+    count = whole(env, "ISLAND_COUNT", 1)
+    slots, island = whole(env, "ISLAND_SLOTS", count), whole(env, "ISLAND_RANK", 0)
+    if slots != count and not env.get("ISLAND_COUNT", "").strip():
         raise ValueError(
-            f"ISLAND_SLOTS={value} without ISLAND_COUNT: set ISLAND_COUNT, the number of islands "
+            f"ISLAND_SLOTS={slots} without ISLAND_COUNT: set ISLAND_COUNT, the number of islands "
             "that begin, on all islands"
         )
-    if value < count:
+    if slots < count:
         raise ValueError(
-            f"ISLAND_SLOTS={value} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, "
+            f"ISLAND_SLOTS={slots} with ISLAND_COUNT={count}: allowed are ISLAND_COUNT or more, "
             "one slot for each island"
         )
-    return value
-
-
-def place(env: Mapping[str, str], count: int, slots: int) -> int:
-    """ISLAND_RANK, the slot of this island.
-
-    Raises:
-        ValueError: it is no whole number, or out of range.
-    """
-    island = whole(env, "ISLAND_RANK", 0)
     if count < 1 or not 0 <= island < slots:
         name, most = ("ISLAND_COUNT", count) if slots == count else ("ISLAND_SLOTS", slots)
         raise ValueError(
             f"ISLAND_RANK={island} with {name}={most}: allowed is 0 <= ISLAND_RANK < {name}"
             + ("; to join a run later, set ISLAND_SLOTS on all" if island >= count == slots else "")
         )
-    return island
+    return count, slots, island
 
 
-def least(env: Mapping[str, str], islands: int) -> int:
-    """ISLAND_MIN, default 1.
+def least(env: Mapping[str, str], count: int) -> int:
+    """ISLAND_MIN, 0 where it is not set.
 
     Raises:
         ValueError: it is no whole number, or out of range.
     """
-    value = whole(env, "ISLAND_MIN", 1)
-    if not 1 <= value <= islands:
-        raise ValueError(
-            f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({islands})"
-        )
-    return value
-
-
-def suffice(env: Mapping[str, str], islands: int) -> int:
-    """How many islands suffice to begin when the time to wait for the others is over: ISLAND_MIN
-    where it is set; 0: all are needed.
-
-    Raises:
-        ValueError: see `least`.
-    """
-    return least(env, islands) if env.get("ISLAND_MIN", "").strip() else 0
-
-
-def dead(env: Mapping[str, str]) -> float:
-    """ISLAND_DEAD in seconds, default 10.
-
-    Raises:
-        ValueError: it is no number, or out of range: beats come twice a second.
-    """
-    return _seconds(env, "ISLAND_DEAD", 10.0, 2.0)
-
-
-def stall(env: Mapping[str, str]) -> float:
-    """ISLAND_STALL in seconds; 0 where it is not set: ISLAND_TIMEOUT counts then.
-
-    Raises:
-        ValueError: it is no number, or out of range.
-    """
-    return _seconds(env, "ISLAND_STALL", 2.0, 2.0) if env.get("ISLAND_STALL", "").strip() else 0.0
-
-
-def _seconds(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
-    try:
-        value = number(env, name, default)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= LONGEST or not value:
-        allowed = f"{least:g} to {LONGEST}" if least else f"more than 0 and at most {LONGEST}"
-        raise ValueError(f"{name}={env[name]!r} must be a number of seconds, {allowed}")
+    value = whole(env, "ISLAND_MIN", 0)
+    if env.get("ISLAND_MIN", "").strip() and not 1 <= value <= count:
+        raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({count})")
     return value
 
 
@@ -186,12 +124,6 @@ def endpoint(env: Mapping[str, str]) -> Endpoint:
         raise ValueError(f"ISLAND_ENDPOINT={error}") from None
 
 
-def restarted(env: Mapping[str, str]) -> bool:
-    """Whether a supervisor has started this island before (ISLAND_ATTEMPT)."""
-    text = env.get("ISLAND_ATTEMPT", "")
-    return text.isascii() and text.isdigit() and int(text) > 0
-
-
 def token(env: Mapping[str, str]) -> str:
     """ISLAND_TOKEN, "" where it is not set.
 
@@ -202,14 +134,6 @@ def token(env: Mapping[str, str]) -> str:
     return check(text) if text else ""
 
 
-_ELSEWHERE = {
-    "WORLD": "COUNT",
-    "WORLD_SIZE": "COUNT",
-    "SIZE": "COUNT",
-    "ID": "RANK",
-    "INDEX": "RANK",
-    "STORE": "ENDPOINT",
-}
 _said: set[str] = set()  # warnings that a process gives once
 
 
@@ -218,19 +142,8 @@ def warn_of_unknown(env: Mapping[str, str]) -> None:
     for name in sorted(env):
         if re.match("ISLANDS?_", name) and name not in VARIABLES and name not in _said:
             _said.add(name)
-            log.warning(
-                "%s is no variable of fsdp_demo%s (known: %s)",
-                name,
-                _meant(name),
-                ", ".join(VARIABLES),
-            )
-
-
-def _meant(name: str) -> str:
-    """A hint at the nearest known name. Launchers have other words for rank and world size."""
-    tail = name.partition("_")[2]
-    tails = [known.partition("_")[2] for known in VARIABLES]
-    return nearest(_ELSEWHERE.get(tail, tail), tails, 0.6).replace("mean '", "mean 'ISLAND_")
+            known = ", ".join(VARIABLES)
+            log.warning("%s is no variable of fsdp_demo (known: %s)", name, known)
 
 
 def warn_of_open(place: Endpoint, address: str, token: str) -> None:
@@ -262,29 +175,35 @@ def say_single(on_purpose: bool, rank: int) -> None:
         log.warning("one replica: ISLAND_COUNT is not set, so there is no other island: %s", meant)
 
 
-def number(env: Mapping[str, str], name: str, default: float) -> float:
-    """A variable as a number; `default` where it is not set or empty.
+def seconds(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
+    """A variable as a number of seconds; `default` where it is not set or empty.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is no number, not above 0, or less than `least`.
     """
-    text = env.get(name, "").strip()
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={text!r} must be a number")
+    value = _number(env, name, default)
+    if value != default and not (0.0 < value <= LONGEST and value >= least):
+        allowed = f"{least:g} to {LONGEST}" if least else f"more than 0 and at most {LONGEST}"
+        raise ValueError(f"{name}={env[name]!r} must be a number of seconds, {allowed}")
     return value
 
 
 def whole(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable as a whole number.
+    """A variable as a whole number; `default` where it is not set or empty.
 
     Raises:
         ValueError: it is no whole number.
     """
-    value = number(env, name, default)
-    if value != int(value):
+    value = _number(env, name, default)
+    if not value.is_integer():
         raise ValueError(f"{name}={env[name]!r} must be a whole number")
     return int(value)
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    """NaN where the variable holds something else."""
+    text = env.get(name, "").strip()
+    try:
+        return float(text or default)
+    except ValueError:
+        return math.nan

@@ -70,6 +70,15 @@ class MeshPeerGroup(PeerGroup):
     def leave(self) -> None:
         """Nobody goes on without this replica: there is nothing to tell."""
 
+    def _finished(self, message: RoundMessage) -> Due:
+        try:
+            return super()._finished(message)
+        except PeerLost:
+            # A peer that sends damaged data may be gone before its last piece is checked.
+            if message.damage is not None:
+                raise message.damage from None
+            raise
+
     def wait_stable(self, seconds: float) -> bool:
         """What is saved is saved by all, or counts for nothing."""
         return True
@@ -91,10 +100,14 @@ class MeshDriver(Driver):
             return
 
     def refuse(self, member: Member, error: WireError) -> None:
-        """Tell the thread that waits for the message what was wrong with it."""
+        """Damage is the error of the message that is waited for, and both ends hear of it."""
         if self._last is not None:
-            self._last.tasks.put(error)
+            self._last.damage = error
         super().refuse(member, error)
+
+    def refused(self, member: Member, why: str) -> None:
+        """The member that has refused a piece ends, so this rank does."""
+        self._lost(member, why)
 
     def _watch(self, now: float) -> None:
         """Count a member as lost, too, that sends heartbeats and does not come to a message."""

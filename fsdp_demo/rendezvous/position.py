@@ -60,7 +60,7 @@ class Replica:
     group: Any = None
     store: Any = None
     meets_at: str = ""
-    stop_timeout: float = 25.0
+    stop_timeout: float = 25.0  # torch's launcher kills its ranks after 30
     dead: float = 10.0
     stall: float = 0.0
     least: int = 1

@@ -18,7 +18,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from ..errors import PeerLost, counted, see
@@ -29,6 +29,9 @@ from .position import Replica
 log = logging.getLogger("fsdp_demo")
 
 LOOK = 0.1  # seconds between two looks
+BEAT = 1.0  # seconds
+BEATS = 3.5
+"""How many beats an island listens for, before it takes another one for dead."""
 
 
 class Came(TypedDict):
@@ -53,24 +56,13 @@ class Called(NamedTuple):
     late: bool
 
 
-def _somebody(islands: Sequence[int]) -> bool:
-    return True
-
-
 def call(
-    at: Store,
-    place: Replica,
-    late: bool,
-    beat: float,
-    silence: float,
-    lives: Callable[[Sequence[int]], bool] = _somebody,
+    at: Store, place: Replica, late: bool, lives: Callable[[Sequence[int]], bool]
 ) -> Called | None:
     """Wait until it is known who begins, and, on an island that does not, until they have begun.
 
     Args:
         at: the store, below the keys of the attempt. late: the run is under way already.
-        beat: seconds between two beats, which are made here meanwhile. silence: seconds without one
-            after which an island is gone.
         lives: whether any of these islands lives.
 
     Returns:
@@ -80,7 +72,7 @@ def call(
         ValueError: islands have unlike numbers.
         PeerLost: too few came within `timeout`, or the run has not begun by then.
     """
-    roll = _Starters(at, place, beat, silence)
+    roll = _Starters(at, place)
     if roll.of_an_earlier_start(late, lives):
         return None
     said: Came = {
@@ -115,7 +107,7 @@ def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
     Raises:
         ValueError: which number, and both values.
     """
-    roll = _Starters(at, place, 0.0, 0.0)
+    roll = _Starters(at, place)
     for i in islands:
         if at.get(f"came/{i}"):
             roll.hear(i)
@@ -147,9 +139,8 @@ def beat(at: Store, island: int) -> None:
 class _Starters:
     """One island's wait until it is known which islands begin."""
 
-    def __init__(self, at: Store, place: Replica, beat: float, silence: float):
-        self._at, self._place, self._each, self._silence = at, place, beat, silence
-        self._beat_at = 0.0
+    def __init__(self, at: Store, place: Replica):
+        self._at, self._place, self._beat_at = at, place, 0.0
         self._names: dict[int, str] = {}
         # beats of an island, and when they were last seen to move
         self._moved: dict[int, tuple[str, float]] = {}
@@ -207,7 +198,9 @@ class _Starters:
             if len(here) == p.count or (over and len(here) >= p.suffice):
                 return self._decide(here)
             if over:
-                raise PeerLost(self._too_few(here))
+                own = f"{p.island} ({p.name} on {socket.gethostname()})"
+                came = {i: self._names.get(i, own) for i in here}
+                raise waited(p, self.everyone, came, f", at least ISLAND_MIN={p.suffice},")
             self._beat()
             time.sleep(LOOK)
 
@@ -240,7 +233,7 @@ class _Starters:
                 beats = self._at.get(f"beat/{i}")
                 if i not in self._moved or self._moved[i][0] != beats:
                     self._moved[i] = beats, now
-                if now - self._moved[i][1] > self._silence:
+                if now - self._moved[i][1] > BEATS * BEAT:
                     continue
             here.append(i)
         return here
@@ -260,23 +253,26 @@ class _Starters:
         return starters
 
     def _beat(self) -> None:
-        if (now := time.monotonic()) - self._beat_at >= self._each:
+        if (now := time.monotonic()) - self._beat_at >= BEAT:
             self._beat_at = now
             beat(self._at, self._place.island)
 
-    def _too_few(self, here: list[int]) -> str:
-        p = self._place
-        came = ", ".join(
-            self._names.get(i, f"{i} ({p.name} on {socket.gethostname()})") for i in here
-        )
-        missing = ", ".join(str(i) for i in self.everyone if i not in here)
-        return (
-            f"waited {p.timeout:g} s for {counted(p.count, 'island')}, at least "
-            f"ISLAND_MIN={p.suffice}, at {p.endpoint}, run {p.run!r}: came {came}; "
-            f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or "
-            "raise ISLAND_TIMEOUT"
-            f"{see('missing-islands')}"
-        )
+
+def waited(
+    place: Replica, wanted: Sequence[int], came: Mapping[int, str], least: str = "", more: str = ""
+) -> PeerLost:
+    """The error where not all the wanted islands have come in time.
+
+    Args:
+        came: who has come, by island. least: how many suffice; more: a hint.
+    """
+    missing = ", ".join(str(i) for i in wanted if i not in came)
+    return PeerLost(
+        f"waited {place.timeout:g} s for {counted(len(wanted), 'island')}{least} at "
+        f"{place.endpoint}, run {place.run!r}: came {', '.join(came.values()) or 'nobody'}; "
+        f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise "
+        f"ISLAND_TIMEOUT{more}{see('missing-islands')}"
+    )
 
 
 def _or_unset(number: float) -> str:

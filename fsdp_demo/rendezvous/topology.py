@@ -79,21 +79,20 @@ class Topology(Replica):
         env = os.environ if env is None else env
         environment.warn_of_unknown(env)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        count = environment.whole(env, "ISLAND_COUNT", 1)
-        islands = environment.slots(env, count)
-        island = environment.place(env, count, islands)
+        count, islands, island = environment.islands(env)
         common: dict[str, Any] = {
             "name": environment.name(env, f"island{island}"),
             "run": env.get("ISLAND_RUN") or "run",
             "timeout": environment.patience(env),
-            "stop_timeout": environment.stop_timeout(env),
-            "dead": environment.dead(env),
-            "stall": environment.stall(env),
+            "stop_timeout": environment.seconds(env, "ISLAND_STOP", cls.stop_timeout),
+            "dead": environment.seconds(env, "ISLAND_DEAD", cls.dead, 2.0),
+            "stall": environment.seconds(env, "ISLAND_STALL", 0.0, 2.0),
             "rank": rank,
             "world": world,
         }
         if islands == 1:
             return cls("single", _meant="ISLAND_COUNT" in env, **common)
+        suffice = environment.least(env, count)
         return cls(
             "islands",
             island,
@@ -101,8 +100,8 @@ class Topology(Replica):
             endpoint=str(environment.endpoint(env)),
             address=env.get("ISLAND_ADDRESS", ""),
             count=count,
-            least=environment.least(env, count),
-            suffice=environment.suffice(env, count),
+            least=max(suffice, 1),
+            suffice=suffice,
             token=environment.token(env),
             **common,
         )
@@ -137,7 +136,7 @@ class Topology(Replica):
         ranks = dist.get_process_group_ranks(mesh.get_group(axis))
         place: dict[str, Any] = {"rank": rank, "world": world, "group": inner}
         place["meets_at"] = meeting_place(ranks)
-        place["stop_timeout"] = environment.stop_timeout(os.environ)
+        place["stop_timeout"] = environment.seconds(os.environ, "ISLAND_STOP", cls.stop_timeout)
         return cls("mesh", island, mesh.size(axis), f"island{island}", timeout=timeout, **place)
 
     @classmethod
@@ -171,19 +170,14 @@ class Topology(Replica):
     def under_way(self) -> bool:
         """Whether this island comes to a run that the others are training already, and so joins it
         as a newcomer (`PeerGroup.following`) at the next `attach`, the first of this process. What
-        islands ask each other before `attach` is not asked then: nobody would answer.
-
-        Raises:
-            ValueError, PeerLost: see `prefix`.
+        islands ask each other before `attach` is not asked then. Raises as `prefix` does.
         """
         return self.elastic and not attached(self) and attempts.join(self).taken.late
 
     @property
     def starters(self) -> tuple[int, ...]:
-        """The islands that begin the run together: all, but where they may come and go.
-
-        Raises:
-            ValueError, PeerLost: see `prefix`.
+        """The islands that begin the run together: all, but where they may come and go. Raises as
+        `prefix` does.
         """
         return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
 

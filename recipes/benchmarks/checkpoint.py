@@ -33,8 +33,9 @@ from report import size, table  # noqa: E402
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save, save  # noqa: E402
 
 import fsdp_demo  # noqa: E402
-from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange, snapshot  # noqa: E402
-from fsdp_demo.checkpoint.files import write_part  # noqa: E402
+from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange  # noqa: E402
+from fsdp_demo.checkpoint.exchange_state import describe_part  # noqa: E402
+from fsdp_demo.checkpoint.files import copied, write_part  # noqa: E402
 from fsdp_demo.checkpoint.run_state import random_states  # noqa: E402
 from fsdp_demo.checkpoint.sharded_state import load_tensors, tensors_of  # noqa: E402
 from fsdp_demo.hosts.torch_params import unwrap  # noqa: E402
@@ -132,12 +133,10 @@ class Bench:
 
         clock("all", lambda: self.checkpoints.save(self.number, write))
         folder = self.checkpoints.path(self.number)
-        clock("verify", lambda: self.checkpoints.verify(self.number))
+        clock("verify", lambda: self.checkpoints.verify(folder))
         clock(
             "load model",
-            lambda: load_tensors(
-                {folder / "model": 1.0}, self.model, [unwrap(self.optimizer)], group
-            ),
+            lambda: load_tensors(folder / "model", self.model, [unwrap(self.optimizer)], group),
         )
         saved = load_exchange(folder / "exchange")
         clock(
@@ -151,13 +150,12 @@ class Bench:
         def write(folder: Path) -> Callable[[], None]:
             writer = HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
             live = tensors_of(self.model, [unwrap(self.optimizer)])
-            under_way, state = (
-                async_save(live, storage_writer=writer, process_group=self.checkpoints.group),
-                snapshot(self.exchange),
-            )
+            group, part = self.checkpoints.group, f"rank{self.topology.rank}"
+            under_way = async_save(live, storage_writer=writer, process_group=group)
+            head, state = describe_part(self.exchange), copied(self.exchange.state_dict())
 
             def rest() -> None:
-                state.write(folder / "exchange")
+                write_part(folder / "exchange", part, head, state)
                 under_way.result()
 
             return rest

@@ -43,6 +43,11 @@ CODECS = [
 ]
 
 
+ALL = list(itertools.product(FORMATS, CODECS))
+FEW = [(code, CODECS[i % len(CODECS)]) for i, code in enumerate(FORMATS)]
+FEW += [(list(FORMATS)[0], codec) for codec in CODECS]
+
+
 def channel(code: str, select: str, turned: str, source: str) -> Channel:
     what, delay = SOURCES[source]
     return Channel(
@@ -103,15 +108,25 @@ def conserved(results: list[Any], at: Channel) -> None:
             assert all(not r[0][name].any() and not r[1][name].any() for r in results)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("count", [1, 2])
-def test_accumulator_conserves_sum_in_every_code(run_ranks, count, source) -> None:
+@pytest.mark.parametrize(
+    ("count", "source", "cases"),
+    [
+        (2, "gradient", ALL),
+        (2, "delta", ALL),
+        (2, "gradient, delayed", FEW),
+        (1, "gradient", FEW),
+        (1, "delta", FEW),
+        (1, "gradient, delayed", FEW),
+    ],
+    ids=lambda value: "all" if value is ALL else "few" if value is FEW else None,
+)
+def test_accumulator_conserves_sum_in_every_code(run_ranks, count, source, cases) -> None:
     """The sum of what was applied and what an accumulator keeps is what came in, in every number
-    format.
+    format. Delayed, or alone: each format and each selection once, as the code is the same.
     """
 
     def run() -> None:
-        for code, (select, turned) in itertools.product(FORMATS, CODECS):
+        for code, (select, turned) in cases:
             at = channel(code, select, turned, source)
             config = ExchangeConfig("any", (at,))
             with named(f"{code} {select} {turned}"):

@@ -10,6 +10,7 @@ import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager
 from fsdp_demo.checkpoint.folders import Fence, place
 from fsdp_demo.errors import NeedsDecision, Superseded
+from fsdp_demo.peers.votes import Ranks
 
 
 def test_one_folder_of_two_islands_refused(run_ranks):
@@ -31,11 +32,12 @@ def test_one_folder_error_names_other_island(tmp_path):
     later life.
     """
     mine, other, later = (Fence(tmp_path, "run", f"island{i}") for i in (0, 1, 0))
-    mine.begin("a")
-    other.begin("b")
+    alone = Ranks(None, 0, 1)
+    mine.take(alone)
+    other.take(alone)
     with pytest.raises(Superseded, match="is also the folder of 'island1': 'island0' saves"):
         mine.check()
-    later.begin("c")
+    later.take(alone)
     with pytest.raises(Superseded, match="belongs to a later life"):
         mine.check()
 

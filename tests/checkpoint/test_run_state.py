@@ -1,11 +1,8 @@
-"""`RunState` in a plain loop: 2N steps are N steps, a stop, a restore and N steps, bit for bit; and
-its example runs.
-"""
+"""`RunState` in a plain loop: 2N steps are N steps, a stop, a restore and N steps, bit for bit."""
 
 from __future__ import annotations
 
 import ast
-import doctest
 import os
 from pathlib import Path
 
@@ -172,20 +169,6 @@ def test_run_state_random_states_round_trip(tmp_path):
     drawn = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
     set_random_states(states)
     assert drawn == [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
-
-
-def test_run_state_docstring_example():
-    """The example in the docstring of `RunState` runs."""
-    tests = [
-        t
-        for t in doctest.DocTestFinder().find(RunState, "RunState", globs=dict(vars(run_state)))
-        if t.examples
-    ]
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    output: list[str] = []
-    for test in tests:
-        runner.run(test, out=output.append)
-    assert tests and not runner.failures, "".join(output)
 
 
 PUBLIC = (

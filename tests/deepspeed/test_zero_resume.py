@@ -19,9 +19,10 @@ from deepspeed_ext.checkpoints import separate
 from fsdp_demo.checkpoint import load_exchange
 from fsdp_demo.checkpoint.files import copied
 from fsdp_demo.checkpoint.folders import Fence
-from fsdp_demo.checkpoint.inspect import inspect
 from fsdp_demo.errors import Superseded
 from fsdp_demo.integrations.export.weights import anchors
+from fsdp_demo.peers.votes import Ranks
+from fsdp_demo.tools.inspect import inspect
 
 from ..support import zero
 
@@ -389,7 +390,7 @@ def usurped(me: Any, root: Path, config: dict[str, Any]) -> bool:
     made.save_checkpoint(str(root), "one")
     torch.distributed.barrier()
     if me.proc == 0:
-        Fence(root / f"island{me.island}", "later").begin("token")
+        Fence(root / f"island{me.island}", "later").take(Ranks(None, 0, 1))
     torch.distributed.barrier()
     with pytest.raises(Superseded, match="belongs to a later life"):
         made.save_checkpoint(str(root), "two")

@@ -158,41 +158,12 @@ def test_zero_trainer_recipe_saves_and_resumes(run_ranks, monkeypatch, stage, pr
     from transformers import AutoModelForCausalLM
 
     def work(rank):
-        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
-        # two launches share a process and its group here
-        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)
-        text = rank.folder / f"text{rank.rank}.txt"
-        text.write_text("to be, or not to be, that is the question\n" * 400)
-        flags = (
-            f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 "
-            "--eval_rows 8 --eval_steps 4 --save_steps 4"
-        )
-        common = [
-            *flags.split(),
-            "--data",
-            str(text),
-            "--output_dir",
-            str(rank.folder / "out"),
-            "--disable_tqdm",
-            "True",
-        ]
-        common += [
-            "--deepspeed",
-            str(recipes / "deepspeed" / f"{stage}.json"),
-            *(["--set", "period=2"] if preset == "diloco" else []),
-        ]
-        for more in (
-            "--max_steps 6 --lr_scheduler_type constant",
-            "--max_steps 8 --lr_scheduler_type constant --resume_from_checkpoint auto",
-        ):
-            script.fresh_state()
-            patch.setattr("sys.argv", ["pretrain_trainer.py", *common, *more.split()])
-            pretrain_trainer.main()
-        script.fresh_state()
+        file = str(recipes / "deepspeed" / f"{stage}.json")
+        folder = script.recipe_resumed(pretrain_trainer.main, rank, preset, "--deepspeed", file)
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()
-        saved = AutoModelForCausalLM.from_pretrained(rank.folder / "out" / f"island{rank.island}")
-        held = script.whole_steps(rank.folder / "out" / f"island{rank.island}")
-        return torch.cat([p.detach().flatten() for p in saved.parameters()]), held
+        saved = AutoModelForCausalLM.from_pretrained(folder)
+        weights = torch.cat([p.detach().flatten() for p in saved.parameters()])
+        return weights, script.whole_steps(folder)
 
     out = run_ranks(work, islands=2, procs=2, timeout=180)
     assert (

@@ -17,9 +17,7 @@ LISTED = re.findall(
 
 LEFT_OUT = {
     "fsdp_demo.__version__": "a text, not an interface",
-    "fsdp_demo.checkpoint.crc32": "a checksum that other packages of this project share",
     "fsdp_demo.tools.planner.PEAK": "a table of numbers, for the recipes",
-    "fsdp_demo.checkpoint.describe_part": "the head of a part; fsdp-demo inspect prints it",
 }
 PUBLIC = (
     "fsdp_demo",

@@ -257,12 +257,12 @@ def test_membership_change_ignores_an_unreadable_report(run_ranks) -> None:
     """A report that cannot be read counts as one that does not come."""
 
     def run() -> None:
-        plain = store_session.report_text
+        plain = store_session.to_json
 
         def torn(report: Any) -> str:
             return plain(report)[:-5] if report.member.slot == 2 else plain(report)
 
-        store_session.report_text = torn
+        store_session.to_json = torn
         here, on, found = through(4, lambda net: cut(net, 3))
         assert on == [0, 1] and agree(found)[-1] == (0, 1)
         assert sorted(here.expelled) == [(2, 0), (3, 0)]

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from fsdp_demo.elastic import store_session
 from fsdp_demo.elastic.store_session import StoreSession, newest
+from fsdp_demo.files import to_json
 from fsdp_demo.membership import protocol_events
 from fsdp_demo.membership.protocol_types import (
     Member,
     Record,
     Report,
+    first_record,
     record_text,
-    report_text,
 )
 from fsdp_demo.store.client import WorldStore
 
@@ -47,7 +48,7 @@ class Told:
 
     def reports(self, *members: Member) -> None:
         for member in members:
-            self.store.set(f"report/0/{member.slot}.0.0", report_text(report(member, *MEMBERS)))
+            self.store.set(f"report/0/{member.slot}.0.0", to_json(report(member, *MEMBERS)))
 
     def next(self, seconds: float = 20.0) -> tuple[list[Member], bool]:
         """Who has reported, and whether the others are waited for no more."""
@@ -67,7 +68,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
 def test_store_session_waits_for_an_island_that_is_heard(told: Told) -> None:
     """The report of an island that is heard is waited for."""
     told.reports(B)
-    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    told.session.post(report(A, *MEMBERS), first_record(MEMBERS))
     assert told.next() == ([A, B], False)
     with pytest.raises(queue.Empty):
         told.next(1.0)
@@ -78,7 +79,7 @@ def test_store_session_waits_for_an_island_that_is_heard(told: Told) -> None:
 def test_store_session_island_lost_in_the_change(told: Told) -> None:
     """The report of an island that is lost during the change is not waited for."""
     told.reports(B)
-    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    told.session.post(report(A, *MEMBERS), first_record(MEMBERS))
     assert told.next() == ([A, B], False)
     told.session.lost([B])  # it has reported
     told.session.lost([C])
@@ -89,7 +90,7 @@ def test_store_session_island_heard_by_nobody(told: Told) -> None:
     """The report of an island that was lost before, and is heard by nobody, is not waited for: one
     is killed, and one that was stopped before is noticed while the change is on.
     """
-    told.session.post(report(A, A, B), MEMBERS, 0)
+    told.session.post(report(A, A, B), first_record(MEMBERS))
     assert told.next() == ([A], False)
     told.session.lost([B])
     assert told.next() == ([A], True)
@@ -101,7 +102,7 @@ def test_store_session_lost_island_has_a_moment(
     """The report of a lost island has a moment to come all the same: another one may hear it."""
     monkeypatch.setattr(store_session, "MINORITY", 3600.0)
     told.reports(B)
-    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    told.session.post(report(A, *MEMBERS), first_record(MEMBERS))
     told.session.lost([C])
     assert told.next() == ([A, B], False)
     told.reports(C)
@@ -111,7 +112,7 @@ def test_store_session_lost_island_has_a_moment(
 def test_store_session_island_heard_by_another(told: Told) -> None:
     """The report of an island that another one hears is waited for."""
     told.reports(B)
-    told.session.post(report(A, A, B), MEMBERS, 0)
+    told.session.post(report(A, A, B), first_record(MEMBERS))
     assert told.next() == ([A, B], False)
     with pytest.raises(queue.Empty):
         told.next(1.0)
@@ -134,7 +135,7 @@ def test_store_session_report_in_time_counts_for_a_slow_store() -> None:
     told.store.get_all = slow  # type: ignore[method-assign]
     try:
         told.reports(C)
-        told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+        told.session.post(report(A, *MEMBERS), first_record(MEMBERS))
         assert told.next() == ([A, C], False)
         assert told.next() == ([A, B, C], True)
     finally:
@@ -146,7 +147,7 @@ def test_store_session_deletes_its_report_after_the_change(told: Told) -> None:
     end.
     """
     told.reports(B, C)
-    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    told.session.post(report(A, *MEMBERS), first_record(MEMBERS))
     assert told.next() == ([A, B, C], False)
     told.session.propose(Record(1, 1, MEMBERS, (0, 0, 0)))
     end = time.monotonic() + 20.0
@@ -165,7 +166,7 @@ def test_store_session_refusal_ends_the_wait(told: Told) -> None:
         raise ValueError("the store refuses: it holds 100000 keys")
 
     told.store.set = full  # type: ignore[method-assign]
-    told.session.post(report(A, *MEMBERS), MEMBERS, 0)
+    told.session.post(report(A, *MEMBERS), first_record(MEMBERS))
     assert told.failed.get(timeout=20.0) == "the store refuses: it holds 100000 keys"
 
 

@@ -117,9 +117,15 @@ def test_elastic_run_of_one_grows(run_ranks) -> None:
     assert found[0][1] == (0,) and found[1][0] >= 4
 
 
-def dies_as_a_donor(moment: str) -> None:
-    """This process hands half a snapshot over and is killed, or some steps or messages later; it
-    plans no join."""
+def dies_as_a_donor(moment: str, died: Path) -> None:
+    """This process hands half a snapshot over and is killed, or some steps or messages later, with
+    all of its island: then `died` is there. It plans no join."""
+
+    def end() -> None:
+        wait_for(died)
+        os._exit(9)
+
+    threading.Thread(target=end, daemon=True).start()
     put, read, seen = bulk_stream.put, join_server._word, list[str]()
 
     def half(poller: Any, wire: Any, head: bulk_stream.ItemHead, parts: Any) -> None:
@@ -131,7 +137,7 @@ def dies_as_a_donor(moment: str) -> None:
         else:
             put(poller, wire, head, parts)
         if seen.count(moment) == (1 if moment == "snapshot" else 3):
-            threading.Timer(0.3, os._exit, (9,)).start()
+            threading.Timer(0.3, died.touch).start()
 
     bulk_stream.put = half
     join_server._word = lambda note: [w if w != "ready" else "" for w in read(note)]
@@ -141,7 +147,7 @@ def handed_over(me: Any, case: str, moment: str) -> Any:
     """Islands 0 and 1 train, 2 joins them while island 0 dies as its donor."""
     begun, together = me.folder / "begun", me.folder / "end"
     if me.island == 0:
-        dies_as_a_donor(moment)
+        dies_as_a_donor(moment, me.folder / "died")
     if me.island == 2:
         wait_for(begun)
     model = Small()

@@ -62,7 +62,7 @@ def test_stop_ends_within_island_stop(
     run_ranks: Any, tmp_path: Any, strike: str, statuses: list[int], says: str
 ) -> None:
     """The way out ends within ISLAND_STOP, whatever a rank of the island does."""
-    env = {"ISLAND_COUNT": "1", "ISLAND_STOP": "5" if strike in ("hangs", "stands") else "20"}
+    env = {"ISLAND_COUNT": "1", "ISLAND_STOP": "3" if strike in ("hangs", "stands") else "20"}
     found = run_ranks(told, 1, 2, env=env, args=(strike,), check=False, timeout=50)
     assert [f.status for f in found] == statuses, [f.log for f in found]
     assert any(says in f.log for f in found)

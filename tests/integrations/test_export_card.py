@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_demo.checkpoint.inspect import of_islands
 from fsdp_demo.integrations.export.card import _counted
+from fsdp_demo.tools.inspect import of_islands
 
 SINCE = ", each since it began, joined or took over"
 
@@ -16,7 +16,7 @@ SINCE = ", each since it began, joined or took over"
 def held(folder: str, islands: list[int], of: int) -> Any:
     """A part of a checkpoint with 100 tokens of each island."""
     return SimpleNamespace(
-        folders=(folder,),
+        folder=folder,
         islands=islands,
         paths=[(island, 0) for island in islands],
         heads=[{"islands": of}],

@@ -332,38 +332,10 @@ def test_trainer_recipe_saves_and_resumes(run_ranks, monkeypatch, preset):
     from transformers import AutoModelForCausalLM
 
     def run(rank):
-        patch = pytest.MonkeyPatch()  # of a rank, which ends with it
-        # two launches share a process and its group here
-        patch.setattr("accelerate.Accelerator.end_training", lambda self: None)
-        script.fresh_state()
-        text = rank.folder / f"text{rank.rank}.txt"
-        text.write_text("to be, or not to be, that is the question\n" * 400)
-        flags = (
-            f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 "
-            "--eval_rows 8 --eval_steps 4 --save_steps 4"
-        )
-        common = [
-            *flags.split(),
-            "--data",
-            str(text),
-            "--output_dir",
-            str(rank.folder / "out"),
-            "--disable_tqdm",
-            "True",
-        ]
-        if preset == "diloco":
-            common += ["--set", "period=2"]
-        for more in (
-            "--max_steps 6 --lr_scheduler_type constant",
-            "--max_steps 8 --lr_scheduler_type constant --resume_from_checkpoint auto",
-        ):
-            patch.setattr("sys.argv", ["pretrain_trainer.py", *common, *more.split()])
-            pretrain_trainer.main()
-            script.fresh_state()
-        saved = AutoModelForCausalLM.from_pretrained(rank.folder / "out" / f"island{rank.island}")
-        return torch.cat([p.detach().flatten() for p in saved.parameters()]).sum(), len(
-            list((rank.folder / "out").iterdir())
-        )
+        folder = script.recipe_resumed(pretrain_trainer.main, rank, preset)
+        saved = AutoModelForCausalLM.from_pretrained(folder)
+        total = torch.cat([p.detach().flatten() for p in saved.parameters()]).sum()
+        return total, len(list(folder.parent.iterdir()))
 
     out = run_ranks(run, islands=2, procs=2, timeout=180)
     assert len({float(total) for total, _ in out}) == 1 and out[0][1] == 2

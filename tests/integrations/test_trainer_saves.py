@@ -27,6 +27,7 @@ from fsdp_demo.checkpoint import CheckpointManager  # noqa: E402
 from fsdp_demo.checkpoint.folders import Fence  # noqa: E402
 from fsdp_demo.errors import NeedsDecision, Superseded
 from fsdp_demo.integrations.trainer import state  # noqa: E402
+from fsdp_demo.peers.votes import Ranks  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history  # noqa: E402
@@ -289,7 +290,7 @@ class Usurped(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
-            Fence(Path(args.output_dir), "later").begin("token")
+            Fence(Path(args.output_dir), "later").take(Ranks(None, 0, 1))
 
 
 def test_trainer_save_earlier_life_writes_nothing(run_ranks):

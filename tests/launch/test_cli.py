@@ -36,7 +36,7 @@ def test_cli_unreadable_file_is_one_line(
 ) -> None:
     """A file that cannot be read ends a command with one line of an error."""
     broken = PermissionError(13, "Permission denied", "run")
-    monkeypatch.setattr("fsdp_demo.checkpoint.inspect.inspect", refuse(broken))
+    monkeypatch.setattr("fsdp_demo.tools.inspect.inspect", refuse(broken))
     assert cli.main(["inspect", "run"]) == 1
     assert capsys.readouterr().err == "fsdp-demo: error: run: Permission denied\n"
 

@@ -161,7 +161,7 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
 )
 def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: str) -> None:
     """The last line of `inspect` says which islands share which step."""
-    from fsdp_demo.checkpoint.inspect import shared
+    from fsdp_demo.tools.inspect import shared
 
     assert shared(found).endswith(says), shared(found)
 
@@ -170,7 +170,7 @@ def test_inspect_says_what_a_resume_does() -> None:
     """The last line of `inspect` says what a resume does. (The numbers are those of a run that was
     rolled back by 320 steps against what `inspect` had said.)
     """
-    from fsdp_demo.checkpoint.inspect import shared
+    from fsdp_demo.tools.inspect import shared
 
     steps = [(100,), (100, 400, 420), (100, 400, 420)]
     found = [described(s, i, 3, [1, 2]) for i in range(3) for s in steps[i]]
@@ -180,18 +180,6 @@ def test_inspect_says_what_a_resume_does() -> None:
     chosen = choose("abc", held, "newest") or []
     assert [state and state.step for state in chosen] == [None, 420, 420]
     assert shared(found).endswith("islands 1 and 2 from step 420, island 0 takes over from them")
-
-
-def test_inspect_tells_a_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`inspect` prints a reason of `auto` once, and then "as above"."""
-    from fsdp_demo.checkpoint import inspect
-
-    monkeypatch.setattr(inspect, "text", lambda info: str(info.get("chosen_because", "-")))
-    reasons = [{"chosen_because": why} for why in ("", "fast", "fast", "slow", "fast")]
-    assert inspect.texts([{}, *reasons]).split("\n\n") == [
-        *("-", "", "fast", "as above"),
-        *("slow", "as above"),
-    ]
 
 
 def test_inspect_says_what_is_missing_or_damaged(

@@ -551,7 +551,7 @@ def test_join_stops_nobody_and_begins_at_its_base() -> None:
     bench = Bench("AB", peer_groups=1, window=1)
     bench.launch(0)
     record = planned(bench)
-    assert (record.epoch, record.view, record.members, record.base) == (1, 0, (A, B, D), (0, 0, 4))
+    assert (record.epoch, record.view, record.members, record.base) == (1, 0, (A, B, D), (0, 0, 2))
     for m in (A, B):
         assert (
             bench.tell((m, 0), protocol_events.RecordSeen(record)) == []
@@ -559,46 +559,46 @@ def test_join_stops_nobody_and_begins_at_its_base() -> None:
         )
     bench.members.append(D)
     bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
-    for n in range(4):
+    for n in range(2):
         bench.let()
         assert bench.delivered(A, n) == bench.delivered(B, n) == ["AB"]
         bench.launch(n + 1, who=[A, B])
-    bench.launch(4, who=[D])
+    bench.launch(2, who=[D])
     bench.let()
-    assert bench.delivered(A, 4) == bench.delivered(D, 4) == ["ABD"]
+    assert bench.delivered(A, 2) == bench.delivered(D, 2) == ["ABD"]
 
 
 def test_newcomer_is_asked_nothing_before_it_begins() -> None:
-    """A newcomer is asked nothing before it begins. Messages 3 to 5 are questions, 3 is its base. A
-    change comes when A has launched 5, and B has not; B launches it while it is frozen.
+    """A newcomer is asked nothing before it begins. Messages 1 to 3 are questions, 1 is its base. A
+    change comes when A has launched 3, and B has not; B launches it while it is frozen.
     """
     bench = Bench("AB", peer_groups=1, window=1)
     record = planned(bench)
-    assert record.base == (0, 0, 3)
+    assert record.base == (0, 0, 1)
     bench.members.append(D)
     bench.ranks[D, 0], bench.did[D, 0] = entered(D, 0, 1, record, 1), []
     for m in (A, B):
         bench.tell((m, 0), protocol_events.RecordSeen(record))
-    for n in range(5):
+    for n in range(3):
         for m in (A, B):
-            bench.tell((m, 0), protocol_events.Launched(n, "gather", question=n >= 3))
+            bench.tell((m, 0), protocol_events.Launched(n, "gather", question=n >= 1))
         bench.let()
         bench.beats()
         assert bench.delivered(A, n) == bench.delivered(B, n) == ["AB"]
         assert bench.sealed(A) == n + 1, "nobody waits for who has not begun"
-    bench.tell((A, 0), protocol_events.Launched(5, "gather", question=True))
+    bench.tell((A, 0), protocol_events.Launched(3, "gather", question=True))
     bench.freeze(A, B, D)
-    bench.tell((B, 0), protocol_events.Launched(5, "gather", question=True))
+    bench.tell((B, 0), protocol_events.Launched(3, "gather", question=True))
     after = bench.propose((D, 0))
-    assert after is not None and (after.base, after.stable) == ((0, 0, 6), 5)
+    assert after is not None and (after.base, after.stable) == ((0, 0, 4), 3)
     bench.record = after
     bench.adopt(A, B, D)
     bench.let()
-    assert bench.delivered(A, 5) == bench.delivered(B, 5) == ["AB"]
+    assert bench.delivered(A, 3) == bench.delivered(B, 3) == ["AB"]
     for m in (A, B, D):
-        bench.tell((m, 0), protocol_events.Launched(6, "gather"))
+        bench.tell((m, 0), protocol_events.Launched(4, "gather"))
     bench.let()
-    assert bench.delivered(A, 6) == bench.delivered(D, 6) == ["ABD"]
+    assert bench.delivered(A, 4) == bench.delivered(D, 4) == ["ABD"]
 
 
 def test_newcomer_lost_before_it_begins() -> None:

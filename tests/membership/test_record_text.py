@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_demo.files import from_json, to_json
 from fsdp_demo.membership.protocol_types import (
     MOST,
     Forward,
@@ -24,9 +25,7 @@ from fsdp_demo.membership.protocol_types import (
     first_record,
     needed,
     read_record,
-    read_report,
     record_text,
-    report_text,
 )
 from fsdp_demo.membership.settlement import propose
 from fsdp_demo.store.messages import LARGEST
@@ -85,23 +84,27 @@ def test_record_reads_back(record: Record) -> None:
     assert read_record(text).digest() == record.digest()
 
 
+def read(text: str) -> Report:
+    return from_json(text, Report, "a report in the store")
+
+
 @given(reports)
 def test_report_reads_back(report: Report) -> None:
     """A report reads back from its text."""
-    assert read_report(report_text(report)) == report
+    assert read(to_json(report)) == report
 
 
 @given(reports, st.data())
 def test_report_torn_is_refused(report: Report, data: st.DataObject) -> None:
     """The beginning of a report is no report."""
-    text = report_text(report)
+    text = to_json(report)
     with pytest.raises(ValueError, match="a report in the store cannot be read"):
-        read_report(text[: data.draw(st.integers(0, len(text) - 1))])
+        read(text[: data.draw(st.integers(0, len(text) - 1))])
 
 
 RECORD = json.loads(record_text(first_record([Member(0), Member(1)])))
 REPORT = json.loads(
-    report_text(
+    to_json(
         Report(
             0,
             Member(0),
@@ -172,7 +175,7 @@ def test_record_malformed_is_refused(text: str) -> None:
 def test_report_malformed_is_refused(text: str) -> None:
     """Text that is no report is refused with its name."""
     with pytest.raises(ValueError, match="a report in the store cannot be read"):
-        read_report(text)
+        read(text)
 
 
 def large(kind: Kind) -> Record:
@@ -227,4 +230,4 @@ def test_report_of_64_islands_is_short() -> None:
         100,
         tuple(HeldMessage(n, "mixed", False, pieces) for n in range(100, 104)),
     )
-    assert len(report_text(report)) <= 1 << 14 and read_report(report_text(report)) == report
+    assert len(to_json(report)) <= 1 << 14 and read(to_json(report)) == report

@@ -225,13 +225,13 @@ def test_slow_waits_and_no_round_is_missed(run_ranks) -> None:
     """An island that is behind the others by longer than ISLAND_DEAD is in every message."""
 
     def run() -> None:
-        here = Islands(3, dead=2.0)
+        here = Islands(3, dead=1.5)
 
         def fn(line: Any) -> Any:
             out = []
             for n in range(4):
                 if line.slot == 1 and n in (1, 2):
-                    time.sleep(3.0)
+                    time.sleep(2.0)
                 out.append(exchanged(line, n)[0])
             return out
 

@@ -21,26 +21,17 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_said", set())
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("ISLAND_WORLD", "; did you mean 'ISLAND_COUNT'?"),
-        ("ISLANDS_RANK", "; did you mean 'ISLAND_RANK'?"),
-        ("ISLAND_ADRESS", "; did you mean 'ISLAND_ADDRESS'?"),
-        ("ISLAND_RUN_ID", "; did you mean 'ISLAND_RUN'?"),
-        ("ISLAND_BLUE", ""),
-    ],
-)
+@pytest.mark.parametrize("name", ["ISLAND_WORLD", "ISLANDS_RANK", "ISLAND_ADRESS"])
 def test_environment_unknown_variable_is_warned_of_once(
-    name: str, meant: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An unknown ISLAND_ variable is warned of once, with the nearest known name."""
+    """An unknown ISLAND_ variable is warned of once, with the known names."""
     for _ in range(2):
         Topology.from_env({name: "2", "ISLAND_COUNT": "1"})
     (record,) = [r for r in caplog.records if name in r.getMessage()]
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(
-        f"{name} is no variable of fsdp_demo{meant} (known: ISLAND_RANK, ISLAND_COUNT, "
+        f"{name} is no variable of fsdp_demo (known: ISLAND_RANK, ISLAND_COUNT, "
     )
 
 

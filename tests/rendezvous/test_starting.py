@@ -17,7 +17,11 @@ from fsdp_demo.store.client import WorldStore
 
 from ..support.threaded import at_once
 
-BEAT, SILENCE = 0.05, 1.0
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "BEAT", 0.05)
+    monkeypatch.setattr(starting, "BEATS", 20.0)
 
 
 def place(
@@ -36,7 +40,7 @@ def asker(store: Any = None) -> WorldStore:
 
 
 def called(at: WorldStore, p: Topology, late: bool = False) -> Any:
-    return starting.call(at, p, late, BEAT, SILENCE)
+    return starting.call(at, p, late, lambda islands: True)
 
 
 def comes(at: WorldStore, i: int, **changes: Any) -> None:
@@ -117,13 +121,14 @@ def test_start_names_too_few_islands() -> None:
     assert not at.get("starters")
 
 
-def test_start_leaves_out_an_island_that_died() -> None:
+def test_start_leaves_out_an_island_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """An island that has come and died is not among those that begin."""
+    monkeypatch.setattr(starting, "BEATS", 2.0)
     at = asker()
     comes(at, 1)
     at.set("beat/1", "7")
     with pytest.raises(PeerLost, match="missing 1, 2"):
-        starting.call(at, place(0, timeout=0.5), False, BEAT, 0.1)
+        called(at, place(0, timeout=0.5))
 
 
 def test_start_without_minimum_does_not_wait() -> None:
@@ -171,7 +176,7 @@ def test_start_with_another_count_opens_the_next_attempt(
     Two islands have stopped; the run goes on with three, and the new one comes first.
     """
     pytest.importorskip("zmq")
-    monkeypatch.setattr(attempts, "BEAT", 0.05)
+    monkeypatch.setattr(starting, "BEATS", 3.5)
     store, found = dist.HashStore(), dict[int, Any]()
     above = WorldStore(store, "the test", 5.0)
     for i in range(2):
@@ -204,7 +209,7 @@ def test_start_refuses_another_count_beside_a_living_island() -> None:
         return True
 
     with pytest.raises(ValueError, match="has ISLAND_COUNT=4, isle0 has 3"):
-        starting.call(at, place(0), False, BEAT, SILENCE, lives)
+        starting.call(at, place(0), False, lives)
     assert heard == [([1], False)] and at.get("came/0")  # the other one hears of it afterwards
 
 
@@ -237,7 +242,7 @@ def test_start_waits_on_in_the_next_attempt() -> None:
 
 def test_start_newcomer_may_die_and_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of an island that waits to join does not end the attempt of those that begin."""
-    monkeypatch.setattr(attempts, "BEAT", 0.05)
+    monkeypatch.setattr(starting, "BEATS", 3.5)
     store = WorldStore(dist.HashStore(), "the test", 5.0)
     at = store.under("run/0")
     store.set("run/attempt", "0")

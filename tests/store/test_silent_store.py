@@ -93,10 +93,11 @@ def test_store_frozen_at_the_start_is_an_error(run_ranks, store) -> None:
             texts.append(str(error.value))
         return texts
 
-    (texts,) = run_ranks(fn, 1, 1, env={**store, "ISLAND_COUNT": "2"})
+    env = {**store, "ISLAND_COUNT": "2", "ISLAND_TIMEOUT": "0.5"}
+    (texts,) = run_ranks(fn, 1, 1, env=env)
     for text in texts:
         assert (
-            f"after 1.5 s: start there `fsdp-demo store --bind {store['ISLAND_ENDPOINT']}`" in text
+            f"after 0.5 s: start there `fsdp-demo store --bind {store['ISLAND_ENDPOINT']}`" in text
         )
         assert "hangs, or another program listens there)" in text
 
@@ -159,7 +160,7 @@ def test_store_frozen_training_goes_on(run_ranks, store, everywhere: Any) -> Non
             ),
         )
 
-    for step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "30"}):
+    for step, said in run_ranks(fn, 2, 1, env={**store, "ISLAND_TIMEOUT": "8"}):
         assert (step, said) == (3, 1)
 
 

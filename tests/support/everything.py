@@ -171,7 +171,7 @@ class Everything:
                 for m in rank.record.members:
                     yield self._fed(w, at, protocol_events.ConnectionLost(m)) if m != rank.me else w
         first = w.ranks[0]
-        if w.joins and first is not None and first.next + 2 * self.window + 1 < len(self.kinds):
+        if w.joins and first is not None and first.next + self.window < len(self.kinds):
             newcomer = protocol_events.JoinPlanned(Member(self.islands))
             after = self._fed(w, 0, newcomer)
             yield after._replace(joins=0) if after != w else w

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo.checkpoint import CheckpointManager, load_exchange, snapshot
+from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange
 
 ROOT = Path(fsdp_demo.__file__).parent
 THREADS = {"CommWorker.submit": "exchange", "NetworkLoop.do": "network"}
@@ -219,15 +219,16 @@ def step(name: str, **changes: Any) -> Journey:
 
 
 def save(folder: str) -> Journey:
-    """A checkpoint of the exchange, while a message is under way."""
+    """A checkpoint of the exchange, while a message is under way, in a run that has begun anew."""
     topology = fsdp_demo.Topology.from_env()
     checkpoints = CheckpointManager(Path(folder) / f"island{topology.island}", topology)
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
+    checkpoints.resolve_resume_step(resume=False)
     for _ in range(5):
         run.step()
     with run.journey as journey:
         checkpoints.save(
-            run.exchange.step, lambda part: snapshot(run.exchange).write(part / "exchange")
+            run.exchange.step, lambda part: save_exchange(part / "exchange", run.exchange)
         )
     run.exchange.finish()
     checkpoints.close()

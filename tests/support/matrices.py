@@ -182,15 +182,6 @@ KEPT = {
     "peers/test_dead_connection.py": {
         "test_connection_dead_among_living_ones_is_noticed": r"^for (messages|words)$",
     },
-    "rendezvous/test_run_attempts.py": {
-        "test_attempt_is_the_same_on_all_ranks": r"^torch",
-    },
-    "store/test_silent_store.py": {
-        "test_store_frozen_at_the_start_is_an_error": r"^$",
-        "test_store_frozen_process_ends": r"zmq",
-        "test_store_frozen_while_islands_meet_is_an_error": r"^$",
-        "test_store_frozen_training_goes_on": r"zmq",
-    },
     "deepspeed/test_zero_newcomer.py": {
         "test_zero_newcomer_equals_other_engines": r"zero3|zero2",
     },
@@ -214,8 +205,11 @@ def thin(items: Iterable[pytest.Item]) -> None:
     """Mark the cases that not every run takes as slow."""
     for item in items:
         path, _, name = item.nodeid.partition("::")
-        kept = KEPT.get(path.removeprefix("tests/"), {}).get(name.partition("[")[0])
-        if kept is not None and (
-            not kept or not re.search(kept, name.partition("[")[2].removesuffix("]"))
-        ):
+        name, _, case = name.removesuffix("]").partition("[")
+        kept = KEPT.get(path.removeprefix("tests/"), {}).get(name)
+        if kept and not case:
+            raise pytest.UsageError(
+                f"{name} has no cases: its row in tests/support/matrices.py goes"
+            )
+        if kept is not None and not (kept and re.search(kept, case)):
             item.add_marker("slow")

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from fsdp_demo.membership.machine import Rank
 from fsdp_demo.membership.protocol_events import PieceReceived, Voted
 from fsdp_demo.membership.protocol_types import (
@@ -38,7 +40,7 @@ class Relabel:
             Record: self._record,
             OpenMessage: lambda o: replace(o, pieces=self(o.pieces), shares=self(o.shares)),
             Rank: self._rank,
-            PieceReceived: lambda r: replace(
+            PieceReceived: lambda r: structs.replace(
                 r,
                 view=r.view + shift,
                 epoch=r.epoch + shift,

@@ -69,7 +69,8 @@ def values(results: list[Any]) -> list[Any]:
 
 class Tap:
     """Stands before the connections of a peer group: `change(data, index)` may replace the bytes of
-    the index-th piece of a message that it sends.
+    the index-th piece that it sends of the messages to come. Pieces of the message before may still
+    leave: they pass uncounted.
 
     Attributes:
         sent: to whom (slot), and bytes, of each piece. A piece may leave a moment after the message
@@ -85,6 +86,7 @@ class Tap:
         self.change = change
         self.sent: list[tuple[int, int]] = []
         self.message, self._meter = 0, exchange._peers.meter
+        self._first = exchange._peers._next
         self._before = self._meter.bytes_sent
         for member, wires in exchange._peers._driver.connections.items():
             for wire in wires:
@@ -94,6 +96,9 @@ class Tap:
         self, to: int, send: Callable[[QueuedPiece, int], None], piece: QueuedPiece, number: int
     ) -> None:
         self.message = (number - 1) // (3 * SLOTS + 1)
+        if self.message < self._first:
+            send(piece, number)
+            return
         whole = torch.frombuffer(piece.view, dtype=torch.uint8)
         data = self.change(whole, len(self.sent)).contiguous()
         self.sent.append((to, data.numel()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
@@ -133,6 +134,30 @@ def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axe
         callbacks=added,
         **keywords,
     )
+
+
+def recipe_resumed(main, rank, preset, *flags):
+    """`main` of recipes/pretrain_trainer.py as it is launched: 6 steps, then up to 8 from the
+    checkpoint. Returns the folder that this rank's island saved.
+    """
+    patch = pytest.MonkeyPatch()  # of a rank, which ends with it
+    # two launches share a process and its group here
+    patch.setattr("accelerate.Accelerator.end_training", lambda self: None)
+    text, out = rank.folder / f"text{rank.rank}.txt", rank.folder / "out"
+    text.write_text("to be, or not to be, that is the question\n" * 400)
+    common = (
+        f"--model tiny --sequence_length 32 --exchange {preset} --learning_rate 3e-3 "
+        "--eval_rows 8 --eval_steps 4 --save_steps 4 --lr_scheduler_type constant "
+        "--disable_tqdm True"
+    ).split()
+    common += ["--data", str(text), "--output_dir", str(out)]
+    common += ["--set", "period=2"] if preset == "diloco" else []
+    for more in ("--max_steps 6", "--max_steps 8 --resume_from_checkpoint auto"):
+        fresh_state()
+        patch.setattr("sys.argv", ["pretrain_trainer.py", *common, *flags, *more.split()])
+        main()
+    fresh_state()
+    return out / f"island{rank.island}"
 
 
 def parameters(trained):

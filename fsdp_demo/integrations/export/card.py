@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import yaml
 
-from ...checkpoint.inspect import above, listed, of_islands, ranks, settings
 from ...errors import counted, size
+from ...tools.inspect import above, listed, of_islands, ranks, settings
 from ...version import __version__
 
 
@@ -69,7 +69,7 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     yield from _counted(chosen)
     sent = chosen.parts[0][1].outline(head["rank"], head["island"]).last.values()
     shown = numbers(
-        chosen.parts[0][0].folder, run, chosen.step, ended=all(at == chosen.step for at in sent)
+        chosen.parts[0][0], run, chosen.step, ended=all(at == chosen.step for at in sent)
     )
     if chosen.kind == "replica":  # what was evaluated is the mean
         shown.pop("evaluation loss", None)
@@ -88,7 +88,7 @@ def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
     step, and of which ones: those that took part only in earlier starts are not among them.
     """
     tokens, islands = 0, set()
-    for saved in {saved.folders: saved for saved in chosen.seen}.values():
+    for saved in {saved.folder: saved for saved in chosen.seen}.values():
         tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)
         islands |= set(saved.islands)
     if tokens:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.exchange_state import SavedExchange
+from ...checkpoint.exchange_state import SavedExchange, load_exchange
 from ...checkpoint.folders import damaged
-from ...checkpoint.inspect import Found, above, find_checkpoints, listed
 from ...config.schema import ExchangeConfig
+from ...tools.inspect import above, exchange_in, find_checkpoints, listed
 from .weights import outer_tensors
 
 log = logging.getLogger("fsdp_demo")
@@ -50,7 +50,7 @@ class Chosen:
     kind: str
     step: int
     config: ExchangeConfig
-    parts: tuple[tuple[Found, SavedExchange, int], ...]
+    parts: tuple[tuple[Path, SavedExchange, int], ...]
     seen: tuple[SavedExchange, ...] = ()
 
     @property
@@ -108,11 +108,11 @@ def refuse_damaged(chosen: Chosen) -> None:
     """Raise ValueError where a file does not fit the checksum that was written with it. A json may
     have been edited since.
     """
-    for found, _, _ in chosen.parts:
-        bad = [name for name in damaged(found.folder) if not name.endswith(".json")]
+    for folder, _, _ in chosen.parts:
+        bad = [name for name in damaged(folder) if not name.endswith(".json")]
         if bad:
             raise ValueError(
-                f"{found.folder} is damaged, the checksum does not fit: {', '.join(bad[:4])}. "
+                f"{folder} is damaged, the checksum does not fit: {', '.join(bad[:4])}. "
                 "Bring a whole copy of it, or export another step with --step"
             )
 
@@ -158,35 +158,35 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
     )
 
 
-def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Found, SavedExchange]]], list[str]]:
+def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Path, SavedExchange]]], list[str]]:
     """The complete checkpoints by step and island, and what is wrong with the others."""
-    whole: dict[int, dict[int, tuple[Found, SavedExchange]]] = {}
+    whole: dict[int, dict[int, tuple[Path, SavedExchange]]] = {}
     broken: list[str] = []
-    for found in find_checkpoints(run):
+    for folder in find_checkpoints(run):
         try:
-            saved = found.open()
+            saved = load_exchange(exchange_in(folder))
         except ValueError as error:
             broken.append(str(error))
             continue
-        if not saved.complete:
+        if saved.missing:
             lost = ", ".join(f"rank {rank} of island {number}" for number, rank in saved.missing)
-            broken.append(f"{found.folder} is not complete: it lacks {lost}")
+            broken.append(f"{folder} is not complete: it lacks {lost}")
         else:
-            _add(whole.setdefault(saved.step, {}), found, saved)
+            _add(whole.setdefault(saved.step, {}), folder, saved)
     return whole, broken
 
 
-def _add(there: dict[int, tuple[Found, SavedExchange]], found: Found, saved: SavedExchange) -> None:
+def _add(there: dict[int, tuple[Path, SavedExchange]], folder: Path, saved: SavedExchange) -> None:
     for number in saved.islands:
         if number in there:
             raise ValueError(
-                f"{there[number][0].folder} and {found.folder} are both of island {number} at one "
+                f"{there[number][0]} and {folder} are both of island {number} at one "
                 "step: name the folder of one run"
             )
-        there[number] = (found, saved)
+        there[number] = (folder, saved)
     kin = {(s.heads[0]["digest"], s.heads[0]["islands"]) for _, s in there.values()}
     if len(kin) > 1:
-        folders = ", ".join(str(f.folder) for f, _ in there.values())
+        folders = ", ".join(str(f) for f, _ in there.values())
         raise ValueError(
             f"{folders} were saved under different settings or numbers of islands: name the folder "
             "of one run"
@@ -194,7 +194,7 @@ def _add(there: dict[int, tuple[Found, SavedExchange]], found: Found, saved: Sav
 
 
 def _choice(
-    step: int, there: dict[int, tuple[Found, SavedExchange]], island: int | None
+    step: int, there: dict[int, tuple[Path, SavedExchange]], island: int | None
 ) -> tuple[Chosen | None, list[int]]:
     """(what one step gives, islands that it lacks)."""
     head = next(iter(there.values()))[1].heads[0]
@@ -231,9 +231,7 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
     model.tie_weights()
     tensors = _untied(
         model,
-        outer_tensors(
-            chosen.kind, [(found.folder, saved, island) for found, saved, island in chosen.parts]
-        ),
+        outer_tensors(chosen.kind, chosen.parts),
     )
     foreign = sorted(set(tensors) - set(model.state_dict()))
     if foreign:
@@ -281,7 +279,7 @@ def _architecture(chosen: Chosen, given: str | None, run: Path) -> Any:
     where = given or _beside(chosen, run, "config.json")
     if where is None:
         raise ValueError(
-            f"{chosen.parts[0][0].folder} holds no config.json: say with --model which "
+            f"{chosen.parts[0][0]} holds no config.json: say with --model which "
             "config.json, folder or hub id it is"
         )
     try:
@@ -292,7 +290,7 @@ def _architecture(chosen: Chosen, given: str | None, run: Path) -> Any:
 
 def _beside(chosen: Chosen, run: Path, *names: str) -> Path | None:
     """The folder, from a checkpoint up to the run, that holds a file of one of these names."""
-    folders = (folder for found, _, _ in chosen.parts for folder in above(found.folder, run))
+    folders = (place for folder, _, _ in chosen.parts for place in above(folder, run))
     return next(
         (folder for folder in folders if any((folder / name).is_file() for name in names)), None
     )

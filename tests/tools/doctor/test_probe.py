@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fsdp_demo.net.tcp import Counted
 from fsdp_demo.peers.zeromq import Meeting
 from fsdp_demo.store.client import WorldStore
+from fsdp_demo.tools.doctor import probe
 from fsdp_demo.tools.doctor.measured import Direction
 from fsdp_demo.tools.doctor.probe import Pair, Probe, lost, pieces
 
@@ -135,8 +136,9 @@ def test_doctor_probe_encrypted(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_doctor_probe_dead_connection(run_ranks) -> None:
+def test_doctor_probe_dead_connection(run_ranks, everywhere) -> None:
     """A connection that dies leaves what was measured before."""
+    everywhere.setattr(probe, "SILENCE", 3.0)
 
     def run() -> None:
         def fn(pair: Pair, rank: int) -> Direction:
