@@ -85,7 +85,7 @@ def attach(
         >>> import torch, fsdp_demo
         >>> model = torch.nn.Linear(4, 4)
         >>> exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco", model=model)
-        >>> exchange.equal_after_exchange
+        >>> exchange.config.equal_after_exchange
         True
     """  # noqa: E501
     given: dict[str, Any] = {

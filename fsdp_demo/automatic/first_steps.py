@@ -400,7 +400,7 @@ class LinkHealth:
         self.planned = self._bits / (link.bits_per_second or math.inf) + 2 * link.rtt
 
     def __call__(self) -> None:
-        for record in self._exchange.ended_since(self._seen):
+        for record in self._exchange.timeline(self._seen):
             self._seen = record
             if record.began is None or record.ended is None:
                 continue

@@ -84,7 +84,7 @@ class PeerGroup:
         self._driver: Driver | None = None
         self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
         self.told_to_end: Callable[[], bool] = lambda: False
-        self.num_connections, self._since, self.longest_early = 1, 0.0, 0
+        self.num_connections, self.longest_early = 1, 0
         self._message: RoundMessage | None = None  # under way
         self._set(slots)
 
@@ -247,7 +247,7 @@ class PeerGroup:
 
     def _finished(self, message: RoundMessage) -> Due:
         """Do what the message asks for, until it is complete."""
-        self._since, self._message = time.monotonic(), message
+        self._message = message
         try:
             while True:
                 task = message.tasks.get()
@@ -257,7 +257,7 @@ class PeerGroup:
                     raise task
                 task()
         finally:
-            self._since, self._message = 0.0, None
+            self._message = None
 
     def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
         """A body, or a body and two legs of a reduce. The first leg leaves with the body, and
@@ -298,11 +298,6 @@ class PeerGroup:
             return self.slots
         rank = self._driver.machine
         return tuple(m.slot for m in rank.record.members if m not in rank.lost)
-
-    @property
-    def waiting(self) -> float:
-        """Seconds for which the message under way has been; 0 where none is."""
-        return time.monotonic() - since if (since := self._since) else 0.0
 
     @property
     def awaited(self) -> tuple[int, ...]:

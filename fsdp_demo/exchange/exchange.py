@@ -157,11 +157,9 @@ class Exchange(Readings):
         step: int,
         model: torch.nn.Module | None = None,
     ) -> None:
-        """Join the other islands once more, as `attach` does: for an engine that loads a checkpoint
-        after it was attached.
-
+        """Join the other islands once more, for an engine that loads a checkpoint after `attach`.
         All ranks of all replicas call it together, each with its parameters and inner optimizer
-        states loaded. Messages under way are forgotten.
+        states loaded. Messages under way are dropped.
 
         Args:
             state, model: as for `attach`. Without a state channels start anew, and all replicas

@@ -31,7 +31,8 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
         finally:
             host.commit(model)
         return
-    kept = [t.clone() for t in host.tensors("parameter") if t is not None]
+    own = [t for t in host.tensors("parameter") if t is not None]
+    kept = [t.clone() for t in own]
     with torch.no_grad():
         if what == "anchor":
             for c in (c for c in runtime.channels if c.channel.source == "delta"):
@@ -43,10 +44,9 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
         yield
     finally:
         host.commit(model)
+        own = [t for t in host.tensors("parameter") if t is not None]
         with torch.no_grad():
-            for t, old in zip(
-                [t for t in host.tensors("parameter") if t is not None], kept, strict=True
-            ):
+            for t, old in zip(own, kept, strict=True):
                 t.copy_(old)
         host.commit(model)
 

@@ -134,14 +134,9 @@ class FirstStep:
         self.look_at_frozen()
 
     def check(self, stepped: bool = True) -> None:
-        """Refuse parameters that were changed since attach, but by steps inside `paused()`. All
-        ranks of the island call it together.
-
-        Args:
-            stepped: this is a step; else the end of an exchange in which there was none.
-
-        Raises:
-            ValueError: on all ranks.
+        """Raise ValueError on all ranks for parameters that were changed since attach, but by steps
+        inside `paused()`. All ranks of the island call it together. stepped: ahead of a step; else
+        at the end of an exchange in which there was none.
         """
         noted = self._parameters
         if self._runtime.hooks.aside or noted.sums is None:
@@ -150,18 +145,17 @@ class FirstStep:
         moved = noted.moved()
         if self._runtime.island.any(bool(moved)):
             what = ", ".join(moved[:3]) + " ..." * (len(moved) > 3) or "those of another rank"
-            other_steps = (
-                ""
-                if stepped
-                else ". step() of the attached optimizer was not called once: if the loop steps "
-                "another one, attach that (optimizer.base_optimizer of SAM and its kin)"
-            )
-            raise ValueError(
+            text = (
                 f"parameters were changed since attach ({what}): the exchange would pull them "
-                "back. Load first, then attach, or "
-                "attach(state=...) to go on with a saved run; detach() and attach again helps "
-                f"now{see('changed-since-attach')}{other_steps}"
+                "back. Load first, then attach, or attach(state=...) to go on with a saved run; "
+                f"detach() and attach again helps now{see('changed-since-attach')}"
             )
+            if not stepped:
+                text += (
+                    ". step() of the attached optimizer was not called once: if the loop steps "
+                    "another one, attach that (optimizer.base_optimizer of SAM and its kin)"
+                )
+            raise ValueError(text)
         noted.sums = None
 
     def look_at_frozen(self) -> None:
@@ -169,10 +163,8 @@ class FirstStep:
         it together.
         """
         runtime = self._runtime
-        if not self._frozen.sums:
-            return
-        moved = self._frozen.moved()
-        if not runtime.island.any(bool(moved)):
+        moved = self._frozen.moved() if self._frozen.sums else []
+        if not self._frozen.sums or not runtime.island.any(bool(moved)):
             return
         self._frozen.sums = None
         if runtime.topology.rank == 0:

@@ -115,7 +115,8 @@ class _Deadline:
         exchange, topology = self._exchange, self._exchange.topology
         if self._over.wait(topology.stop_timeout) or exchange.closed:
             return
-        verb = "waits for the others" if exchange.waiting else "is under way"
+        waits = exchange.activity.kind == "waiting"
+        verb = "waits for the others" if waits else "is under way"
         log.error(
             "%s, rank %d: %g s after it was told to end, or has lost its peers, %s: it ends, and "
             "nothing is saved. ISLAND_STOP says how many seconds there are",

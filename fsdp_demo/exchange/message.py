@@ -1,4 +1,4 @@
-"""What a message says: its layout, and what its header says of this island.
+"""The layout of a message, and the contents of its header.
 
     gathered:  header | presence bits | section of each gathered channel, one after the other
     reduced:   vectors of the reduced channels, one after the other
@@ -6,8 +6,7 @@
 Vectors go in the two legs of a reduce (`peers/collectives.py`).
 
 Channels come in the order of the configuration. Presence is one bit per tensor of each gradient
-channel: whether this replica has a gradient for it. The queue writes and reads messages by this
-layout, the planner and the memory model count what it says.
+channel: whether this replica has a gradient for it.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class MessageLayout:
     # ---- what comes back -----------------------------------------------------------------------
 
     def split(self, name: str, arrived: ReceivedMessage) -> Received:
-        """What has arrived for one channel. Raises as `replica_weights`."""
+        """The part of an answer for one channel. Raises as `replica_weights`."""
         i, section = list(self.sections).index(name), self.sections[name]
         bodies = [body[self._bytes[i]] for body in arrived.bodies] if section.gathered else []
         weights = replica_weights(section.channel, arrived.headers)
@@ -152,10 +151,9 @@ def _spans(lengths: Sequence[int], start: int = 0) -> list[slice]:
 
 def replica_weights(channel: Channel, headers: Sequence[Header]) -> list[float]:
     """The share of each replica in a channel's mean: 1, or the weight in its header where islands
-    are weighed by tokens. The share is 0 for the plain gradient of a skipped step, for values that
-    are not finite, for a norm that is far from the others', and for a newcomer's part of a round,
-    unless all are newcomers. A replica that has left has sent a part of a round: its share is the
-    weight in its header in any case.
+    are weighed by tokens, and for the early part of a replica that has left. It is 0 for the plain
+    gradient of a skipped step, for values that are not finite, for a norm that is far from the
+    others', and for a newcomer's part of a round, unless all are newcomers.
 
     Raises:
         RuntimeError: weights are tokens and no island has counted any.
@@ -205,20 +203,19 @@ def unpack_bits(data: Tensor, n: int) -> list[bool]:
 
 @dataclass(frozen=True)
 class Said:
-    """The words of this replica for one header. Numbers that lie on a device are read in the thread
-    that sends.
+    """The contents of one header. Numbers on a device are read in the thread that sends.
 
     Attributes:
         weight, flags: as in `header.Header`.
         loss: a scalar, None where unknown.
         bad: 1 where the contribution is not finite, else 0. run: steps in a row whose gradients
             were not finite.
-        norm: of the contribution of the whole island; 0 where nobody looks at it.
+        norm: of the contribution of the whole island; 0 where it is not checked.
         total: int64 scalar, the 64-bit sum of tensors that must be equal; None where they are not
             compared.
-        rate: the learning rate, the mean over the parameter groups; 0 where it is not said.
-        rewritten: above 0 where something else has written parameters since an exchange. It is not
-            sent; it is here since only the thread that sends can read it from a device.
+        rate: the mean learning rate of the parameter groups; 0 for none.
+        rewritten: above 0 where parameters were rewritten since an exchange (`watch.Rewritten`). It
+            is not sent, only read from the device in the same thread.
     """
 
     weight: float = 1.0
@@ -285,9 +282,7 @@ class LocalStatus:
             )
 
     def request_stop(self, together: bool) -> None:
-        """Wish to stop: together with the other islands however long that takes, or as soon as
-        nothing is under way.
-        """
+        """As `Exchange.request_stop`."""
         self._together = together and (self._together or not self._wanted)
         self._wanted, self._wanted_at = True, min(self._wanted_at, time.monotonic())
 
@@ -296,32 +291,25 @@ class LocalStatus:
         return max(time.monotonic() - self._wanted_at, 0.0)
 
     def begin(self) -> None:
-        """A step begins: a stop requested during it is sent with the next message."""
+        """Begin a step: only stops requested before it are sent with its message."""
         self._sent = self._wanted
 
     def gradients(self, bad: float | Tensor, peers: PeerGroup | None = None) -> None:
-        """Note whether the gradients of this step are not finite on any rank of the island.
-
-        Args:
-            bad: 1 or 0.
-
-        Raises:
-            NotFinite: on every rank of the island, after LIMIT such steps in a row (on a device the
-                thread that sends finds out).
+        """Note whether the gradients of this step are not finite (`bad`, 1 or 0) on any rank of the
+        island. Raises NotFinite on all of them after LIMIT such steps in a row; on a device the
+        thread that sends does so.
         """
         self.bad, self.run = bad, (self.run + 1.0) * bad
         if not isinstance(self.run, Tensor):
             give_up(self.run, peers)
 
     def leaves(self, islands: int) -> bool:
-        """Whether this island stops, though the others may not, if nothing is under way after this
-        tick.
-        """
+        """Whether this island stops after this tick if no message is under way, even alone."""
         return self._sent and (not self._together or islands == 1)
 
     @property
     def goes(self) -> bool:
-        """Whether this island leaves the others, who train on, even if something is under way."""
+        """Whether this island leaves the others, who train on, even with a message under way."""
         return self._alone and self._sent and not self._together
 
     @property
@@ -332,8 +320,8 @@ class LocalStatus:
     def header(
         self, names: Collection[str], by_tokens: bool, island: IslandGroup, device: torch.device
     ) -> Said:
-        """The words for the header of a message of the channels `names`. Losses are used up; their
-        mean leaves out NaN.
+        """The header contents of a message of the channels `names`. Losses are used up; their mean
+        leaves out NaN.
 
         Args:
             by_tokens: the weight is the island's tokens since the last exchange of these channels.
@@ -383,9 +371,8 @@ class LocalStatus:
 
 
 def mean_rate(host: TrainingHost) -> float | Tensor:
-    """The mean learning rate of the parameter groups. A tensor where one lies on a device: nobody
-    waits for it here.
-    """
+    """The mean learning rate of the parameter groups; a tensor, not read yet, where one lies on a
+    device."""
     found = [g["lr"] for o in host.optimizers for g in o.param_groups if "lr" in g]
     read = [
         r.detach().float().reshape(())

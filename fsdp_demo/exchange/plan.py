@@ -42,26 +42,24 @@ class Plan:
 
     def message(self, step: int) -> Meter:
         """Counts of the exchanges that start at `step` (all zero if nothing is due)."""
-        meter = Meter()
+        total = Meter()
         due = [s for s in self.sections if s.channel.schedule.due(step)]
         for stage in range(3):
-            self._count(meter, [s for s in due if _stage(s.channel) == stage])
-        return meter
+            total.add(self._counts([s for s in due if _stage(s.channel) == stage]))
+        return total
 
-    def _count(self, meter: Meter, due: Sequence[ChannelCodec]) -> None:
-        """Count one message."""
-        if not due:
-            return
-        meter.exchanges += 1
-        if self.size == 1:
-            return
-        message = MessageLayout(due)
+    def _counts(self, sections: Sequence[ChannelCodec]) -> Meter:
+        """Counts of one message."""
+        meter = Meter(exchanges=int(bool(sections)))
+        if not sections or self.size == 1:
+            return meter
+        message = MessageLayout(sections)
         meter.count(*[(self.size - 1) * message.num_bytes] * 2)
-        if not message.vectors:
-            return
-        there, back = message.legs(self.size)
-        meter.count(sum(there) - there[self.rank], (self.size - 1) * there[self.rank])
-        meter.count((self.size - 1) * back[self.rank], sum(back) - back[self.rank])
+        if message.vectors:
+            there, back = message.legs(self.size)
+            meter.count(sum(there) - there[self.rank], (self.size - 1) * there[self.rank])
+            meter.count((self.size - 1) * back[self.rank], sum(back) - back[self.rank])
+        return meter
 
     def over(self, steps: range) -> Meter:
         """Sums of `message` over a range of steps."""
@@ -71,37 +69,26 @@ class Plan:
                 total.add(self.message(step))
         return total
 
-    def per_step(self) -> float:
-        """Mean bytes sent per step, as in `average`."""
-        return self.average()[0]
-
     def average(self) -> tuple[float, float, float]:
         """(bytes sent, bytes received, messages) per step: the means over a cycle. Where that is
         longer than 10 000 steps, each channel's exchanges count alone, each with a header.
         """
         if self.cycle <= 10_000:
-            alone = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
+            found = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
         else:
-            alone = [
-                (Plan([s], self.size, self.rank)._alone(), s.channel.schedule.sync_every)
-                for s in self.sections
-            ]
-        sent, received = (
-            sum(getattr(m, name) / n for m, n in alone) for name in ("bytes_sent", "bytes_received")
+            found = [(self._counts([s]), s.channel.schedule.sync_every) for s in self.sections]
+        return (
+            sum(m.bytes_sent / steps for m, steps in found),
+            sum(m.bytes_received / steps for m, steps in found),
+            sum(m.messages / steps for m, steps in found),
         )
-        return sent, received, sum(m.messages / n for m, n in alone)
-
-    def _alone(self) -> Meter:
-        meter = Meter()
-        self._count(meter, self.sections)
-        return meter
 
     def most(self) -> Meter:
         """The step that sends the most bytes, within a cycle (all channels at once where the cycle
         is long).
         """
         if self.cycle > 10_000:
-            return self._alone()
+            return self._counts(self.sections)
         return max(
             (self.message(step) for step in range(self.cycle, 2 * self.cycle)),
             key=lambda m: m.bytes_sent,
@@ -109,7 +96,7 @@ class Plan:
 
 
 def _stage(channel: Channel) -> int:
-    """Which of the three messages of a step has the channel."""
+    """The number of the channel's message within a step."""
     return 0 if channel.before_step else 2 if channel.after else 1
 
 

@@ -187,11 +187,6 @@ class Readings:
         return not (self.finished or self._queue.broken)
 
     @property
-    def waiting(self) -> float:
-        """Age in seconds of the message under way, where islands come and go; else 0."""
-        return 0.0 if self._peers is None else self._peers.waiting
-
-    @property
     def activity(self) -> Activity:
         """The present activity of this rank; any thread may read it."""
         if self.finished or self.closed:
@@ -216,13 +211,10 @@ class Readings:
         """The reason for the method of an "auto" run, with what was measured; else empty."""
         return "" if self.auto_choice is None else self.auto_choice.reason
 
-    def timeline(self) -> list[ExchangeRecord]:
-        """The exchanges that have ended, oldest first; at most the last 10 000."""
-        return list(self._queue.flown)
-
-    def ended_since(self, last: ExchangeRecord | None) -> list[ExchangeRecord]:
-        """The records of `timeline()` after `last`; all for None. Cheap enough for every step."""
-        new = list(takewhile(lambda record: record is not last, reversed(self._queue.flown)))
+    def timeline(self, after: ExchangeRecord | None = None) -> list[ExchangeRecord]:
+        """The exchanges that have ended, oldest first; at most the last 10 000, and only those
+        after the record `after`: cheap enough for every step."""
+        new = list(takewhile(lambda record: record is not after, reversed(self._queue.flown)))
         return new[::-1]
 
     def metrics(self) -> dict[str, Any]:
@@ -316,13 +308,6 @@ class Readings:
     def clips(self) -> str:
         """Which gradient clipping is in force, as a sentence."""
         return summary.clips(self.config, self.host)
-
-    @property
-    def equal_after_exchange(self) -> bool:
-        """Whether all replicas hold equal parameters after every exchange (`config.equal_at_end`:
-        after `finish()`).
-        """
-        return self.config.equal_after_exchange
 
     def next_exchange(self) -> int:
         """The step (from 0, this one included) in which the next payload leaves."""

@@ -38,7 +38,7 @@ SLICE = 5.0
 
 def newcomer(runtime: StepRuntime) -> bool:
     """Whether this island joins a run under way. All of its ranks call it together."""
-    mine = _following(runtime) is not None
+    mine = runtime.peers is not None and runtime.peers.following is not None
     active_copies = runtime.parameters.active_copies
     # copies that are not active have no peers
     return runtime.island.any(mine) if runtime.island.position.num_copies > active_copies else mine
@@ -69,7 +69,7 @@ def join(
         runtime.topology.name,
     )
     while True:
-        following = _following(runtime)
+        following = None if runtime.peers is None else runtime.peers.following
         try:
             stand = _take_snapshot(runtime, model, told, following)
             runtime.since = NEVER
@@ -102,10 +102,6 @@ def _follow_another(runtime: StepRuntime, following: Following | None, error: Pe
     )
     resume.forget(runtime)
     runtime.queue.broken = False
-
-
-def _following(runtime: StepRuntime) -> Following | None:
-    return None if runtime.peers is None else runtime.peers.following
 
 
 def _take_snapshot(

@@ -38,7 +38,7 @@ def state(runtime: StepRuntime) -> ExchangeState:
 
 def roll_back(runtime: StepRuntime, saved: ExchangeState) -> None:
     """Take a run back to a saved state (`Exchange.load_state_dict`). All ranks of the island call
-    it together. What is under way is waited for and dropped: all islands send it once more.
+    it together. Messages under way are waited for and dropped.
 
     Raises:
         ValueError: the state has other channels, or messages that never came back.
@@ -87,7 +87,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
 
 
 def forget(runtime: StepRuntime) -> None:
-    """Wait for what is under way, and drop it with what was noted and found so far."""
+    """Wait for the messages under way, and drop them with the counts and losses so far."""
     runtime.queue.clear()
     runtime.status.clear()
     runtime.drift, runtime.begun, runtime.acted = None, -1, -1
@@ -97,9 +97,7 @@ def forget(runtime: StepRuntime) -> None:
 
 
 def agree_on_norms(queue: InFlightQueue, donor: int) -> None:
-    """What the donor remembers of the norms in messages is what all do: they must leave out the
-    same.
-    """
+    """Give all islands the donor's norms of the last messages: they must leave out the same."""
     peers = queue.connections.peers
     if peers is not None and peers.size > 1:
         queue.norms.load(
@@ -108,16 +106,15 @@ def agree_on_norms(queue: InFlightQueue, donor: int) -> None:
 
 
 def agree(queue: InFlightQueue, step: int, donor: int) -> None:
-    """What was under way when a state was saved is to be sent once more
-    (`InFlightQueue.send_again`), where not all islands have received it. What some have and
-    others will not send is dropped. All count from one last exchange, and have the donor's
-    history.
+    """Agree on the messages under way when the states were saved. Those that not all islands have
+    received are sent once more (`InFlightQueue.send_again`); if an island lacks one that it should
+    have sent, all are dropped. All islands get the donor's history and one last exchange.
 
-    Islands may stand at unlike steps between the same exchanges: who is behind sends at its own
-    time what the others send again now.
+    Islands may stand at unlike steps between the same exchanges: one that is behind sends its part
+    when it comes to the step.
 
     Raises:
-        ValueError: something is dropped, and islands stand at unlike steps.
+        ValueError: messages are dropped, and islands stand at unlike steps.
     """
     peers, island, flights = queue.connections.peers, queue.connections.island, queue.flights
     open_here = [[f.step, f.members, f.arrived is not None] for f in flights]
@@ -155,8 +152,8 @@ def agree(queue: InFlightQueue, step: int, donor: int) -> None:
 
 
 def _drop(queue: InFlightQueue, apart: bool) -> None:
-    """Forget what is under way, as if it had not been sent. apart: islands stand at unlike steps,
-    so nothing can be dropped.
+    """Drop the messages under way, as if they had not been sent; refused where islands stand at
+    unlike steps (`apart`).
     """
     if apart:
         raise ValueError(

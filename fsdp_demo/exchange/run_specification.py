@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compression.transform import cpu_name, kernels
+from ..config.schema import ExchangeConfig
 from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..hosts.base import LocalParam, TrainingHost
@@ -33,6 +34,27 @@ MOVED = ("betas", "momentum")
 
 SCHEDULED = ("lr", *MOVED)
 """What schedules move: read on one island, set on another that makes up for its steps."""
+
+
+def specification(
+    config: ExchangeConfig, host: TrainingHost, told: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The facts that all islands compare before the first step, flat. told: further ones."""
+    return {
+        **told,
+        **machine(host.device),
+        **optimizers(host),
+        **_flat(config.to_dict()),
+    }
+
+
+def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:
+    """Nested dicts and lists as one flat dict with dotted keys."""
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}").items()}
 
 
 def optimizers(host: TrainingHost) -> dict[str, Any]:

@@ -12,10 +12,10 @@ does
     exchange q
     g = sign(mean q)    or the mean itself, an outer step on the anchor, or new parameters
 
-The first three and the last are the channel's (`channels/channel.py`, `apply.py`), the exchange is
-the queue's (`in_flight.py`). Then what has changed is settled with the model. When a tick begins
-and ends is said by the engine's step hooks (`TrainingHost.hooks`), which call `before` and `after`
-here: nothing stands between it and the step.
+The first three and the last are done by the channel (`channels/channel.py`, `apply.py`), the
+exchange by the queue (`in_flight.py`). Then the model gets the changed parameters. The engine's
+step hooks (`TrainingHost.hooks`) call `before` and `after` here at the begin and end of each tick:
+one complete round of the attached optimizers.
 """
 
 from __future__ import annotations
@@ -66,33 +66,31 @@ class StepRuntime:
         channels, buffers, parameters: see `Bound`. before_step, after_step: the channels and
             buffers that act before the base step, and after it. gradients_only: all channels act
             before it.
-        island: the other ranks of this replica. calls: which collective each of them is in.
+        island: the other ranks of this replica. calls: the present collective of each of them.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
-        status: what this replica says of itself in its messages.
-        rewritten: notices parameters that something else has written since an exchange.
+        status: tokens, losses and wishes of this replica, for its messages.
+        rewritten: the check for parameters written since an exchange.
         step: optimizer steps of the job done so far (ticks).
-        begun: the step whose gradients are in the accumulators: a step that was cut off in the
-            middle does not add them twice when it is taken again.
+        begun: the step whose gradients are in the accumulators; a step that is cut off and taken
+            again does not add them twice.
         acted: the step whose gradients were exchanged, wholly; -1 for none.
         since: the step from which this replica has trained by itself; above 0 where it has joined a
             run under way.
-        seconds: that the last step has taken.
-        rows: that all islands train in a step, 0 where one did not say. rows_differ: an island
-            trains more than another.
-        stops_by: all islands are told to end, and this one sends nothing more: the time at which it
-            stops at the latest (`time.monotonic`). ends_at: the number of steps at which it does.
+        seconds: of the last step.
+        rows: of all islands in a step, 0 where one did not tell. rows_differ: an island trains more
+            than another.
+        stops_by: the latest time (`time.monotonic`) at which this island stops, where all are told
+            to end. ends_at: the step count at which it does.
         stopped, stopped_alone, leaving, raises_stopped, drift, tells, told: as in `Readings`.
         ended: the last exchange is over.
-        watches_gradients: as `Exchange.watch_gradients` says.
-        owner: the `Exchange`. The engine's hooks hold this runtime, and so whoever attaches to the
-            optimizer again finds the exchange.
-        ahead: called ahead of each step until it is None: what is to be done once, ahead of the
-            first step (`first_step.py`).
-        handing: called at the end of a step in which an island that joins asks for this one's state
-            (`snapshot.py`).
-        at_end: called at the end of a step, behind everything else.
+        watches_gradients: `Exchange.watch_gradients` was called.
+        owner: the `Exchange`, which a second `attach` finds through the engine's hooks.
+        ahead: called ahead of each step, unless None (`first_step.py`).
+        handing: called at the end of a step in which a joining island asks for the state of this
+            one (`snapshot.py`).
+        at_end: called at the end of a step, after everything else.
         goes_on: called at the end of a step after which this island is to stop alone: whether it
-            trains on for a moment (`leaving.py`).
+            takes further steps (`leaving.py`).
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class StepRuntime:
         self._rates: list[list[dict[str, Any]]] | None = None  # of this step, for a joining island
 
     def work_with(self, config: ExchangeConfig, bound: Bound) -> None:
-        """Take this method from now on: at the start, and where it is chosen later."""
+        """Set the method: at the start, and where it is chosen later."""
         self.config, self.parameters = config, bound.parameters
         self.channels, self.buffers = bound.channels, bound.buffers
         self.queue.work_with([*self.channels, *self.buffers], config.norm_limit)
@@ -163,7 +161,7 @@ class StepRuntime:
 
     @property
     def donor_feed(self) -> DonorFeed | None:
-        """Gives the state and the steps of this rank to an island that joins, where one may."""
+        """The feed of this rank's state and steps to a joining island, where one may join."""
         return None if self.peers is None else self.peers.donor_feed
 
     @property
@@ -173,23 +171,23 @@ class StepRuntime:
 
     @property
     def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied here, -1 where there was
-        none. Replicas for which these are equal stand between the same exchanges: what consensus
-        presets share (anchors, outer momenta) is equal there."""
+        """For each channel the step of the last message that was applied here, -1 for none.
+        Replicas with equal ones stand between the same exchanges: anchors and outer momenta of
+        consensus presets are equal there."""
         return {c.channel.name: self.queue.applied.get(c.channel.name, -1) for c in self.channels}
 
     # ---- one tick ------------------------------------------------------------------------------
 
     @collective("optimizer.step()")
     def before(self) -> bool:
-        """Gradient channels of this tick: clip, accumulate, send, apply what is due; hold the base
-        step back where nothing is.
+        """Gradient channels of this tick: clip, accumulate, send, apply due messages; without one
+        hold the base step back.
 
         Returns:
-            Whether islands have exchanged gradients, or their norm: not twice in a tick.
+            Whether islands have exchanged gradients, or their norm, in this tick.
 
         Raises:
-            RuntimeError: they have, in this tick.
+            RuntimeError: they had done so already.
         """
         self.check_usable()
         if self.acted == self.step:
@@ -233,7 +231,7 @@ class StepRuntime:
             del g  # as large as the shards: it must not outlive the message
         self.begun = self.step
         self._launch(outgoing, self.status.bad)  # q goes to the other islands
-        # theirs are here: those of this step, or of `delay` steps ago
+        # those of the others have come: of this step, or of `delay` steps ago
         for c, arrived in self.queue.receive(mine, self.step):
             with record_function("fsdp_demo::apply"):
                 c.apply(arrived)  # g = sign(mean q)
@@ -334,8 +332,8 @@ class StepRuntime:
         now: int | None = None,
         last: bool = False,
     ) -> None:
-        """Receive and apply what is due for these channels, and settle it with the model. Arguments
-        as for `InFlightQueue.receive`."""
+        """Receive and apply due messages for these channels, and settle them with the model.
+        Arguments as for `InFlightQueue.receive`."""
         applied = []
         for c, arrived in self.queue.receive(channels, step, now, last):
             with record_function("fsdp_demo::apply"):
@@ -355,10 +353,8 @@ class StepRuntime:
 
     def _look_at_gradients(self, wanted: bool) -> None:
         """Clip this replica's own gradients, where the configuration says so. Gradients that are
-        not finite are left out, of the exchange and of this replica's own step.
-
-        Args:
-            wanted: look at them even if they are not clipped here.
+        not finite are left out of the exchange and of this replica's own step. wanted: check them
+        even if they are not clipped here.
         """
         limit = None if self.config.clips_mean else self.config.clip
         if limit is None and not wanted:
@@ -387,7 +383,7 @@ class StepRuntime:
         return self.island.max(mean or 0.0)[0]  # a copy without peers has none
 
     def send(self, channels: Sequence[ChannelRunner], partial: bool = False) -> None:
-        """Look whether the sources are finite, accumulate, encode and launch.
+        """Check that the sources are finite, accumulate, encode and launch.
 
         Args:
             partial: the message belongs to a part of a round (`ChannelPayload`).
@@ -435,8 +431,7 @@ class StepRuntime:
 
     def _joined_within(self, outgoing: dict[str, ChannelPayload]) -> bool:
         """Whether this replica has joined the run within the round that these channels send: it has
-        taken fewer steps than the others, which would count as much. (Weights by tokens need no
-        such rule: tokens are counted since it joined.)"""
+        taken fewer steps than the others. (Tokens are counted since it joined.)"""
         own = self.step + 1 - self.since
         sums_steps = {
             c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps
@@ -447,9 +442,8 @@ class StepRuntime:
         )
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
-        """The norm of what this island contributes to a message: one number, the same on all its
-        ranks. 0 where nobody looks at it.
-        """
+        """The norm of this island's contribution to a message, the same on all its ranks; 0 where
+        it is not checked."""
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
         if any(c.plain for c in sent):  # no other channels share a message of gradients
             return self._gradient_norm
@@ -460,9 +454,9 @@ class StepRuntime:
         return self.island.norm(torch.stack(squares).sum()) if sent else 0.0
 
     def _total(self, names: Collection[str]) -> Tensor | None:
-        """The 64-bit sum of what must be equal on all replicas when these channels send: anchors,
-        or parameters that only gradient channels change. None where nothing must be, and between
-        the comparisons."""
+        """The 64-bit sum of the tensors that must be equal on all replicas when these channels
+        send: anchors, or parameters that only gradient channels change. None where there are none,
+        and between the comparisons."""
         mine = [c for c in self.channels if c.channel.name in names]
         if not mine or self.topology.islands == 1 or self.peers is None:
             return None
@@ -480,8 +474,8 @@ class StepRuntime:
         return total(anchors, self.host.device) if outer else None
 
     def settle(self, applied: Sequence[ChannelRunner]) -> None:
-        """Commit to the model what these channels have written. Parameters that were averaged after
-        a delta channel are its anchor from now on; the drift is how far the mean has moved them."""
+        """Commit the parameters that these channels have written to the model. The average after a
+        delta channel becomes its anchor; the drift is the way to it."""
         if any(c.channel.writes_parameters for c in applied):
             self.host.commit()
             self.rewritten.exchanged()
@@ -506,15 +500,14 @@ class StepRuntime:
 
     def _settle_stop(self) -> bool:
         """Agree in the island, at the end of a tick, whether all islands stop, whether this one
-        stops alone, and whether that is since an island was told to end.
+        stops alone, and whether an island that was told to end is the reason.
 
-        The wish travels in the next payload: all islands stop when it lands. An island that must
-        stop now stops without the others, if no exchange is in flight. Several ranks vote at every
-        exchange, and otherwise about once a second (`VotePace`); a reason to vote earlier is known
-        to all of them.
+        All islands stop when a payload with the request is applied. An island that must stop now
+        stops without the others, if no exchange is in flight. Several ranks vote at every exchange,
+        and otherwise about once a second (`VotePace`).
 
         Returns:
-            Whether an island that joins asks for this one's state, on all peer groups.
+            Whether a joining island asks for this one's state, on all peer groups.
         """
         if self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
@@ -544,9 +537,8 @@ class StepRuntime:
 
     @torch.no_grad()
     def _let_follow(self, asked: bool) -> None:
-        """Tell a joining island of the step that has ended, and hand it this island's state if it
-        has asked for that.
-        """
+        """Send the rates of the ended step to a joining island, and this island's state if it has
+        asked for that."""
         if self._rates is not None and self.donor_feed is not None:
             self.donor_feed.tick(Tick(self.step - 1, self._rates))
         self._rates = None

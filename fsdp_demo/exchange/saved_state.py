@@ -21,19 +21,16 @@ BEGUN = "0" * 16
 
 @dataclass
 class History:
-    """The islands whose contributions brought this replica where it is, as one digest of one rank,
-    which goes into every checkpoint (seal-stable).
-
-    Two checkpoints between the same exchanges are of one state only if their digests are equal. The
-    digest changes only where other islands take part than in the exchange before, so it costs a
-    comparison.
+    """The islands that took part in the exchanges so far, as a digest, which goes into every
+    checkpoint. Two checkpoints between the same exchanges are of one state only if their digests
+    are equal. The digest changes only when the islands change.
 
     Attributes:
         islands: of the run.
         digest: 16 hexadecimal digits; empty where it is not known, since the state was converted.
-        slots: the islands that take part now. at: the step of the exchange from which on they do.
-        early: the islands among them whose part in the last exchange came ahead of its time: they
-            had left, and have not applied it.
+        slots: the islands that take part now. at: the step of their first exchange.
+        early: those of `slots` whose part in the last exchange came early: they had left, and have
+            not applied it.
 
     Example:
         >>> one, two = History(3), History(3)
@@ -52,9 +49,8 @@ class History:
         self.slots = self.slots or tuple(range(self.islands))
 
     def hear(self, step: int, slots: Sequence[int]) -> None:
-        """Note the islands of the exchange of `step`, which is about to be applied; once more does
-        no harm. Without slots (they are not known any more) nothing is noted.
-        """
+        """Note the islands of the exchange of `step`, which is about to be applied (again, after a
+        resume); nothing without slots."""
         if slots and step >= self.at and tuple(slots) != self.slots:
             self.digest = extended(self.digest, step, [Member(s) for s in slots])
             self.slots, self.at = tuple(slots), step
@@ -69,8 +65,7 @@ class History:
         }
 
     def load(self, note: Mapping[str, Any]) -> None:
-        """Go on from a note of this or another island; from an unknown history where it is
-        empty."""
+        """The inverse of `note`; the history is unknown where it is empty."""
         self.digest, self.at = str(note.get("digest", "")), int(note.get("at", -1))
         self.slots = tuple(int(s) for s in note.get("slots", ())) or tuple(range(self.islands))
         self.early = tuple(int(s) for s in note.get("early", ()))
@@ -78,14 +73,8 @@ class History:
 
 @dataclass
 class InFlightState:
-    """A message under way.
-
-    Attributes:
-        step, members: when it was sent, and the channels that share it.
-        parts: the payloads of those channels that have not applied it yet.
-        arrived: the answer; None where none has come.
-        said: the header it was sent with, if it was sent.
-    """
+    """A message under way (`sending.PendingExchange`) in a saved state. arrived: the answer; None
+    where none has come. said: the header of the message, if it was sent."""
 
     step: int
     members: list[str]
@@ -133,9 +122,7 @@ class ExchangeState:
     Attributes:
         step: optimizer steps done. digest: of the configuration.
         channels: the state of each. in_flight: messages under way, oldest first.
-        last: the step after which each channel has last sent; applied: the step of its last message
-            that was applied here.
-        begun: the step whose gradients are in the accumulators.
+        last, applied: as in `InFlightQueue`. begun: as in `StepRuntime`.
         tokens: of this rank; weighed: of the island up to the last exchange of each channel.
         loss: the mean over the islands at the last exchange; losses: noted here since.
         norms: of the last messages (`watch.Norms.state`).

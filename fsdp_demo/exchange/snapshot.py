@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.channel import ChannelPayload, ChannelRunner
+from ..channels.channel import ChannelPayload
 from ..elastic.agreement import digest
 from ..elastic.newcomer import Following
 from ..peers.header import PAYLOAD
@@ -112,8 +112,13 @@ def give(
     for c in runtime.channels:
         c.start(stand.step)
     for c in runtime.channels:
-        if c.channel.source == "delta":
-            _give_anchor(c, tensors)
+        if c.channel.source != "delta":
+            continue
+        for name, work in (("anchor", c.anchor), ("momentum", c.momentum)):
+            if work is not None:
+                work.copy_(tensors[f"{c.channel.name}.{name}"])
+        c.show_anchor()
+        c.written = c.pack("parameter") if c.written is not None else None
     runtime.host.commit(model)
     queue = runtime.queue
     queue.begin(stand.step)
@@ -168,14 +173,6 @@ def _give_parameters(
     for name, source in sources:
         work = tensors.get(name)
         parameters.write(work if work is None else work.to(device), parameters.tensors(source))
-
-
-def _give_anchor(c: ChannelRunner, tensors: Mapping[str, Tensor]) -> None:
-    for name, work in (("anchor", c.anchor), ("momentum", c.momentum)):
-        if work is not None:
-            work.copy_(tensors[f"{c.channel.name}.{name}"])
-    c.show_anchor()
-    c.written = c.pack("parameter") if c.written is not None else None
 
 
 def _flight(

@@ -18,7 +18,6 @@ from ..version import __version__
 from . import run_specification
 from .run_specification import Described
 from .runtime import StepRuntime
-from .startup import specification
 from .watch import Kept
 
 FORMAT = 2
@@ -191,7 +190,7 @@ def write(
 
 
 def _run(runtime: StepRuntime, told: Mapping[str, Any]) -> dict[str, Any]:
-    return specification(
+    return run_specification.specification(
         runtime.config, runtime.host, {k: v for k, v in told.items() if k not in AT_START}
     )
 

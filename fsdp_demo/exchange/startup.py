@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..config.schema import ExchangeConfig
 from ..elastic import agreement
 from ..errors import counted, see
-from ..hosts.base import TrainingHost, foreign_tensors
+from ..hosts.base import foreign_tensors
 from ..peers.header import SETUP
 from ..rendezvous.island import IslandGroup
 from . import resume, run_specification
@@ -207,7 +206,7 @@ def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint)
     peers, host = runtime.peers, runtime.host
     if peers is None or peers.size == 1:
         return Agreed(0, own.step, False, False, own.applied is not None, own.rows, False)
-    unlike = agreement.agree(peers, specification(runtime.config, host, told))
+    unlike = agreement.agree(peers, run_specification.specification(runtime.config, host, told))
     run_specification.agree_on_tensors(peers, host.params)
     everyone = [StartPoint(*theirs) for theirs in agreement.gather_json(peers, own)]
     steps, rows = [e.step for e in everyone], [e.rows for e in everyone]
@@ -225,18 +224,6 @@ def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint)
         rows=sum(rows) if all(rows) else 0,
         rows_differ=all(rows) and len(set(rows)) > 1,
     )
-
-
-def specification(
-    config: ExchangeConfig, host: TrainingHost, told: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The facts that all islands compare before the first step, flat. told: further ones."""
-    return {
-        **told,
-        **run_specification.machine(host.device),
-        **run_specification.optimizers(host),
-        **_flat(config.to_dict()),
-    }
 
 
 def _sync(runtime: StepRuntime, source: str, donor: int, keep: bool = False) -> bool:
@@ -306,15 +293,11 @@ def _sync_state(runtime: StepRuntime, donor: int) -> None:
     """Broadcast the donor's anchors and outer momenta where all replicas share them."""
     if (peers := runtime.peers) is None or peers.size == 1:
         return
-    for c in runtime.channels:
-        for work in (c.anchor, c.momentum):
-            if (
-                work is not None
-                and c.channel.equal_at_end
-                and agreement.sync_from(peers, work, donor)
-                and c.written is not None
-            ):
-                c.written = c.pack("parameter")
+    for c in [c for c in runtime.channels if c.channel.equal_at_end]:
+        works = [work for work in (c.anchor, c.momentum) if work is not None]
+        changed = [agreement.sync_from(peers, work, donor) for work in works]
+        if any(changed) and c.written is not None:
+            c.written = c.pack("parameter")
 
 
 def _sync_optimizers(runtime: StepRuntime, donor: int) -> None:
@@ -349,12 +332,3 @@ def _sync_optimizers(runtime: StepRuntime, donor: int) -> None:
     furthest = island.max(*(everyone[donor][1] if everyone else counts)) if counts else []
     for s, n in zip([s for s in states if "step" in s], furthest, strict=True):
         s["step"] = torch.full_like(s["step"], n) if isinstance(s["step"], torch.Tensor) else int(n)
-
-
-def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:
-    """Nested dicts and lists as one flat dict with dotted keys."""
-    if isinstance(node, list):
-        node = dict(enumerate(node))
-    if not isinstance(node, dict):
-        return {prefix: node}
-    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}").items()}

@@ -179,9 +179,12 @@ def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) 
         found: `Exchange.totals()`.
         equal: whether all replicas hold the same bits; None where the preset does not promise that.
     """
-    topology, slots = runtime.topology, _slots(runtime)
+    topology = runtime.topology
     if topology.rank:
         return
+    # the islands that took part in the last exchange
+    known = runtime.peers is not None and topology.elastic
+    slots = runtime.queue.history.slots if known else ()
     fewer = bool(slots) and slots != tuple(range(topology.count))
     if topology.islands == 1:
         agree = "one replica"
@@ -202,12 +205,6 @@ def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) 
         f"{found['seconds_waiting']:.1f} s waiting for the link"
     )
     log.info("%s: finished at step %d: %s; %s", topology.name, runtime.step, did, agree)
-
-
-def _slots(runtime: StepRuntime) -> tuple[int, ...]:
-    """The islands that took part in the last exchange."""
-    known = runtime.peers is not None and runtime.topology.elastic
-    return runtime.queue.history.slots if known else ()
 
 
 def total_steps(facts: Mapping[str, Any]) -> int | None:
@@ -276,7 +273,7 @@ def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
     sparse = [s.layout for s in sections if s.codec.sparse]
     most, mean, whole, of = runtime.island.sum(
         plan.most().bytes_sent,
-        plan.per_step(),
+        plan.average()[0],
         sum(layout.num_dense for layout in sparse),
         sum(map(_elements, sparse)),
     )

@@ -210,8 +210,7 @@ class Watch:
         islands. In the worker's thread.
 
         Args:
-            bodies: of two islands or more.
-            blank: the sections of the bodies hold nothing but zeros.
+            bodies: of two islands or more; blank: their sections hold nothing but zeros.
             reduced: there were vectors, too (`PeerGroup.alike`, `PeerGroup.something`).
         """
         if blank and not (reduced and peers.something):
@@ -230,9 +229,8 @@ class Watch:
         """Count and log the contributions that were left out of the message of `step`. slots: the
         islands of the headers; empty where that is not known. Raises as `give_up`.
         """
-        bad, far = (
-            [j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR)
-        )
+        bad = [j for j, h in enumerate(headers) if h.flags & NOT_FINITE]
+        far = [j for j, h in enumerate(headers) if h.flags & FAR]
         self.left_out, self.far = self.left_out + len(bad), self.far + len(far)
         if peers is None or not slots:
             return
@@ -240,12 +238,9 @@ class Watch:
             names = ", ".join(peers.label_of(slots[j]) for j in bad)
             log.warning("step %d: not finite (NaN or Inf) on %s, left out", step + 1, names)
         if far and self._speaks:
-            names = ", ".join(
-                f"{peers.label_of(slots[j])} ({norm_of(headers[j].norm):.2g})" for j in far
-            )
-            others = max(
-                (norm_of(h.norm) for j, h in enumerate(headers) if j not in far), default=0.0
-            )
+            norms = [norm_of(h.norm) for h in headers]
+            names = ", ".join(f"{peers.label_of(slots[j])} ({norms[j]:.2g})" for j in far)
+            others = max((n for j, n in enumerate(norms) if j not in far), default=0.0)
             log.warning(
                 "step %d: norm far from the others' (at most %.2g) on %s, left out",
                 step + 1,

@@ -136,7 +136,7 @@ class RunRecord:
 
     def exchanges(self) -> None:
         """Write the exchanges that have ended since the last call."""
-        for flown in self._exchange.ended_since(self._last):
+        for flown in self._exchange.timeline(self._last):
             start, end = (
                 None if t is None else t - self._began for t in (flown.began, flown.ended)
             )

@@ -128,7 +128,7 @@ def test_finish_inside_round_keeps_momentum(monkeypatch) -> None:
         ((0, 2), True, "3 islands began, 2 at the end: islands 0, 2; these agree, bit for bit"),
         ((0, 2), False, "3 islands began, 2 at the end: islands 0, 2; these differ"),
         ((0, 2), None, "2 at the end: islands 0, 2; these hold their mean, this one was off it"),
-        ((0,), True, "3 islands began, 1 at the end: island 0: there is no other to agree with"),
+        ((0,), True, "3 islands began, 1 at the end: island 0; there is no other to agree with"),
     ],
 )
 def test_finish_log_names_islands(

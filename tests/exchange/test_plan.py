@@ -186,7 +186,7 @@ def test_bytes_plan_average_and_largest(name: str) -> None:
     (made,) = plan.plan_model(CASES[name], tensors, 3)
     steps = [made.message(t) for t in range(made.cycle, 3 * made.cycle)]
     sent, received, messages = made.average()
-    assert sent == made.per_step() == sum(m.bytes_sent for m in steps) / len(steps)
+    assert sent == made.average()[0] == sum(m.bytes_sent for m in steps) / len(steps)
     assert (received, messages) == tuple(
         sum(getattr(m, k) for m in steps) / len(steps) for k in ("bytes_received", "messages")
     )
@@ -201,7 +201,7 @@ def test_bytes_plan_long_cycle() -> None:
     (made,) = plan.plan_model(config, [("layers.0.weight", (128, 128))], 2)
     assert made.cycle == 101 * 103 > 10_000
     exact = made.over(range(made.cycle)).bytes_sent / made.cycle
-    assert exact <= made.per_step() < exact + 2 * 3 * header.HEADER.size / 101
+    assert exact <= made.average()[0] < exact + 2 * 3 * header.HEADER.size / 101
     assert made.most().bytes_sent == 3 * 56 + 3 * 4 * 128 * 128
 
 
@@ -456,7 +456,7 @@ def test_bytes_benchmark_presets_table(tmp_path: Path) -> None:
         trips = 1 if all(s.gathered for p in plans for s in p.sections) else 3
         assert (found["sent"], found["received"], found["messages"]) == (sent, received, trips)
         assert found["seconds"] == pytest.approx(8 * max(sent, received) / 20e6 + trips * 0.04)
-        per_step = sum(p.per_step() for p in plans)
+        per_step = sum(p.average()[0] for p in plans)
         assert found["sent_per_step"] == pytest.approx(per_step)
         assert found["ratio"] == pytest.approx(ring / sent) and found[
             "ratio_per_step"

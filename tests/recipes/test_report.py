@@ -59,10 +59,7 @@ class Exchange:
         waited = {"seconds_waiting": 0.0, "seconds_exchanging": 0.0}
         return {"bytes_sent": 100 * sent, "exchanges": sent, "loss": None, **waited}
 
-    def timeline(self) -> Sequence[Any]:
-        return []
-
-    def ended_since(self, last: Any) -> Sequence[Any]:
+    def timeline(self, after: Any = None) -> Sequence[Any]:
         return []
 
     def kept_energy(self) -> dict[str, float]:

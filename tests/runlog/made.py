@@ -45,8 +45,8 @@ class Said:
     def metrics(self) -> dict[str, Any]:
         return {"not_finite": self.not_finite, "far": 0, "loss": None}
 
-    def ended_since(self, last: ExchangeRecord | None) -> list[ExchangeRecord]:
-        return self.flown[self.flown.index(last) + 1 if last in self.flown else 0 :]
+    def timeline(self, after: ExchangeRecord | None = None) -> list[ExchangeRecord]:
+        return self.flown[self.flown.index(after) + 1 if after in self.flown else 0 :]
 
 
 class Clock:
