@@ -252,12 +252,11 @@ class RunState:
     def _write_beside(self, folder: Path, head: dict[str, Any], state: Any, loop: Any) -> None:
         """All but the model's tensors."""
         rank, config = head["rank"], getattr(unwrap_model(self.model), "config", None)
-        # of transformers: `fsdp-demo export` needs it
-        if rank == 0 and config is not None and hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)
         if rank == 0:
             facts = json.dumps(self.facts, indent=1) + "\n"
             (folder / "facts.json").write_text(facts, encoding="utf-8")
+            if config is not None and hasattr(config, "save_pretrained"):
+                config.save_pretrained(folder)  # of transformers: `fsdp-demo export` needs it
         write_part(folder / "exchange", f"rank{rank}", head, state)
         place = {key: head[key] for key in ("step", "rank", "world")}
         write_part(folder / "loop", f"rank{rank}", place, loop)

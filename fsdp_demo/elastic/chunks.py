@@ -17,7 +17,7 @@ from ..errors import Mismatch, WireError
 from ..membership.protocol_types import Member, Piece
 from ..peers.connection import PeerConnection
 from ..peers.connection import QueuedPiece as Moving
-from ..peers.header import HEADER, Header, Sealed, check_body, claimed, claimed_length, open_head
+from ..peers.header import HEADER, Header, Sealed, check_body, claimed, open_head
 from ..peers.pieces import LARGEST
 from ..peers.poller import Poller
 from .message_state import EarlyMessage, RoundMessage
@@ -76,17 +76,13 @@ class Stream:
             raise WireError(f"{label} sent {moving.came} of {whole} bytes of a piece: damaged")
 
     def _open(self, label: str) -> None:
-        length = claimed_length(self.first)
+        theirs, length = claimed(self.first)
         limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
         loose = self.message.longest is not None and self.piece.what in ("body", "early")
         if loose and not 0 < length <= limit:
             raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
         message = self.message
-        expected = (
-            message.expected(claimed(self.first))
-            if isinstance(message, EarlyMessage)
-            else message.expected(self.piece.what)
-        )
+        expected = message.expected(self.piece.what, theirs)
         self.header, self._crc = open_head(self.first, expected, length if loose else limit, label)
         body = message.room(self.piece, self.owners, length)
         here = _cut(body)[0]

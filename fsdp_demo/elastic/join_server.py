@@ -101,7 +101,8 @@ class JoinServer:
         loop: the membership of this rank. names: of the islands, by slot; a newcomer's is added.
 
     Attributes:
-        joining_island: the newcomer that is there.
+        joining_island: the newcomer that is there. first: this is the first peer group of the
+            island, the only one that tells a newcomer of steps.
         endpoint: host and port of the listener; ("", 0) without one.
     """
 
@@ -116,6 +117,7 @@ class JoinServer:
         self._poller, self._prefix, self._address = poller, prefix, address
         self.loop, self._names = loop, names
         self._me, self._peer_group = loop.machine.me, loop.machine.rank
+        self.first = self._peer_group == 0
         self._dead, self._looked = loop.detector.dead, time.monotonic()
         self.joining_island: JoiningIsland | None = None
         self.endpoint = ("", 0)
@@ -131,13 +133,6 @@ class JoinServer:
         """Let a socket listen on any port; that port."""
         where = bound(made, self._address, f"island {self._me.slot}")
         return int(where.rpartition(":")[2])
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first peer group of the island, which alone tells a newcomer of
-        steps.
-        """
-        return self._peer_group == 0
 
     @property
     def followed(self) -> bool:

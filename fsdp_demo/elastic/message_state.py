@@ -67,7 +67,7 @@ class EarlyMessage:
         """The most bytes of the body of a piece: of body and vectors together."""
         return self.longest
 
-    def expected(self, claimed: Header) -> Header:
+    def expected(self, what: str, claimed: Header) -> Header:
         """The header that should come: the claimed one under this number. Step and kind are
         compared when the message is launched here.
         """
@@ -134,7 +134,7 @@ class RoundMessage:
             else self.parts.get((piece.of, piece.attempt))
         )
 
-    def expected(self, what: str) -> Header:
+    def expected(self, what: str, claimed: Header | None = None) -> Header:
         """The header that should come with a piece, but for the fields in which senders differ."""
         legs = {"share": PARTS, "part": MEANS} if self.header.kind == PAYLOAD else {}
         return replace(self.header, kind=legs.get(what, self.header.kind))

@@ -17,7 +17,6 @@ from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
 from ..errors import counted
 from ..hosts.base import TrainingHost
-from ..peers.header import ring_all_reduce_bytes
 from ..rendezvous.topology import Topology
 from .plan import Plan
 from .runtime import StepRuntime
@@ -82,7 +81,7 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
         batch: rows of a micro-batch per rank and micro-batches per step; empty where not told.
         steps: of the whole job, if known.
     """
-    bytes_sent, whole, costly = _bytes_of_island(runtime)
+    bytes_sent, whole = _bytes_of_island(runtime)
     if runtime.topology.rank:
         return
     config, name = runtime.config, runtime.topology.name
@@ -103,17 +102,6 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
     ends = [] if steps is None else odd_ends(config, steps)
     for text in [*_odd_settings(runtime, batch), *ends]:
         log.warning("%s: %s", name, text)
-    for channel, gathered, dense in costly:
-        log.warning(
-            "%s: channel %r: gathering its top-k sends %.3g MB per exchange, an all-reduce of "
-            "everything in bf16 %.3g MB, since a gather grows with the number of islands (%d): "
-            "keep fewer coefficients, or take select='random', which is reduced",
-            name,
-            channel,
-            gathered / 1e6,
-            dense / 1e6,
-            runtime.topology.islands,
-        )
 
 
 def _odd_settings(runtime: StepRuntime, batch: Sequence[int]) -> Iterator[str]:
@@ -279,31 +267,20 @@ def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
     return f"effective batch {here * islands} rows = {factors} x {counted(islands, 'island')}; "
 
 
-def _bytes_of_island(
-    runtime: StepRuntime,
-) -> tuple[list[float], list[float], list[tuple[str, float, float]]]:
-    """The figures of the first log record, over all ranks of this island. A collective inside it.
-
-    Returns:
-        (most bytes of one exchange, mean per step); (values that sparse channels send whole, all
-        their values); top-k channels for which a reduce of everything would send less, as (name,
-        bytes, bytes of a dense all-reduce).
+def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
+    """(most bytes of one exchange, mean per step) of this island, and (values that sparse channels
+    send whole, all their values). A collective inside the island.
     """
     sections = [c.section for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
     plan = Plan(sections, runtime.topology.islands, runtime.topology.island)
     sparse = [s.layout for s in sections if s.codec.sparse]
-    totals = [float(plan.most().bytes_sent), plan.per_step()]
-    totals += [float(sum(x.num_dense for x in sparse)), float(sum(map(_elements, sparse)))]
-    for section in sections:
-        if section.codec.indexed:
-            dense = ring_all_reduce_bytes(plan.size, 2 * _elements(section.layout))
-            totals += [(plan.size - 1) * section.num_bytes, dense]
-    indexed = [c.channel.name for c in runtime.channels if c.channel.codec.indexed]
-    # a copy that is not active has no sections
-    totals += [0.0] * (4 + 2 * len(indexed) - len(totals))
-    most, mean, whole, values, *pairs = runtime.island.sum(*totals)
-    rows = zip(indexed, pairs[::2], pairs[1::2], strict=True)
-    return [most, mean], [whole, values], [row for row in rows if row[1] > row[2] > 0]
+    most, mean, whole, of = runtime.island.sum(
+        plan.most().bytes_sent,
+        plan.per_step(),
+        sum(layout.num_dense for layout in sparse),
+        sum(map(_elements, sparse)),
+    )
+    return [most, mean], [whole, of]
 
 
 def _elements(layout: Layout) -> int:

@@ -32,12 +32,6 @@ class Presence:
     Make it when the islands have met (`Topology.join`); before that it has keys of its own, and the
     others must do the same. Every call returns within 5 seconds (and what it is given); a store
     that does not answer is a warning in the log, once.
-
-    Example:
-        >>> from fsdp_demo import Topology
-        >>> from fsdp_demo.rendezvous.stop_notices import Presence
-        >>> presence = Presence(Topology.from_env({"ISLAND_COUNT": "1"}))
-        >>> presence.start(); presence.end("left")
     """
 
     def __init__(self, topology: Topology):
