@@ -175,7 +175,7 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, "--link", "doctor.json"], "doctor.json cannot be read"),
         ([*TINY, *LINE, "--islands-per-uplink", "2"], "2 islands .* 1 to 1 behind each"),
         (["--model", "nosuch/config.json", *LINE], "there is no such file"),
-        ([*TINY, "--link", "1Gb"], "did you mean 1Gbit"),
+        ([*TINY, "--link", "1Gb"], "with kbit, Mbit or Gbit"),
         (["--params", "many", *LINE], "expected a number above 0"),
         (["--params", "4", "--layers", "5", *LINE], "4 parameters in 5 layers"),
         (["--params", "1e309", *LINE], "expected a number above 0"),
