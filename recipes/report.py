@@ -20,7 +20,7 @@ from fsdp_demo import ring_all_reduce_bytes
 from fsdp_demo.errors import counted
 from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, table, tracked
 from fsdp_demo.tools.planner import PEAK
-from fsdp_demo.tools.report import leave
+from fsdp_demo.tools.report import make
 
 __all__ = ["Report", "flops_per_token", "full_bytes", "log_lines", "peak_flops", "peak_memory"]
 __all__ += ["size", "table"]
@@ -321,7 +321,7 @@ class Report:
     def draw(self) -> None:
         """Once all islands have ended: the report of the run, by the main process of island 0."""
         if self.main and self.topology.island == 0:
-            leave(self.output)
+            make([self.output])
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self.began - self.evaluating, 1e-9)

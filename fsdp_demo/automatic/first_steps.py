@@ -18,7 +18,7 @@ from ..compression.windows import synchronize
 from ..config.auto import AutoChoice, AutoConfig, undecided
 from ..config.load import preset
 from ..config.schema import ExchangeConfig
-from ..elastic.agreement import round_trip
+from ..elastic.agreement import gather_number, round_trip
 from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..exchange.assembly import check
@@ -80,7 +80,7 @@ def quick_probe(
         """
         needed = 0.0
         if line is not None:
-            needed = _agreed(line, time.monotonic() - start) + more * took + 2 * rtt
+            needed = max(gather_number(line, time.monotonic() - start)) + more * took + 2 * rtt
         return island.max(needed)[0] < seconds
 
     def send(size: int) -> float:
@@ -107,13 +107,7 @@ def _slowest(peers: PeerGroup, size: int) -> float:
     data = torch.zeros(size, dtype=torch.uint8, device="cpu")
     start = time.monotonic()
     peers.all_gather(data)
-    return _agreed(peers, time.monotonic() - start)
-
-
-def _agreed(peers: PeerGroup, value: float) -> float:
-    """The largest that a rank has."""
-    mine = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.uint8)
-    return max(float(theirs.clone().view(torch.float64)) for theirs in peers.all_gather(mine))
+    return max(gather_number(peers, time.monotonic() - start))
 
 
 def _rehearsed(peers: PeerGroup, rate: float, rtt: float) -> Link:

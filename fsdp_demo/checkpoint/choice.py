@@ -115,10 +115,7 @@ def present(held: Held, slots: Sequence[int]) -> list[bool]:
     `held`. All that hold something, where that state does not say who took part.
 
     A newcomer that had not taken part yet does not count, be it the one that saved last: what it
-    holds from before it was lost would drag the others back.
-
-    Args:
-        slots: the numbers of the islands.
+    holds from before it was lost would drag the others back. `slots` are the islands' numbers.
 
     Example:
         >>> at = HeldCheckpoint
@@ -182,8 +179,7 @@ def choose(
     in all where nobody holds any.
 
     Args:
-        names: of the islands, for the error.
-        held: what each holds.
+        names: of the islands, for the error. held: what each holds.
         how: "common": what all hold. "auto": else islands that hold none take over from the others.
             "newest": what all hold that were `present`; the others take over; where there is none,
             all that do not hold the newest of them. "take_over": what all hold, else as "newest";

@@ -171,12 +171,9 @@ def load_exchange(folder: Path | str) -> SavedExchange:
     folder = Path(folder)
     paths = sorted([*folder.glob("rank*.json"), *folder.glob("*/rank*.json")])
     if not paths:
-        half = sorted(path.name for path in folder.glob("rank*"))
-        what = (
-            f"only unfinished files ({', '.join(half[:4])})"
-            if half
-            else "no part of an exchange's state (rank0.json, ...)"
-        )
+        what = "no part of an exchange's state (rank0.json, ...)"
+        if half := sorted(path.name for path in folder.glob("rank*")):
+            what = f"only unfinished files ({', '.join(half[:4])})"
         raise ValueError(
             f"{folder} holds {what}: it was saved without an exchange, or the save was cut off; "
             f"{OTHER}, {FRESH}"

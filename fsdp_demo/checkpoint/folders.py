@@ -238,8 +238,8 @@ class Fence:
 
     Args:
         root: folder of this replica.
-        run: run id, for people who look into the file.
-        name: of the replica; another one of the same run has mistaken this folder for its own.
+        run, name: run id and replica, for people who look into the file; another replica of the
+            same run has mistaken this folder for its own.
 
     Attributes:
         token: of this life; empty before `take`.

@@ -369,14 +369,8 @@ class CheckpointManager:
     def agree(
         self, held: list[HeldCheckpoint], how: str, **same: Any
     ) -> list[HeldCheckpoint | None] | None:
-        """From what each island goes on (`choice.choose`), in the order of `Topology.starters`. All
-        ranks of all islands come together.
-
-        Args:
-            held: by this replica. same: what must be told alike on all islands.
-
-        Raises:
-            NeedsDecision, PeerLost: see `resolve_resume_step`.
+        """`CheckpointRegistry.choose` for what this replica holds, in its folder. All ranks of all
+        islands come together.
         """
         return self.registry.choose(held, how, place(self.root), **same)
 
@@ -385,9 +379,7 @@ class CheckpointManager:
         return chosen[self.topology.starters.index(self.topology.island)]
 
     def go_on(self, chosen: list[HeldCheckpoint | None]) -> int:
-        """This life owns the folder from now on. Put aside what is newer than what this island goes
-        on from, whose step is returned.
-        """
+        """`own` the folder for the step that this island goes on from, which is returned."""
         mine = self.mine(chosen)
         step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
         alike = mine is not None and len({h and h.step for h in chosen}) == 1

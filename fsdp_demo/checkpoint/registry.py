@@ -78,12 +78,7 @@ class CheckpointRegistry:
 
     def common(self, mine: Sequence[HeldCheckpoint]) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for
-        rotation. Islands need not come together: each says what it holds, and hears what the
-        others have said last.
-
-        Raises:
-            StoreSilent: see `exchange`.
-            ValueError, TypeError: a note of another form.
+        rotation, by `exchange`. Raises ValueError, TypeError for a note of another form, too.
         """
         said = self.exchange([h.note() for h in mine])
         held = [[HeldCheckpoint(*h) for h in each or ()] for each in said]
@@ -143,7 +138,7 @@ class CheckpointRegistry:
     def exchange(self, held: Any) -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None.
         In order of the islands, without those that have not begun with the others and have said
-        nothing.
+        nothing. Islands need not come together.
 
         Raises:
             StoreSilent: no answer within `PATIENCE` seconds.
@@ -183,13 +178,9 @@ def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:
     """Raise NeedsDecision where two islands of one machine have the same folder: each would take
     the other's checkpoints for its own, and write over them.
     """
-    owners: dict[str, list[str]] = {}
-    for note in notes:
-        owners.setdefault(str(note.get("place") or ""), []).append(str(note.get("name")))
-    for place, names in owners.items():
-        if place and len(names) > 1:
-            raise NeedsDecision(
-                f"islands {', '.join(names)} have one folder for their checkpoints: give each "
-                f"island a folder of its own, such as Path(folder) / topology.name"
-                f"{see('later-life')}"
-            )
+    places = [n["place"] for n in notes if n.get("place")]
+    if names := [str(n.get("name")) for n in notes if places.count(n.get("place")) > 1]:
+        raise NeedsDecision(
+            f"islands {', '.join(names)} have one folder for their checkpoints: give each "
+            f"island a folder of its own, such as Path(folder) / topology.name{see('later-life')}"
+        )

@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from ..exchange.exchange import Exchange
 
 
-# The parts of an exchange's state on disk, by their heads: who saved what, and how one part is
-# read.
-
-
 @dataclass(frozen=True)
 class PartSet:
     """Parts of an exchange's state on disk: of one replica or of several; only the heads have been

@@ -102,24 +102,21 @@ class RunState:
             ValueError: damaged files, those of another model, or of another optimizer.
             PeerLost: islands that did not come in time.
         """
-        step = self.checkpoints.resolve_resume_step(resume, take_over)
+        saves = self.checkpoints
+        step = saves.resolve_resume_step(resume, take_over)
         if step is None:
-            if not fresh and self.checkpoints.topology.under_way():
+            if not fresh and saves.topology.under_way():
                 self._load_moments()
-            return
-        if not self.checkpoints.has(step):
-            if self.checkpoints.topology.rank == 0:
-                log.warning(
-                    "%s: what messages have left out so far, moments of the inner optimizer that "
-                    "islands do not share, random states and the count of tokens begin anew here",
-                    self.checkpoints.topology.name,
-                )
-            return  # at step 0, so that attach gives it what the others hold
-        self._load(self.checkpoints.path(step), fresh)
-        self.step = step
-        log.info("resumed from checkpoint of step %d", step)
-        if fresh:
-            self.saved = None
+        elif saves.has(step):
+            self._load(saves.path(step), fresh)
+            self.step = step
+            log.info("resumed from checkpoint of step %d", step)
+        elif saves.topology.rank == 0:  # at step 0, so that attach gives it what the others hold
+            log.warning(
+                "%s: what messages have left out so far, moments of the inner optimizer that "
+                "islands do not share, random states and the count of tokens begin anew here",
+                saves.topology.name,
+            )
 
     def _load_moments(self) -> None:
         """Load the newest checkpoint of an island that joins a run under way."""
@@ -146,8 +143,8 @@ class RunState:
         """Load a checkpoint of this replica."""
         topology = self.checkpoints.topology
         self.checkpoints.verify(folder)
-        self.saved = saved = load_exchange(folder / "exchange")
-        head = saved.heads[0]
+        saved = load_exchange(folder / "exchange")
+        self.saved, head = None if fresh else saved, saved.heads[0]
         mine = topology.islands, topology.island, topology.world
         self.same = (head["islands"], head["island"], head["world"]) == mine
         rank = topology.rank if self.same else 0
@@ -255,12 +252,11 @@ class RunState:
     def _write_beside(self, folder: Path, head: dict[str, Any], state: Any, loop: Any) -> None:
         """All but the model's tensors."""
         rank, config = head["rank"], getattr(unwrap_model(self.model), "config", None)
-        # of transformers: `fsdp-demo export` needs it
-        if rank == 0 and config is not None and hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)
         if rank == 0:
             facts = json.dumps(self.facts, indent=1) + "\n"
             (folder / "facts.json").write_text(facts, encoding="utf-8")
+            if config is not None and hasattr(config, "save_pretrained"):
+                config.save_pretrained(folder)  # of transformers: `fsdp-demo export` needs it
         write_part(folder / "exchange", f"rank{rank}", head, state)
         place = {key: head[key] for key in ("step", "rank", "world")}
         write_part(folder / "loop", f"rank{rank}", place, loop)

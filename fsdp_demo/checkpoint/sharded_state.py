@@ -226,9 +226,8 @@ def load_tensors(
     if why and not weights_suffice:
         raise ValueError(f"{folder} does not fit this optimizer ({why}): {OPTIMIZER}")
     if why:
-        log.warning(
-            "%s: only the model is taken, the optimizer's state begins anew (%s)", folder, why
-        )
+        text = "%s: only the model is taken, the optimizer's state begins anew (%s)"
+        log.warning(text, folder, why)
     rooms = {} if why else _rooms(optimizers, named, states)
     live = _weights(held, beside) | {k.name: t for k, t in rooms.items()}
     _compare(folder, live, saved, not why)

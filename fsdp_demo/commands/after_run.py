@@ -20,27 +20,23 @@ def add_report(commands: Commands) -> None:
         description="Reads what the recipes and ExchangeCallback leave in the output folder of a "
         "run, also of one that was killed or still trains. The html needs no other file.",
     )
-    sub.example("fsdp-demo report outputs/demo outputs/diloco --out compare.html --md compare.md")
+    sub.example("fsdp-demo report outputs/demo outputs/diloco --out compare.html")
     sub.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run")
     sub.add_argument(
         "--out",
         metavar="FILE",
         help="the html (default: report.html in RUN, or in this folder for several)",
     )
-    sub.add_argument("--png", metavar="FILE", help="a picture, too; needs matplotlib")
-    sub.add_argument("--md", metavar="FILE", help="the comparison as a markdown table, too")
     sub.set_defaults(run_command=report)
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the files and name them."""
+    """Write the page and name it."""
     from ..tools.report.page import make
 
-    for flag, name in (("--out", args.out), ("--png", args.png), ("--md", args.md)):
-        if name and not Path(name).parent.is_dir():
-            raise ValueError(f"{flag} {name}: there is no folder {Path(name).parent}")
-    for path in make(args.runs, args.out, args.png, args.md):
-        print(path)
+    if args.out and not Path(args.out).parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}")
+    print(make(args.runs, args.out))
     return 0
 
 

@@ -136,9 +136,10 @@ def serve(
         _say(f"fsdp-demo store: WARNING: {warning}")
     listening = join_address(served.host, served.port)
     if first and not args.quiet:
+        door = "with ISLAND_TOKEN" if token else "no ISLAND_TOKEN"
         print(
-            f"store listening on {listening}, keys in {served.file}; on every island: export "
-            f"ISLAND_ENDPOINT={served.endpoint}",
+            f"store listening on {listening}, {door}, keys in {served.file}; on every island: "
+            f"export ISLAND_ENDPOINT={served.endpoint}",
             flush=True,
         )
     served.serve_while(lambda: not SIGNALS & signal.sigpending() and os.getppid() == parent)
@@ -161,11 +162,14 @@ def add_status(commands: Commands) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Say who the members of a run are and how far they are; 1 if nobody answers."""
+    """Say who the members of a run are and how far they are; 1 if nobody answers, unless the run
+    is finished.
+    """
     from ..rendezvous.run_status import members, text
     from ..rendezvous.topology import Topology
 
     topology = Topology.from_env({"ISLAND_COUNT": "2", **os.environ, "ISLAND_RANK": "0"})
     found = members(topology.open_store(10.0), topology.run, topology.token)
     print(json.dumps(found, indent=2) if args.json else text(found))
-    return 0 if any(not one.get("silent") for one in found["members"]) else 1
+    answered = any(not one.get("silent") for one in found["members"])
+    return 0 if answered or found["state"] == "finished" else 1

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..config.schema import ExchangeConfig
     from ..tools.planner.situation import Situation
 
-_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 _INNER = ("adamw", "adam", "muon", "muonadamw", "sgd")
 
 
@@ -112,7 +111,6 @@ def add(commands: Commands) -> None:
     out = sub.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print a list of rows")
     out.add_argument("--yaml", metavar="FILE", help="write the recommended configuration there")
-    out.add_argument("--plot", metavar="FILE", help="draw utilisation over the rate of the link")
     sub.set_defaults(run_command=run)
 
 
@@ -124,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     counts = asking.islands(args.islands)
     chosen = asking.exchanges(args.exchange, args.set)
     wanted = asking.targets(args.target_utilisation)
-    if not (args.link or wanted or args.plot):
+    if not (args.link or wanted):
         raise ValueError("plan needs --link RATE, as in 1Gbit, or --target-utilisation SHARE")
     if args.yaml and wanted and args.json:
         raise ValueError("--json with --target-utilisation has rates alone: leave out --yaml")
@@ -136,19 +134,13 @@ def run(args: argparse.Namespace) -> int:
     first = replace(first, target=wanted[-1] if wanted else first.target)
     shared = args.islands_per_uplink
     situations = [replace(first, islands=n, link=x, islands_per_uplink=shared) for n, x in cases]
-    found: list[ExchangeConfig] = []
     if args.link and not (wanted and args.json):  # of a target, json has the rates alone
-        found = _plans(args, situations, chosen)
+        _plans(args, situations, chosen)
     if wanted:
         if args.link and not args.json:
             print()
         # the rate is what is solved for: one situation for each number of islands
         _solve(args, list({s.islands: s for s in situations}.values()), wanted, chosen)
-    if args.plot:
-        from ..tools.planner.show import draw
-
-        first_count = found[: len(lines)]  # the picture shows the first number of islands
-        draw(args.plot, situations[0], chosen, lines if args.link else [], first_count)
     return 0
 
 
@@ -161,11 +153,8 @@ def _check(args: argparse.Namespace) -> None:
                 f"--keep-inner {args.keep_inner!r}: no method was tried with it; allowed are "
                 f"{', '.join(_INNER)}"
             )
-    for flag, name in (("--yaml", args.yaml), ("--plot", args.plot)):
-        if name and not Path(name).parent.is_dir():
-            raise ValueError(f"{flag} {name}: there is no folder {Path(name).parent}")
-    if args.plot and Path(args.plot).suffix not in _PICTURES:
-        raise ValueError(f"--plot {args.plot}: allowed endings are {', '.join(_PICTURES)}")
+    if args.yaml and not Path(args.yaml).parent.is_dir():
+        raise ValueError(f"--yaml {args.yaml}: there is no folder {Path(args.yaml).parent}")
     if args.yaml and not args.link:
         raise ValueError("--yaml writes a recommendation, which needs --link RATE")
 
@@ -174,8 +163,8 @@ def _plans(
     args: argparse.Namespace,
     situations: list[Situation],
     chosen: list[ExchangeConfig | str] | None,
-) -> list[ExchangeConfig]:
-    """Print the plan of each situation; returns what is recommended for each."""
+) -> None:
+    """Print the plan of each situation, and write the recommendation of one where it is wanted."""
     from ..tools.planner import choose, plan_rows, show
     from ..tools.planner.rows import HSDP
 
@@ -204,7 +193,6 @@ def _plans(
         summary = show.summary([(situation, choice.row) for situation, choice in best])
         printed.append(f"The best of each case:\n{summary}")
     print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, show.notes(shown)]))
-    return [choice.config for _, choice in best]
 
 
 def _width() -> int | None:

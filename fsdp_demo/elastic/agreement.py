@@ -146,15 +146,18 @@ def sync_from(peers: PeerGroup, work: Tensor, donor: int, keep: bool = False) ->
     return needs[peers.rank]
 
 
-def mean_of(peers: PeerGroup, step: int, value: float) -> float:
-    """Mean over the replicas of a number of this step, those left out whose number is not finite: 8
-    bytes and a header to each.
-    """
+def gather_number(
+    peers: PeerGroup, value: float, kind: int = SETUP, step: int = 0, setup: bool = True
+) -> list[float]:
+    """A number of every replica, in rank order: 8 bytes and a header to each."""
     mine = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.uint8)
-    found = [
-        float(m.clone().view(torch.float64))
-        for m in peers.all_gather(mine, NORM, step, setup=False)
-    ]
+    every = peers.all_gather(mine, kind, step, setup)
+    return [float(theirs.clone().view(torch.float64)) for theirs in every]
+
+
+def mean_of(peers: PeerGroup, step: int, value: float) -> float:
+    """Mean over the replicas of a number of this step, without those that are not finite."""
+    found = gather_number(peers, value, NORM, step, setup=False)
     finite = [v for v in found if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
 
@@ -169,7 +172,5 @@ def round_trip(peers: PeerGroup) -> float:
     """Seconds of a round trip between the two islands that are farthest apart, as the kernels have
     seen it, the same on all ranks of the peer group; 0 where one of them does not tell.
     """
-    seen = torch.tensor([peers.seen_round_trip()], dtype=torch.float64, device="cpu")
-    every = peers.all_gather(seen.view(torch.uint8))
-    farthest = max(float(theirs.clone().view(torch.float64)) for theirs in every)
+    farthest = max(gather_number(peers, peers.seen_round_trip()))
     return farthest if math.isfinite(farthest) else 0.0

@@ -17,7 +17,7 @@ from ..errors import Mismatch, WireError
 from ..membership.protocol_types import Member, Piece
 from ..peers.connection import PeerConnection
 from ..peers.connection import QueuedPiece as Moving
-from ..peers.header import HEADER, Header, Sealed, check_body, claimed, claimed_length, open_head
+from ..peers.header import HEADER, Header, Sealed, check_body, claimed, open_head
 from ..peers.pieces import LARGEST
 from ..peers.poller import Poller
 from .message_state import EarlyMessage, RoundMessage
@@ -37,13 +37,13 @@ SLOTS = 128
 
 
 class Stream:
-    """A piece that comes from a peer.
+    """A piece that a peer sends to this rank.
 
     Attributes:
-        message, piece: what it is. sender: who sends it. owners: of the parts of the message, when
-            it was asked for.
-        first: the first megabyte, until its header has been read. header: as it was read. sealed:
-            header and body, when all is here.
+        message, piece: what is received. sender: the peer. owners: of the parts of the message, in
+            the view in which the piece was asked for.
+        first: the first megabyte, until its header has been read. sealed: header and body, complete
+            when no room of `moving` is open.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class Stream:
         self._crc = 0
 
     def take(self, moving: Moving, label: str) -> None:
-        """The next megabyte is here. The first one has the header, which makes room for the body.
+        """Take the next megabyte that has come. The first one has the header, by which room for the
+        body is made.
 
         Raises:
-            WireError: see `open_head`; or it is shorter than it must be. What is left of the room
-                holds what was there before, which may be what should have come.
+            WireError: see `open_head`; or the megabyte is shorter than it must be: the rest of its
+                room holds old bytes, which may even be the right ones.
         """
         whole = moving.size
         if self.header is None:
@@ -75,17 +76,13 @@ class Stream:
             raise WireError(f"{label} sent {moving.came} of {whole} bytes of a piece: damaged")
 
     def _open(self, label: str) -> None:
-        length = claimed_length(self.first)
+        theirs, length = claimed(self.first)
         limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
         loose = self.message.longest is not None and self.piece.what in ("body", "early")
         if loose and not 0 < length <= limit:
             raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
         message = self.message
-        expected = (
-            message.expected(claimed(self.first))
-            if isinstance(message, EarlyMessage)
-            else message.expected(self.piece.what)
-        )
+        expected = message.expected(self.piece.what, theirs)
         self.header, self._crc = open_head(self.first, expected, length if loose else limit, label)
         body = message.room(self.piece, self.owners, length)
         here = _cut(body)[0]
@@ -124,8 +121,8 @@ class Streams:
     def send(
         self, message: RoundMessage | EarlyMessage, piece: Piece, data: Sealed, to: Member
     ) -> None:
-        """Hand a piece to the connections to one peer; the body is not copied, but for its first
-        megabyte.
+        """Hand a piece to the connections to one peer. Of the body only the first megabyte is
+        copied.
         """
         wires, touched = self._connections[to][: message.num_connections], []
         first, rest = _cut(data.body)
@@ -159,7 +156,7 @@ class Streams:
             self._poller.post_recv(wires[i % len(wires)], moving, number)
 
     def done(self) -> Iterator[Stream]:
-        """The pieces that have come whole since it was last asked."""
+        """The pieces that have become complete since the last call."""
         for key, stream in list(self._waiting.items()):
             if self._waiting.get(key) is not stream:  # a refusal has ended all
                 continue
@@ -178,7 +175,9 @@ class Streams:
                     yield stream
 
     def _taken(self, key: tuple[int, Piece], stream: Stream, moving: Moving) -> bool:
-        """Take a megabyte, and after the first one wait for the rest; False if it is refused."""
+        """Take a megabyte, and make room for the rest after the first one; False if it is
+        refused.
+        """
         opens = stream.header is None
         try:
             stream.take(moving, self._labels(stream.piece.of.slot))
@@ -206,7 +205,7 @@ class Streams:
 
 
 def _cut(body: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """What goes with the header, and the megabytes behind it."""
+    """The part of a body that goes with the header, and the megabytes behind it."""
     first = body[: LARGEST - HEADER.size]
     return first, body[len(first) :].split(LARGEST) if len(first) < len(body) else ()
 

@@ -1,10 +1,10 @@
-"""Signs of life between the ranks of a run, and what one rank concludes from them: who is lost, and
-why.
+"""Failure detection between the ranks of a run: heartbeats, and which peers are lost, with the
+reason.
 
-Each rank says a short word twice a second to its peers, from a thread of the process that trains. A
+Each rank sends its peers a short word twice a second, from a thread of the process that trains. A
 peer is lost when its connections are gone, when it was silent for too long, or when one of its
-connections stands while others move. One that speaks but makes no progress is waited for
-(`ProgressWatch`). The store has no part in it.
+connections stands still while others move. A peer that sends heartbeats but makes no progress is
+waited for (`ProgressWatch`). The store has no part in failure detection.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..peers.poller import Poller
 
 BEAT = 0.5  # seconds
 SOON = 0.03
-"""Seconds for which a freeze that another rank tells is put off: the end of a connection that it
-has seen is seen here, too, by then.
+"""Seconds by which a freeze that another rank tells is delayed: by then this rank has seen the end
+of the same connection, too.
 """
 
 
@@ -44,18 +44,18 @@ class FailureDetector:
     """What one rank hears of its peers.
 
     Args:
-        notes: for each other member the connection for short words; connections: those for
-            messages. siblings: for each other rank of this island that has a peer group, by its
-            number.
-        dead: seconds of silence after which a peer is lost; meeting: until it was heard first.
-        patience: seconds that a peer may stand, given how long the last messages took. Nothing is
-            known of a peer that has not moved since it came: its first step may compile.
+        notes: the connection for short words to each other member; connections: those for
+            messages. siblings: the connections to the other ranks of this island, by peer group.
+        dead: seconds of silence after which a peer is lost; meeting: the same before the first
+            word.
+        patience: seconds that a peer may stand, given how long the last messages took; given none
+            for a peer that has not moved since it came, since its first step may compile.
 
     Attributes:
-        began: when this rank has launched each message that is not delivered here, by number.
-            rounds: seconds that the last ones of steps took.
-        next_of: the next message of each peer, as it has said last. leaving: peers that have said
-            that they end.
+        began: the time at which this rank launched each undelivered message, by number. rounds:
+            seconds that the last messages of steps took.
+        next_of: the next message of each peer, by its last word. leaving: peers that have
+            announced their end.
     """
 
     def __init__(
@@ -98,12 +98,13 @@ class FailureDetector:
         say(self._poller, word, wires)
 
     def watch(self, now: float) -> None:
-        """With every beat: a sign on each connection for messages, from time to time, and a look
-        which connections stand.
+        """Find the connections that stand, with every beat, and send a sign on each idle connection
+        for messages from time to time.
 
         A connection stands when nothing has come on it for half of `dead` (2 s at least) while
-        something came on another of the same peer. A slow link is not taken for that: what the
-        kernel has received counts, and a sign that waits behind a long piece is not needed."""
+        something came on another of the same peer. A slow link does not: bytes that the kernel has
+        received count.
+        """
         if now - self._signed > self.dead / 5:
             self._signed = now
             self.say(
@@ -121,20 +122,20 @@ class FailureDetector:
     def admit(
         self, member: Member, notes: PeerConnection, connections: list[PeerConnection], now: float
     ) -> None:
-        """A peer more."""
+        """Add a peer."""
         self.notes[member], self.connections[member] = notes, connections
         for wire in [notes, *connections]:
             wire.heard_at = now
 
     def drop(self, member: Member) -> None:
-        """A peer less."""
+        """Remove a peer, and close its connections."""
         self._ended.pop(member, None)
         self._came_with.pop(member, None)
         for wire in [self.notes.pop(member), *self.connections.pop(member, [])]:
             wire.close(0)
 
     def forgive(self, now: float) -> None:
-        """All begin anew: nobody was silent or slow so far."""
+        """Restart all clocks: no peer counts as silent or slow so far."""
         for wire in self.wires:
             if wire.doubted and wire.heard_at <= wire.doubted:
                 wire.doubted = now  # still nothing has come behind it
@@ -142,13 +143,13 @@ class FailureDetector:
         self.began, self._standing = dict.fromkeys(self.began, now), {}
 
     def heard(self, member: Member, next: int) -> None:
-        """A peer has said its next message."""
+        """Note the next message of a peer, as its heartbeat says."""
         self.next_of[member] = next
         self._came_with.setdefault(member, next)
 
     def quiet(self, now: float, unheard: bool = False) -> list[Member]:
-        """Peers that have missed several beats; `unheard`: also who was never heard, as by a
-        newcomer that has come a moment before.
+        """Peers that have missed several beats; with `unheard` also those that were never heard, as
+        a newcomer that came a moment ago.
         """
         limit = min(4 * BEAT, self.dead / 2)
         return [
@@ -158,7 +159,7 @@ class FailureDetector:
         ]
 
     def lost(self, now: float) -> dict[Member, str]:
-        """Who is lost, and why."""
+        """The peers that are lost, with the reason."""
         found: dict[Member, str] = {}
         silent = False
         for member in self.notes:
@@ -177,13 +178,13 @@ class FailureDetector:
                 found[member] = (
                     f"one of its connections has stood for {self.dead:g} s while others move"
                 )
-        if silent:  # who has fallen silent with it would otherwise stand in the report as heard
+        if silent:  # else the report would name a peer that fell silent with it as heard
             found = {**{m: "silent, too" for m in self.quiet(now)}, **found}
         return found
 
     def behind(self, now: float) -> tuple[int, float, list[Member]]:
-        """The oldest message that is not delivered here, seconds since its launch, and the peers
-        that live and have not come so far; -1 and nobody where there is none.
+        """The oldest undelivered message, seconds since its launch, and the live peers that have
+        not reached it; -1 and no peer where all is delivered.
         """
         n = min(self.began, default=-1)
         late = [m for m in self.notes if m not in self.leaving and self.next_of.get(m, n + 1) <= n]
@@ -195,8 +196,9 @@ class FailureDetector:
         return bool(self._ended)
 
     def _gone(self, member: Member, now: float, waiting: bool) -> str:
-        """Why the connections of a peer are gone, a moment later: its last word may come on another
-        one. Nothing where it has said that it ends, and nobody waits for it."""
+        """Why a peer's connections are gone, told a moment later, since its last word may come on
+        another one. Empty where the peer has announced its end and no message waits for it.
+        """
         why = next((w.gone for w in self.of(member) if w.gone), "")
         if not why or (member in self.leaving and not waiting):
             return ""
@@ -224,15 +226,12 @@ PATIENCE = 30.0
 
 
 class ProgressWatch:
-    """Says for which islands this rank waits, and tells one that has stood for too long to end.
+    """Logs for which islands this rank waits, and tells an island that stands for too long to end.
 
     A peer that beats and does not come to the next message evaluates, saves, compiles, or hangs:
-    beats come from a thread of their own. Nobody is lost by that at first. In the end it is the one
-    that stands that goes, never one that waits for it, whichever has the lower slot. It knows by
-    itself whether it stands: a peer that has moved meanwhile stays.
-
-    Args:
-        detector: what it hears. label: how errors and logs name an island, by slot.
+    beats come from a thread of their own. Such a peer is not lost at first. When patience is over
+    it is told to end; it does so unless it has moved meanwhile. So the island that stands goes,
+    never one that waits, whichever has the lower slot.
     """
 
     def __init__(self, detector: FailureDetector, label: Callable[[int], str]):
@@ -240,7 +239,7 @@ class ProgressWatch:
         self._waits, self._next = -1, PATIENCE
 
     def look(self, rank: Rank, now: float) -> None:
-        """With every beat, while no island is lost."""
+        """Log and tell, with every beat while no island is lost."""
         n, seconds, behind = self._detector.behind(now)
         behind = [m for m in behind if m in rank.record.contributors(n)]  # the others are not asked
         if n != self._waits:
@@ -265,8 +264,8 @@ class ProgressWatch:
             )
 
     def told(self, rank: Rank, n: int, seconds: float, by: Member) -> Record | None:
-        """A peer has waited so long for this rank's message n. The members that go on without this
-        island; None where it does not stand.
+        """Answer a peer that has waited `seconds` for this rank's message n: the record of the
+        members that go on without this island, or None where this rank does not stand.
         """
         if rank.state != "running" or rank.next > n:
             return None

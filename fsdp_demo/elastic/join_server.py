@@ -36,6 +36,7 @@ from ..peers.join_messages import (
     Request,
     Tick,
     packed,
+    to_bytes,
 )
 from ..peers.poller import Poller
 from ..peers.zeromq import bound
@@ -100,7 +101,8 @@ class JoinServer:
         loop: the membership of this rank. names: of the islands, by slot; a newcomer's is added.
 
     Attributes:
-        joining_island: the newcomer that is there.
+        joining_island: the newcomer that is there. first: this is the first peer group of the
+            island, the only one that tells a newcomer of steps.
         endpoint: host and port of the listener; ("", 0) without one.
     """
 
@@ -113,8 +115,9 @@ class JoinServer:
         names: dict[int, str],
     ):
         self._poller, self._prefix, self._address = poller, prefix, address
-        self._loop, self._names = loop, names
+        self.loop, self._names = loop, names
         self._me, self._peer_group = loop.machine.me, loop.machine.rank
+        self.first = self._peer_group == 0
         self._dead, self._looked = loop.detector.dead, time.monotonic()
         self.joining_island: JoiningIsland | None = None
         self.endpoint = ("", 0)
@@ -130,13 +133,6 @@ class JoinServer:
         """Let a socket listen on any port; that port."""
         where = bound(made, self._address, f"island {self._me.slot}")
         return int(where.rpartition(":")[2])
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first peer group of the island, which alone tells a newcomer of
-        steps.
-        """
-        return self._peer_group == 0
 
     @property
     def followed(self) -> bool:
@@ -177,16 +173,16 @@ class JoinServer:
             self.drop("it has started again")
         if self.joining_island is not None:
             return {"later": f"{self.joining_island.name} joins at the moment"}
-        if self._loop.machine.state != "running":
+        if self.loop.machine.state != "running":
             return {"later": "the members change at the moment"}
-        if found.slot in [m.slot for m in self._loop.machine.record.members]:
+        if found.slot in [m.slot for m in self.loop.machine.record.members]:
             return {"later": f"island {found.slot} is a member: its end was not noticed yet"}
         return self._let_in(Member(found.slot, found.incarnation), found.name[:200])
 
     def _status(self) -> dict[str, Any]:
         """How this rank stands, for `rendezvous/run_status.py`."""
-        rank, island, now = self._loop.machine, self.joining_island, time.monotonic()
-        notes = self._loop.detector.notes
+        rank, island, now = self.loop.machine, self.joining_island, time.monotonic()
+        notes = self.loop.detector.notes
         return {
             "launched": rank.next,
             "delivered": rank.landed,
@@ -196,7 +192,7 @@ class JoinServer:
         }
 
     def _let_in(self, who: Member, name: str) -> dict[str, Any]:
-        count = num_connections(self._loop.detector.connections)
+        count = num_connections(self.loop.detector.connections)
         self.joining_island = island = JoiningIsland(
             name, self._poller, self._prefix, self._peer_group, self._me, who, count
         )
@@ -261,7 +257,7 @@ class JoinServer:
         """The joining island is a member from now on; False if it is not there. What it follows
         goes on until `over`.
         """
-        island, rank, detector = self.joining_island, self._loop.machine, self._loop.detector
+        island, rank, detector = self.joining_island, self.loop.machine, self.loop.detector
         if island is None or island.member != member:
             return False
         island.moved, notes, record = True, island.wires["notes"], rank.record
@@ -272,7 +268,7 @@ class JoinServer:
         detector.say(["planned", record.epoch], [notes])
         if self.first:
             base = record.base[record.members.index(member)]
-            who = self._loop.labels(member.slot)
+            who = self.loop.labels(member.slot)
             log.info("epoch %d: %s joins, from message %d on", record.epoch, who, base)
         return True
 
@@ -298,19 +294,17 @@ class DonorFeed:
     at once, the others in the thread that exchanges.
 
     Args:
-        do: runs a job in the network thread. submit: runs a job in the thread that exchanges, after
+        submit: runs a job in the thread that exchanges, after
             all that is under way. next_message: the number of the next message of the peer group.
     """
 
     def __init__(
         self,
         join_server: JoinServer,
-        do: Callable[[Callable[[], None]], None],
         submit: Callable[[Callable[[], None]], Any],
         next_message: Callable[[], int],
     ):
-        self._join_server, self._do = join_server, do
-        self._submit, self._next = submit, next_message
+        self._join_server, self._submit, self._next = join_server, submit, next_message
         self._for: JoiningIsland | None = None  # which got the last snapshot
 
     @property
@@ -372,7 +366,7 @@ class DonorFeed:
         island = self._for
         if island is not None and self._join_server.first:
             head = bulk_stream.ItemHead("tick")
-            self._submit(lambda: self._put(island, "ticks", head, [tick.pack()]))
+            self._submit(lambda: self._put(island, "ticks", head, [to_bytes(tick)]))
 
     def launching(self, message: RoundMessage) -> None:
         """A message is sent here now: a newcomer may begin with it, if it is of a step."""
@@ -390,4 +384,4 @@ class DonorFeed:
     def _put(
         self, island: JoiningIsland, wire: str, head: bulk_stream.ItemHead, parts: Sequence[Tensor]
     ) -> None:
-        self._do(lambda: self._join_server.put(island, wire, head, parts))
+        self._join_server.loop.do(lambda: self._join_server.put(island, wire, head, parts))

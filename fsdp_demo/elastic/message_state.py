@@ -1,9 +1,9 @@
-"""The bytes of one numbered message on one rank: what it sends, what has come, what it has made of
-it. Kept until all members have it.
+"""The tensors of one numbered message on one rank (pieces to send, pieces received, parts of the
+mean), kept until all members have the message.
 
-The membership machine (`membership/machine.py`) says which pieces count; this file has the tensors,
-and the calculations on them. Calculations run in the thread that exchanges (`peer_group.py`), which
-waits for the message meanwhile; the network thread only moves bytes.
+The membership machine (`membership/machine.py`) says which pieces count; the calculations are here.
+They run in the thread that exchanges (`peer_group.py`), which waits for the message meanwhile; the
+network thread only moves bytes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class Due:
-    """The message is complete: as it is settled."""
+    """The task that ends the wait for a message: it is complete, with this settlement."""
 
     settled: Settlement
 
 
 class EarlyMessage:
-    """What an island that leaves contributes to message n, ahead of its time: header, body, then
-    its vectors coded uncut. A rank may have it before it has launched that message.
+    """The contribution to message n that an island sends before it leaves: header, body, then its
+    vectors coded uncut. A rank may receive it before it has launched the message itself.
 
     Args:
-        kind: as who leaves takes the message to be. longest: bytes of body and vectors at most.
+        kind: of the message, in the view of the leaving island. longest: bytes of body and vectors
+            at most.
 
     Attributes:
-        data, header: when it is here.
+        data, header: None until the contribution is here.
     """
 
     def __init__(self, n: int, kind: Kind, longest: int):
@@ -51,7 +52,7 @@ class EarlyMessage:
 
     @classmethod
     def of(cls, n: int, header: Header, body: Tensor, vectors: Vectors) -> EarlyMessage:
-        """What this island sends. body: uint8; vectors: as for `RoundMessage`."""
+        """The contribution of this island. body: uint8; vectors: as for `RoundMessage`."""
         coded = collectives.share(vectors, 1, 0) if vectors else body[:0]
         early = cls(n, "mixed" if vectors else "gather", body.numel() + coded.numel())
         early.header = replace(header, number=n % 2**32, flags=header.flags | EARLY)
@@ -66,31 +67,29 @@ class EarlyMessage:
         """The most bytes of the body of a piece: of body and vectors together."""
         return self.longest
 
-    def expected(self, claimed: Header) -> Header:
-        """The header that should come: what it says of step and kind is compared when the message
-        is launched here.
+    def expected(self, what: str, claimed: Header) -> Header:
+        """The header that should come: the claimed one under this number. Step and kind are
+        compared when the message is launched here.
         """
         return replace(claimed, number=self.n % 2**32)
 
 
 class RoundMessage:
-    """One message.
+    """One numbered message on one rank.
 
     Args:
-        n: its number. me: this island. header: what is said with it.
-        body: uint8; the same length is expected from everybody, unless `longest` is given.
-        vectors, weigh: see `PeerGroup.exchange`.
-        longest: bytes of a body at most, where they differ.
-        num_connections: connections to which its pieces are dealt. compare: see
-            `PeerGroup.exchange`.
+        n: its number. me: this island. header: sent with it.
+        body: uint8; the others' have the same length, unless `longest` is given: bytes at most.
+        vectors, weigh, compare: see `PeerGroup.exchange`.
+        num_connections: connections to which its pieces are dealt.
 
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
-        tasks: what the thread that waits is to do: a calculation, `Due`, or an error to raise.
-        bodies, headers: of each contributor. shares, parts: by whose they are, and attempt.
-        early: what islands that leave have sent ahead of its time, by whose it is.
-        making: parts of the mean that are being calculated, with the view in which they are to be
-            sent, and to whom.
+        tasks: for the thread that waits: a calculation, `Due`, or an error to raise.
+        bodies, headers: by contributor. shares, parts: by owner and attempt. early: contributions
+            of islands that leave, by island.
+        making: parts of the mean under calculation, with the view in which they are to be sent,
+            and the receivers.
         damage: found first in a piece of it. Where all must stay it is the error of the message,
             not the loss of the peer that may follow.
         sent, received: bytes so far, headers counted. alike, something: of a message to compare,
@@ -135,13 +134,13 @@ class RoundMessage:
             else self.parts.get((piece.of, piece.attempt))
         )
 
-    def expected(self, what: str) -> Header:
-        """The header that should come with a piece, but for what each sender says of itself."""
+    def expected(self, what: str, claimed: Header | None = None) -> Header:
+        """The header that should come with a piece, but for the fields in which senders differ."""
         legs = {"share": PARTS, "part": MEANS} if self.header.kind == PAYLOAD else {}
         return replace(self.header, kind=legs.get(what, self.header.kind))
 
     def limit(self, what: str, of: Member, owners: Sequence[Member]) -> int:
-        """Bytes of the body of a piece: exactly, but for bodies where they may differ."""
+        """Bytes of a piece without its header: exact, or the most where bodies may differ."""
         if what == "body":
             return self.longest or self._body
         there, back = collectives.legs(self.spans, len(owners))
@@ -158,8 +157,8 @@ class RoundMessage:
 
     @property
     def _in_place(self) -> bool:
-        """Whether parts of the mean come, and are made, where it is to lie: values that travel as
-        they are, of a payload, since nobody changes its mean while parts of it may be forwarded.
+        """Whether parts of the mean are received and made directly in the mean: for fp32 values of
+        a payload, since no caller changes its mean while parts of it may still be forwarded.
         """
         return self.header.kind == PAYLOAD and [code for _, code in self.spans] == ["fp32"]
 
@@ -171,7 +170,7 @@ class RoundMessage:
         return found
 
     def keep(self, piece: Piece, data: Sealed, header: Header) -> None:
-        """A piece that has come, whole and checked."""
+        """Keep a piece that has come, whole and checked."""
         if piece.what == "body":
             self.bodies[piece.of], self.headers[piece.of] = data, header
         elif piece.what == "share":
@@ -221,9 +220,9 @@ class RoundMessage:
         return made
 
     def coded(self, due: Due) -> list[Tensor]:
-        """The coded parts of the means, without headers, by whose they are; nothing without
-        vectors, and where somebody who has left has a share in them: parts are not as many as
-        headers then."""
+        """The coded parts of the means, without headers, in the order of their owners. None without
+        vectors, nor where an island that has left contributed: parts are fewer than headers then.
+        """
         settled = due.settled
         if not self.vectors or settled.early:
             return []
@@ -250,8 +249,9 @@ class RoundMessage:
     # ---- what came early -----------------------------------------------------------------------
 
     def counted(self, settled: Settlement) -> tuple[Member, ...]:
-        """The contributors, but for what came early and is of something else: a question came in
-        between, say. All compare the same bytes with the same message, so all come to the same."""
+        """The contributors without those whose early contribution was for another message (a
+        question came in between, say). All ranks compare the same bytes, so all agree.
+        """
         return tuple(
             m for m in settled.contributors if m not in settled.early or self._fits(self.early[m])
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import PeerLost, WireError, see
 from ..membership.protocol_types import Member, Record, read_record
+from ..net.address import join_address
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import WITHIN
@@ -34,7 +35,6 @@ from ..peers.join_messages import (
 )
 from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
-from ..peers.zeromq import bracketed
 from ..store.client import Store
 from .failure_detector import BEAT, say
 from .store_session import newest, record_key
@@ -206,7 +206,7 @@ class MemberSearch:
         count = int(answer["connections"])
         made = Reached(self.poller, self.prefix, self.peer_group, self.me, member, count)
         for wire, port in zip(made.every, answer["ports"], strict=True):
-            wire.dial(f"tcp://{bracketed(answer['host'])}:{int(port)}")
+            wire.dial(f"tcp://{join_address(answer['host'], int(port))}")
         return made
 
 
@@ -328,7 +328,7 @@ class Following:
         if part is None:
             raise PeerLost(f"{self._who} sent half a step")
         self._ticks.end()
-        return Tick.unpack(part)
+        return from_bytes(part, Tick, "a tick")
 
     def arrived(self, expected: Expected) -> ReceivedMessage:
         """The next message that the others have agreed on, of those sent within steps

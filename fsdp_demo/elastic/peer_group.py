@@ -95,7 +95,7 @@ class PeerGroup:
         driver.stopping.wish = lambda: self.told_to_end()
         if driver.join_server is not None:
             self.donor_feed = DonorFeed(
-                driver.join_server, driver.do, lambda job: self.submit(job), lambda: self._next
+                driver.join_server, lambda job: self.submit(job), lambda: self._next
             )
 
     def follow(self, following: Following, slots: Sequence[int]) -> None:

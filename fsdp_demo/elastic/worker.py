@@ -1,5 +1,5 @@
-"""The thread in which exchanges run, in order, so that training can go on meanwhile and signals
-still reach the main thread.
+"""The worker thread in which exchanges run in order: training goes on meanwhile, and signals still
+reach the main thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .peer_group import PeerGroup
 
 
 class Exchanging(Future[Any]):
-    """The result of a job.
+    """The future result of one exchange.
 
     Attributes:
-        staging: begin and end (`time.perf_counter`) of the time in which the worker waited for the
-            device; Inf until then.
+        staging: begin and end (`time.perf_counter`) of the worker's wait for the device; Inf until
+            then.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Exchanging(Future[Any]):
         self.staging = (math.inf, math.inf)
 
     def stage(self, staged: Callable[[], Any]) -> Any:
-        """Wait for the device."""
+        """The value of `staged`, which waits for the device; the wait is noted in `staging`."""
         begin = time.perf_counter()
         self.staging = (begin, math.inf)
         found = staged()
@@ -37,18 +37,19 @@ class Exchanging(Future[Any]):
         return found
 
     def waited(self, since: float, until: float) -> float:
-        """Of the seconds between two times, those in which the link was waited for, not the device
-        that was still making the message."""
+        """Seconds of waiting for the link between two times: without those in which the device was
+        still making the message.
+        """
         begin, end = self.staging
         return until - since - max(0.0, min(end, until) - max(begin, since))
 
 
 class CommWorker:
-    """One worker thread that runs exchanges in order and counts how long they were under way and
-    how long training waited for the link.
+    """One worker thread that runs exchanges in order, and counts the seconds of exchanges and of
+    waits for the link.
 
-    A daemon thread: an executor's would hold an interpreter that wants to end until a lost peer
-    times out.
+    It is a daemon: with an executor's thread the interpreter could not end before a lost peer times
+    out.
     """
 
     def __init__(self, peers: PeerGroup):
@@ -84,8 +85,8 @@ class CommWorker:
         """Run `job` after all earlier ones; its result or error is in the future.
 
         Args:
-            staged: waits for the device and returns what the job takes. The host runs ahead of a
-                GPU: this lasts until the GPU has made the whole step, which is no time of the link.
+            staged: waits for the device and returns the argument of `job`. The host runs ahead of
+                a GPU, so this wait for the end of the step does not count as time of the link.
         """
         future = Exchanging()
         self._jobs.put((job, staged, future))
@@ -104,8 +105,8 @@ class CommWorker:
             self.peers.meter.seconds_waiting += future.waited(start, time.perf_counter())
 
     def close(self) -> bool:
-        """Let what was submitted end, then drop thread and process group; False if the thread hangs
-        on a silent peer and is left behind.
+        """End the thread after all submitted jobs, and close the peer group; False if the thread
+        hangs on a silent peer and is left behind.
         """
         self._jobs.put(None)
         self._thread.join(5.0)

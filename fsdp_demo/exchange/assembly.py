@@ -1,4 +1,4 @@
-"""The parts of an exchange on one rank, made for a method: channels bound to the host's parameters,
+"""Construction of the parts of an exchange on one rank: channels bound to the host's parameters,
 the queue of messages, and the step that works with both. The method may change as long as nothing
 is exchanged (`auto`).
 """
@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from ..channels.bind import Bound, bind
+from ..channels.state import Placement
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
 from ..hosts.base import TrainingHost
@@ -41,7 +42,7 @@ def assemble(
     Args:
         model: gives parameters their names, as for `attach`.
     """
-    bound = _bound(config, host, model, connections)
+    bound = _bound(config, host, model, connections, topology.islands)
     queue = InFlightQueue(connections, host.device, topology.islands, speaks=topology.rank == 0)
     runtime = StepRuntime(config, topology, host, bound, queue, step)
     leaving.allow(runtime)
@@ -58,7 +59,8 @@ def change_method(
 ) -> None:
     """Replace the method, which has exchanged nothing, by that of `config` (`Exchange.choose`)."""
     check(config, runtime.host)
-    bound = _bound(config, runtime.host, model, runtime.connections)
+    islands = runtime.topology.islands
+    bound = _bound(config, runtime.host, model, runtime.connections, islands)
     watched = any(c.watches_energy for c in runtime.channels)
     runtime.work_with(config, bound)
     if (peers := runtime.peers) is not None:
@@ -77,7 +79,16 @@ def _bound(
     host: TrainingHost,
     model: torch.nn.Module | None,
     connections: ExchangeConnections,
+    islands: int,
 ) -> Bound:
+    island = connections.island
+    placement = Placement(
+        host,
+        island.position,
+        connections.active_copies,
+        island.copies,
+        islands,
+        home="cpu" if config.offload_outer_state else None,
+    )
     names = [s.name for s in host.params if not s.frozen]
-    home = "cpu" if config.offload_outer_state else None
-    return bind(expand(config, names), config, connections.placement(host, home), model)
+    return bind(expand(config, names), config, placement, model)

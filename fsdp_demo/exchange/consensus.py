@@ -1,9 +1,5 @@
-"""Small questions that the islands settle among themselves at one step: a mean, whether all or any
-two say the same.
-
-Every rank of every island asks the same question at the same step; each peer group talks for
-itself, then the ranks of an island take one answer. JSON and numbers only: nothing a peer sends is
-executed.
+"""Small collectives over the islands: a mean, a maximum, whether values are equal. Each peer group
+exchanges JSON and numbers, then the ranks of an island agree on one answer.
 """
 
 from __future__ import annotations
@@ -21,8 +17,8 @@ from .in_flight import InFlightQueue
 
 
 class IslandConsensus:
-    """The questions of `Exchange.across_islands`. All ranks of all islands ask the same one at the
-    same step.
+    """The collectives of `Exchange.across_islands`. All ranks of all islands call the same one at
+    the same step.
 
     Example:
         >>> import torch, fsdp_demo
@@ -63,23 +59,20 @@ class IslandConsensus:
         return self._island.max(*(max(map(float, column)) for column in columns))
 
     def all_equal(self, value: Any) -> bool:
-        """Whether all islands say the same (compared as JSON, rank by rank along the peer
-        groups).
-        """
+        """Whether the values of all islands are equal (as JSON, in each peer group)."""
         texts = {json.dumps(v, sort_keys=True) for v in self._ask(value)}
         return not self._island.any(len(texts) > 1)
 
     def any_equal(self, value: Any) -> bool:
-        """Whether any two islands say the same on any peer group."""
+        """Whether the values of any two islands are equal in any peer group."""
         everyone = [json.dumps(v, sort_keys=True) for v in self._ask(value)]
         return self._island.any(len(set(everyone)) < len(everyone))
 
     def _ask(self, value: Any) -> list[Any]:
-        """What every island says; nothing on a copy without peers, which follows its island."""
+        """The values of all islands; empty on a copy without peers."""
         step = self._step()
-        return (
-            self._queue.ask(lambda peers: agreement.gather_json(peers, value, QUESTION, step)) or []
-        )
+        found = self._queue.ask(lambda peers: agreement.gather_json(peers, value, QUESTION, step))
+        return found or []
 
 
 def _sendable(value: float) -> float:

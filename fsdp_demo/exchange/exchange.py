@@ -1,10 +1,9 @@
-"""`Exchange`, the object that users hold. Its methods check that a call is possible, and pass it
-on; no step goes through it.
+"""`Exchange`, the object that `attach` returns. Its methods check that a call is possible, and pass
+it on; the optimizers' steps go to `runtime.py`.
 
-A tick is one complete round of the attached optimizers; `runtime.py` has what happens in it. The
-parts of an exchange are made in `assembly.py`. A run begins in `startup.py` and `first_step.py`,
-and ends in `finish.py`; an island stops in `leaving.py`. Saved state is in `resume.py`, and numbers
-that can be read are in `readings.py`.
+`assembly.py` makes the parts. A run begins in `startup.py` and `first_step.py`, and ends in
+`finish.py`; an island stops in `leaving.py`. Saved state is in `resume.py`, and the readable state
+in `readings.py`.
 """
 
 from __future__ import annotations
@@ -46,15 +45,14 @@ _SHOWN = (
 
 
 class Exchange(Readings):
-    """Joins the replicas of one model; made by `attach`. What can be read of it is in `Readings`.
+    """The exchange between the replicas of one model; made by `attach`.
 
     Attributes:
         topology: the place of this rank among islands and ranks.
         host: the engine's parameters and optimizers.
-        newcomer: this island has joined a run under way. Parameters, state and step that `attach`
-            was given were replaced by those of the others. These answer no question that is asked
-            between `attach` and the first step.
-        auto_choice: of an "auto" run: what was measured, and why this method; else None.
+        newcomer: this island has joined a run under way: parameters, state and step were replaced
+            by those of the others. Until its first step they answer no questions of this one.
+        auto_choice: the chosen method of an "auto" run with its measurements; else None.
         shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -121,10 +119,8 @@ class Exchange(Readings):
 
     @torch.no_grad()
     def choose(self, config: ExchangeConfig, model: torch.nn.Module | None) -> None:
-        """Replace the method by that of `config`, which all islands have agreed on. The method so
-        far has exchanged nothing: replicas have equal parameters, and nothing is under way.
-
-        All ranks of all islands call it at the end of the same step.
+        """Replace the method, which has exchanged nothing so far, by that of `config`, on which all
+        islands have agreed. All ranks of all islands call it at the end of the same step.
 
         Raises:
             ValueError: the method is not defined for these optimizers or parameters.
@@ -133,8 +129,8 @@ class Exchange(Readings):
         self._announce()
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
-        """Agree on the run, bring parameters and state together, make the channels' state. Where
-        the run is under way, take it over.
+        """Agree on the run, make parameters and state equal, make the channels' state; or join a
+        run under way.
         """
         self.newcomer = replay.newcomer(self._runtime)
         if self.newcomer:
@@ -186,59 +182,53 @@ class Exchange(Readings):
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Send the messages once more that were under way in the state from which this replica
-        resumes. Where a loss has cut off the exchange of its last step, wait until the others have
-        come so far, and apply it. Does nothing when called again.
+        """Send the messages under way in the resumed state once more. If a loss has cut off the
+        exchange of the last step, wait until the others have come so far, and apply it. Does
+        nothing when called again.
 
-        `attach` calls it, but with `catch_up=False`: then the caller asks the islands something
+        `attach` calls it, unless `catch_up=False`: then the caller may ask the islands questions
         first, and calls this method ahead of the first forward pass.
         """
         self._first.catch_up()
 
     def accept_parameters(self) -> None:
-        """Accept the parameters as they are now: for a host that has put this replica's own back
-        after `attach`, as its saved state has them. Otherwise the first step refuses parameters
-        that were changed since `attach`."""
+        """Accept parameters that were written after `attach`, which the first step would refuse:
+        for a host that restores this replica's own from its saved state."""
         self._first.accept_parameters()
 
     def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
-        """Report this rank's tokens since the last call, which are the island's weight, and its
-        loss. The mean of the losses since the last message, without NaN, travels in the next
-        header; a tensor is read only then."""
+        """Report this rank's tokens since the last call, for the island's weight, and its loss. The
+        next message has the mean of the losses since the last one, without NaN; a tensor is read
+        only then."""
         self._runtime.status.add(tokens, loss)
 
     def watch_gradients(self) -> None:
         """Check the gradients of every step, also where the exchange neither clips nor sends them:
-        where they hold NaN or Inf the inner optimizer takes no step, and its moments stay finite.
-
-        For a host that clips by itself before the step: torch's `clip_grad_norm_` spreads one NaN
-        over all gradients. The check costs a pass over the gradients.
+        if they hold NaN or Inf the inner optimizer takes no step, and its moments stay finite. The
+        check costs a pass over the gradients.
         """
         self._runtime.watches_gradients = True
 
     def rows_compared(self) -> None:
-        """Do not compare the islands' first payloads: for a host that has compared their rows."""
+        """Skip the comparison of the islands' first payloads, for a host that has compared their
+        rows."""
         self._queue.watch.compares = False
 
     def request_stop(self, together: bool = False) -> None:
-        """Ask to stop. Safe in a signal handler.
-
-        The wish travels in the next payload, and all islands stop after the step in which that is
-        applied.
+        """Ask to stop, in the next payload; all islands stop after the step in which it is applied.
+        Safe in a signal handler.
 
         Args:
             together: wait for that, however long the period. False: where no payload leaves in the
                 next step, this island stops after it (of several ranks: within about a second,
-                all after one step), and the others find it gone at their next exchange.
+                all after one step), and the others notice at their next exchange.
         """
         self._runtime.status.request_stop(together)
 
     @collective("leave()")
     def leave(self, stopped: bool) -> None:
-        """Tell the other islands that this one trains no further, before it saves. `guard` and the
-        Trainer call it. Nothing is applied.
-
-        Where islands come and go the others train on, and this one may join them again.
+        """Tell the other islands that this one trains no further, before it saves (`guard` and the
+        Trainer call it). Where islands come and go the others train on.
 
         Args:
             stopped: the island was told to stop. Where islands come and go all its ranks call this
@@ -249,26 +239,23 @@ class Exchange(Readings):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within this context the attached optimizers' steps do not count and nothing is
-        exchanged.
-        """
+        """Within this context the optimizers' steps do not count and nothing is exchanged."""
         with self._hooks.paused():
             yield
 
     def skip(self) -> None:
-        """Count a step that this replica does not take (its loss was NaN): the tick goes on, a due
-        exchange is joined.
+        """Count a step that this replica does not take (its loss was NaN), and take part in a due
+        exchange. All ranks of the island call it together instead of `optimizer.step()`.
 
-        All ranks of the island call it together instead of `optimizer.step()`. A plain gradient
-        channel leaves this replica out of the mean and still applies the mean of the others; with
-        an accumulator nothing is added to it.
+        A plain gradient channel leaves this replica out of the mean and applies the mean of the
+        others; with an accumulator nothing is added to it.
         """
         self._runtime.skip()
 
     @torch.no_grad()
     @collective("flush()")
     def flush(self) -> None:
-        """Wait for the messages in flight and apply them, in the order of their steps."""
+        """Wait for the messages in flight and apply them, oldest first."""
         refuse_shown(self.shows_result, "flush()")
         self._runtime.check_usable()
         finish.flush(self._runtime)
@@ -282,12 +269,12 @@ class Exchange(Readings):
 
         Inside a round the last exchange is the plain mean of the replicas' changes, without an
         outer step (`finish.conclude`). Where the preset has no consensus, the parameters become
-        their mean over the replicas, and `drift` says how far this one was from it. Afterwards the
-        connections are closed, and calling it again does nothing.
+        their mean over the replicas, and `drift` is the distance of this one. Calling it again does
+        nothing.
 
         Args:
-            close: False keeps the connections for questions to the `across_islands`, until
-                `finish()` is called again.
+            close: False keeps the connections for `across_islands`, until `finish()` is called
+                again.
         """
         if self.closed:
             return
@@ -306,15 +293,11 @@ class Exchange(Readings):
 
     @property
     def across_islands(self) -> IslandConsensus:
-        """Small questions to all islands at one step, while they are connected.
-
-        Raises:
-            RuntimeError: they are connected no more.
-        """
+        """Small collectives of all islands at one step. Raises RuntimeError when the islands are no
+        longer connected."""
         if self._queue.broken or self.closed:
             raise RuntimeError("the islands are connected no more: ask before finish()")
-        # islands that resume at unlike steps between the same exchanges ask each other before they
-        # go on
+        # islands that resume at unlike steps between the same exchanges may ask before they go on
         return IslandConsensus(
             self._queue,
             self._island,
@@ -333,13 +316,9 @@ class Exchange(Readings):
 
     @contextmanager
     def outer_parameters(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within this context `model` holds the parameters that the method calls its result: the
-        anchor, or the mean over the replicas. Use it to evaluate and export.
-
-        Where `result_kind` is "mean" all replicas enter at the same step, since they communicate
-        here. Under gradient presets the model holds its result anyway. The replica's own parameters
-        come back at the end. A step, `flush`, `finish` and a save (`state_dict`) raise RuntimeError
-        inside.
+        """Within this context `model` holds the method's result, to evaluate and export it: the
+        anchor, or the mean over the replicas (`result_kind`). For a mean all replicas enter at the
+        same step. A step, `flush`, `finish` and `state_dict` raise RuntimeError inside.
         """
         kind = "parameters" if self.finished or self._queue.broken else self.result_kind
         with (
@@ -357,17 +336,15 @@ class Exchange(Readings):
         """The state of this rank that must survive a restart, as tensors and numbers: step,
         channels, and messages in flight, which are waited for.
 
-        Where islands come and go it waits until all of them have what this one has: a checkpoint
-        must not hold what the others may settle otherwise. The state belongs to this shard of this
-        replica: save one per rank. Tensors are references to the live state: save them before the
-        next step.
+        Where islands come and go it waits until all of them have the same messages: the others
+        might settle a missing one otherwise. The state belongs to this shard of this replica: save
+        one per rank. Tensors are references to the live state: save them before the next step.
 
         Raises:
             PeerLost: the others do not get so far within ISLAND_TIMEOUT.
-            RuntimeError: inside `outer_parameters`, where the model's parameters are not those that
-                belong to this state.
-            ValueError: `torch.distributed.checkpoint` or `Accelerator.save_state` asks, which keep
-                one rank's state for all.
+            RuntimeError: inside `outer_parameters`.
+            ValueError: the caller is `torch.distributed.checkpoint` or `Accelerator.save_state`,
+                which keep one rank's state for all.
         """
         refuse_foreign_savers()
         refuse_shown(self.shows_result, "state_dict()")
@@ -383,18 +360,17 @@ class Exchange(Readings):
 
     @collective("load_state_dict()")
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()` of the same rank, bit for bit, and its step.
+        """Take the run back to `state_dict()` of the same rank, bit for bit.
 
-        This takes a run back to an earlier step. All ranks of all islands call it at the same step,
-        with the state of one step, and load model and optimizer from there, too. Messages under way
-        are waited for and dropped. To go on with a saved run in a new process, and where islands
-        hold states of unlike steps, use `attach(state=...)`: then they agree on a step.
+        All ranks of all islands call it at the same step, with states of one step, and load model
+        and optimizer, too. Messages under way are waited for and dropped. In a new process, or
+        with states of unlike steps, use `attach(state=...)`: then the islands agree on a step.
 
         Raises:
             ValueError: it was saved with other channels, or with another number of islands or
                 ranks; or after a loss, with messages that never came back.
-            RuntimeError, PeerLost: another step is to be restored, and the exchange has ended or
-                has failed.
+            RuntimeError, PeerLost: the state is of another step, and the exchange has ended or has
+                failed.
         """
         saved, before = ExchangeState.from_tree(state), self.step
         resume.roll_back(self._runtime, saved)
@@ -402,9 +378,7 @@ class Exchange(Readings):
             self._first.joined_at = self.step
 
     def detach(self) -> None:
-        """Remove the hooks and close the connections at once, without a last exchange. The
-        optimizer goes on alone.
-        """
+        """Remove the hooks and close the connections at once, without a last exchange."""
         self._hooks.stop()
         self._close()
 

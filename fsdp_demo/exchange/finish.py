@@ -1,5 +1,5 @@
-"""The end of an exchange: what is in flight is applied, and one last exchange leaves all replicas
-with one model. And the model that a method calls its result, shown during the run.
+"""The end of an exchange: messages in flight are applied, and one last exchange leaves all replicas
+with one model. Also the view of the method's result during the run (`shown`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .watch import drift
 @contextmanager
 def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[None]:
     """Within this context `model` holds the replica's own "parameters", the "anchor" of its delta
-    channels, or the "mean" over the replicas; in the end it holds its own."""
+    channels, or the "mean" over the replicas."""
     parameters, host = runtime.parameters, runtime.host
     if what == "parameters":
         try:
@@ -52,8 +52,8 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
 
 
 def mean_parameters(runtime: StepRuntime) -> Tensor | None:
-    """Mean of the parameters over the replicas as a workspace of this copy, fp32; all replicas call
-    it at the same step. Replicas whose parameters are not finite have no share in it.
+    """Mean of the parameters over the replicas with finite ones, as a workspace of this copy, fp32.
+    All replicas call it at the same step.
 
     Raises:
         NotFinite: on all replicas, if no replica has finite parameters.
@@ -110,13 +110,13 @@ log = logging.getLogger("fsdp_demo")
 
 
 def flush(runtime: StepRuntime) -> None:
-    """Wait for what is in flight and apply it, in order of its steps. Late gradients get a step of
-    their own, which does not count.
+    """Wait for the messages in flight and apply them, oldest first. Late gradients get a base step
+    of their own, which does not count.
     """
     while (oldest := runtime.queue.oldest()) is not None:
         late, due = oldest
         gradients = [c for c in late if c.channel.before_step]
-        if gradients:  # what another channel left there has had its step
+        if gradients:  # those of another channel have had their step
             runtime.host.prepare_gradients([False] * len(runtime.host.params))
         runtime.land(late, due, now=runtime.step - 1)
         if gradients:
@@ -129,12 +129,12 @@ def conclude(runtime: StepRuntime) -> bool | None:
     """The last exchange; returns whether parameters are bit-equal now, None where the preset
     promises no such thing.
 
-    There the parameters become their mean over the replicas, and `StepRuntime.drift` says how far
-    this one was. So they do where bits differ that should be equal: on unlike hardware, say.
+    Without that promise, or where bits differ nevertheless (on unlike hardware, say), the
+    parameters become their mean over the replicas; `StepRuntime.drift` is this one's distance.
 
-    What has changed since the last exchange is a part of a round. An outer step on it would repeat
+    The changes since the last exchange are a part of a round. An outer step on them would repeat
     nearly all of the momentum of the round before, so the anchor takes the plain mean: outer rate
-    1, no momentum. Whatever the accumulators keep from it is lost, as ever.
+    1, no momentum. The rest in the accumulators is lost.
     """
     if runtime.peers is not None:
         runtime.peers.ending = True
@@ -148,8 +148,8 @@ def conclude(runtime: StepRuntime) -> bool | None:
         return None
     queue = runtime.queue
     moving = [c for c in queue.channels if c.channel.writes_parameters]
-    # A queue is lengthened first: landing what is in flight takes the parameters to the anchor less
-    # what is under way.
+    # Channels that queue deltas send first: landing the messages in flight sets the parameters to
+    # the anchor less what is under way.
     runtime.send(
         [c for c in moving if c.channel.queues and queue.last[c.channel.name] < runtime.step],
         partial=True,

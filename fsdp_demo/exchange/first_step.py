@@ -1,8 +1,6 @@
-"""Between attach and the first step: what a loss has cut off is made up for, and parameters must
-still be what attach left.
-
-Weights that are loaded after attach would be pulled back: anchors, and what the islands agreed on,
-are those of before.
+"""The work of an exchange between `attach` and the first step: an exchange that a loss has cut off
+is made up for, and weights that were loaded after `attach` are refused. The anchors are those of
+before, so the exchange would pull such weights back.
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ log = logging.getLogger("fsdp_demo")
 def shared_tensors(
     host: TrainingHost, model: torch.nn.Module, own: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Frozen parameters and buffers, which no optimizer steps, by name; without those that are each
-    island's own by a pattern.
-    """
+    """Frozen parameters and buffers by name, without those that fit a pattern of `own`."""
     return {
         name: t
         for name, t in host.untrained_tensors(model).items()
@@ -50,9 +46,7 @@ def write_bytes(work: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def refuse_unknown(host: TrainingHost, model: torch.nn.Module | None, own: Sequence[str]) -> None:
-    """Raise ValueError for a pattern of `own_tensors` that fits nothing which could be an island's
-    own.
-    """
+    """Raise ValueError for a pattern of `own_tensors` that fits no buffer or frozen parameter."""
     if not own:
         return
     if model is None:
@@ -68,14 +62,13 @@ def refuse_unknown(host: TrainingHost, model: torch.nn.Module | None, own: Seque
 
 
 class Noted:
-    """The sums of the bits of some tensors, taken when their values were right: equal values have
-    equal sums, whoever wrote them.
+    """Checksums of some tensors, noted to find out later which of them were written.
 
     Args:
         read: gives the tensors as they are now, by name. device: of these tensors.
 
     Attributes:
-        sums: by the names of the tensors; None where there is nothing to compare with.
+        sums: of their bits, by name; None where there is nothing to compare with.
     """
 
     def __init__(self, read: Callable[[], dict[str, Tensor | None]], device: torch.device):
@@ -97,13 +90,13 @@ class Noted:
 
 
 class FirstStep:
-    """What an exchange does once, ahead of the first step: `StepRuntime.ahead` until then.
+    """The work that an exchange does once, ahead of the first step (`StepRuntime.ahead`).
 
     Args:
         runtime: of this rank.
-        model: whose frozen parameters are to stay as they were made equal at `attach`. A script may
-            move them by hand (the teacher of a student, a target network): nothing of them is
-            exchanged then, so each island ends with its own. None: nobody looks at them.
+        model: with frozen parameters to watch. `attach` made them equal; a script that moves them
+            by hand (the teacher of a student, a target network) ends with others on each island,
+            since they are not exchanged. None: they are not watched.
 
     Attributes:
         joined_at: the step from which this replica goes on with the others; -1 where it has joined
@@ -119,11 +112,7 @@ class FirstStep:
         self.joined_at = runtime.step
 
     def joined(self, later: bool = False) -> None:
-        """The islands have come together: all of it is to be done.
-
-        Args:
-            later: this island has joined the others, who were under way.
-        """
+        """Begin the watch. later: this island has joined the others, who were under way."""
         self.joined_at, self._behind = -1 if later else self._runtime.step, True
         self._parameters.note()
         self._frozen.note()
@@ -132,11 +121,7 @@ class FirstStep:
         self._runtime.ahead = self._run if self._parameters.sums is not None else None
 
     def _run(self) -> None:
-        """Do what is left, again as long as it fails.
-
-        Raises:
-            ValueError: parameters were changed since attach; gradients are sparse.
-        """
+        """Ahead of the first step; called again as long as it raises."""
         self.catch_up()
         self.check()
         self._runtime.ahead = self._second if self._frozen.sums else None
@@ -144,7 +129,7 @@ class FirstStep:
             refuse_sparse(self._runtime.host)
 
     def _second(self) -> None:
-        """Ahead of the second step: what a loop does with frozen parameters it has done once."""
+        """Ahead of the second step: a loop that moves frozen parameters has done so once."""
         self._runtime.ahead = None
         self.look_at_frozen()
 
@@ -206,7 +191,6 @@ class FirstStep:
         return {s.name: t for s, t in zip(host.params, host.tensors("parameter"), strict=True)}
 
     def _frozen_parameters(self) -> dict[str, Tensor | None]:
-        """Those of the model that islands share."""
         if self._model is None:
             return {}
         shared = shared_tensors(self._runtime.host, self._model, self._runtime.config.own_tensors)
@@ -214,15 +198,15 @@ class FirstStep:
         return {name: t for name, t in shared.items() if name in frozen}
 
     def accept_parameters(self) -> None:
-        """Take the parameters as they are now for right (`Exchange.accept_parameters`)."""
+        """Note the parameters as they are now (`Exchange.accept_parameters`)."""
         self._runtime.rewritten.forget()
         if self._parameters.sums is not None:
             self._parameters.note()
             self._frozen.note()
 
     def catch_up(self) -> None:
-        """Send messages once more that were under way, and make up for a lost exchange, once
-        (`Exchange.catch_up`)."""
+        """Send messages under way once more, and make up for a lost exchange (`Exchange.catch_up`);
+        nothing when called again."""
         if self._behind:
             self._behind = False
             self._send_again()
@@ -230,9 +214,6 @@ class FirstStep:
                 self._parameters.note()
 
     def _send_again(self) -> None:
-        """Send what was under way once more; make up for the after-step exchange of the last step,
-        if it was cut off by a loss.
-        """
         runtime = self._runtime
         runtime.queue.send_again()
         late = runtime.after_step
@@ -251,7 +232,7 @@ class FirstStep:
                 [c for c in late if bool(c.channel.after) == second] for second in (False, True)
             ]
             runtime.land(stages[0], runtime.step)
-            if any(c in stages[0] for c in cut):  # those of the second stage had not left yet
+            if any(c in stages[0] for c in cut):  # messages of the second stage had not left yet
                 runtime.send([c for c in stages[1] if c.channel.schedule.due(runtime.step)])
             runtime.land(stages[1], runtime.step)
         finally:

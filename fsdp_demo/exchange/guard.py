@@ -1,5 +1,5 @@
-"""The way out when a peer is lost or the job is told to stop: save, say how to go on, end with
-status 75.
+"""The end of a training process after a lost peer or SIGTERM: it saves, logs how to resume, and
+ends with status 75.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ log = logging.getLogger("fsdp_demo")
 
 
 def undecided(error: NeedsDecision, rank: int) -> NoReturn:
-    """End the process with status 78 and the sentence, without a traceback: another start would
-    change nothing.
+    """Log the error without a traceback and end the process with status 78: a person must decide,
+    and another start would change nothing.
 
     Args:
-        rank: inside the island; the first one speaks, and tells the launcher.
+        rank: inside the island; the first one logs, and tells the launcher.
 
     Example:
         >>> import tempfile, fsdp_demo
@@ -50,25 +50,24 @@ def guard(
 ) -> Iterator[None]:
     """Run a training loop so that a lost peer or SIGTERM ends it in order.
 
-    On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs island,
-    step, cause and how to resume, and the process ends with status 75 at once (a regular
-    interpreter exit could wait for peers that are gone); with 78 where the islands do not do the
-    same (`Mismatch`), which another start would not mend; with 1 where `save` fails. SIGTERM is
-    `Exchange.request_stop`: an island that is told to end sends the others what it has done since
-    its last exchange first. The others train on, no loss of another island ends this one, and who
-    is started again joins them. Where all are told to end, all stop after their current steps, and
-    what not all of them have sent is saved to be sent at the resume.
+    On `PeerLost`, `WireError` or `Stopped` every rank of the island calls `save()`, logs the cause
+    and how to resume, and ends its process at once (a regular interpreter exit could wait for peers
+    that are gone). The status is 75; 78 where the islands do not run the same (`Mismatch`), which
+    another start would not mend; 1 where `save` fails.
 
-    All of it ends within ISLAND_STOP seconds of SIGTERM, or of the loss. Where a rank of the island
-    does not come, or is gone, nothing is saved: the others say so, and end with 75.
+    SIGTERM asks the exchange to stop (`Exchange.request_stop`). If one island gets it, it sends its
+    work since the last exchange ahead, the others train on, and it may join them again. If all get
+    it, all stop after their current steps, and messages that have not reached all islands are saved
+    and sent at the resume (docs/membership.md). Python handles signals in the main thread only: in
+    another thread SIGTERM is not handled, and a warning is logged.
 
-    In a thread that is not the main one SIGTERM is left alone, since Python handles signals in the
-    main thread only; a warning says so.
+    The end takes at most ISLAND_STOP seconds from SIGTERM or from the loss. If a rank of the island
+    is gone, or does not come to the save, nothing is saved, and the status is 75.
 
     Args:
-        save: saves what the island has; all its ranks call it, so it may use their collectives:
+        save: saves the state of the island. All its ranks call it, so it may use their collectives:
             `lambda: state.save(exchange, last=True)` of a `RunState`.
-        resume: the command that goes on from there, for the log.
+        resume: the command that resumes the run, for the log.
 
     Example:
         >>> import torch, fsdp_demo
@@ -90,12 +89,12 @@ def guard(
 
 
 class _Deadline:
-    """Ends this process ISLAND_STOP seconds after its way out has begun: a rank of the island that
-    does not come must not keep the others until their launcher kills them.
+    """A timer that ends this process ISLAND_STOP seconds after `begin`: a rank that does not come
+    to the save must not keep the others until their launcher kills them.
 
     Attributes:
-        status: with which the process ends.
-        unfinished: what the process was doing, for the log; empty before it has left the loop.
+        status: exit status of the process.
+        unfinished: the phase of the stop, for the log; empty before the loop was left.
     """
 
     def __init__(self, exchange: Exchange):
@@ -103,13 +102,13 @@ class _Deadline:
         self._exchange, self._begun, self._over = exchange, False, threading.Event()
 
     def begin(self) -> None:
-        """The time runs from the first call on. Safe in a signal handler."""
+        """Start the timer at the first call. Safe in a signal handler."""
         if not self._begun:
             self._begun = True
             threading.Thread(target=self._run, name="deadline", daemon=True).start()
 
     def end(self) -> None:
-        """The way out has come to its end."""
+        """Stop the timer."""
         self._over.set()
 
     def _run(self) -> None:
@@ -131,7 +130,7 @@ class _Deadline:
 
 @contextmanager
 def _sigterm(exchange: Exchange, deadline: _Deadline) -> Iterator[None]:
-    """SIGTERM is a wish to stop, where this thread may say so."""
+    """Handle SIGTERM as a request to stop, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         log.warning(
             "guard in the thread %r does not hear SIGTERM, which ends the process unsaved: Python "
@@ -162,15 +161,14 @@ def _leave(
 ) -> None:
     deadline.status = status = DECIDE if isinstance(error, Mismatch) else SAVED
     deadline.unfinished = "it still waits for the other islands"
+    topology, asked = exchange.topology, isinstance(error, Stopped)
     where = (
-        f"{exchange.topology.name} (island {exchange.topology.island}, rank "
-        f"{exchange.topology.rank}), step {exchange.step}"
+        f"{topology.name} (island {topology.island}, rank {topology.rank}), step {exchange.step}"
     )
-    # a stop that was asked for is no error
-    level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
+    level = logging.WARNING if asked else logging.ERROR
     log.log(level, "%s: %s", where, error)
     try:
-        exchange.leave(stopped=isinstance(error, Stopped))
+        exchange.leave(stopped=asked)
         deadline.unfinished = (
             "its save has not ended: another rank of the island did not come to it, or it takes "
             "longer"
@@ -181,27 +179,27 @@ def _leave(
             except PeerLost:  # found only now: what was under way is saved as it was sent
                 save()
         deadline.end()
-        if exchange.topology.rank == 0:
+        if topology.rank == 0:
             done = "saved" if save is not None else "nothing was saved"
             command = resume or "the same command"
             when = "to resume" if status == SAVED else "once that is mended"
             who = "all islands "
-            if exchange.topology.islands == 1:
+            if topology.islands == 1:
                 who = ""
-            elif status == SAVED and exchange.topology.elastic:  # the others may train on
+            elif status == SAVED and topology.elastic:  # the others may train on
                 who = "this island (and each other one that has ended) "
             log.log(level, "%s: %s; %s, start %sagain with: %s", where, done, when, who, command)
-            if save is not None and exchange.topology.islands > 1:
+            if save is not None and topology.islands > 1:
                 log.log(level, "%s: for the steps of the others see fsdp-demo inspect", where)
     except PeerLost as lost:
-        # what the others have is not known: it must not be saved, and is not needed to start again
+        # how far the others are is not known, so a checkpoint might contradict theirs
         log.error("%s: nothing was saved: %s", where, lost)
-        status = SAVED if exchange.topology.elastic else 1
+        status = SAVED if topology.elastic else 1
     except Exception as failure:
-        if exchange.topology.world > 1 and TORN.search(str(failure)):
+        if topology.world > 1 and TORN.search(str(failure)):
             log.error("%s: nothing was saved: a rank of this island is gone (%s)", where, failure)
         else:
             log.exception("%s: saving failed", where)
             status = 1
-    tell_launcher(exchange.topology.rank, status)
+    tell_launcher(topology.rank, status)
     leave(status)

@@ -1,10 +1,10 @@
 """The messages of one rank that are under way: what several channels send at one step becomes one
 message (`sending.PendingExchange`), and waits here until it is due.
 
-What lies where in a message is said by `message.py`, how it gets to the others and back by
-`sending.py`. What has arrived is handed out, channel by channel, only after all ranks of the island
-have voted that it is here; the step (`runtime.py`) lets the channels apply it. What islands that
-resume agree on is in `resume.py`.
+`message.py` has the layout of a message, `sending.py` its path to the others and back. An answer is
+handed out, channel by channel, only after all ranks of the island have voted that it is here; the
+step (`runtime.py`) lets the channels apply it. `resume.py` has the agreement of islands that
+resume.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
 from ..elastic.peer_group import PeerGroup
+from ..elastic.worker import Exchanging
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP, Header
@@ -38,26 +39,24 @@ class InFlightQueue:
     """The messages of one rank, in the order in which they were sent.
 
     Args:
-        connections: whose worker sends, and whose island votes; a copy that is not active has no
-            worker.
-        device: of what is sent.
+        connections: with the worker that sends and the island that votes.
+        device: of the payloads.
         islands: of the run.
-        speaks: this rank logs what it sees in the messages of its peer group.
+        speaks: this rank logs the findings of `watch`.
 
     Attributes:
         channels: all of them, in the order of the configuration.
         flights: under way, oldest first; flown: those that have ended.
-        last: the step after which each channel has last sent what was not lost.
+        last: the step after which each channel has last sent a message that was not lost.
         applied: the step of each channel's last message that was applied here.
         broken: a message was lost.
-        unsent: of `flights`, what a resumed run has to send once more.
-        replays: a newcomer makes up for steps (`replay.py`): a delta that it has not made is not
-            mixed into what arrives.
-        watch: what this rank sees in the messages of its peer group. norms: what it remembers of
-            them. history: whose contributions those had that were applied here.
-        ledger: bytes by channel. waits_since: since when training stands still for a message
-            (`time.monotonic`); 0 while it does not.
-        sender: sends what is launched.
+        unsent: those of `flights` that a resumed run has to send once more.
+        replays: a newcomer makes up for steps (`replay.py`), in which it has made no delta that
+            could be mixed into the answer.
+        watch: the checks on messages. norms: those in the last messages. history: the islands that
+            took part in the messages applied here. ledger: bytes by channel.
+        waits_since: when training began to wait for a message (`time.monotonic`); 0 while it does
+            not wait.
     """
 
     def __init__(
@@ -79,12 +78,8 @@ class InFlightQueue:
         self.unsent: list[PendingExchange] = []
 
     def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
-        """Take these channels from now on: at the start, and where the method is chosen later,
-        while nothing is under way. What was seen of the other islands so far stays.
-
-        Args:
-            channels: all channels, in the order of the configuration.
-            norm_limit: of the configuration.
+        """Set the channels and `ExchangeConfig.norm_limit`: at the start, and where the method is
+        chosen later, while nothing is under way. `watch` and `history` stay.
         """
         self.channels = list(channels)
         in_flight = max((c.channel.schedule.in_flight for c in channels), default=0)
@@ -96,7 +91,7 @@ class InFlightQueue:
     # ---- sending -------------------------------------------------------------------------------
 
     def launch(self, outgoing: dict[str, ChannelPayload], step: int, said: Said) -> None:
-        """Send what the channels have to send at this step as one message."""
+        """Send the payloads of channels at this step as one message."""
         flight = PendingExchange(step, list(outgoing), outgoing, layout=self.layout(outgoing, step))
         self.flights.append(flight)
         self.last.update(dict.fromkeys(outgoing, step + 1))
@@ -105,7 +100,7 @@ class InFlightQueue:
     # ---- what is under way ---------------------------------------------------------------------
 
     def under_way(self, channel: ChannelRunner) -> list[ChannelPayload]:
-        """What a channel has in flight, oldest first."""
+        """The payloads of a channel in flight, oldest first."""
         return [
             f.parts[channel.channel.name] for f in self.flights if channel.channel.name in f.parts
         ]
@@ -115,7 +110,7 @@ class InFlightQueue:
         return any(f.step == step for f in self.flights)
 
     def overdue(self, channel: ChannelRunner, step: int) -> bool:
-        """Whether something of a channel should have been applied before `step`."""
+        """Whether a payload of a channel should have been applied before `step`."""
         return any(
             out.step + channel.channel.schedule.delay < step for out in self.under_way(channel)
         )
@@ -139,12 +134,11 @@ class InFlightQueue:
         last: bool = False,
     ) -> Iterator[tuple[ChannelRunner, Incoming]]:
         """Wait, in order, for the messages that `channels` launched `delay` or more steps before
-        `step`. Gives each channel with what has come back to it, which it is to apply before the
-        next one is asked for. A collective of the island.
+        `step`. Gives each channel with its part of the answer, which it must apply before the next
+        one is asked for. A collective of the island.
 
         Args:
-            now: the step after which this really happens, where it is earlier than `step` (a
-                flush).
+            now: the present step, where `step` lies ahead (a flush).
             last: see `Incoming`.
         """
         for flight in list(self.flights):
@@ -204,8 +198,8 @@ class InFlightQueue:
         return MessageLayout([s for s in sections if s is not None])
 
     def _wait(self, flight: PendingExchange) -> Any:
-        """What has arrived for a message, after the island's vote; where it failed on any rank, an
-        error on all. What is under way stays, to be saved and sent again.
+        """The answer to a message, after the island's vote; an error on all ranks where it failed
+        on any. Messages under way stay, to be saved and sent again.
         """
         error: Exception | None = None
         arrived: Any = None
@@ -217,8 +211,7 @@ class InFlightQueue:
                 flight.counted = True
                 self.watch.count(self.connections.peers, headers, arrived.slots, flight.step)
         except Exception as e:
-            # whatever it is, the other ranks of the island must hear of it in the vote
-            error = e
+            error = e  # of any kind: the other ranks must learn of it in the vote
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
         failed, stop, rewritten = self.connections.island.max(
             float(error is not None), float(asked), flight.rewritten
@@ -238,9 +231,7 @@ class InFlightQueue:
         return arrived
 
     def _arrived(self, flight: PendingExchange) -> Any:
-        """The result of a message's future, None where it has none; notes how long that was waited
-        for.
-        """
+        """The result of a message's future, None where it has none; notes the time of waiting."""
         if flight.future is None:
             return None
         worker, self.waits_since = self.connections.worker, time.monotonic()
@@ -255,25 +246,25 @@ class InFlightQueue:
     # ---- a run that goes on --------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Nothing is to be sent of what lies before `step`."""
+        """Count the rounds of all channels from `step`."""
         self.last = {c.channel.name: step for c in self.channels}
 
     def clear(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for the messages under way, and drop them."""
         self.ask(lambda peers: None)
         self.flights.clear()
         self.applied.clear()
         self.norms.load({})
 
     def note_unsent(self) -> None:
-        """Mark messages that have not come by now as lost: all islands have stopped together, so
-        these do not come, and are saved as unsent.
+        """Mark messages without an answer as lost: all islands have stopped together, so none will
+        come, and they are saved as unsent.
         """
         futures = [f.future for f in self.flights if f.future is not None]
         self.broken |= any(not f.done() or f.exception() is not None for f in futures)
 
     def send_again(self) -> None:
-        """Send what is `unsent`. The peer group is the worker's from here on."""
+        """Send the `unsent` messages."""
         while self.unsent:
             flight = self.unsent.pop(0)
             log.info(
@@ -285,12 +276,11 @@ class InFlightQueue:
     # ---- what is kept --------------------------------------------------------------------------
 
     def state(self) -> list[InFlightState]:
-        """The messages in flight, once they have come. After a loss they are given as they were
-        sent, without what should have come back: a resumed run sends them once more.
+        """The messages in flight with their answers, which are waited for; after a loss without
+        them: a resumed run sends the messages once more.
 
         Raises:
-            PeerLost (or what else has failed): if the loss is found only here; called again it
-            gives the state.
+            PeerLost: the loss is found only here. Called again it gives the state.
         """
         if not self.broken:
             try:
@@ -311,14 +301,19 @@ class InFlightQueue:
         self.applied = dict(applied)
         # a model without its buffers has no channel for them
         self.flights, known = [], {c.channel.name for c in self.channels}
+        peers = self.connections.peers
         for s in saved:
             parts = {name: out.to(self.device) for name, out in s.parts.items() if name in known}
-            if not parts:  # nobody here is to apply any of it
+            if not parts:
                 continue
             layout = self.layout(s.members, s.step)
             flight = PendingExchange(s.step, s.members, parts, header=s.said, layout=layout)
             if s.arrived is not None:
                 # that stop has happened
                 headers = [replace(h, flags=h.flags & ~(STOP | LEAVING)) for h in s.arrived.headers]
-                flight.set_arrived(replace(s.arrived, headers=headers), self.connections.peers)
+                # the senders are known where as many islands go on
+                same = peers is not None and peers.size == len(headers)
+                slots = tuple(range(len(headers))) if same else ()
+                flight.future = Exchanging()
+                flight.future.set_result(replace(s.arrived, headers=headers, slots=slots))
             self.flights.append(flight)

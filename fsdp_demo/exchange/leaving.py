@@ -1,16 +1,16 @@
-"""How an island stops being part of a run: what it sends ahead, and what it tells the others.
+"""The departure of an island from a run: its early part of the next exchange, and its messages to
+the others.
 
-Where one island is told to end, the others train on. Their next exchange may be hundreds of steps
+If one island is told to end, the others train on. Their next exchange may be hundreds of steps
 away, and the scheduler kills this island before. So it sends its part of the coming payload now,
-with the share of the steps that it has taken. The others keep this part, and count it in its
-message if they hold it on every peer group when this island is gone. Nothing changes here: the
-checkpoint that follows is of the state before, for a run in which the others never use that part.
-Payloads of gradients are not sent early: the gradients of the coming step are not there, and those
-before have left in their own step.
+weighted by the share of the steps that it has taken. The others count it in that exchange if they
+hold it on every peer group when this island is gone. The checkpoint that follows is of the state
+without it, since the others may never use that part. Payloads of gradients are not sent early: the
+gradients of the coming step do not exist yet.
 
-Where all islands are told to end, none goes on to count an early part, so none is sent: all stop
-between the same messages (`elastic/leaving.py`), and each saves what it has done by itself. In a
-mesh nobody leaves alone: the loss of a replica ends the attempt.
+If all islands are told to end, nobody is left to count an early part: all stop between the same
+messages (`elastic/leaving.py`), and each saves its own work. In a mesh nobody leaves alone: the
+loss of a replica ends the attempt.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from .sending import ExchangeConnections
 log = logging.getLogger("fsdp_demo")
 
 GRACE = 2.0
-"""Seconds in which an island that is told to end waits to hear whether all others are told, too. A
-signal reaches islands at unlike moments, and Python between two calls: two steps if that is longer.
-"""
+"""Seconds (or two steps, if longer) in which an island that is told to end waits to hear whether
+all others are, too: a signal reaches islands at unlike moments."""
 
 
 def patience(runtime: StepRuntime) -> float:
-    """Seconds for which this island, on its way out, waits for the others: half of what is left of
+    """Seconds for which a departing island waits for the others: half of what is left of
     ISLAND_STOP. The other half is for its save.
     """
     whole = runtime.topology.stop_timeout
@@ -51,7 +50,7 @@ def patience(runtime: StepRuntime) -> float:
 
 
 def allow(runtime: StepRuntime) -> None:
-    """Set the longest early part that another island may send: nobody makes room for more."""
+    """Set the longest early part that is accepted from another island."""
     if runtime.peers is not None:
         names = [c.channel.name for c in runtime.after_step]
         layouts = [runtime.queue.layout(names, step) for step in runtime.config.begins]
@@ -60,11 +59,9 @@ def allow(runtime: StepRuntime) -> None:
 
 
 def goes_on(runtime: StepRuntime) -> bool:
-    """Whether an island that is told to end trains on nevertheless, since all are told to, and
-    another one has applied a message that this one has not come to. All ranks of the island call it
-    together, at the end of a step.
-
-    Such a message is here already, so nobody is waited for. At most `delay` steps are taken.
+    """Whether this island, which is told to end as all others are, takes further steps, since
+    another one has applied a message that this one has not come to. That message is here already;
+    at most `delay` steps are taken. All ranks of the island call it together, at the end of a step.
     """
     if runtime.stops_by is None:
         if not _all_stop(runtime):
@@ -76,8 +73,8 @@ def goes_on(runtime: StepRuntime) -> bool:
 
 
 def _all_stop(runtime: StepRuntime) -> bool:
-    """Whether all islands are told to end. Waits for that a moment, at most half of `patience`. A
-    collective of the island.
+    """Whether all islands are told to end, after a wait of at most half of `patience`. A collective
+    of the island.
     """
     peers, island = runtime.peers, runtime.island
     end = time.monotonic() + min(max(GRACE, 2 * runtime.seconds), patience(runtime) / 2)
@@ -91,8 +88,8 @@ def _all_stop(runtime: StepRuntime) -> bool:
 
 
 def stop_with_all(runtime: StepRuntime) -> None:
-    """Wait, at most as long as `patience`, until all islands have all messages that any has sent:
-    all are told to end, and this rank sends nothing more. A collective of the island.
+    """Send nothing more, and wait, for at most `patience`, until all islands have all messages that
+    any has sent. A collective of the island.
     """
     peers, worker, seconds = runtime.peers, runtime.connections.worker, patience(runtime)
     ends_at: int | None = -1
@@ -111,19 +108,17 @@ def stop_with_all(runtime: StepRuntime) -> None:
 
 
 def _applied_at(runtime: StepRuntime) -> int:
-    """Steps after which this island had applied the last message that it has applied; 0 where there
-    was none.
-    """
+    """The step count at which this island applied its last message; 0 where there was none."""
     delays = {c.channel.name: c.channel.schedule.delay for c in runtime.queue.channels}
     return max((step + delays[name] + 1 for name, step in runtime.queue.applied.items()), default=0)
 
 
 def say(runtime: StepRuntime, seconds: float) -> bool:
-    """Send the coming payload early, and wait until the others have it, and all that was sent
-    before, for at most so many seconds.
+    """Send the coming payload early, and wait at most `seconds` until the others have it and all
+    messages before it. All ranks of the island call it together, at the end of a step.
 
-    All ranks of the island call it together, at the end of a step; none goes on before all have
-    done. Returns whether it is held on all peer groups; False, too, where there is nothing to send.
+    Returns:
+        Whether the payload is held on all peer groups; False where there was none to send.
     """
     end = time.monotonic() + seconds
     step, due = coming(runtime)
@@ -149,7 +144,7 @@ def say(runtime: StepRuntime, seconds: float) -> bool:
 
 
 def _fate(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool) -> str:
-    """A sentence: what has become of the steps since the last exchange, counted from 1."""
+    """A sentence on whether the others hold the steps since the last exchange, counted from 1."""
     first = 1 + max(min(runtime.queue.last.get(c.channel.name, 0) for c in due), 0)
     taken = f"steps {first} to {runtime.step}" if first < runtime.step else f"step {runtime.step}"
     if held:
@@ -164,11 +159,9 @@ def _fate(runtime: StepRuntime, due: list[ChannelRunner], step: int, held: bool)
 
 
 def warn_of_no_finish(runtime: StepRuntime) -> None:
-    """At the interpreter's regular exit: say that `finish()` was not called, where it would have
-    made a difference, and what that means. The first rank of an island speaks.
-
-    Whoever ends by `guard`, by an expulsion or by a signal does not come here. The interpreter
-    notes an exception that ends a script in `sys.last_value`; its traceback says enough.
+    """Warn on the first rank of an island, at the interpreter's regular exit, if `finish()` was not
+    called and would have made a difference. After an exception, which the interpreter notes in
+    `sys.last_value`, the traceback says enough.
     """
     topology, ended = runtime.topology, runtime.finished or runtime.queue.broken
     if topology.islands < 2 or topology.rank or ended or runtime.stopped or not runtime.step:
@@ -192,8 +185,8 @@ def next_due(channels: Sequence[ChannelRunner], step: int) -> int:
 
 
 def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
-    """The step in which the next payload leaves, from 0, and the channels in it that can be sent
-    early: none beside gradients.
+    """The step, from 0, in which the next payload leaves, and its channels that can be sent early:
+    none if the payload holds gradients.
     """
     channels = [*runtime.channels, *runtime.buffers]
     step = next_due(channels, runtime.step)
@@ -204,8 +197,8 @@ def coming(runtime: StepRuntime) -> tuple[int, list[ChannelRunner]]:
 
 
 def _share(runtime: StepRuntime, due: list[ChannelRunner]) -> tuple[float, int]:
-    """The weight of what is sent early, and flags: tokens where islands are weighed by them, else
-    the part of a period that was taken.
+    """The weight of an early part (tokens where islands are weighed by them, else the share of the
+    period that was trained), and header flags.
     """
     names = [c.channel.name for c in due]
     if any(c.channel.reducer.weight == "tokens" for c in runtime.channels):
@@ -242,7 +235,7 @@ def _send(
 
 @torch.no_grad()
 def _payload(runtime: StepRuntime, due: list[ChannelRunner], step: int) -> tuple[Tensor, Vectors]:
-    """Body and vectors as step `step` would send them; accumulators stay what they are."""
+    """Body and vectors as step `step` would send them; accumulators stay as they are."""
     kept = [(c.accumulator, c.accumulator.clone()) for c in due if c.accumulator is not None]
     try:
         parts = {}
@@ -258,7 +251,7 @@ def _payload(runtime: StepRuntime, due: list[ChannelRunner], step: int) -> tuple
 
 
 class Departures:
-    """What one rank tells the others when its island stops or ends, and what it hears of them.
+    """The notices of one rank that its island stops or ends, and its watch for the others' notices.
 
     Args:
         topology, connections: of this rank.
@@ -269,7 +262,7 @@ class Departures:
         self._presence = Presence(topology)
 
     def listen(self) -> None:
-        """Begin to hear of another attempt that the others have begun without this one."""
+        """Begin to watch for another attempt that the others have begun without this island."""
         topology, peers = self._topology, self._connections.peers
         self._presence.start()
         if topology.elastic and topology.rank == 0 and peers is not None:
@@ -298,9 +291,7 @@ class Departures:
             self._presence.end("left")
 
     def finish(self, step: int) -> None:
-        """The run has come to its end at `step`, on all islands: no island closes its connections
-        while another still reads.
-        """
+        """End the run at `step`: all islands have read the last messages before any closes."""
         if (peers := self._connections.peers) is not None:
             peers.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), END, step)
             peers.wait_read(peers.timeout)
@@ -308,5 +299,5 @@ class Departures:
             self._presence.end("finished")
 
     def close(self) -> None:
-        """Hear no more."""
+        """End the watch."""
         self._presence.close()

@@ -1,5 +1,5 @@
-"""Whose bytes the meter of one rank has counted: those of which channel, those of headers, and the
-rest.
+"""The ledger of one rank: the bytes that its meter has counted, by channel, with a row for headers
+and one for the rest.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Moved:
 
 @dataclass(frozen=True)
 class LedgerPage:
-    """The rows of a ledger at one moment. Their `total` is that of the meter, to the byte.
+    """The rows of a ledger at one moment.
 
     Attributes:
         channels: payload of each channel, by name (with fragments: of each fragment).
         headers: of the messages of channels.
-        other: what is in no channel: bits that say which gradients there were, norms and questions
-            between islands, pieces that were sent again after a loss.
+        other: bits that say which gradients there were, norms and questions between islands, pieces
+            that were sent again after a loss.
     """
 
     channels: Mapping[str, Moved]
@@ -55,11 +55,6 @@ class LedgerPage:
     def total(self) -> Moved:
         """The sum of all rows: `bytes_sent` and `bytes_received` of `Exchange.metrics()`."""
         return sum(self.channels.values(), self.headers + self.other)
-
-    @property
-    def header_share(self) -> float:
-        """Headers as a share of the bytes sent; 0 where nothing was sent."""
-        return self.headers.sent / self.total.sent if self.total.sent else 0.0
 
 
 @dataclass
@@ -77,20 +72,19 @@ class Ledger:
     )
 
     def message(self, layout: MessageLayout, size: int, rank: int, moved: Moved) -> None:
-        """A message has been exchanged, for which the meter has counted `moved`."""
+        """Count a message that has been exchanged; `moved`: its bytes by the meter."""
         self.messages[tuple(layout.sections.values()), size, rank, moved] += 1
 
     def page(self, meter: Meter) -> LedgerPage:
-        """All rows; what no channel and no header accounts for is `other`.
-
-        A message of which less was moved than it holds (an island that follows another sends
-        nothing) is in no channel.
+        """All rows. A message of which less was moved than it holds (an island that follows another
+        sends nothing) is in no channel, so its bytes are `other`.
         """
         found: dict[str, Moved] = {}
         headers = Moved()
         for (sections, size, rank, moved), count in list(self.messages.items()):
-            layout = MessageLayout(sections)
-            parts, heads = content(layout, size, rank), head_bytes(layout, size)
+            parts = {s.channel.name: _payload(s, size, rank) for s in sections}
+            num_headers = (size - 1) * (3 if MessageLayout(sections).vectors else 1)
+            heads = Moved(HEADER.size, HEADER.size) * num_headers
             left = moved - sum(parts.values(), heads)
             if left.sent < 0 or left.received < 0:
                 continue
@@ -101,29 +95,13 @@ class Ledger:
         return LedgerPage(found, headers, whole - sum(found.values(), headers))
 
 
-def content(layout: MessageLayout, size: int, rank: int) -> dict[str, Moved]:
-    """Payload bytes of each channel in one message among `size` islands, for the island at `rank`.
-
-    What is gathered goes whole to each other island. What is reduced goes in two legs: to each
-    other island the part that it owns, and the mean of one's own part to all of them.
-    """
-    others = [j for j in range(size) if j != rank]
-    found = {}
-    for name, section in layout.sections.items():
-        if section.gathered:
-            whole = section.num_bytes * len(others)
-            found[name] = Moved(whole, whole)
-            continue
-        there, back = MessageLayout([section]).legs(size)
-        there, back = ([n - HEADER.size for n in leg] for leg in (there, back))
-        found[name] = Moved(
-            sum(there[j] for j in others) + back[rank] * len(others),
-            there[rank] * len(others) + sum(back[j] for j in others),
-        )
-    return found
-
-
-def head_bytes(layout: MessageLayout, size: int) -> Moved:
-    """Bytes of the headers of one message: of its body, and of both legs of a reduce."""
-    count = HEADER.size * (size - 1) * (3 if layout.vectors else 1)
-    return Moved(count, count)
+def _payload(section: ChannelCodec, size: int, rank: int) -> Moved:
+    """Payload bytes of a channel in one message among `size` islands, for the island at `rank`."""
+    others = size - 1
+    if section.gathered:  # it goes whole to each other island
+        return Moved(section.num_bytes, section.num_bytes) * others
+    # a reduce: to each island the part that it owns, then the mean of one's own part to all
+    there, back = MessageLayout([section]).legs(size)
+    there, back = ([n - HEADER.size for n in leg] for leg in (there, back))
+    sent = sum(there) - there[rank] + back[rank] * others
+    return Moved(sent, there[rank] * others + sum(back) - back[rank])

@@ -1,8 +1,5 @@
-"""The bytes and the memory of an exchange on one rank, known before the first step, from shapes
-alone.
-
-A plan counts the same messages (`message.py`) as a run; a test compares the two to the byte for
-every preset.
+"""The bytes and the memory of an exchange on one rank, computed from shapes alone. A plan counts
+the same messages (`message.py`) as a run, to the byte.
 """
 
 from __future__ import annotations
@@ -40,23 +37,19 @@ class Plan:
 
     @property
     def cycle(self) -> int:
-        """Steps after which the pattern of exchanges repeats: the least common multiple of the
-        periods.
-        """
+        """Steps after which the pattern of exchanges repeats."""
         return math.lcm(*(s.channel.schedule.sync_every for s in self.sections))
 
     def message(self, step: int) -> Meter:
         """Counts of the exchanges that start at `step` (all zero if nothing is due)."""
         meter = Meter()
         due = [s for s in self.sections if s.channel.schedule.due(step)]
-        first = [s for s in due if not s.channel.after]
-        self._count(meter, [s for s in first if s.channel.before_step])
-        self._count(meter, [s for s in first if not s.channel.before_step])
-        self._count(meter, [s for s in due if s.channel.after])
+        for stage in range(3):
+            self._count(meter, [s for s in due if _stage(s.channel) == stage])
         return meter
 
     def _count(self, meter: Meter, due: Sequence[ChannelCodec]) -> None:
-        """One message."""
+        """Count one message."""
         if not due:
             return
         meter.exchanges += 1
@@ -79,13 +72,12 @@ class Plan:
         return total
 
     def per_step(self) -> float:
-        """Mean bytes sent per step, exact over a cycle; where that is longer than 10 000 steps each
-        channel's exchanges alone, each with a header."""
+        """Mean bytes sent per step, as in `average`."""
         return self.average()[0]
 
     def average(self) -> tuple[float, float, float]:
-        """(bytes sent, bytes received, messages) per step, the means over a cycle as in
-        `per_step`.
+        """(bytes sent, bytes received, messages) per step: the means over a cycle. Where that is
+        longer than 10 000 steps, each channel's exchanges count alone, each with a header.
         """
         if self.cycle <= 10_000:
             alone = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
@@ -116,6 +108,11 @@ class Plan:
         )
 
 
+def _stage(channel: Channel) -> int:
+    """Which of the three messages of a step has the channel."""
+    return 0 if channel.before_step else 2 if channel.after else 1
+
+
 def plan_model(
     config: ExchangeConfig,
     tensors: Sequence[tuple[str, Sequence[int]]],
@@ -123,12 +120,10 @@ def plan_model(
     shards: int = 1,
     rank: int = 0,
 ) -> list[Plan]:
-    """The plans of the ranks of one island (one per shard) that train a model under a
-    configuration.
+    """The plans of the ranks of one island, one per shard.
 
     Args:
-        tensors: names and whole shapes of the trained parameters (of a model on the meta device,
-            say), ties once.
+        tensors: names and whole shapes of the trained parameters, ties once.
         islands: number of replicas; rank: which of them.
         shards: FSDP2 shards of the first dim, ceil(rows / shards) rows each.
     """
@@ -148,34 +143,27 @@ def plan_model(
 
 
 def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...]:
-    """The local shape of a shard of FSDP2: ceil(rows / shards) rows, in the last shards less or
-    none.
-    """
+    """The local shape of an FSDP2 shard: ceil(rows / shards) rows, fewer in the last ones."""
     if shards == 1 or not shape:
         return tuple(shape)
     rows = -(-shape[0] // shards)
     return (max(0, min(rows, shape[0] - shard * rows)), *shape[1:])
 
 
-# Memory before the first step: what an exchange keeps and needs on one rank, from shapes alone.
+# ---- memory ------------------------------------------------------------------------------------
 #
-# Three parts, each on the device of the shards and on the host (the recipes' table:
-# `recipes/benchmarks/memory.py`):
+# Three parts, each on the device of the shards and on the host (`recipes/benchmarks/memory.py`):
 #
 # * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
 #   `offload_outer_state`, in pinned memory. torch rounds each pinned block up to a power of two
 #   (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again.
 # * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
-# * workspace: what one step with an exchange takes on top of both, at its largest: messages. A
-#   sparse or gathered one is small; a vector that is reduced is a copy of what is sent, 4 bytes
-#   per element.
+# * workspace: taken on top of both by a step with an exchange, at its largest. A sparse or gathered
+#   message is small; a vector that is reduced is a copy of the values, 4 bytes per element.
 #
-# Each channel has four figures in each memory (`_Use`). A step adds up what acts in it; the order
-# within a message is left out, and what channels share in one is counted for each: at most 2 %
-# above what is held, as a test shows. What is worked on in windows (packing, transform,
-# selection, decoding, the outer step: under 64 MB) and copies of single shards come on top of the
-# workspace. Where copies of a shard share the work (active copies), one more workspace holds what
-# they gather. The inner optimizer's own state is apart (`inner_state`).
+# The order within a message is left out, and a buffer that channels share is counted for each: at
+# most 2 % too much, as a test shows. Not counted: windows (under 64 MB), copies of single shards,
+# one more workspace where copies of a shard share the work, and `inner_state`.
 
 
 @dataclass(frozen=True)
@@ -218,17 +206,14 @@ def plan_memory(
     staged: bool = True,
     low_precision: bool = False,
 ) -> Memory:
-    """The memory of the exchange on one rank of an island whose ranks hold each shard once (no
-    copies).
+    """The memory of the exchange on one rank of an island without copies of shards.
 
     Args:
-        tensors: names and whole shapes of the trained parameters, ties once.
-        islands: number of replicas.
-        shards, shard: FSDP2 shards of the first dim, and which of them (the first is the largest).
+        tensors, islands, shards: as for `plan_model`. shard: which of them (the first is the
+            largest).
         staged: shards are on an accelerator, payloads are copied to the host; False: training on
             the CPU, where `offload_outer_state` changes nothing and both columns are of one memory.
-        low_precision: parameters are not fp32 (delta channels then keep what was written into
-            them).
+        low_precision: parameters are not fp32, so delta channels keep the values written to them.
     """
     if len(config.begins) > 1:  # the figures of a run that changes are the largest of its stages
         found = [
@@ -247,8 +232,8 @@ def plan_memory(
 
 
 def _stages(config: ExchangeConfig) -> list[ExchangeConfig]:
-    """The configuration in each stage of a run. With a delay an outer momentum stays until what was
-    sent before has landed.
+    """The configuration in each stage of a run. With a delay an outer momentum stays until the
+    messages of the stage before are applied.
     """
     stages = [config.at(step) for step in config.begins]
     for before, after in list(pairwise(stages)):
@@ -269,8 +254,8 @@ def inner_state(
     shards: int = 1,
     shard: int = 0,
 ) -> int:
-    """Bytes of state on one rank of the inner optimizer that the preset is defined for: AdamW 8 per
-    parameter, Muon 4 per element of a matrix, SGD none."""
+    """Bytes of state of the preset's inner optimizer on one rank: AdamW 8 per parameter, Muon 4 per
+    element of a matrix, SGD none."""
     mine = tuple((n, local_shape(shape, shards, shard)) for n, shape in tensors)
     return _inner_state(config.inner_optimizers[0], mine)
 
@@ -297,12 +282,12 @@ def _inner_state(optimizer: str, tensors: tuple[tuple[str, tuple[int, ...]], ...
 
 @dataclass(frozen=True)
 class _Use:
-    """Bytes that one channel takes in one memory.
+    """Bytes of one channel in one memory.
 
     Attributes:
         kept: all the time.
-        sent: from the step that sends until what has arrived is applied.
-        sending, applying: on top of that, while the one or the other is done.
+        sent: from the step that sends until the answer is applied.
+        sending, applying: on top of that, during the one or the other.
     """
 
     channel: Channel
@@ -315,35 +300,29 @@ class _Use:
     def delay(self) -> int:
         return self.channel.schedule.delay
 
-    @property
-    def stage(self) -> int:
-        """One stage of a step follows another; the channels of one share a message."""
-        return 0 if self.channel.before_step else 2 if self.channel.after else 1
-
     def under_way(self, first: int, last: int) -> int:
-        """Bytes of what is sent from step `first` to step `last`."""
+        """Bytes of the messages sent from step `first` to step `last`."""
         schedule = self.channel.schedule
         return self.sent * (schedule.round(last) - schedule.round(first - 1))
 
 
 def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool) -> _Use:
     """A channel's use of the device: its workspaces, its payload (coded, or fp32 vectors that are
-    reduced), and the values that a sender needs again when the mean arrives. Windows are not
-    counted.
+    reduced), and the values that a sender needs again when the mean arrives.
     """
     channel, work = section.channel, 4 * section.layout.numel
     kept = section.known_bytes + (0 if channel.accumulator is None else work)
     if channel.source == "delta":
         kept += (0 if offloaded else _outer(section)) + work * low_precision
     own, payload = work * channel.needs_own, _payload(section)
-    if channel.accumulator is not None:  # what is subtracted from it is rounded first
+    if channel.accumulator is not None:  # the values subtracted from it are rounded first
         sending = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
     elif section.codec.sparse:
         sending = work
     else:  # the vector is what is sent, or what the sender needs again
         sending = work - own if section.gathered else 0
     applying = 0
-    if section.gathered:  # on an accelerator all bodies, and what is sent whole
+    if section.gathered:  # on an accelerator all bodies, and tensors that are sent whole
         whole = section.layout.num_dense if section.codec.indexed else 0
         whole += sum(n for n, _ in section.spans) if section.codec.seeded else 0
         applying = section.size * section.num_bytes * staged + 4 * whole - payload
@@ -352,9 +331,8 @@ def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precisi
 
 def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) -> _Use:
     """A channel's use of the host: the bodies of all islands and the means, until they are applied;
-    during the exchange a copy of what is sent, or the coded parts of the means. Values in fp32 that
-    are `alone` in their message arrive where the mean is to lie: only the others' shares of one
-    part come on top then.
+    during the exchange a copy of the payload, or the coded parts of the means. fp32 vectors of one
+    channel `alone` are averaged in place: only the others' shares of one part come on top.
     """
     message, means = MessageLayout([section]), 0
     coded = message.num_bytes
@@ -397,8 +375,9 @@ def _within(uses: Sequence[_Use], stage: int, step: int) -> int:
     """
     held = sending = applying = 0
     for u in uses:
-        held += u.under_way(step - u.delay + (u.stage < stage), step - (u.stage > stage))
-        if u.stage == stage:
+        own = _stage(u.channel)
+        held += u.under_way(step - u.delay + (own < stage), step - (own > stage))
+        if own == stage:
             sending += u.sending * u.channel.schedule.due(step)
             applying += u.applying * u.channel.schedule.due(step - u.delay)
     return held + max(sending, applying)

@@ -1,5 +1,5 @@
-"""What can be read of an exchange: its step, whether it goes on or stops, and its numbers. Nothing
-communicates, but where a method says that all ranks of the island call it together.
+"""The readable state of an exchange: step, progress and numbers. Nothing here communicates, but for
+methods that all ranks of the island call together.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .sending import ExchangeConnections, ExchangeRecord
 
 @dataclass(frozen=True)
 class Activity:
-    """What one rank does at this moment, for a line of progress.
+    """The activity of one rank at this moment, for a line of progress.
 
     Attributes:
         kind: "training"; "sending": the rank trains while a message is under way; "waiting":
             training stands still for a message; "finished".
         islands: with which the message is not done yet; empty where that is not known.
-        seconds: for which training has stood still.
+        seconds: of standing still so far.
 
     Example:
         >>> from fsdp_demo.exchange.readings import Activity
@@ -59,9 +59,7 @@ class Activity:
 
 
 class Readings:
-    """What can be read of an `Exchange` at any time. `step`, `raises_stopped` and `tells` can be
-    set, too.
-    """
+    """The readable state of an `Exchange`; `step`, `raises_stopped` and `tells` can be set, too."""
 
     topology: Topology
     host: TrainingHost
@@ -83,7 +81,7 @@ class Readings:
 
     @property
     def config(self) -> ExchangeConfig:
-        """What was agreed: the method, and its settings."""
+        """The method and its settings, as agreed."""
         return self._runtime.config
 
     @property
@@ -102,9 +100,8 @@ class Readings:
 
     @property
     def stopped(self) -> bool:
-        """Whether all ranks of this island stop after this step, and all islands where they could
-        agree on it. The step raises `Stopped` then, unless `raises_stopped` is False.
-        """
+        """Whether all ranks of this island stop after this step; the step raises `Stopped` then,
+        unless `raises_stopped` is False."""
         return self._runtime.stopped
 
     @property
@@ -114,9 +111,8 @@ class Readings:
 
     @property
     def leaving(self) -> bool:
-        """Whether the stop is due to an island that was told to end (SIGTERM), not to a wish that
-        all follow (`request_stop(together=True)`).
-        """
+        """Whether an island that was told to end (SIGTERM) is the reason of the stop, not
+        `request_stop(together=True)`."""
         return self._runtime.leaving
 
     @property
@@ -141,32 +137,29 @@ class Readings:
 
     @property
     def participants(self) -> list[int]:
-        """The islands that took part in the last exchange that was applied here; empty where that
-        is not known, as on a copy that is not active."""
+        """The islands in the last exchange that was applied here; empty where they are not known,
+        as on a copy that is not active."""
         return list(self._queue.history.slots) if self._connections.active else []
 
     @property
     def applied_by(self) -> list[int]:
         """The `participants` that have applied that exchange, as far as this rank knows: without
-        those whose part had come ahead of its time, since they had left, and without those that
-        were lost after it, since they have saved nothing. Behind `finish()` nobody is asked any
-        more: its last exchange has ended on all of them."""
+        islands that had left after an early part, or were lost since. After `finish()` all count:
+        the last exchange has ended on all of them."""
         peers, early = self._peers, self._queue.history.early
         here = self.participants if peers is None else peers.alive
         return [slot for slot in self.participants if slot not in early and slot in here]
 
     @property
     def drift(self) -> float | None:
-        """|theta_r - mean| / |mean| of this replica when the mean was last taken (at `finish()`, or
-        by the full average of the released rule); None where replicas are equal by construction.
-        """
+        """|theta_r - mean| / |mean| of this replica when the mean was last taken; None where
+        replicas are equal by construction."""
         return self._runtime.drift
 
     @property
     def tells(self) -> Callable[[], dict[str, Any]]:
-        """A function whose result this island's host (a Trainer) tells the host of an island that
-        joins later: JSON of at most a megabyte. It is called at the end of the step whose state is
-        handed on."""
+        """A function of this island's host (a Trainer). Its result, JSON of at most a megabyte, is
+        handed to an island that joins (`told`), with the state of the same step."""
         return self._runtime.tells
 
     @tells.setter
@@ -175,9 +168,7 @@ class Readings:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the donor's host tells (`tells`), where this island has joined a run under way; not
-        compared with anything.
-        """
+        """The result of the donor's `tells`, where this island has joined a run under way."""
         return self._runtime.told
 
     @property
@@ -202,7 +193,7 @@ class Readings:
 
     @property
     def activity(self) -> Activity:
-        """What this rank does now. Another thread than the one that trains may read it."""
+        """The present activity of this rank; any thread may read it."""
         if self.finished or self.closed:
             return Activity("finished")
         peers, since = self._peers, self._queue.waits_since
@@ -222,9 +213,7 @@ class Readings:
 
     @property
     def chosen_because(self) -> str:
-        """What was measured, and why this method, in an "auto" run whose method is chosen; else
-        empty.
-        """
+        """The reason for the method of an "auto" run, with what was measured; else empty."""
         return "" if self.auto_choice is None else self.auto_choice.reason
 
     def timeline(self) -> list[ExchangeRecord]:
@@ -232,17 +221,14 @@ class Readings:
         return list(self._queue.flown)
 
     def ended_since(self, last: ExchangeRecord | None) -> list[ExchangeRecord]:
-        """The records of `timeline()` behind `last`, oldest first; all of them for None. Cheap
-        enough for every step.
-        """
+        """The records of `timeline()` after `last`; all for None. Cheap enough for every step."""
         new = list(takewhile(lambda record: record is not last, reversed(self._queue.flown)))
         return new[::-1]
 
     def metrics(self) -> dict[str, Any]:
         """Numbers of this rank: the counts of `Meter`, `step`, `loss` (the mean over the islands at
         the last exchange), `drift`, contributions that were left out (`not_finite`, `far`), and
-        where islands come and go how many there are.
-        """
+        where islands come and go their numbers (docs/metrics.md)."""
         seen = self._queue.watch
         return {
             "step": self.step,
@@ -256,12 +242,9 @@ class Readings:
 
     @collective("totals()")
     def totals(self) -> dict[str, float]:
-        """Numbers of the whole island for a log: bytes and tokens summed over its ranks, the
-        longest wait, the mean loss over all ranks of all islands at the last exchange,
-        contributions of any island that were not finite or far from the others' (where there were
-        any), and where islands come and go how many there are.
-
-        All ranks of the island call it together."""
+        """The `metrics` of the whole island for a log: bytes and tokens summed over its ranks, the
+        longest wait, the mean loss over all ranks of all islands. All ranks of the island call it
+        together."""
         meter, seen, island = self._meter, self._queue.watch, self._runtime.island
         known = not math.isnan(seen.loss)
         sent, received, tokens, losses, ranks = island.sum(
@@ -287,34 +270,30 @@ class Readings:
         return out | self._members()
 
     def _members(self) -> dict[str, int]:
-        """Where islands come and go: how many are members, how many took part in the last message,
-        how often members have changed.
-        """
+        """Where islands come and go: the number of members, of those in the last message, and of
+        changes of the members."""
         peers = self._peers
         if peers is None or not peers.elastic:
             return {}
         return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
 
     def watch_energy(self, on: bool = True) -> None:
-        """From the next exchange on, measure what `kept_energy` tells. It costs a copy of what a
-        channel encodes, and one more decoding of what it sends; no result of training changes.
-        """
+        """From the next exchange on, measure `kept_energy`. It costs a copy of the values that a
+        channel encodes, and one more decoding of its payload; training is not changed."""
         for c in self.channels:
             c.watches_energy, c.energy = on, None
 
     @collective("kept_energy()")
     def kept_energy(self) -> dict[str, float]:
-        """The share of the squared norm of what each channel encoded in its last exchange that was
-        sent, by channel and over all shards of the island: 1 - |m - q|^2 / |m|^2.
+        """For each channel the share of the energy (squared norm) that its last payload kept, over
+        all shards of the island: 1 - |m - q|^2 / |m|^2, and 1 where m is zero.
 
-        m is what the channel encoded: its accumulator, or the delta, gradient or parameters
-        themselves where it has none, in the transform domain, in which norms are those of the
-        elements. q is what the others decode of it. With exact values q is a part of m, so this is
-        |q|^2 / |m|^2: the share of the energy that a selection of coefficients keeps. Rounding
-        makes it smaller, and a coarse code can make it negative. 1 where m is zero.
+        m are the encoded values (the accumulator; without one the delta, gradient or parameters),
+        in the transform domain, and q their decoded payload. With exact values this is |q|^2 /
+        |m|^2. Rounding makes it smaller, and a coarse code can make it negative.
 
-        All ranks of the island call it together. Empty before `watch_energy()` and the exchange
-        after it; channels that have not sent since are left out."""
+        All ranks of the island call it together. Channels that have not sent since `watch_energy()`
+        are left out."""
         found: dict[str, float] = {}
         for c in [c for c in self.channels if c.watches_energy]:  # on all ranks or on none
             mine = (0.0, 0.0) if c.energy is None else tuple(c.energy.tolist())
@@ -324,9 +303,8 @@ class Readings:
         return found
 
     def ledger(self) -> LedgerPage:
-        """The bytes of this rank by channel, of headers, and of all else. Their sum is `bytes_sent`
-        and `bytes_received` of `metrics()`, to the byte.
-        """
+        """The bytes of this rank by channel, of headers, and the rest: together `bytes_sent` and
+        `bytes_received` of `metrics()`, to the byte."""
         return self._queue.ledger.page(self._meter)
 
     @property
@@ -347,16 +325,14 @@ class Readings:
         return self.config.equal_after_exchange
 
     def next_exchange(self) -> int:
-        """The step (counted from 0, this one included) in which the next payload leaves: a pure
-        function of the schedules.
-        """
+        """The step (from 0, this one included) in which the next payload leaves."""
         return next_due(self.channels, self.step)
 
     @property
     def result_kind(self) -> str:
-        """What `outer_parameters` shows: "parameters" (the replica's own, which gradient presets
-        keep equal), "anchor" (the outer parameters, known to every replica) or "mean" (over the
-        replicas, by a round of communication)."""
+        """The parameters that `outer_parameters` shows: "parameters" (the replica's own), "anchor"
+        (the outer parameters, known to every replica) or "mean" (over the replicas, by a round of
+        communication)."""
         return self.config.result(self.topology.islands)
 
     @property

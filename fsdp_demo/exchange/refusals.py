@@ -27,16 +27,16 @@ class Copies:
     values: each of them sends a part of it, and takes the rest from the others. All ranks of the
     island call the methods together.
 
-    They are compared in `attach`, and once more in the first exchange, when training has moved the
-    values. So ranks that nobody made one replica of (no DDP, no replicate axis) are refused before
-    they mix their values.
+    They are compared in `attach`, and in the first exchange, when training has moved the values.
+    So ranks that are no replica together (no DDP, no replicate axis) are refused before they mix
+    their values.
 
-    A parameter that is whole on ranks which shard others must stay equal there, too: nothing
-    gathers it. Ranks that differ in one (a root that nobody sharded) are named in a warning. That
-    may be meant: experts of one name can be other experts on each rank.
+    A parameter that is whole on ranks that shard others must stay equal there, too. If it differs
+    (a root module that was not sharded), only a warning is logged: experts of one name may be
+    different experts on each rank.
 
     Attributes:
-        pending: there is something to compare, and the first exchange has not been looked at.
+        pending: there are copies, and those of the first exchange have not been compared.
     """
 
     def __init__(self, host: TrainingHost, island: IslandGroup):
@@ -55,8 +55,8 @@ class Copies:
             raise ValueError(found)
 
     def look(self, channels: Sequence[ChannelRunner]) -> None:
-        """Compare, once, the source of the first exchange: gradients, where one of these channels
-        sends them, else parameters. This reads from the device.
+        """Compare, once, the gradients of the first exchange, if one of these channels sends them,
+        else the parameters. This reads from the device.
 
         Raises:
             Mismatch: as `check`.
@@ -69,8 +69,8 @@ class Copies:
             raise Mismatch(found)
 
     def _unlike(self, what: str) -> str | None:
-        """A sentence about two copies that hold other values of a tensor; None where all are equal.
-        Warns of tensors that are whole on all shards and differ.
+        """A sentence about two copies that differ; None where all are equal. Warns of tensors that
+        are whole on all shards and differ.
         """
         shards, names = self._island.position.num_shards, [p.name for p in self._host.params]
         everyone = self._island.everyone(sums(self._host.tensors(what), self._host.device))
@@ -119,9 +119,7 @@ MASTERS = "fp32 masters"
 
 
 def refuse_shown(shows_result: bool, what: str) -> None:
-    """Raise RuntimeError inside `Exchange.outer_parameters`, where `what` would be undone, or would
-    take what is shown for the replica's own parameters.
-    """
+    """Raise RuntimeError for the call `what` inside `Exchange.outer_parameters`."""
     if shows_result:
         raise RuntimeError(
             f"{what} inside outer_parameters(): the model does not hold this replica's own "
@@ -135,17 +133,14 @@ BESIDE = (
     "it beside, by fsdp_demo.checkpoint.save_exchange(FOLDER, exchange) on every rank, and give "
     "attach(state=load_exchange(FOLDER))"
 )
-"""Why others cannot save an exchange, and the cure."""
-
 REGISTERED = f"an exchange registered for checkpointing with Accelerate: {BESIDE}"
 
 
 def refuse_foreign_savers() -> None:
     """Raise ValueError if torch.distributed.checkpoint or Accelerate asks for the state of an
-    exchange. Of a name that all ranks have the first writes one tensor, the second the file of its
-    main process: either would keep one rank's state for all.
+    exchange: either would keep one rank's state for all.
     """
-    asks = str(sys._getframe(2).f_globals.get("__name__"))  # who has called what calls this
+    asks = str(sys._getframe(2).f_globals.get("__name__"))  # the caller of `Exchange.state_dict`
     if asks.startswith("torch.distributed.checkpoint"):
         raise ValueError(f"an exchange in a state dict of torch.distributed.checkpoint: {BESIDE}")
     if asks == "accelerate.checkpointing":
@@ -200,8 +195,8 @@ def refuse_meta(host: TrainingHost, model: torch.nn.Module | None) -> None:
 
 
 def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer that has another one take the step, on gradients that it
-    takes at other parameters: sharpness-aware ones. Its own `step` may never be called.
+    """Raise ValueError for a sharpness-aware optimizer: another one takes the step, and its own
+    `step` may never be called.
     """
     inner = getattr(optimizer, "base_optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
@@ -219,8 +214,8 @@ def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_second_copies(host: TrainingHost, config: ExchangeConfig) -> None:
-    """Raise ValueError for an optimizer that keeps a copy of the parameters and writes them from
-    it, where the exchange writes parameters, too.
+    """Raise ValueError for an optimizer that writes parameters from a copy of its own, where the
+    exchange writes parameters, too.
     """
     if not any(c.writes_parameters for c in config.channels):
         return
@@ -243,9 +238,7 @@ def refuse_second_copies(host: TrainingHost, config: ExchangeConfig) -> None:
 
 
 def second_copy(optimizer: Any) -> str:
-    """What an optimizer calls the copy of the parameters that it keeps and writes them from; empty
-    where none is known.
-    """
+    """The name of the copy from which an optimizer writes parameters; empty where none is known."""
     places = (optimizer.__dict__, *getattr(optimizer, "param_groups", []))
     masters = [place.get("master_weights") for place in places]  # of apex, of TransformerEngine
     if any(m is not None and m is not False for m in masters):
@@ -256,8 +249,8 @@ def second_copy(optimizer: Any) -> str:
 
 
 def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str) -> None:
-    """Log the trainable parameters of the model that no attached optimizer steps. With several
-    exchanges of one model (a GAN) each says so of the others' parameters."""
+    """Log the trainable parameters of the model that no attached optimizer steps (of a GAN with
+    several exchanges, those of the others)."""
     outside = host.outside(model) if model is not None else []
     if outside:
         log.warning(
@@ -271,7 +264,7 @@ def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str
 
 
 def refuse_sparse(host: TrainingHost) -> None:
-    """Raise ValueError if a gradient that is there now is sparse."""
+    """Raise ValueError if a gradient is sparse."""
     sparse = [
         s.name
         for s, g in zip(host.params, host.tensors("gradient"), strict=True)

@@ -1,11 +1,10 @@
-"""A newcomer joins a run under way: it takes a donor's snapshot, and the steps that the donor has
-taken since, until it has caught up.
+"""Joining a run under way: a newcomer starts from a donor's snapshot, and repeats the donor's steps
+since then until it has caught up.
 
-A step is made up for as `Exchange.skip` takes one: without a gradient of its own, with the learning
-rates that the donor had in it, and with the messages that the others have agreed on; what this
-replica would send goes nowhere (`Following`). So parameters and optimizer states of
-gradient presets, anchors and outer momenta become those of the others, bit by bit, while these
-train on.
+A step is repeated as `Exchange.skip` takes one: without a gradient of this replica, with the
+donor's learning rates, and with the messages that the others have agreed on; payloads of this
+replica go nowhere (`Following`). So parameters and optimizer states of gradient presets, anchors
+and outer momenta become those of the others, bit by bit, while these train on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from ..elastic.newcomer import Following
 from ..errors import PeerLost, Stopped, StoreSilent, WireError, counted
 from ..peers.join_messages import LONGEST, Tick, filled, sizes
-from . import resume, run_specification, snapshot
+from . import resume, run_specification, snapshot, snapshot_head
 from .runtime import StepRuntime
 from .snapshot_head import DonorPosition
 
@@ -31,12 +30,10 @@ log = logging.getLogger("fsdp_demo")
 T = TypeVar("T")
 
 NEVER = 1 << 62
-"""The step from which an island trains by itself that still makes up for those of others."""
+"""`StepRuntime.since` of an island that still repeats the steps of others."""
 
 SLICE = 5.0
-"""Seconds after which the ranks of an island say to each other that they still wait: their
-snapshots do not come at the same time.
-"""
+"""Seconds after which the ranks of an island tell each other that they still wait."""
 
 
 def newcomer(runtime: StepRuntime) -> bool:
@@ -52,7 +49,7 @@ def join(
     model: torch.nn.Module | None,
     told: Mapping[str, Any],
 ) -> None:
-    """Take a snapshot of a donor and make up for its steps since. All ranks of the island call it
+    """Start from a donor's snapshot and repeat its steps since. All ranks of the island call it
     together, with the engine's step hooks paused.
 
     Args:
@@ -61,8 +58,7 @@ def join(
 
     Raises:
         ValueError: the others run something else.
-        PeerLost: no other member can be the donor in place of one that is lost, or the run has
-            ended: start this island again.
+        PeerLost: the donor is lost and there is no other, or the run has ended.
         Stopped: the others stopped meanwhile.
     """
     runtime.ahead = None
@@ -97,9 +93,7 @@ def join(
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
-    """Ask another island for its state, since the donor is lost. Its snapshot replaces all that has
-    come.
-    """
+    """Ask another island for its state, since the donor is lost."""
     name = runtime.topology.name
     log.warning("%s: %s: another island is asked for its state", name, error)
     runtime.island.together(
@@ -120,7 +114,7 @@ def _take_snapshot(
     told: Mapping[str, Any],
     following: Following | None,
 ) -> DonorPosition:
-    """Fetch a snapshot and let this island stand where its donor stood; that position."""
+    """Fetch a snapshot and set this island to its donor's state; the donor's position."""
     island, what = runtime.island, f"{runtime.topology.name}: the snapshot of another island"
     _materialise(runtime)
     brings = snapshot.brings(runtime, model)
@@ -130,13 +124,11 @@ def _take_snapshot(
     stand, listed = island.together(
         lambda: (None, ()) if data is None else snapshot.expected(runtime, model, told, data), what
     )
-    # copies that are not active hear where it stands from the first rank
+    # copies that are not active get the position from the first rank
     if island.position.num_copies > runtime.parameters.active_copies:
         said = island.from_first(lambda: stand and msgspec.to_builtins(stand))
         stand = stand or msgspec.convert(said, DonorPosition)
-    assert stand is not None, (
-        "a rank with a peer group has a snapshot, the others have heard of one"
-    )
+    assert stand is not None, "read here, or sent by the first rank"
     if not island.same(stand.step):
         raise RuntimeError(
             f"{what}: the ranks of this island got snapshots of different steps: start it again"
@@ -183,10 +175,10 @@ def _fetching(
 
 
 def _materialise(runtime: StepRuntime) -> None:
-    """Let optimizers that make their state at their first step take one, on gradients of zero:
-    parameters and state are replaced after it.
+    """Take a step on gradients of zero with optimizers that make their state in the first one; the
+    snapshot replaces parameters and states.
     """
-    if not runtime.before_step or snapshot.kept(runtime):
+    if not runtime.before_step or snapshot_head.kept(runtime):
         return
     trained = [None if s.frozen else True for s in runtime.host.params]
     runtime.host.prepare_gradients(trained)
@@ -195,7 +187,7 @@ def _materialise(runtime: StepRuntime) -> None:
 
 
 def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -> T | None:
-    """Call `ask` until it gives something on all ranks of the island that have one; that."""
+    """Call `ask` until it has given a value on all ranks of the island that have one; the value."""
     come: list[T] = []
 
     def once() -> None:
@@ -209,8 +201,8 @@ def _poll(runtime: StepRuntime, what: str, ask: Callable[[], T | None] | None) -
 
 
 def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
-    """Make up for the donor's steps, which the peer group of the island's first rank names; how
-    many there were. In the end learning rates are again those of before.
+    """Repeat the donor's steps, as the peer group of the island's first rank lists them; their
+    number. Learning rates are restored afterwards.
     """
     before, taken = run_specification.read_rates(runtime.host), 0
     runtime.queue.replays = True
@@ -247,7 +239,7 @@ def _next(runtime: StepRuntime, following: Following | None) -> Tick | None:
 
 
 def _take(runtime: StepRuntime, tick: Tick) -> None:
-    """Take a step of the donor, without a gradient of this replica."""
+    """Repeat a step of the donor, without a gradient of this replica."""
     if tick.step != runtime.step:
         raise WireError(
             f"step {tick.step} came to be made up for, here comes {runtime.step}: start this "

@@ -1,5 +1,5 @@
-"""What islands compare of themselves before the first step, beside the configuration: tensors,
-optimizers, and the machine they run on.
+"""The facts that islands compare before the first step, beside the configuration: tensors,
+optimizers, machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def optimizers(host: TrainingHost) -> dict[str, Any]:
 
 
 def rates(host: TrainingHost) -> dict[str, Any]:
-    """What is equal at equal steps only: learning rates, and what cyclic schedules move."""
+    """Learning rates, and what cyclic schedules move: equal at equal steps only."""
     return {
         f"optimizer{i}.group{g}.{k}": _plain(group[k])
         for i, optimizer in enumerate(host.optimizers)
@@ -60,9 +60,7 @@ def rates(host: TrainingHost) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON: tensors as numbers, numbers to 7 digits, since fp32 tensors hold no
-    more.
-    """
+    """A setting as JSON: numbers to 7 digits, since fp32 tensors hold no more."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -84,8 +82,7 @@ def described(param: LocalParam) -> Described:
 
 
 def agree_on_tensors(peers: PeerGroup, params: Sequence[LocalParam]) -> None:
-    """Compare names, shapes, local shapes and dtypes of the parameters, in their order, with those
-    of all replicas.
+    """Compare the parameters as `described`, in their order, with those of all replicas.
 
     Raises:
         ValueError: on every replica, naming the first one that differs.
@@ -100,8 +97,8 @@ def agree_on_tensors(peers: PeerGroup, params: Sequence[LocalParam]) -> None:
 
 
 def tensors_apart(params: Sequence[LocalParam], theirs: Sequence[Sequence[Any]]) -> str:
-    """How the parameters here differ from those that another island has `described`; empty where
-    they do not.
+    """A sentence on the first difference between the parameters here and those that another island
+    has `described`; empty where there is none.
     """
     mine, others = ([json.dumps(d) for d in side] for side in (map(described, params), theirs))
     if mine == others:
@@ -129,7 +126,7 @@ def _sentence(description: str) -> str:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What may differ between islands, and explains differences in the last bit."""
+    """Facts that may differ between islands, and explain differences in the last bit."""
     if device.type == "cpu":
         return {
             "torch": torch.__version__,
@@ -150,7 +147,7 @@ def read_rates(host: TrainingHost) -> list[list[dict[str, Any]]]:
 
 
 def write_rates(host: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
-    """Set what `read_rates` has given, in place.
+    """The inverse of `read_rates`, in place.
 
     Raises:
         ValueError: other numbers of optimizers, groups or values.
@@ -169,14 +166,13 @@ def write_rates(host: TrainingHost, rates: list[list[dict[str, Any]]]) -> None:
 
 
 def _plain_rate(value: Any) -> Any:
-    """As JSON: the same number, to the last bit, when it is read back."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [_plain_rate(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _like(now: Any, value: Any, name: str) -> Any:
-    """`value` in the form of what stands there; a tensor is filled where it is."""
+    """`value` in the form of `now`, the setting that it replaces; a tensor is filled in place."""
     several, number = isinstance(now, (list, tuple)), type(value) in (int, float)
     if several and isinstance(value, list) and len(value) == len(now):
         return type(now)(_like(a, b, name) for a, b in zip(now, value, strict=True))

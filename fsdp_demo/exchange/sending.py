@@ -1,11 +1,10 @@
-"""The way of one message to the other islands, and the checks on the answer before anybody waits
-for it.
+"""The path of one message to the other islands, and the checks on the answer.
 
-The training thread starts the copies to the host and goes on. All else happens in the worker's
-thread, message by message in the order of the peer group: it waits for the copy, completes the
-header with numbers from the device, sends the message, then judges, counts and pins the answer.
-Refusals happen there, before the island votes (`in_flight.py`): one after the vote would leave the
-island's other ranks waiting.
+The training thread starts the copies to the host and goes on. The worker's thread does the rest,
+message by message in the order of the peer group: it waits for the copy, completes the header with
+numbers from the device, sends the message, then judges, counts and pins the answer. Refusals are
+raised there, before the island votes (`in_flight.py`): one after the vote would leave the island's
+other ranks waiting.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload
-from ..channels.state import Placement
 from ..compression.windows import pinned
 from ..elastic.message_state import Vectors
 from ..elastic.peer_group import PeerGroup
 from ..elastic.worker import CommWorker, Exchanging
-from ..hosts.base import TrainingHost
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import (
     LEAVING,
@@ -67,7 +64,7 @@ class ExchangeConnections:
     """
 
     def __init__(self, topology: Topology, position: ShardPosition, device: torch.device):
-        self._topology, self.closed, self.active = topology, False, False
+        self.closed = self.active = False
         self.worker: CommWorker | None = None
         try:
             peers, self.active_copies = topology.join(position)
@@ -88,21 +85,8 @@ class ExchangeConnections:
         """
         return None if self.worker is None else self.worker.peers
 
-    def placement(self, host: TrainingHost, home: str | None) -> Placement:
-        """The placement of channels over the tensors of `host`; `home` as in `Placement`."""
-        return Placement(
-            host,
-            self.island.position,
-            self.active_copies,
-            self.island.copies,
-            self._topology.islands,
-            home,
-        )
-
     def close(self) -> bool:
-        """Let go of everything; False if a silent peer still holds the worker, which is left
-        behind.
-        """
+        """Close all connections; False if a silent peer still holds the worker's thread."""
         self.closed = True
         ended = self._close_peers()
         self.island.release()
@@ -145,14 +129,13 @@ class PendingExchange:
 
     Attributes:
         step, members: when it was sent, and the channels that share it.
-        parts: what each of them sent that has not applied it yet.
-        future: of what comes back; None on a copy without peers.
-        layout: what lies where in the message.
-        header: what was said with it, once that is known on the host: a message whose answer was
-            lost is sent again as it was. rewritten: see `Said`.
-        counted: what was left out of it has been counted.
+        parts: the payloads of those channels that have not applied it yet.
+        future: of the answer; None on a copy without peers.
+        header: as it was sent, once it is known on the host: a message whose answer was lost is
+            sent again with it. rewritten: see `Said`.
+        counted: contributions that were left out of it have been counted.
         seconds: when it began and ended on the wire (`time.perf_counter`). waited: seconds for
-            which training stood still for it and the link. moved: bytes of its last exchange.
+            which training stood still for it. moved: bytes of its last exchange.
     """
 
     step: int
@@ -169,30 +152,30 @@ class PendingExchange:
 
     @property
     def arrived(self) -> ReceivedMessage | None:
-        """What came back, if it is here; None while it is under way, and where it was lost."""
-        done = self.future is not None and self.future.done() and self.future.exception() is None
-        return self.future.result() if done and self.future is not None else None
-
-    def set_arrived(self, message: ReceivedMessage, peers: PeerGroup | None) -> None:
-        """Set what had come back before this replica was started: `message`, from a saved state.
-        Whose headers it holds is known where as many islands go on."""
-        same = peers is not None and peers.size == len(message.headers)
-        slots = tuple(range(len(message.headers))) if same else ()
-        self.future = Exchanging()
-        self.future.set_result(replace(message, slots=slots))
+        """The answer, if it is here; None while it is under way, and where it was lost."""
+        future = self.future
+        if future is None or not future.done() or future.exception() is not None:
+            return None
+        return future.result()
 
     def record(self, applied: int, islands: tuple[int, ...]) -> ExchangeRecord:
         """The record of this message, once all channels have applied it, in step `applied`."""
         began, ended = self.seconds if len(self.seconds) == 2 else (None, None)
-        sent, received = self.moved.sent, self.moved.received
-        channels, waited = tuple(self.members), self.waited
         return ExchangeRecord(
-            self.step, applied, channels, began, ended, waited, sent, received, islands
+            self.step,
+            applied,
+            tuple(self.members),
+            began,
+            ended,
+            self.waited,
+            self.moved.sent,
+            self.moved.received,
+            islands,
         )
 
     def state(self) -> InFlightState:
-        """The message as it is saved. Bodies are copied, since they are views of larger buffers;
-        numbers are dropped, since their peer group will not be there any more.
+        """The message as it is saved. Bodies are copied, since they are views of larger buffers.
+        The numbers in headers are those of a peer group that ends, and are set to 0.
         """
         got = self.arrived
         said = None if self.header is None else replace(self.header, number=0)
@@ -204,13 +187,8 @@ class PendingExchange:
 
 
 class Staging:
-    """The copies of one rank's messages between the device of the shards and the host, without a
-    wait in the thread that trains.
-
-    Outgoing tensors are copied to pinned memory on a side stream: after the work that is already
-    queued, and concurrently with later work. The thread that sends waits for the copy. Incoming
-    tensors are pinned in that thread, so that the device copies them back by itself. Where shards
-    are on the CPU nothing is copied.
+    """The copies of messages between the device of the shards and the host. The training thread
+    does not wait for them; where shards are on the CPU nothing is copied.
 
     Args:
         device: of the shards.
@@ -221,11 +199,12 @@ class Staging:
         self._stream: Any = None
 
     def to_host(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start copying `tensors` (on the device, not written to any more) to the CPU.
+        """Start copying `tensors` (on the device, not written to any more) to pinned memory, on a
+        side stream: after the work that is queued already, beside later work.
 
         Returns:
-            A function that waits for the copies and returns them; to be called in another thread
-            than the one that trains. Where the device is the CPU it returns `tensors` themselves.
+            A function that waits for the copies and returns them, for another thread than the one
+            that trains.
         """
         if self.device.type == "cpu":
             return lambda: list(tensors)
@@ -251,9 +230,8 @@ class Staging:
         return wait
 
     def pin(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copies of CPU tensors in pinned memory, from which the device fetches them by itself; the
-        tensors themselves where the device is the CPU. They replace the tensors in the list, so
-        that each is freed as soon as it has been copied.
+        """Replace CPU tensors in the list by copies in pinned memory, from which the device fetches
+        them by itself; each is freed as soon as it has been copied. Returns the list.
         """
         if self.device.type != "cpu":
             with torch.get_device_module(self.device).device(self.device):
@@ -263,13 +241,13 @@ class Staging:
 
 
 class MessageSender:
-    """Sends the messages of one rank.
+    """The sender of one rank's messages; a copy that is not active sends nothing.
 
     Args:
-        connections: whose worker sends; a copy that is not active has none, and sends nothing.
-        device: of what is sent.
-        watch: looks at the headers and bodies that come back.
-        norms: of earlier messages, by which those that come back are judged.
+        connections: with the worker that sends.
+        device: of the payloads.
+        watch: checks headers and bodies of the answers.
+        norms: of earlier messages, by which the contributions in answers are judged.
         ledger: counts bytes by channel.
     """
 
@@ -286,7 +264,7 @@ class MessageSender:
         self._staging = Staging(device)
 
     def send(self, flight: PendingExchange, said: Said) -> None:
-        """Hand a message to the worker; `flight.future` brings what comes back."""
+        """Hand a message to the worker; its answer comes in `flight.future`."""
         if (worker := self._connections.worker) is not None:
             flight.future = worker.submit(*self._job(worker.peers, flight, said))
             worker.peers.meter.exchanges += 1
@@ -318,8 +296,8 @@ class MessageSender:
     def pinned(
         self, flight: PendingExchange, get: Callable[[], ReceivedMessage]
     ) -> ReceivedMessage:
-        """The message that `get` brings for a flight, in memory that the device can read by itself,
-        with contributions marked that are far from the others. In the worker's thread.
+        """The answer from `get` in pinned memory, with contributions marked that are far from the
+        others. In the worker's thread.
         """
         arrived = get()
         headers = self._norms.judged(flight.members, arrived.headers)
@@ -334,8 +312,8 @@ class MessageSender:
     def _job(
         self, peers: PeerGroup, flight: PendingExchange, said: Said
     ) -> tuple[Callable[[list[Tensor]], ReceivedMessage], Callable[[], list[Tensor]]]:
-        """Start copying a message to the host; returns what the worker does with the copy, and what
-        waits for it."""
+        """Start copying a message to the host; returns the job of the worker with the copy, and a
+        function that waits for the copy."""
         message = flight.layout
         presence, bodies, vectors = message.pack(flight.parts)
         numbers = said.numbers(self._device)
@@ -357,7 +335,7 @@ class MessageSender:
                 )
             flight.moved = Moved(peers.meter.bytes_sent, peers.meter.bytes_received) - before
             self._ledger.message(message, peers.size, peers.rank, flight.moved)
-            if self._watch.compares and len(arrived.bodies) > 1:  # alone: there is none to compare
+            if self._watch.compares and len(arrived.bodies) > 1:
                 self._watch.compare(peers, arrived.bodies, message.blank(sections), bool(sent))
             flight.seconds.append(time.perf_counter())
             return self.pinned(flight, lambda: arrived)

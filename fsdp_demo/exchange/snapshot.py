@@ -1,21 +1,19 @@
-"""The state that an island needs to join a run under way: taken by a donor at the end of a step,
-given to the newcomer.
+"""The snapshot with which an island joins a run under way: a donor takes it at the end of a step,
+the newcomer starts from it.
 
-By source:
+Its tensors by the source of a channel:
 
-* delta: anchor and outer momentum. The newcomer's parameters are the anchor: with the donor's, its
-  steps since would count twice. Its accumulator is zero: what the donor has not sent yet is the
-  donor's to send.
+* delta: anchor and outer momentum. The newcomer's parameters are the anchor: with the donor's, the
+  donor's steps since the last exchange would count twice. Its accumulator is zero for the same
+  reason.
 * gradient: parameters and optimizer states. The accumulator is zero.
-* parameter: parameters; where a mean comes late, what the donor sent for it, since only what
-  changed in between is kept.
+* parameter: parameters; where a mean comes late, also the values that the donor sent for it.
 * state:NAME: optimizer states.
 
-With them go frozen parameters and buffers, and which messages are under way: what they bring
-follows, and acts at its own step. Inner optimizers of the other presets go on from the newcomer's
-own checkpoint, if it has one, or begin anew. Each rank of the donor hands its own active copy and
-shard to one rank of the newcomer; ranks of the newcomer that are not active are completed by their
-island.
+Frozen parameters and buffers go with them, and the list of messages under way; their answers follow
+and act at their own step. Inner optimizers of the other presets go on from the newcomer's own
+checkpoint, or begin anew. Each rank of the donor gives its active copy and shard to one rank of the
+newcomer, whose other copies are completed within the island.
 """
 
 from __future__ import annotations
@@ -47,33 +45,23 @@ log = logging.getLogger("fsdp_demo")
 
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Take a snapshot of this rank and hand it to the donor feed of its peer group."""
-    if (feed := runtime.donor_feed) is not None:
-        under_way = [f.future for f in runtime.queue.flights if f.future is not None]
-        feed.hand(take(runtime, model, told), under_way)
-
-
-def take(
-    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]
-) -> DonorSnapshot:
-    """A snapshot of this rank: copies of its state in host memory.
+    """Copy the state of this rank to host memory, and hand it to the donor feed of its peer group.
 
     Args:
-        model: whose frozen parameters and buffers go with it; None: none.
+        model: with the frozen parameters and buffers of the snapshot; None: none.
         told: further facts of the run (`Start.facts`).
     """
+    if (feed := runtime.donor_feed) is None:
+        return
     for c in runtime.channels:
         c.state()  # copies to the host may still be under way
-    feed = runtime.donor_feed
-    theirs = None if feed is None else feed.brings.get("rest")
-    stand = DonorPosition.of(
-        runtime,
-        counts(runtime),
-        same_rest=theirs is not None and theirs == brings(runtime, model).get("rest"),
-    )
+    theirs = feed.brings.get("rest")
+    same_rest = theirs is not None and theirs == brings(runtime, model).get("rest")
+    stand = DonorPosition.of(runtime, same_rest)
     parts = _parts(runtime, model, stand)
-    head = snapshot_head.write(runtime, told, stand, states(runtime), [p.listed for p in parts])
-    return DonorSnapshot(head, {p.name: p.copy() for p in parts})
+    head = snapshot_head.write(runtime, told, stand, [p.listed for p in parts])
+    under_way = [f.future for f in runtime.queue.flights if f.future is not None]
+    feed.hand(DonorSnapshot(head, {p.name: p.copy() for p in parts}), under_way)
 
 
 def expected(
@@ -82,16 +70,13 @@ def expected(
     told: Mapping[str, Any],
     data: Tensor,
 ) -> tuple[DonorPosition, Listed]:
-    """The position of a snapshot's donor, and the tensors that are to come, once its head was
-    compared with what this rank runs.
-
-    Args:
-        data: uint8 [n], not believed yet.
+    """The position of a snapshot's donor, and the list of its tensors, from its head `data`, uint8
+    [n], which is compared with the run of this rank.
 
     Raises:
-        ValueError: see `snapshot_head.read`; or it lists other tensors than this rank needs.
+        ValueError: as `snapshot_head.read`; or it lists other tensors than this rank needs.
     """
-    head = snapshot_head.read(runtime, told, data, states(runtime), counts(runtime))
+    head = snapshot_head.read(runtime, told, data)
     mine = [p.listed for p in _parts(runtime, model, head.stand)]
     if mine != (theirs := head.tensors):
         at = next(
@@ -115,11 +100,11 @@ def give(
     tensors: Mapping[str, Tensor],
     following: Following | None,
 ) -> None:
-    """Let this rank stand where its donor stood. All ranks of the island call it together.
+    """Set this rank to the state of its donor. All ranks of the island call it together.
 
     Args:
-        tensors: of the snapshot; none on a copy that is not active, which has no peers and so is
-            not `following`.
+        stand: the donor's position.
+        tensors: of the snapshot. A copy that is not active has none, and is not `following`.
     """
     runtime.step, runtime.begun, runtime.told = stand.step, -1, stand.host
     _give_rest(runtime, model, tensors.get("rest"), stand.same_rest)
@@ -143,9 +128,8 @@ def give(
 
 
 def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str]:
-    """Digests of what a newcomer may hold already and need not fetch: frozen parameters (of an
-    adapter's base, say) and buffers.
-    """
+    """The digest of the frozen parameters (of an adapter's base, say) and buffers of this rank: if
+    the donor has the same, they are not fetched."""
     rest = _rest(runtime, model) if runtime.parameters.position.copy == 0 else []
     return {"rest": digest(rest).hex()} if rest else {}
 
@@ -153,11 +137,8 @@ def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str
 def _give_rest(
     runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None, same: bool
 ) -> None:
-    """Set frozen parameters and buffers; copies get them from the first of them.
-
-    Args:
-        data: of the snapshot; None where they did not come.
-        same: this rank has brought them itself.
+    """Set frozen parameters and buffers from `data` of the snapshot, if it has come, or keep them
+    (`same`); further copies get them from the first.
     """
     local = _rest(runtime, model)
     if not local:
@@ -175,15 +156,14 @@ def _give_rest(
 def _give_parameters(
     runtime: StepRuntime, stand: DonorPosition, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Set parameters and optimizer states, where they come."""
     parameters, device = runtime.parameters, runtime.host.device
     sources = [] if _anchored(runtime) else [("parameters", "parameter")]
     if stand.counts is not None:
-        sources += [(f"state.{name}", f"state:{name}") for name in states(runtime)]
-        for (_, state), found in zip(kept(runtime), stand.counts, strict=True):
+        sources += [(f"state.{name}", f"state:{name}") for name in snapshot_head.states(runtime)]
+        for (_, state), found in zip(snapshot_head.kept(runtime), stand.counts, strict=True):
             for name, value in found.items():
                 state[name] = _like(state[name], value)
-    elif _moves_states(runtime):
+    elif snapshot_head.moves_states(runtime):
         log.warning("the inner optimizers' states are not handed on: parameters may drift apart")
     for name, source in sources:
         work = tensors.get(name)
@@ -205,7 +185,7 @@ def _flight(
     tensors: Mapping[str, Tensor],
     following: Following | None,
 ) -> PendingExchange:
-    """A message under way in which this replica has no part. Its future brings what arrives."""
+    """A message under way to which this replica has not contributed; its future gets the answer."""
     by_name = {c.channel.name: c for c in runtime.queue.channels}
     parts = {}
     for name, marks in f.parts.items():
@@ -269,7 +249,7 @@ def _parts(
         add("rest", size, partial(bytes_of, rest), "uint8")
     if not _anchored(runtime):
         add("parameters", whole, partial(parameters.pack, "parameter"))
-    for name in states(runtime) if stand.counts is not None else ():
+    for name in snapshot_head.states(runtime) if stand.counts is not None else ():
         add(f"state.{name}", whole, partial(parameters.pack, f"state:{name}"))
     for c in runtime.channels:
         if c.channel.source == "delta" and c.layout is not None:
@@ -286,9 +266,8 @@ def _parts(
 
 
 def own_name(number: int, name: str) -> str:
-    """What a snapshot calls what the donor sent of its parameters for message `number` under
-    way.
-    """
+    """The name, in a snapshot, of the parameters that the donor sent in its message `number` under
+    way."""
     return f"flight{number}.{name}.own"
 
 
@@ -304,64 +283,16 @@ def _rest(runtime: StepRuntime, model: torch.nn.Module | None) -> list[Tensor]:
 
 
 def _anchored(runtime: StepRuntime) -> bool:
-    """Whether every parameter that is trained has an anchor: its donor's value is not needed
-    then.
-    """
+    """Whether every trained parameter has an anchor, so that the donor's values are not needed."""
     return set(runtime.parameters.covered) <= {
         i for c in runtime.channels if c.channel.source == "delta" for i in c.covered
     }
 
 
-def _moves_states(runtime: StepRuntime) -> bool:
-    """Whether replicas share something of the inner optimizers' states."""
-    return bool(runtime.before_step) or any(c.channel.state_name for c in runtime.channels)
-
-
-def states(runtime: StepRuntime) -> list[str]:
-    """Names of the optimizer states that have the shape of their parameters, where replicas share
-    something of them.
-    """
-    return runtime.host.states() if _moves_states(runtime) else []
-
-
-def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
-    """The numbers in each optimizer state (step counters); None where replicas share nothing of
-    them, or keep what is neither a number nor of the shape of its parameter."""
-    if not _moves_states(runtime):
-        return None
-    out: list[dict[str, float]] = []
-    for p, state in kept(runtime):
-        rest = {
-            k: v
-            for k, v in state.items()
-            if v is not None and (k == "step" or not isinstance(v, Tensor) or v.shape != p.shape)
-        }
-        if not all(
-            isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1)
-            for v in rest.values()
-        ):
-            return None
-        out.append({k: v.item() if isinstance(v, Tensor) else v for k, v in rest.items()})
-    return out
-
-
-def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
-    """The tensors that the inner optimizers step, each with its state, but those whose state is
-    empty, as SGD leaves them.
-    """
-    return [
-        (p, state)
-        for p, state in runtime.host.optimizer_states()
-        if any(v is not None for v in state.values())
-    ]
-
-
 def count_step(runtime: StepRuntime) -> None:
-    """Count a step that was made up for in inner optimizers that have not stepped, where their
-    states are shared.
-    """
-    if _moves_states(runtime) and not runtime.before_step:
-        for _, state in kept(runtime):
+    """Count a step that was made up for in shared states of inner optimizers that did not step."""
+    if snapshot_head.moves_states(runtime) and not runtime.before_step:
+        for _, state in snapshot_head.kept(runtime):
             if "step" in state:
                 state["step"] = state["step"] + 1
 

@@ -1,5 +1,5 @@
-"""The head of a snapshot: where its donor stands, and all that a newcomer compares with its own
-before it believes the snapshot.
+"""The head of a snapshot: the donor's position, and the facts that a newcomer compares with its own
+before it accepts the snapshot.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from .watch import Kept
 FORMAT = 2
 
 AT_START = ("must_match.at",)
-"""Facts that islands compare when they start together, and that say nothing to one that joins
-later: the step from which they go on.
-"""
+"""Facts compared only among islands that start together: the step from which they go on."""
 
 Whole = Annotated[int, Meta(gt=-(2**53), lt=2**53)]
 
@@ -50,13 +48,13 @@ class HistoryNote(TypedDict):
 
 
 class DonorPosition(Struct, frozen=True):
-    """Where the donor stands.
+    """The position of the donor in the run.
 
     Attributes:
         step: optimizer steps done.
         applied, last: as in `InFlightQueue`. loss: as in `Watch`; None where unknown.
         flights: messages under way, oldest first.
-        counts: of each optimizer state the numbers in it (`snapshot.counts`); None where states are
+        counts: of each optimizer state the numbers in it (`counts`); None where states are
             not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`watch.Norms`).
@@ -76,9 +74,7 @@ class DonorPosition(Struct, frozen=True):
     history: HistoryNote
 
     @classmethod
-    def of(
-        cls, runtime: StepRuntime, counts: list[dict[str, float]] | None, same_rest: bool
-    ) -> DonorPosition:
+    def of(cls, runtime: StepRuntime, same_rest: bool) -> DonorPosition:
         """The position of this rank."""
         queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
@@ -98,7 +94,7 @@ class DonorPosition(Struct, frozen=True):
             last=dict(queue.last),
             loss=None if math.isnan(loss) else loss,
             flights=flights,
-            counts=counts,
+            counts=counts(runtime),
             same_rest=same_rest,
             host=runtime.tells(),
             norms=queue.norms.state([(f.members, f.step) for f in queue.flights]),
@@ -136,19 +132,50 @@ class WrittenHead(Struct):
     package: Any = None
 
 
-def write(
-    runtime: StepRuntime,
-    told: Mapping[str, Any],
-    stand: DonorPosition,
-    states: Sequence[str],
-    tensors: Listed = (),
-) -> SnapshotHead:
-    """The head of this rank's snapshot.
+def moves_states(runtime: StepRuntime) -> bool:
+    """Whether replicas share inner optimizer states."""
+    return bool(runtime.before_step) or any(c.channel.state_name for c in runtime.channels)
 
-    Args:
-        told: further facts of the run (`Start.facts`).
-        states, tensors: see `SnapshotHead`.
-    """
+
+def states(runtime: StepRuntime) -> list[str]:
+    """Names of the shared inner optimizer states that have the shape of their parameters."""
+    return runtime.host.states() if moves_states(runtime) else []
+
+
+def counts(runtime: StepRuntime) -> list[dict[str, float]] | None:
+    """The numbers in each shared inner optimizer state (step counters); None where replicas share
+    none, or a state holds a tensor that is neither one number nor of its parameter's shape."""
+    if not moves_states(runtime):
+        return None
+    out: list[dict[str, float]] = []
+    for p, state in kept(runtime):
+        rest = {
+            k: v
+            for k, v in state.items()
+            if v is not None and (k == "step" or not isinstance(v, Tensor) or v.shape != p.shape)
+        }
+        if not all(
+            isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1)
+            for v in rest.values()
+        ):
+            return None
+        out.append({k: v.item() if isinstance(v, Tensor) else v for k, v in rest.items()})
+    return out
+
+
+def kept(runtime: StepRuntime) -> list[tuple[Tensor, dict[str, Any]]]:
+    """The tensors that the inner optimizers step, each with its state where that is not empty."""
+    return [
+        (p, state)
+        for p, state in runtime.host.optimizer_states()
+        if any(v is not None for v in state.values())
+    ]
+
+
+def write(
+    runtime: StepRuntime, told: Mapping[str, Any], stand: DonorPosition, tensors: Listed
+) -> SnapshotHead:
+    """The head of this rank's snapshot. told: further facts of the run (`Start.facts`)."""
     return SnapshotHead(
         format=FORMAT,
         package=__version__,
@@ -157,7 +184,7 @@ def write(
         place=place(runtime),
         facts=_run(runtime, told),
         parameters=[run_specification.described(s) for s in runtime.host.params],
-        states=list(states),
+        states=states(runtime),
         stand=stand,
         tensors=list(tensors),
     )
@@ -181,18 +208,8 @@ def place(runtime: StepRuntime) -> dict[str, int]:
     }
 
 
-def read(
-    runtime: StepRuntime,
-    told: Mapping[str, Any],
-    data: Tensor,
-    states: Sequence[str],
-    counts: Sequence[Mapping[str, float]] | None,
-) -> SnapshotHead:
-    """Read a head that has come, and compare it with what this rank runs.
-
-    Args:
-        data: uint8 [n].
-        states: names of the optimizer states that are kept here. counts: the numbers in each.
+def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> SnapshotHead:
+    """Read a head, uint8 [n], that has arrived, and compare it with the run of this rank.
 
     Raises:
         ValueError: it is of another run, model, preset, place or release, with the values of both
@@ -225,7 +242,7 @@ def read(
         raise refuse("; ".join(must[:6]))
     if what := run_specification.tensors_apart(runtime.host.params, head.parameters):
         raise refuse(what)
-    mine, theirs = (list(states), _names(counts)), (head.states, _names(stand.counts))
+    mine, theirs = (states(runtime), _names(counts(runtime))), (head.states, _names(stand.counts))
     if theirs != mine:
         raise refuse(
             f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*theirs)} "
@@ -251,9 +268,7 @@ def _sentence(states: Sequence[str], names: list[list[str]] | None) -> str:
 
 
 def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> str | None:
-    """A sentence for the first thing in a position that cannot be, such as a message that is not
-    under way at that step; None where all fits.
-    """
+    """A sentence on the first impossible value in a position; None where all are possible."""
     known = {c.channel.name: c for c in channels}
     if stand.step < 0:
         return f"it stands at step {stand.step}"

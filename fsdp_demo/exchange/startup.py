@@ -30,20 +30,21 @@ log = logging.getLogger("fsdp_demo")
 
 
 class StateSource(Protocol):
-    """A saved state that knows how to become one rank's: `checkpoint.SavedExchange`."""
+    """A saved state from which each rank gets its own: `checkpoint.SavedExchange`.
+
+    Attributes:
+        step: optimizer steps done when it was saved.
+        applied: for each channel the step of the last message that was applied.
+    """
 
     @property
-    def step(self) -> int:
-        """Optimizer steps done when it was saved."""
-        ...
+    def step(self) -> int: ...
 
     @property
-    def applied(self) -> dict[str, int]:
-        """For each channel the step of the last message that was applied."""
-        ...
+    def applied(self) -> dict[str, int]: ...
 
     def state_for(self, exchange: Any) -> dict[str, Any]:
-        """What `load_state_dict` of this `Exchange` takes on this rank."""
+        """The argument of this `Exchange`'s `load_state_dict` on this rank."""
         ...
 
 
@@ -68,7 +69,7 @@ class Start:
     fresh: bool = False
 
     def point(self, ranks: int) -> StartPoint:
-        """What an island of so many ranks says of itself when the islands come together."""
+        """The start point of an island of so many ranks."""
         rows = math.prod(self.batch) * ranks if self.batch else 0
         if self.state is None:
             return StartPoint(self.step, None, rows)
@@ -78,7 +79,7 @@ class Start:
 
 
 class StartPoint(NamedTuple):
-    """Where an island stands before the first step.
+    """The position of an island before the first step, as it tells the others.
 
     Attributes:
         step: of the job.
@@ -95,16 +96,14 @@ class StartPoint(NamedTuple):
 def come_together(
     runtime: StepRuntime, start: Start, model: torch.nn.Module | None
 ) -> tuple[int, bool]:
-    """Agree on the run and its step, bring parameters, frozen parameters and buffers together, make
-    the channels' state.
+    """Agree on the run and its step, make parameters, frozen parameters and buffers equal, make the
+    channels' state.
 
     Replicas that all resume between the same exchanges keep their own steps: each goes on to the
-    next exchange from where it was stopped. A replica goes on with its own state if no island is
-    further.
+    next exchange from where it was stopped.
 
     Returns:
-        The donor's index, and whether any replica goes on: it has taken steps, or lost the first of
-            them and holds what it has sent.
+        The donor's index, and whether any replica resumes, from a step or with messages under way.
     """
     own = start.point(runtime.topology.world)
     found = agree_on_run(runtime, start.facts, own)
@@ -123,19 +122,23 @@ def come_together(
             own.step,
             furthest,
         )
+    # a replica that resumes keeps its own tensors where no island is further
     keep = own.applied is not None and own.step == runtime.step
-    sync_parameters_from(runtime, donor, keep and not runtime.gradients_only)
-    sync_rest_from(runtime, model, donor, keep)
+    position, peers = runtime.parameters.position, runtime.peers
+    changed = _sync(runtime, "parameter", donor, keep and not runtime.gradients_only)
+    if changed and peers is not None and position.shard == position.copy == 0:
+        log.info("parameters taken over from %s", peers.label(donor))
+    _sync_rest(runtime, model, donor, keep)
     runtime.host.commit(model)
     for c in runtime.channels:
         c.start(runtime.step)
     runtime.queue.begin(runtime.step)
     if start.step and not (start.fresh or goes_on) and runtime.topology.rank == 0:
-        warn_of_no_state(runtime, donor)
+        _warn_of_no_state(runtime, donor)
     return donor, bool(furthest or goes_on)
 
 
-def warn_of_no_state(runtime: StepRuntime, donor: int) -> None:
+def _warn_of_no_state(runtime: StepRuntime, donor: int) -> None:
     """Log what begins anew, where a run goes on and no island has a saved state of the exchange."""
     kept = {
         "anchors": [c.anchor for c in runtime.channels],
@@ -160,13 +163,13 @@ def warn_of_no_state(runtime: StepRuntime, donor: int) -> None:
 
 
 def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
-    """In a job that some island goes on with: make equal what replicas share of the channels' and
-    inner optimizers' state, and what is under way."""
+    """Where some island resumes (`goes_on`): make equal the shared state of channels and inner
+    optimizers, and the messages under way."""
     if not goes_on:
         return
-    sync_state_from(runtime, donor)
+    _sync_state(runtime, donor)
     if runtime.before_step:
-        sync_optimizers_from(runtime, donor)
+        _sync_optimizers(runtime, donor)
     resume.agree_on_norms(runtime.queue, donor)
     resume.agree(runtime.queue, runtime.step, donor)
 
@@ -193,13 +196,13 @@ class Agreed(NamedTuple):
 
 
 def agree_on_run(runtime: StepRuntime, told: Mapping[str, Any], own: StartPoint) -> Agreed:
-    """Compare the run specification, the parameters and the optimizers with all replicas.
+    """Compare the run specification, parameters and optimizers of all replicas; their agreement.
 
     Args:
         told: further facts of the run.
 
     Raises:
-        ValueError: on every replica, with the values of both sides.
+        ValueError: they differ; on every replica, with the values of both sides.
     """
     peers, host = runtime.peers, runtime.host
     if peers is None or peers.size == 1:
@@ -236,21 +239,9 @@ def specification(
     }
 
 
-def sync_parameters_from(runtime: StepRuntime, donor: int, keep: bool) -> None:
-    """Broadcast the donor's trained parameters over the replicate axis where they differ.
-
-    Args:
-        keep: this replica resumes from its own state and keeps its own.
-    """
-    position = runtime.parameters.position
-    if _sync(runtime, "parameter", donor, keep) and runtime.peers is not None:
-        if position.shard == position.copy == 0:
-            log.info("parameters taken over from %s", runtime.peers.label(donor))
-
-
 def _sync(runtime: StepRuntime, source: str, donor: int, keep: bool = False) -> bool:
-    """Broadcast the donor's tensors of a source, each active copy its share, and complete them in
-    the island; whether they have changed here.
+    """Broadcast the donor's tensors of a source where they differ, each active copy its share, and
+    complete them in the island; whether they have changed here. keep: this replica keeps its own.
     """
     peers, parameters = runtime.peers, runtime.parameters
     work, changed = parameters.pack(source), False
@@ -262,15 +253,12 @@ def _sync(runtime: StepRuntime, source: str, donor: int, keep: bool = False) -> 
     return changed
 
 
-def sync_rest_from(
-    runtime: StepRuntime, model: torch.nn.Module | None, donor: int, keep: bool
-) -> None:
+def _sync_rest(runtime: StepRuntime, model: torch.nn.Module | None, donor: int, keep: bool) -> None:
     """Broadcast the donor's frozen parameters and buffers (those of `model`), but those that are
     each island's own; without a model compare frozen parameters by their digest.
 
     Args:
-        keep: this replica resumes from its own state and keeps its own: running statistics differ
-            between two averages.
+        keep: this replica keeps its own: running statistics differ between two averages.
 
     Raises:
         ValueError: without a model, if frozen parameters of the optimizer differ between replicas.
@@ -290,7 +278,7 @@ def sync_rest_from(
                 "weights"
             )
         return
-    _say_left_alone(foreign_tensors(model), island)
+    _log_quantized(foreign_tensors(model), island)
     local = list(shared_tensors(host, model, runtime.config.own_tensors).values())
     if not island.any(bool(local)):  # a rank may have empty shards of all of them
         return
@@ -302,7 +290,7 @@ def sync_rest_from(
     write_bytes(work, local)
 
 
-def _say_left_alone(foreign: Mapping[str, torch.Tensor], island: IslandGroup) -> None:
+def _log_quantized(foreign: Mapping[str, torch.Tensor], island: IslandGroup) -> None:
     """Log the tensors that are neither sent nor compared, since their scales are not in them."""
     named = [f"{name} ({type(t).__name__})" for name, t in foreign.items() if not t.requires_grad]
     if named and island.rank == 0:
@@ -314,8 +302,8 @@ def _say_left_alone(foreign: Mapping[str, torch.Tensor], island: IslandGroup) ->
         )
 
 
-def sync_state_from(runtime: StepRuntime, donor: int) -> None:
-    """Broadcast the donor's anchors and outer momenta where all replicas share them, on resume."""
+def _sync_state(runtime: StepRuntime, donor: int) -> None:
+    """Broadcast the donor's anchors and outer momenta where all replicas share them."""
     if (peers := runtime.peers) is None or peers.size == 1:
         return
     for c in runtime.channels:
@@ -329,12 +317,10 @@ def sync_state_from(runtime: StepRuntime, donor: int) -> None:
                 c.written = c.pack("parameter")
 
 
-def sync_optimizers_from(runtime: StepRuntime, donor: int) -> None:
-    """Broadcast the donor's inner optimizer states, on resume of a preset whose replicas are equal
-    because they take equal inner steps.
-
-    Taken over from the donor; where replicas hold other states than each other, or states unlike
-    the parameters, they are left alone, with a warning.
+def _sync_optimizers(runtime: StepRuntime, donor: int) -> None:
+    """Broadcast the donor's inner optimizer states, for a preset whose replicas are equal because
+    they take equal inner steps. Where the islands' optimizers hold different states, or states
+    that do not have the shape of their parameter, only a warning is logged.
     """
     peers, island = runtime.peers, runtime.island
     if runtime.topology.islands == 1:

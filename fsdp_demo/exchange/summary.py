@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
 from ..errors import counted
 from ..hosts.base import TrainingHost
-from ..peers.header import ring_all_reduce_bytes
 from ..rendezvous.topology import Topology
 from .plan import Plan
 from .runtime import StepRuntime
@@ -26,12 +25,11 @@ log = logging.getLogger("fsdp_demo")
 
 
 class Voice(logging.StreamHandler):
-    """A handler for scripts that have set up no logging, since lines at INFO would be lost without
-    one. It writes to stderr, each record under the island's name, and falls silent for good as soon
-    as there is another handler.
+    """The log on stderr of a script that has set up no logging. It removes itself as soon as there
+    is another handler.
 
     Args:
-        name: of the island.
+        name: of the island, which stands before each record.
         given: the level that the logger gets; None: it has one.
     """
 
@@ -55,9 +53,8 @@ class Voice(logging.StreamHandler):
 
 
 def speak(topology: Topology) -> None:
-    """If neither this package's logger nor the root logger has a handler, let it write to stderr:
-    information on the first rank of an island, warnings on all. Once per process; a level that
-    was set stays."""
+    """Let the package's logger write to stderr, if neither it nor the root logger has a handler:
+    information on the first rank of an island, warnings on all. A level that was set stays."""
     if log.hasHandlers():
         return
     level = logging.WARNING if topology.rank else logging.INFO
@@ -65,7 +62,7 @@ def speak(topology: Topology) -> None:
 
 
 def hush() -> None:
-    """Take back what `speak` has done."""
+    """Undo `speak`."""
     for voice in [h for h in log.handlers if isinstance(h, Voice)]:
         log.removeHandler(voice)
         if voice.given == log.level:
@@ -84,7 +81,7 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
         batch: rows of a micro-batch per rank and micro-batches per step; empty where not told.
         steps: of the whole job, if known.
     """
-    bytes_sent, whole, costly = _bytes_of_island(runtime)
+    bytes_sent, whole = _bytes_of_island(runtime)
     if runtime.topology.rank:
         return
     config, name = runtime.config, runtime.topology.name
@@ -102,55 +99,42 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
             counted(len(b.covered), "buffer"),
             counted(n, "number"),
         )
+    ends = [] if steps is None else odd_ends(config, steps)
+    for text in [*_odd_settings(runtime, batch), *ends]:
+        log.warning("%s: %s", name, text)
+
+
+def _odd_settings(runtime: StepRuntime, batch: Sequence[int]) -> Iterator[str]:
+    """A sentence for each setting that is allowed, and rarely meant."""
+    config = runtime.config
     for c in [c.channel for c in runtime.channels]:
         dropped = c.schedule.delay % c.schedule.sync_every
         if c.source == "delta" and dropped and not (c.applier.mix or c.applier.keep_steps):
-            log.warning(
-                "channel %r: at each exchange what the last %s did locally is dropped: set "
-                "applier.keep_steps=true, or applier.mix",
-                c.name,
-                counted(dropped, "step"),
+            yield (
+                f"channel {c.name!r}: at each exchange what the last {counted(dropped, 'step')} "
+                "did locally is dropped: set applier.keep_steps=true, or applier.mix"
             )
     for c in config.channels:
         if c.applier.acts_as == "outer_step" and c.applier.lr < LOW_RATE:
-            log.warning(
-                "channel %r: the outer rate (applier.lr) is %g, so that the islands' steps hardly "
-                "move the model that they share. The rate of training is the inner one: that of "
-                "your optimizer (recipes: --lr), not lr of preset %s",
-                c.name,
-                c.applier.lr,
-                config.preset,
+            yield (
+                f"channel {c.name!r}: the outer rate (applier.lr) is {c.applier.lr:g}, so that the "
+                "islands' steps hardly move the model that they share. The rate of training is the "
+                "inner one: that of your optimizer (recipes: --lr), not lr of preset "
+                f"{config.preset}"
             )
     if runtime.rows_differ and any(c.reducer.weight == "equal" for c in config.channels):
-        log.warning(
-            "%s trains %d of %d rows of a step, other islands more or fewer, and each island "
-            "counts the same: set reducer.weight=tokens, and report tokens "
-            "(Exchange.report), to count each row the same",
-            name,
-            math.prod(batch) * runtime.topology.world if batch else 0,
-            runtime.rows,
+        here = math.prod(batch) * runtime.topology.world if batch else 0
+        yield (
+            f"this island trains {here} of {runtime.rows} rows of a step, other islands more or "
+            "fewer, and each island counts the same: set reducer.weight=tokens, and report tokens "
+            "(Exchange.report), to count each row the same"
         )
-    for text in [] if steps is None else odd_ends(config, steps):
-        log.warning("%s: %s", name, text)
     low = [s.name for s in runtime.host.params if s.dtype != torch.float32 and not s.frozen]
     if low:
-        log.warning(
-            "%s not in fp32 (%s ...): small updates are lost in rounding; load the model with "
-            "dtype=torch.float32 and compute in bf16 (MixedPrecisionPolicy, "
-            "mixed_precision='bf16')",
-            counted(len(low), "parameter"),
-            low[0],
-        )
-    for channel, gathered, dense in costly:
-        log.warning(
-            "channel %r: gathering its top-k sends %.3g MB per exchange, an all-reduce of "
-            "everything in bf16 %.3g MB, since a gather grows "
-            "with the number of islands (%d): keep fewer coefficients, or take select='random', "
-            "which is reduced",
-            channel,
-            gathered / 1e6,
-            dense / 1e6,
-            runtime.topology.islands,
+        yield (
+            f"{counted(len(low), 'parameter')} not in fp32 ({low[0]} ...): small updates are lost "
+            "in rounding; load the model with dtype=torch.float32 and compute in bf16 "
+            "(MixedPrecisionPolicy, mixed_precision='bf16')"
         )
 
 
@@ -193,45 +177,31 @@ def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) 
 
     Args:
         found: `Exchange.totals()`.
-        equal: whether all replicas hold the same bits; None where the preset promises no such
-            thing.
+        equal: whether all replicas hold the same bits; None where the preset does not promise that.
     """
-    topology = runtime.topology
+    topology, slots = runtime.topology, _slots(runtime)
     if topology.rank:
         return
+    fewer = bool(slots) and slots != tuple(range(topology.count))
     if topology.islands == 1:
         agree = "one replica"
+    elif len(slots) == 1:
+        agree = "there is no other to agree with"
     elif equal is None:
         off = f"this one was off it by {runtime.drift or 0.0:.3g} of its norm"
-        agree = f"all islands hold their mean, {off}"
+        agree = f"{'these' if fewer else 'all islands'} hold their mean, {off}"
     else:
-        agree = "islands agree, bit for bit" if equal else "islands differ"
-    if others := began_and_ended(topology.count, _slots(runtime)):
-        agree = f"{others}; " + agree.replace("all islands", "these").replace("islands", "these")
-    if topology.islands > 1 and len(_slots(runtime)) == 1:
-        agree = f"{others}: there is no other to agree with"
+        found_equal = "agree, bit for bit" if equal else "differ"
+        agree = f"{'these' if fewer else 'islands'} {found_equal}"
+    if fewer:
+        which = ("island " if len(slots) == 1 else "islands ") + ", ".join(map(str, slots))
+        began = f"{counted(topology.count, 'island')} began"
+        agree = f"{began}, {len(slots)} at the end: {which}; {agree}"
     did = (
         f"{counted(int(found['exchanges']), 'exchange')}, {found['bytes_sent']} B sent, "
         f"{found['seconds_waiting']:.1f} s waiting for the link"
     )
     log.info("%s: finished at step %d: %s; %s", topology.name, runtime.step, did, agree)
-
-
-def began_and_ended(count: int, slots: Sequence[int]) -> str:
-    """How many islands began and which took part at the end; "" where these are the same.
-
-    Args:
-        count: islands that were expected at the start. slots: that took part in the last exchange;
-            none where that is not known.
-
-    Example:
-        >>> began_and_ended(3, (0, 2)), began_and_ended(2, (0, 1))
-        ('3 islands began, 2 at the end: islands 0, 2', '')
-    """
-    if not slots or tuple(slots) == tuple(range(count)):
-        return ""
-    which = ("island " if len(slots) == 1 else "islands ") + ", ".join(map(str, slots))
-    return f"{counted(count, 'island')} began, {len(slots)} at the end: {which}"
 
 
 def _slots(runtime: StepRuntime) -> tuple[int, ...]:
@@ -297,27 +267,20 @@ def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
     return f"effective batch {here * islands} rows = {factors} x {counted(islands, 'island')}; "
 
 
-def _bytes_of_island(
-    runtime: StepRuntime,
-) -> tuple[list[float], list[float], list[tuple[str, float, float]]]:
-    """(most bytes of one exchange, mean per step) of this island, (values that sparse channels send
-    whole, all values of these), and the top-k channels (name, bytes, bytes of a dense all-reduce)
-    for which a reduce of everything would send less. A collective inside the island."""
+def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
+    """(most bytes of one exchange, mean per step) of this island, and (values that sparse channels
+    send whole, all their values). A collective inside the island.
+    """
     sections = [c.section for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
     plan = Plan(sections, runtime.topology.islands, runtime.topology.island)
     sparse = [s.layout for s in sections if s.codec.sparse]
-    totals = [float(plan.most().bytes_sent), plan.per_step()]
-    totals += [float(sum(x.num_dense for x in sparse)), float(sum(map(_elements, sparse)))]
-    for section in sections:
-        if section.codec.indexed:
-            dense = ring_all_reduce_bytes(plan.size, 2 * _elements(section.layout))
-            totals += [(plan.size - 1) * section.num_bytes, dense]
-    indexed = [c.channel.name for c in runtime.channels if c.channel.codec.indexed]
-    # a copy that is not active has no sections
-    totals += [0.0] * (4 + 2 * len(indexed) - len(totals))
-    most, mean, whole, values, *pairs = runtime.island.sum(*totals)
-    rows = zip(indexed, pairs[::2], pairs[1::2], strict=True)
-    return [most, mean], [whole, values], [row for row in rows if row[1] > row[2] > 0]
+    most, mean, whole, of = runtime.island.sum(
+        plan.most().bytes_sent,
+        plan.per_step(),
+        sum(layout.num_dense for layout in sparse),
+        sum(map(_elements, sparse)),
+    )
+    return [most, mean], [whole, of]
 
 
 def _elements(layout: Layout) -> int:

@@ -1,6 +1,6 @@
-"""What one rank watches: in the messages of all islands, replicas that are no longer equal, that
-are not finite or far from the others, or that all say the same; between its own steps, parameters
-that something else than the optimizer writes.
+"""Checks of one rank during training: on the messages of all islands (replicas that are no longer
+equal, not finite, far from the others, or all alike), and between its own steps (parameters that
+are written by something else than the optimizer).
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rat
 from ..rendezvous.island import IslandGroup
 
 LIMIT = 10
-"""Contributions in a row that end a replica when they are left out, since they are not finite or
-far from the others'. It does not recover by itself. Where islands come and go it ends with status
-75, and joins again with the others' state; else it stops with an error, while its last checkpoint
-is still whole."""
+"""Contributions in a row that are left out, not finite or far from the others', before the replica
+is ended (`give_up`): it does not recover by itself, and its last checkpoint is still whole."""
 
 MESSAGES = 16
 """Messages of which the norms are remembered."""
@@ -42,20 +40,18 @@ Kept = dict[str, Annotated[list[tuple[int, Codes]], Meta(max_length=MOST)]]
 
 
 class Norms:
-    """The norms in the last messages of one peer group, and which contributions are far from the
-    others': a decision that every island makes alike, from what headers say.
+    """The norms in the last messages of one peer group. From them every island decides alike which
+    contributions are far from the others'.
 
-    A header says how large what its sender contributes is (`Header.norm`, one number of a whole
-    island). A contribution is left out of a message when its norm is more than `limit` times both
-    medians: that of the last MESSAGES messages of the same channels, and that of this message. The
-    first knows what is usual where only one is there to compare with; the second lets all change
-    together. Both are the lower median, so somebody is always left. Norms that are too small are
-    not looked at: they do no harm. One that no byte can say (Inf, NaN) is left out from the first
-    message on, unless it is the median.
+    `Header.norm` is the norm of an island's contribution. The contribution is left out when its
+    norm is more than `limit` times both medians: that of the last MESSAGES messages of the same
+    channels, and that of this message. The first shows the usual size where there is only one other
+    to compare with; the second lets all change together. Both are the lower median, so at least one
+    is left. Small norms do no harm and are not checked. Inf and NaN are left out from the first
+    message on, unless they are the median.
 
-    What is remembered is the same on all islands: it follows from the headers of delivered
-    messages, in their order. It is saved with a checkpoint, taken over by an island that starts
-    beside others that resume, and handed to a newcomer.
+    The norms follow from the headers of delivered messages, in their order, so they are equal on
+    all islands. They are saved with a checkpoint, and handed to islands that join.
 
     Args:
         limit: `ExchangeConfig.norm_limit`.
@@ -67,7 +63,7 @@ class Norms:
         self._kept: dict[str, list[tuple[int, list[int]]]] = {}
 
     def judged(self, members: Collection[str], headers: Sequence[Header]) -> list[Header]:
-        """The headers of the next message of these channels, FAR set in those that are left out."""
+        """The headers of the next message of these channels, with FAR set in those left out."""
         known = [replace(h, flags=h.flags & ~FAR) if h.flags & FAR else h for h in headers]
         before = self._kept.get(_key(members), [])[-MESSAGES:]
         now = [h.norm for h in known if _counts(h)]
@@ -85,17 +81,15 @@ class Norms:
         ]
 
     def note(self, members: Collection[str], step: int, headers: Sequence[Header]) -> None:
-        """Remember the headers of a message, as they were judged."""
+        """Keep the norms of a message from its headers, as they were judged."""
         codes = [h.norm for h in headers if _counts(h) and not h.flags & FAR]
         if codes and self._limit is not None:
-            # it was sent once more
+            # a message that is sent once more replaces itself
             before = [entry for entry in self._kept.get(_key(members), []) if entry[0] != step]
             self._kept[_key(members)] = sorted([*before, (step, codes)])[-self._room :]
 
     def state(self, without: Collection[tuple[Sequence[str], int]] = ()) -> dict[str, Any]:
-        """What is remembered, as JSON. without: channels and step of messages that somebody is
-        still to hear of.
-        """
+        """The norms as JSON. without: channels and step of messages that are still to arrive."""
         left = {(_key(members), step) for members, step in without}
         found = {
             key: [[step, list(codes)] for step, codes in kept if (key, step) not in left]
@@ -134,14 +128,14 @@ class Watch:
     """The checks of one rank on the messages of its peer group.
 
     Args:
-        peers: None on a copy without peers, which sees no message.
-        speaks: this rank logs what it sees; one rank of each island does.
+        peers: None on a copy without peers.
+        speaks: this rank logs; one rank of each island does.
 
     Attributes:
-        left_out: contributions of replicas so far that were not finite. far: contributions whose
-            norm was far from the others'.
+        left_out: number of contributions so far that were not finite. far: of those whose norm was
+            far from the others'.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
-        compares: no message has come yet that holds anything but zeros.
+        compares: all messages so far held nothing but zeros.
         loss: the mean over the islands of the losses in the last headers that had one. stop: flags
             STOP and LEAVING of the messages that have arrived.
     """
@@ -153,14 +147,14 @@ class Watch:
         self._warned = self._rates_warned = False
 
     def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
-        """Warn of unlike learning rates; refuse sums that must be equal and are not, and a mean of
-        nobody. In the worker's thread, before the island votes.
+        """Warn of unlike learning rates; refuse parameters that are not equal, or nowhere finite.
+        In the worker's thread, before the island votes.
 
         Raises:
-            Mismatch: replicas have parted. NotFinite: parameters are to be averaged, and no replica
-                has finite ones.
+            Mismatch: replicas are no longer equal. NotFinite: parameters are to be averaged, and no
+                replica has finite ones.
         """
-        self._compare_rates(peers, headers)  # they may be why sums differ
+        self._compare_rates(peers, headers)  # ahead of the sums, which may differ because of them
         odd = odd_ones([h.total if h.flags & SUMMED else None for h in headers])
         if odd:
             what = "parameters" if gradients else "outer parameters (anchors)"
@@ -212,7 +206,7 @@ class Watch:
     def compare(
         self, peers: PeerGroup, bodies: Sequence[Tensor], blank: bool, reduced: bool
     ) -> None:
-        """Warn once if the first messages that hold anything but zeros are the same from all
+        """Warn once if the first messages with other values than zero are the same from all
         islands. In the worker's thread.
 
         Args:
@@ -233,13 +227,8 @@ class Watch:
     def count(
         self, peers: PeerGroup | None, headers: Sequence[Header], slots: Sequence[int], step: int
     ) -> None:
-        """Count and name the contributions that were left out of the message of `step`.
-
-        Args:
-            slots: the islands whose headers these are; empty where that is not known.
-
-        Raises:
-            NotFinite: see `give_up`.
+        """Count and log the contributions that were left out of the message of `step`. slots: the
+        islands of the headers; empty where that is not known. Raises as `give_up`.
         """
         bad, far = (
             [j for j, h in enumerate(headers) if h.flags & flag] for flag in (NOT_FINITE, FAR)
@@ -265,14 +254,13 @@ class Watch:
             )
         mine = peers.slot in [slots[j] for j in (*bad, *far)]
         self._run = (self._run + 1.0) * mine
-        # no island has anything that this one could come back with
+        # then no island has a state that this one could take over
         others_too = len(bad) + len(far) == len(headers)
         what = "were far from the others'" if far else "were not finite (NaN or Inf)"
         give_up(self._run, None if others_too else peers, what)
 
     def warn_of_rewritten(self) -> None:
-        """Warn once that something else than the base optimizer has written parameters of this
-        island (`Rewritten`)."""
+        """Warn once that parameters of this island were rewritten (`Rewritten`)."""
         if self._speaks and not self._warned:
             self._warned = True
             log.warning(
@@ -284,8 +272,8 @@ class Watch:
             )
 
     def hear(self, headers: Sequence[Header], stop: int) -> None:
-        """Note what the headers of a message say, once the island has voted that it is here.
-        `stop`: its flags on any rank.
+        """Take loss and stop flags from the headers of a message, once the island has voted that it
+        is here. stop: its flags on any rank.
         """
         self.stop |= stop
         losses = [h.loss for h in headers if not math.isnan(h.loss)]
@@ -295,16 +283,16 @@ class Watch:
 def give_up(
     run: float, peers: PeerGroup | None = None, what: str = "were not finite (NaN or Inf)"
 ) -> None:
-    """End this island where LIMIT or more of its contributions in a row were left out.
+    """End this island if `run`, the number of its contributions in a row that were left out, has
+    come to LIMIT. Where islands come and go and others train, the process ends with status 75 and
+    joins again with their state, so nothing is saved.
 
     Args:
-        run: of such contributions.
-        peers: of this rank. Where islands come and go and others train, the process ends with
-            status 75 and saves nothing: it comes back with their state.
-        what: is wrong with the contributions, for the error.
+        peers: of this rank.
+        what: predicate of the contributions, for the error.
 
     Raises:
-        NotFinite: on a peer group of fixed members, or with nobody else.
+        NotFinite: on a peer group of fixed members, or without another island.
     """
     if run < LIMIT:
         return
@@ -324,12 +312,11 @@ def drift(island: IslandGroup, far: float, norm: float) -> float:
     return math.sqrt(far / norm) if norm else 0.0
 
 
-# ---- sums of the bits of tensors, and what they are compared for -------------------------------
+# ---- sums of the bits of tensors, and their comparison -----------------------------------------
 
 EVERY = 50
-"""Steps between two comparisons, at least. A sum takes about as long as reading the tensors once; a
-step takes hundreds of times that.
-"""
+"""Least number of steps between two comparisons. A sum reads the tensors once; a step takes
+hundreds of times as long."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it adds up on a CPU
@@ -355,8 +342,8 @@ def sums(tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
 
 
 def odd_ones(totals: Sequence[int | None]) -> list[int]:
-    """Which of the replicas' sums are not what more than half of them say; all, where no sum has so
-    many. None: not compared.
+    """Indices of the replicas whose sum is not that of more than half of them; all, where no sum
+    has a majority. None: not compared.
 
     Example:
         >>> from fsdp_demo.exchange.watch import odd_ones
@@ -372,15 +359,12 @@ def odd_ones(totals: Sequence[int | None]) -> list[int]:
 
 
 class Rewritten:
-    """A look-out for parameters that are written between an exchange and the step after it by
+    """The check for parameters that are written between an exchange and the step after it by
     something else than the base optimizer: a wrapper around it with its own copy, weight clipping,
     code of the loop.
 
     The sum of the parameters' bits at the end of a step that exchanged is compared with that ahead
     of the next step, every `EVERY` steps. Nothing is read from a device.
-
-    Args:
-        host: of the parameters.
     """
 
     def __init__(self, host: TrainingHost):
@@ -400,7 +384,7 @@ class Rewritten:
         self._exchanged = False
 
     def compare(self, aside: bool) -> None:
-        """Compare ahead of a step. aside: steps that do not count were taken meanwhile."""
+        """Compare, ahead of a step. aside: steps that do not count were taken meanwhile."""
         if self._left is not None and not aside:
             self._found = self._found + (self._sum() != self._left).float()
         self._left = None
@@ -410,7 +394,7 @@ class Rewritten:
         self._exchanged, self._left, self._next = False, None, 0
 
     def take(self) -> float | Tensor:
-        """The number of comparisons since the last call that have found other parameters."""
+        """The number of comparisons since the last call that found other parameters."""
         found, self._found = self._found, 0.0
         return found
 

@@ -1,5 +1,5 @@
-"""What the membership of one rank is told (events), and what it asks for (actions). A driver with
-sockets and a store stands between.
+"""The input (events) and output (actions) of the membership machine of one rank. The driver, which
+has sockets and a store, makes events and carries out actions.
 
 The driver keeps these promises:
 
@@ -32,9 +32,9 @@ class Action(Struct, frozen=True):
 
 
 class Launched(Event, frozen=True):
-    """The training loop of this rank has made message n. Numbers come in order; a newcomer begins
-    with the first message from its base on that is no question. question: it is not of a step: a
-    newcomer that has not begun is not asked.
+    """The training loop of this rank has made message n. Numbers come in order. A `question` is a
+    message between two steps, in which a newcomer that has not begun takes no part: it begins with
+    the first other message from its base on.
     """
 
     n: int
@@ -43,8 +43,8 @@ class Launched(Event, frozen=True):
 
 
 class PieceReceived(Event, frozen=True):
-    """A frame from a peer in this peer group, whole and checked: a refusal (checksum, bounds, not
-    finite) happens before it.
+    """A piece has come from a peer in this peer group, whole and checked: damaged ones are refused
+    before.
     """
 
     view: int
@@ -72,7 +72,7 @@ class Voted(Event, frozen=True):
 
 
 class ConnectionLost(Event, frozen=True):
-    """Nothing more is expected from a peer in this peer group; or it has said that it leaves."""
+    """A peer in this peer group is lost, or has said that it leaves."""
 
     member: Member
 
@@ -84,7 +84,7 @@ class FrozenHeard(Event, frozen=True):
 
 
 class ReportsSeen(Event, frozen=True):
-    """All reports of the view that the store has now. waited: `dead` seconds have passed since this
+    """The reports of the view that the store has now. waited: `dead` seconds have passed since this
     rank reported.
     """
 
@@ -99,24 +99,25 @@ class RecordSeen(Event, frozen=True):
 
 
 class JoinPlanned(Event, frozen=True):
-    """A newcomer has reached all members and is within a few messages of the front; asked of its
-    donor.
+    """A newcomer has reached all members and is within a few messages of them. An event of the
+    donor's machine only.
     """
 
     member: Member
 
 
 class Leave(Event, frozen=True):
-    """This island goes. What it launched before reached every peer group first (early-part)."""
+    """This island leaves. What it has launched has reached every peer group before (early-part)."""
 
 
 # ---- actions -----------------------------------------------------------------------------------
 
 
 class Send(Action, frozen=True):
-    """Send a piece of message n to these members in this peer group. A share or part is cut or
-    computed by the driver, from the kept vector and the shares that came (with attempt
-    `piece.attempt`); another attempt than the last is a repeat (reduce-again, coded-for-fewer)."""
+    """Send a piece of message n to these members in this peer group. The driver cuts a share from
+    the kept vector, and computes a part from the shares of the attempt `piece.attempt`. A new
+    attempt repeats the reduce (reduce-again, coded-for-fewer).
+    """
 
     view: int
     epoch: int
@@ -128,16 +129,16 @@ class Send(Action, frozen=True):
 
 
 class CastVote(Action, frozen=True):
-    """Tell the other ranks of this island."""
+    """Tell the other ranks of this island that this rank holds a message."""
 
     ballot: Ballot
     epoch: int
 
 
 class Deliver(Action, frozen=True):
-    """Message n is complete in every peer group of the island: hand it to the clock of its
-    channels. It comes once for each n, in any order (any-order), and is never undone
-    (delivered-stays). `pieces`: what the result is made of."""
+    """Message n is complete in every peer group of the island. Given once for each n, in any order
+    (any-order), and never undone (delivered-stays). `pieces`: those that the result is made of.
+    """
 
     n: int
     contributors: tuple[Member, ...]
@@ -174,18 +175,18 @@ class PostReport(Action, frozen=True):
 
 
 class ProposeRecord(Action, frozen=True):
-    """compare_set under `record.epoch`; hand in what stands there then, whoever wrote it. If it is
-    another record that keeps this rank frozen (a planned join), the reports are handed in again."""
+    """Write a record by compare_set under `record.epoch`, and hand in the one that stands there
+    then. If that is a planned join, which keeps this rank frozen, hand in the reports again.
+    """
 
     record: Record
 
 
 class TooFew(Action, frozen=True):
-    """These members could go on, but they are fewer than `min_continue`. Wait for more reports,
-    then save what is stable and end.
+    """These members could go on, but they are fewer than `min_continue`: wait for more reports.
 
-    Nobody, and `waited`: only newcomers that have not begun are left, and none of them has what
-    came before. Nobody else is to be expected: end.
+    No member, and `waited`: only newcomers that have not begun are left, which lack all messages
+    before their base, and no more reports are expected: end.
     """
 
     members: tuple[Member, ...]
@@ -199,8 +200,8 @@ class Adopted(Action, frozen=True):
 
 
 class Expelled(Action, frozen=True):
-    """The others went on without this island: write nothing, seal nothing, throw the state away,
-    come back as a newcomer (expelled-ends).
+    """The others went on without this island, as `record` says: save nothing, end, and come back as
+    a newcomer (expelled-ends).
     """
 
     record: Record

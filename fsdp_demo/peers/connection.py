@@ -42,10 +42,10 @@ REFUSED = (
 
 
 class QueuedPiece:
-    """One piece under way.
+    """One piece that is being sent or received.
 
     Attributes:
-        size: bytes that are sent, or of the room for what comes. came: bytes that have come.
+        size: bytes to send, or bytes of the room of a piece to come. came: bytes received.
     """
 
     def __init__(self, poller: Any, data: Tensor):
@@ -66,35 +66,35 @@ class QueuedPiece:
         return self.there or self.error is not None or (self.handed and self.tracker.done)
 
     def wait(self, timeout: timedelta) -> None:
-        """Until it is there, or may be written over here.
+        """Wait until the piece is here, or until the memory of one that is sent may be reused.
 
         Raises:
-            WireError: what came is refused. RuntimeError: the peer is gone, or was silent for
-                `timeout`.
+            WireError: the piece that came is refused. RuntimeError: the peer is gone, or was silent
+                for `timeout`.
         """
         self._poller.wait(self, timeout.total_seconds())
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
     def fill(self, data: Any, size: int) -> None:
-        """Take what came before."""
+        """Take a piece that came before its room was posted."""
         self.view[:size] = data
         self.came, self.there = size, True
 
 
 class PeerConnection:
-    """A PAIR socket: exactly one peer, and what leaves it is never given to another.
+    """A PAIR socket to exactly one peer.
 
-    Methods that touch the socket are called in the hub's thread, all others under the hub's lock.
+    Methods that touch the socket are called in the poller's thread, all others under its lock.
 
     Attributes:
-        ready: the peer has greeted. gone: why nothing more will come, "" while it may. trouble:
-            what happened on the way to `ready`.
-        notes: what came as notes. heard_at: when the last frame came (`time.monotonic`).
+        ready: the peer has greeted. gone: why the connection has ended, "" while it stands.
+            trouble: why it did not come to `ready` so far.
+        notes: received notes. heard_at: time of the last frame (`time.monotonic`).
         most: notes that are kept at most; more stay with the sender. None: no limit.
-        doubted: when something that came could not be decrypted, 0 for never. It may have been of
-            a stranger, whom the library sends away. If it was of the peer, the library says nothing
-            more, and reads no more (libzmq 4.3.5).
+        doubted: time at which something could not be decrypted, 0 for never. A stranger may have
+            sent it, whom the library sends away. If the peer did, the library says nothing more,
+            and reads no more (libzmq 4.3.5).
         record, landed: of the peer, as its last frame said. said: the same of this rank, for its
             frames.
     """
@@ -124,16 +124,17 @@ class PeerConnection:
     # ---- the pace of the kernel, in the hub's thread -------------------------------------------
 
     def keep_pace(self, now: float) -> None:
-        """From the driver, at least once a second: while it does, pieces of long messages are
-        gathered by the kernel. Bytes of a message that has stopped on the way are let in.
+        """Let the kernel gather pieces of long messages for some seconds: called by the driver at
+        least once a second. A message that has stopped on the way is gathered no more.
         """
         self._paced_until = now + 2 * ALONE
         if self._gathers and now - self.heard_at > ALONE:
             self._gather(False)
 
     def _pace(self, frame: PieceHeader) -> None:
-        """After a piece: gather while a whole piece is sure to follow, and one more behind it. All
-        pieces of a message were handed over at once there."""
+        """Gather, after a piece, while a whole one and another behind it are sure to follow: the
+        sender has handed over all pieces of a message at once.
+        """
         waiting = len(self.inbox.rooms.get(frame.number, ()))
         whole = frame.length == pieces.LARGEST and frame.epoch == self.inbox.epoch
         wanted = whole and waiting >= 2 and time.monotonic() < self._paced_until
@@ -171,9 +172,10 @@ class PeerConnection:
         heapq.heappush(self._queue, (rank, self._order, frame, piece))
 
     def renew(self, epoch: int) -> None:
-        """Another epoch on the same connection. What is under way of the one before ends; what
-        comes of it later is dropped. The same epoch again changes nothing: what came early of
-        it, from a peer that had begun before, is kept."""
+        """Begin another epoch on the same connection. Waits of the old epoch end, and its late
+        pieces are dropped. The same epoch again changes nothing: pieces that came early, from a
+        peer that had begun it before, are kept.
+        """
         if epoch == self.inbox.epoch:
             return
         error = RuntimeError(f"epoch {epoch} has begun")
@@ -196,9 +198,10 @@ class PeerConnection:
             piece.error, self.gone = error, str(error)
 
     def end(self, error: Exception, lost: bool = False) -> None:
-        """All that is under way ends with `error`; but for what the library has of a connection
-        that is `lost`: most likely it has arrived (the library tells late that it lets go), and
-        nobody reads from it any more. Whether the peer has it was never said."""
+        """End all waits with `error`. Where the connection is `lost`, pieces that the library has
+        count as sent: most likely they have arrived (the library tells late that it lets go), and
+        their memory is read no more.
+        """
         for piece in self._lent:
             piece.there = piece.there or lost
         for piece in [*self.inbox.withdraw(), *(piece for *_, piece in self._queue), *self._lent]:
@@ -213,8 +216,8 @@ class PeerConnection:
 
     @property
     def stood(self) -> float | None:
-        """Seconds for which no byte has come, also none of a piece under way; None where nobody
-        knows.
+        """Seconds since the last byte came, bytes of incomplete pieces included; None where the
+        kernel does not tell.
         """
         return None if self.gone or not self.ready else stood(self._file)
 
@@ -234,7 +237,7 @@ class PeerConnection:
         return self._head is not None
 
     def wants(self) -> int:
-        """What of the socket should be waited for: nothing until it is known who may greet."""
+        """The events of the socket to wait for: none until it is known which peer may greet."""
         if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
@@ -246,7 +249,7 @@ class PeerConnection:
     # ---- meeting -------------------------------------------------------------------------------
 
     def greet(self, mine: bytes, theirs: bytes) -> None:
-        """Say `mine` first, and take only who says `theirs`."""
+        """Send the greeting `mine` first, and accept only a peer that sends `theirs`."""
         self._hello = self._mine = mine
         self._theirs = theirs
 
@@ -263,8 +266,8 @@ class PeerConnection:
             self.socket.connect(self._address)
 
     def _not_there(self, event: int) -> None:
-        """The connection ended before its peer had greeted: whoever listens goes on, the other
-        tries again.
+        """The connection ended before its peer had greeted: a listening end waits on, a dialling
+        one tries again.
         """
         if event & REFUSED:
             self.trouble = "the other side could not prove that it knows ISLAND_TOKEN"
@@ -304,7 +307,9 @@ class PeerConnection:
                     self.doubted = time.monotonic()
 
     def lose(self, reason: str) -> None:
-        """Nothing more comes: what has come is still given out, all other waits end."""
+        """Note that the connection has ended: pieces that have come are still taken, all other
+        waits end.
+        """
         self._drain()
         with self.poller.changed:
             self.gone = self.gone or reason

@@ -201,14 +201,12 @@ class Sealed(NamedTuple):
         return HEADER.size + self.body.numel()
 
 
-def claimed(data: Tensor) -> Header:
-    """The header that the first bytes of a message (uint8 [>= 56]) claim to be, not checked."""
-    return _read(HEADER.unpack(bytes(data[: HEADER.size].tolist())))
-
-
-def claimed_length(data: Tensor) -> int:
-    """Bytes of the body as the first bytes of a message (uint8 [>= 56]) claim them, not checked."""
-    return int(HEADER.unpack(bytes(data[: HEADER.size].tolist()))[7] % (1 << LENGTH_BITS))
+def claimed(data: Tensor) -> tuple[Header, int]:
+    """The header that the first bytes of a message (uint8 [>= 56]) claim to be, and the bytes of
+    its body; not checked.
+    """
+    fields = HEADER.unpack(bytes(data[: HEADER.size].tolist()))
+    return _read(fields), fields[7] % (1 << LENGTH_BITS)
 
 
 def _read(fields: tuple[Any, ...]) -> Header:
@@ -242,7 +240,7 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
         raise WireError(
             f"message from {sender} is damaged: the checksum of its header does not fit"
         )
-    theirs = _read(fields)
+    theirs, length = claimed(data)
     if (theirs.kind, theirs.step, theirs.flags & ENDING) != (
         expected.kind,
         expected.step,
@@ -255,12 +253,11 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
             "configuration"
         )
         raise Mismatch(f"message from {sender} has configuration digest {both}{see('unlike-runs')}")
-    length, number = claimed_length(data), theirs.number
-    if length != size or number != expected.number:
+    if length != size or theirs.number != expected.number:
         raise Mismatch(
-            f"{_name(theirs)} from {sender} is message {number} with {length} bytes, expected "
-            f"message {expected.number} with {size}: all "
-            "islands must make the same calls in the same order, with values of the same form"
+            f"{_name(theirs)} from {sender} is message {theirs.number} with {length} bytes, "
+            f"expected message {expected.number} with {size}: all islands must "
+            "make the same calls in the same order, with values of the same form"
         )
     return theirs, body_crc
 

@@ -28,11 +28,11 @@ from ..compression import dense as coding
 from ..errors import WireError
 from ..files import from_json, to_json
 from ..membership.protocol_types import Member
+from ..net.address import join_address
 from .collectives import ReceivedMessage, Spans, legs, whole
 from .connection import NOT_THERE, PeerConnection
 from .header import Header
 from .poller import Poller
-from .zeromq import bracketed
 
 T = TypeVar("T")
 
@@ -54,15 +54,6 @@ class Tick(Struct, frozen=True):
 
     step: int
     rates: list[list[dict[str, Any]]]
-
-    def pack(self) -> Tensor:
-        """As bytes: uint8 [n]."""
-        return to_bytes(self)
-
-    @classmethod
-    def unpack(cls, data: Tensor) -> Tick:
-        """The inverse of `pack`. Raises WireError for anything else."""
-        return from_bytes(data, cls, "a tick")
 
 
 @dataclass(frozen=True)
@@ -329,12 +320,12 @@ def ask_join_server(
         if keys is not None:
             keys.connect(made)
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-        made.connect(f"tcp://{bracketed(str(found))}:{port}")
+        made.connect(f"tcp://{join_address(str(found), port)}")
         made.send(to_json(request).encode())
         poller = zmq.Poller()
         poller.register(made, zmq.POLLIN)
         poller.register(absent, zmq.POLLIN)
-        if made not in dict(poller.poll(round(1e3 * seconds))):
+        if made not in dict(poller.poll(int(1e3 * seconds))):
             return None
         answer = json.loads(made.recv())
         return answer if isinstance(answer, dict) else None

@@ -1,7 +1,6 @@
-"""Words between the ranks of one replica (or of a whole world): votes, what the first one found,
-work that succeeds on all or on none.
-
-Tensors and JSON, never pickle: nothing that another rank says is executed.
+"""Votes between the ranks of one replica (or of a whole world): sums, values of the first rank, and
+work that succeeds on all ranks or on none. Tensors and JSON, never pickle: no received byte is
+executed.
 """
 
 from __future__ import annotations
@@ -191,16 +190,12 @@ VOTE_STEPS = 100
 
 
 class VotePace:
-    """How often the ranks of one island ask each other whether they stop: counts the steps of one
-    rank between the votes. No communication.
+    """The steps of one rank between two votes of its island whether to stop. No communication.
 
-    Such a vote takes 0.3 ms, and every rank waits in it. So it is held at every exchange, and
-    otherwise every n steps. All ranks must count the same n: it follows from what the vote itself
-    has brought them, the seconds per step of the slowest rank. It comes to about one vote a second.
-
-    Every rank of the island makes one at the same step and calls `due` at the end of each step.
-    After a vote each calls `agreed` with the largest `seconds` of all. Nothing here depends on the
-    number of the step, so a run that resumes elsewhere counts from its first step.
+    A vote takes 0.3 ms, and every rank waits in it, so it is held at every exchange and otherwise
+    every n steps, about once a second. All ranks must count the same n: each makes a pace at the
+    same step, calls `due` at the end of each step, and after a vote `agreed` with the largest
+    `seconds` of all. The number of the step has no part in it, so a resumed run counts anew.
 
     Attributes:
         steps: between two votes, as agreed.

@@ -1,9 +1,9 @@
 """The connections between islands: how the ranks of a peer group find each other and meet.
 
-They are ZeroMQ's, since it does what gloo cannot: a peer that dies takes no other connection with
-it, a message that is too long is refused before room is made for it, of two ranks only one has to
-be reachable, and with ISLAND_TOKEN both sides prove that they know it and all bytes are encrypted
-(CURVE). Pieces go out from the tensor's memory and come in into the room that waits for them.
+ZeroMQ is used instead of gloo, since a dying peer takes no other connection with it, a message that
+is too long is refused before memory is allocated for it, of two ranks only one has to be reachable,
+and with ISLAND_TOKEN both sides authenticate and all bytes are encrypted (CURVE). Pieces are sent
+from the memory of tensors and received into tensors that wait for them.
 
 On the wire a piece of n bytes costs n + 47 bytes (38 for the frame, 9 before the piece, 2 where it
 has less than 256 bytes), with keys 66 more; a quiet connection a few bytes every 15 s
@@ -24,7 +24,7 @@ import zmq
 from torch import Tensor
 
 from ..errors import PeerLost, see
-from ..net.address import Keys
+from ..net.address import Keys, join_address
 from ..store.client import Store
 from .connection import PeerConnection, QueuedPiece
 from .poller import Poller
@@ -65,12 +65,12 @@ class Meeting:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that meet."""
+        """The ranks that meet."""
         return tuple(range(self.size)) if self.among is None else self.among
 
     @property
     def others(self) -> list[int]:
-        """Those that meet, but for this one."""
+        """The ranks that meet, without this one."""
         return [j for j in self.ranks if j != self.rank]
 
     def label(self, j: int) -> str:
@@ -79,7 +79,9 @@ class Meeting:
 
 
 class Listens(TypedDict):
-    """Where a rank listens: its ports by who is to connect there. key: the mark of its keys."""
+    """The note in which a rank tells where it listens: a port for each other rank. key: the mark of
+    its keys.
+    """
 
     host: str
     ports: dict[str, int]
@@ -116,7 +118,7 @@ class GroupConnections:
         return piece
 
     def close(self) -> None:
-        """Let what was sent leave, and close the connections; waits end."""
+        """Close the connections when sent pieces have left; waits end."""
         self._poller.close()
 
 
@@ -137,7 +139,7 @@ class ZeroMQ:
         self._keys = self._poller.keys
 
     def open(self, k: int | str) -> GroupConnections:
-        """Connections k = 0, 1, ... to the others, who all call it, too.
+        """Connections number k = 0, 1, ... to the other ranks, all of which make the same call.
 
         Raises:
             ValueError: the islands do not fit together. PeerLost: somebody did not come in time.
@@ -162,7 +164,7 @@ class ZeroMQ:
         return wires
 
     def _bound(self) -> dict[int, tuple[PeerConnection, str]]:
-        """A connection that listens for each of the others, and where it does."""
+        """For each other rank a listening connection, and its address."""
         m, found = self._meeting, dict[int, tuple[PeerConnection, str]]()
         for j in m.others:
             wire = self._poller.add(m.epoch, True)
@@ -172,7 +174,7 @@ class ZeroMQ:
     def _wired(
         self, k: int | str, notes: dict[int, Listens], bound: dict[int, tuple[PeerConnection, str]]
     ) -> dict[int, PeerConnection]:
-        """A connection to each of the others, one of the bound ones or a new one."""
+        """The connection to each other rank: its listening one, or a new one that dials."""
         m, wires = self._meeting, dict[int, PeerConnection]()
         for j, note in notes.items():
             if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
@@ -191,7 +193,7 @@ class ZeroMQ:
                 f"{self._meeting.label(j)} names no port for this rank: use one release everywhere"
             )
         wire = self._poller.add(self._meeting.epoch, False)
-        wire.dial(f"tcp://{bracketed(note['host'])}:{port}")
+        wire.dial(f"tcp://{join_address(note['host'], port)}")
         return wire
 
     def _listens(self, i: int, j: int, here: bool, there: bool) -> bool:
@@ -210,7 +212,7 @@ class ZeroMQ:
         ).digest()
 
     def _notes(self, k: int | str, mine: Listens, end: float) -> dict[int, Listens]:
-        """Tell where this rank listens, and wait for what the others tell."""
+        """Publish where this rank listens, and wait for the same note of the others."""
         m, notes = self._meeting, dict[int, Listens]()
         at = m.store.under(f"{m.prefix}/{k}")
         at.set(f"at/{m.rank}", json.dumps(mine))
@@ -249,7 +251,7 @@ class ZeroMQ:
 
 
 def bound(made: Any, address: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
-    """Let a socket listen on any port of an address, which `setting` gives; where it does.
+    """Bind a socket to any port of an address, which `setting` gives; the endpoint.
 
     Raises:
         PeerLost: it cannot.
@@ -257,20 +259,15 @@ def bound(made: Any, address: str, name: str, setting: str = "ISLAND_ADDRESS") -
     host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     made.ipv6 = ":" in host
     try:
-        made.bind(f"tcp://{bracketed(host)}:*")
+        made.bind(f"tcp://{join_address(host, 0)}")
     except zmq.ZMQError as error:
         raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
     return str(made.last_endpoint.decode().rstrip("\0"))
 
 
 def _tokens(who: str, theirs: str, ours: str) -> str:
-    """Why two keys are not the same."""
+    """The error of two islands with unlike keys."""
     if theirs and ours:
         return f"{who} has another ISLAND_TOKEN: set the same on all islands{see('token')}"
     where = f"{'here' if ours else 'there'} and not {'at' if ours else 'here, at'} {who}"
     return f"ISLAND_TOKEN is set {where}: set the same on all islands{see('token')}"
-
-
-def bracketed(host: str) -> str:
-    """A host as it stands in an address."""
-    return f"[{host}]" if ":" in host else host

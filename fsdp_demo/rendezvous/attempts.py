@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -135,27 +135,16 @@ def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
     # torchrun's ranks may find the store of those before them
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"fsdp_demo/attempt/{start}/{topology.endpoint}/{topology.run}"
-    if topology.rank:
-        return _told(own, key, 2 * topology.timeout + 60)
-    try:
-        taken = decide()
-    except (ValueError, PeerLost) as error:
-        kind = next(name for name, form in _ERRORS.items() if isinstance(error, form))
-        own.set(key, json.dumps([None, kind, str(error)]))
-        raise
-    own.set(key, json.dumps([taken, "", ""]))
-    return taken
-
-
-_ERRORS: dict[str, type[Exception]] = {
-    "finished": Finished,
-    "lost": PeerLost,
-    "wrong": ValueError,
-}
-"""What rank 0 tells the other ranks of an error: the first of these that it is."""
-
-
-def _told(own: Store, key: str, seconds: float) -> Taken:
+    if topology.rank == 0:
+        try:
+            taken = decide()
+        except (ValueError, PeerLost) as error:
+            kind = next(name for name, form in _ERRORS.items() if isinstance(error, form))
+            own.set(key, json.dumps([None, kind, str(error)]))
+            raise
+        own.set(key, json.dumps([taken, "", ""]))
+        return taken
+    seconds = 2 * topology.timeout + 60
     end = time.monotonic() + seconds
     while not own.get(key):
         if time.monotonic() > end:
@@ -164,11 +153,18 @@ def _told(own: Store, key: str, seconds: float) -> Taken:
                 "it joins: it may have died"
             )
         time.sleep(0.05)
-    place, kind, text = own.note(key, "rank 0")
-    if kind:
+    told, kind, text = own.note(key, "rank 0", tuple[Taken | None, str, str])
+    if told is None:
         raise _ERRORS[kind](text)
-    number, life, late, starters = place
-    return Taken(number, life, late, tuple(starters))
+    return cast(Taken, told)
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "finished": Finished,
+    "lost": PeerLost,
+    "wrong": ValueError,
+}
+"""What rank 0 tells the other ranks of an error: the first of these that it is."""
 
 
 def _begin(topology: Replica, store: Store) -> Taken:

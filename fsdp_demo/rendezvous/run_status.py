@@ -93,10 +93,12 @@ def text(found: dict[str, Any]) -> str:
     if found["epoch"] is None:
         return head
     lines = [f"{head}; epoch {found['epoch']}, {counted(len(found['members']), 'island')}"]
+    over = found["state"] == "finished"
+    silent = "has ended with the run" if over else "its listener does not answer"
     for one in found["members"]:
         name = f"  island {one['slot']}" + (f" (life {one['life']})" if one["life"] else "")
         if "heard" not in one:
-            lines.append(f"{name}: its listener does not answer")
+            lines.append(f"{name}: {silent}")
             continue
         heard = ", ".join(f"{slot} {age:.1f} s ago" for slot, age in sorted(one["heard"].items()))
         joining_island = f"; {one['joining']} joins" if one.get("joining") else ""

@@ -32,12 +32,6 @@ class Presence:
     Make it when the islands have met (`Topology.join`); before that it has keys of its own, and the
     others must do the same. Every call returns within 5 seconds (and what it is given); a store
     that does not answer is a warning in the log, once.
-
-    Example:
-        >>> from fsdp_demo import Topology
-        >>> from fsdp_demo.rendezvous.stop_notices import Presence
-        >>> presence = Presence(Topology.from_env({"ISLAND_COUNT": "1"}))
-        >>> presence.start(); presence.end("left")
     """
 
     def __init__(self, topology: Topology):
@@ -108,19 +102,13 @@ class Presence:
         """Mark the attempt: "finished", the run has come to its end and cannot be started again
         under its id; "left", this island ends before that, and whoever starts next opens a new
         attempt."""
-        island, self._ended = self._topology.island, True
-        self._ask(
-            lambda at: at.compare_set(
-                "finished" if reason == "finished" else "ended", "", str(island)
-            )
-        )
+        island, self._ended = str(self._topology.island), True
+        key = "finished" if reason == "finished" else "ended"
+        self.start()
+        if self._pulse is not None:
+            self._pulse.ask(lambda at: at.compare_set(key, "", island), self._pulse.deadline)
 
     def close(self) -> None:
         """Listen no more. The island goes on living until its process ends."""
         if self._pulse is not None and self._look is not None:
             self._pulse.no_more(self._look)
-
-    def _ask(self, job: Callable[[Store], object]) -> None:
-        self.start()
-        if self._pulse is not None:
-            self._pulse.ask(job, self._pulse.deadline)

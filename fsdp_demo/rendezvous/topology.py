@@ -170,19 +170,14 @@ class Topology(Replica):
     def under_way(self) -> bool:
         """Whether this island comes to a run that the others are training already, and so joins it
         as a newcomer (`PeerGroup.following`) at the next `attach`, the first of this process. What
-        islands ask each other before `attach` is not asked then: nobody would answer.
-
-        Raises:
-            ValueError, PeerLost: see `prefix`.
+        islands ask each other before `attach` is not asked then. Raises as `prefix` does.
         """
         return self.elastic and not attached(self) and attempts.join(self).taken.late
 
     @property
     def starters(self) -> tuple[int, ...]:
-        """The islands that begin the run together: all, but where they may come and go.
-
-        Raises:
-            ValueError, PeerLost: see `prefix`.
+        """The islands that begin the run together: all, but where they may come and go. Raises as
+        `prefix` does.
         """
         return attempts.join(self).taken.starters if self.elastic else tuple(range(self.islands))
 

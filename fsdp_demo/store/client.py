@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -30,8 +30,6 @@ from .messages import AT_ONCE, LARGEST, LONGEST
 log = logging.getLogger("fsdp_demo")
 
 NOTICE = 10.0  # seconds without a store until the log says so, once
-
-Kind = TypeVar("Kind", bound="Store")
 
 
 class Store(ABC):
@@ -55,13 +53,13 @@ class Store(ABC):
     def __init__(self, where: str, deadline: float):
         self.where, self.deadline, self.absent, self.prefix = where, deadline, math.inf, ""
 
-    def under(self: Kind, prefix: str) -> Kind:
+    def under(self, prefix: str) -> Self:
         """The same store, on the same connection, with `prefix` and a slash before every key."""
         below = copy.copy(self)
         below.prefix = f"{self.prefix}{prefix}/"
         return below
 
-    def within(self: Kind, seconds: float) -> Kind:
+    def within(self, seconds: float) -> Self:
         """The same store, on the same connection, with another deadline."""
         other = copy.copy(self)
         other.deadline = seconds

@@ -85,11 +85,7 @@ def above(folder: Path, run: Path) -> list[Path]:
     to the run's.
     """
     last = run.parent if folder == run else run
-    return [
-        place
-        for place in (folder, *folder.parents)
-        if place == folder or place == last or last in place.parents
-    ]
+    return [p for p in (folder, *folder.parents) if p in (folder, last) or last in p.parents]
 
 
 # ---- what one holds ----------------------------------------------------------------------------
@@ -125,7 +121,6 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     first = saved.heads[0]
     config = ExchangeConfig.from_dict(first["config"])
     problems = [f"island {i} lacks the part of rank {r}" for i, r in saved.missing]
-    files = {f for path in saved.paths.values() for f in (path, path.with_suffix(".safetensors"))}
     took_part = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
     out: dict[str, Any] = {
         "folder": str(folder),
@@ -139,7 +134,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
             "fsdp_demo": first.get("package"),
             "torch": first.get("torch"),
         },
-        "bytes": sum(f.stat().st_size for f in files if f.exists()),
+        "bytes": 0,
         "participants": list(took_part.pop()) if len(took_part) == 1 else [],
         "held": _held(saved, folder, problems),
         "method": config.describe(),
@@ -167,11 +162,7 @@ def settings(config: ExchangeConfig) -> dict[str, Any]:
     such preset.
     """
     there = _by_path(preset(config.preset)) if config.preset in presets() else {}
-    return {
-        key: value
-        for key, value in _by_path(config).items()
-        if key not in there or there[key] != value
-    }
+    return {k: v for k, v in _by_path(config).items() if (k, v) not in there.items()}
 
 
 def _by_path(config: ExchangeConfig) -> dict[str, Any]:
@@ -206,13 +197,15 @@ def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, 
 def _add_part(
     out: dict[str, Any], saved: SavedExchange, island: int, rank: int, problems: list[str]
 ) -> None:
-    """Add one rank's part: its tokens, and the bytes of its states by channel and kind."""
+    """Add one rank's part: its tokens and bytes, those of its states by channel and kind."""
     state = saved.outline(rank, island)
-    beside = saved.paths[island, rank].with_suffix(".safetensors")
+    path = saved.paths[island, rank]
+    beside = path.with_suffix(".safetensors")
     tensors = _tensor_sizes(beside, problems)
     if tensors and (lacking := sorted(set(_keys(state.to_tree())) - set(tensors))):
         problems.append(f"{beside} lacks {lacking[0]!r:.80}")
     out["tokens"] += state.tokens
+    out["bytes"] += path.stat().st_size + beside.stat().st_size
     for channel, kept in state.channels.items():
         sums = out["states"].setdefault(channel, {})
         for name, work in kept.workspaces.items():

@@ -173,9 +173,9 @@ def test_round_trip_is_not_that_of_slow_processes(run_ranks) -> None:
         def fn(line: Any) -> float:
             whole = line.all_gather
 
-            def slow(data: Any) -> Any:
+            def slow(*args: Any) -> Any:
                 time.sleep(0.2)
-                out = whole(data)
+                out = whole(*args)
                 time.sleep(0.2)
                 return out
 

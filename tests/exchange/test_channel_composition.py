@@ -401,7 +401,7 @@ def test_attach_log_unlike_batches(caplog, told, weight) -> None:
     assert len(warned) == (2 if weight == "equal" else 0)
     if warned:
         assert "reducer.weight=tokens" in warned[0]
-        assert any("island1 trains 16 of 48 rows of a step" in m for m in warned)
+        assert any("island1: this island trains 16 of 48 rows of a step" in m for m in warned)
 
 
 # -- what a careful reader found -----------------------------------------------------------------

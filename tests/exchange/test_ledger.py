@@ -90,7 +90,7 @@ def test_ledger_rows_hold_all_bytes(
         assert page.other.sent == one["gradients"] * (islands - 1)
         assert set(page.channels) == one["names"] and all(m.sent for m in page.channels.values())
         assert one["records"] == page.total.sent
-        assert 0 < page.header_share == page.headers.sent / page.total.sent < 1
+        assert 0 < page.headers.sent < page.total.sent
 
 
 @pytest.mark.parametrize(("preset", "changes"), [("demo", {}), ("sparse_loco", {"period": 2})])

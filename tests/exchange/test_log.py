@@ -251,3 +251,11 @@ def test_log_run_status_counts_islands() -> None:
     assert line == "  island 0: 1 message delivered, heard nobody"
     two = run_status.text(found | {"members": [member, member | {"slot": 1, "delivered": 2}]})
     assert "epoch 0, 2 islands" in two and "island 1: 2 messages delivered" in two
+
+
+def test_log_run_status_of_a_finished_run() -> None:
+    """The islands of a finished run have ended; in a run under way their listener is silent."""
+    members = [{"slot": 0, "life": 0, "silent": True}]
+    found = {"run": "a", "attempt": "0", "state": "finished", "epoch": 1, "members": members}
+    assert "island 0: has ended with the run" in run_status.text(found)
+    assert "does not answer" in run_status.text(found | {"state": "members"})

@@ -19,7 +19,14 @@ from fsdp_demo import PeerLost, Stopped, WireError, base_optimizer, preset
 from fsdp_demo.exchange import replay
 from fsdp_demo.exchange.message import replica_weights
 from fsdp_demo.peers.header import PAYLOAD, STOP, Header
-from fsdp_demo.peers.join_messages import Expected, Tick, packed, to_bytes, unpacked
+from fsdp_demo.peers.join_messages import (
+    Expected,
+    Tick,
+    from_bytes,
+    packed,
+    to_bytes,
+    unpacked,
+)
 
 from ..support import joining, threaded
 from ..support.cases import named
@@ -494,16 +501,16 @@ def test_newcomer_ticks_and_messages_refused(run_ranks) -> None:
         good, messages = dict(record.hooks), list(record.messages)
         spoilt = {
             "another step": (
-                Tick(4, Tick.unpack(good[3]).rates).pack(),
+                to_bytes(Tick(4, from_bytes(good[3], Tick, "a tick").rates)),
                 WireError,
                 "step 4 came to be made up for, here comes 3",
             ),
             "other groups": (
-                Tick(3, []).pack(),
+                to_bytes(Tick(3, [])),
                 ValueError,
                 r"rates of \[\] groups came, the optimizers here have \[1\]",
             ),
-            "no rate": (Tick(3, [[{"lr": "x"}]]).pack(), ValueError, "lr of another form came"),
+            "no rate": (to_bytes(Tick(3, [[{"lr": "x"}]])), ValueError, "lr of another form came"),
             "no tick": (to_bytes({"step": 3}), WireError, "a tick cannot be read"),
         }
         for name, (tick, kind, message) in spoilt.items():

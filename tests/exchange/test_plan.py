@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import subprocess
@@ -549,65 +548,6 @@ def test_bytes_benchmark_bad_input(
         and printed.err.count("\n") == 1
         and printed.err.startswith("bytes.py: error: ")
     )
-
-
-# ---- the warning of the library ----------------------------------------------------------------
-
-
-def warned(me: Any, config: ExchangeConfig, steps: int = 3) -> list[str]:
-    """The log's warnings about a gather that costs more than an all-reduce, in a short training of
-    128 x 128 parameters.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: (
-        records.append(record.getMessage()) if record.levelno >= logging.WARNING else None
-    )  # type: ignore
-    logging.getLogger("fsdp_demo").addHandler(handler)
-    os.environ["ISLAND_RUN"] += f"-{config.channels[0].codec.select}{config.channels[0].codec.topk}"
-    model = nn.Linear(128, 128, bias=False)
-    if me.procs > 1:
-        fully_shard(model, mesh=me.mesh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = fsdp_demo.attach(optimizer, config, model=model)
-    for _ in range(steps):
-        model(torch.ones(1, 128)).sum().backward()
-        optimizer.step()
-    exchange.detach()
-    logging.getLogger("fsdp_demo").removeHandler(handler)
-    return [r for r in records if "an all-reduce of everything" in r]
-
-
-@pytest.mark.parametrize(("islands", "procs", "enough"), [(2, 1, 3500), (3, 1, 2308), (2, 2, 3500)])
-def test_bytes_gather_warning_once(run_ranks: Any, islands: int, procs: int, enough: int) -> None:
-    """A gather that sends more than an all-reduce is warned of once. Four blocks of k values in
-    bf16 and their positions to each other island, against 2 (R - 1) / R of 2 bytes per element: R >
-    2 x ratio from k on.
-    """
-    dense = ring_all_reduce_bytes(islands, 2 * 128 * 128)
-    assert (
-        (islands - 1) * 4 * block_bytes(enough, 2 * enough)
-        <= dense
-        < (islands - 1) * 4 * block_bytes(enough + 1, 2 * enough + 2)
-    )
-
-    def run(me: Any) -> list[list[str]]:
-        configs = [
-            preset("demo", topk=enough, value_dtype="bf16"),
-            preset("demo", topk=enough + 1, value_dtype="bf16"),
-            preset("random", topk=enough + 1),
-            preset("demo"),
-        ]
-        return [warned(me, config) for config in configs]
-
-    for i, (within, beyond, reduced, published) in enumerate(run_ranks(run, islands, procs)):
-        assert not within and not reduced and not published
-        assert len(beyond) == (1 if i % procs == 0 else 0), "once, on the first rank of the island"
-        assert not beyond or (
-            f"({islands})" in beyond[0] and "'momentum'" in beyond[0] and "random" in beyond[0]
-        )
 
 
 def test_bytes_plan_meter_adds_up() -> None:

@@ -16,7 +16,7 @@ SINCE = ", each since it began, joined or took over"
 def held(folder: str, islands: list[int], of: int) -> Any:
     """A part of a checkpoint with 100 tokens of each island."""
     return SimpleNamespace(
-        folders=(folder,),
+        folder=folder,
         islands=islands,
         paths=[(island, 0) for island in islands],
         heads=[{"islands": of}],

@@ -46,8 +46,8 @@ def test_store_command_serves_until_stopped(tmp_path: Path) -> None:
             line = process.stdout.readline()
             port = int(file.read_text())
             assert line == (
-                f"store listening on 127.0.0.1:{port}, keys in :memory:; on every island: export "
-                f"ISLAND_ENDPOINT=127.0.0.1:{port}\n"
+                f"store listening on 127.0.0.1:{port}, no ISLAND_TOKEN, keys in :memory:; on every "
+                f"island: export ISLAND_ENDPOINT=127.0.0.1:{port}\n"
             )
             socket.create_connection(("127.0.0.1", port), 5).close()
             process.send_signal(number)
@@ -73,7 +73,7 @@ def test_store_command_keeps_its_file_where_it_was_started(tmp_path: Path) -> No
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
-                kept = f"keys in {tmp_path / 'fsdp_demo_store.sqlite'}"
+                kept = f"with ISLAND_TOKEN, keys in {tmp_path / 'fsdp_demo_store.sqlite'}"
                 said = re.fullmatch(
                     rf"store listening on (127\.0\.0\.1:\d+), {re.escape(kept)}; .* export "
                     rf"ISLAND_ENDPOINT=(.+)\n",

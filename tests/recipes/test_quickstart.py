@@ -106,7 +106,6 @@ def test_quickstart_trains_and_reports(tmp_path):
         summary["bytes_full_per_island"] / summary["bytes_sent_per_island"]
     )
     assert 0 <= summary["wait_share"] < 1 and summary["tokens_per_second"] > 100
-    assert (tmp_path / "report.png").stat().st_size > 10_000
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "island1, momentum" in page and "yes, bit for bit" in page and "has no end" not in page
     for name in ("island0", "island1"):

@@ -22,7 +22,15 @@ from fsdp_demo.exchange import replay
 from fsdp_demo.membership.protocol_types import Member
 from fsdp_demo.peers.collectives import ReceivedMessage
 from fsdp_demo.peers.header import NORM, PAYLOAD
-from fsdp_demo.peers.join_messages import DonorSnapshot, Expected, Tick, packed, unpacked
+from fsdp_demo.peers.join_messages import (
+    DonorSnapshot,
+    Expected,
+    Tick,
+    from_bytes,
+    packed,
+    to_bytes,
+    unpacked,
+)
 from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup
 
 
@@ -81,7 +89,7 @@ class Record:
         )
 
     def tick(self, tick: Tick) -> None:
-        self.hooks[tick.step] = tick.pack()
+        self.hooks[tick.step] = to_bytes(tick)
 
 
 def kept(arrived: ReceivedMessage) -> ReceivedMessage:
@@ -127,7 +135,7 @@ class Fed:
         if self.at == self.until or self.at not in self.record.hooks:
             return None
         self.at += 1
-        return Tick.unpack(self.record.hooks[self.at - 1])
+        return from_bytes(self.record.hooks[self.at - 1], Tick, "a tick")
 
     def arrived(self, expected: Expected) -> ReceivedMessage:
         if self.taken >= len(self.queue):

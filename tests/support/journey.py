@@ -219,10 +219,11 @@ def step(name: str, **changes: Any) -> Journey:
 
 
 def save(folder: str) -> Journey:
-    """A checkpoint of the exchange, while a message is under way."""
+    """A checkpoint of the exchange, while a message is under way, in a run that has begun anew."""
     topology = fsdp_demo.Topology.from_env()
     checkpoints = CheckpointManager(Path(folder) / f"island{topology.island}", topology)
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
+    checkpoints.resolve_resume_step(resume=False)
     for _ in range(5):
         run.step()
     with run.journey as journey:

@@ -30,7 +30,6 @@ STARTS = {
     "NotebookClient",
     "kernel",  # of topk: a compiler
     "over_bytes",  # of the study: matplotlib: fc-list, where it knows no fonts yet
-    "planner_plot",  # the same
     "draw_storm",  # the same
     "report_png",  # the same
 }

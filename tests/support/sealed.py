@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_demo import WireError
 from fsdp_demo.peers import collectives
-from fsdp_demo.peers.header import HEADER, Header, Sealed, check_body, claimed_length, open_head
+from fsdp_demo.peers.header import HEADER, Header, Sealed, check_body, claimed, open_head
 
 
 def seal(header: Header, body: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def seal(header: Header, body: Tensor) -> Tensor:
 def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tensor]:
     """Its header and body, checked against what should come."""
     size = message.numel() - HEADER.size
-    if size < 0 or (length := claimed_length(message)) > size:
+    if size < 0 or (length := claimed(message)[1]) > size:
         raise WireError(f"message from {sender} is truncated: {message.numel()} bytes")
     theirs, crc = open_head(message, expected, length, sender)
     return theirs, check_body(message[HEADER.size :], crc, theirs, sender)

@@ -100,7 +100,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         s,
         config,
         name=config.preset,
-        settings=with_delay(config),
+        settings=settings(config),
         chosen=chosen,
         bytes_per_exchange=largest,
         bytes_per_step=mean,
@@ -261,15 +261,10 @@ def rate_words(rate: float) -> str:
 
 def settings(config: ExchangeConfig) -> str:
     """Period, code, selection and delay of a preset's channels in a few words."""
-    first = config.channels[0]
+    first, delay = config.channels[0], max(c.schedule.delay for c in config.channels)
     periods = sorted({c.schedule.sync_every for c in config.channels})
     words = [f"every {'/'.join(map(str, periods))}", first.codec.value_dtype]
     words += [f"{first.codec.topk} of {BLOCK}"] if first.codec.sparse else []
     words += ["fragments"] if first.fragments is not None else []
+    words += [f"delay {delay}"] if delay else []
     return ", ".join(words)
-
-
-def with_delay(config: ExchangeConfig) -> str:
-    """`settings` and the delay, if there is one."""
-    delay = max(c.schedule.delay for c in config.channels)
-    return settings(config) + (f", delay {delay}" if delay else "")

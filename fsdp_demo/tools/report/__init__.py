@@ -3,6 +3,6 @@
 The page needs nothing but the standard library, its pictures matplotlib (extra `report`).
 """
 
-from .page import leave, make
+from .page import make
 
-__all__ = ["leave", "make"]
+__all__ = ["make"]

@@ -6,13 +6,11 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...errors import size
 from ...runlog.files import Run
-from ...runlog.words import times
-from .figures import curve, far_apart, figures, marks, still, still_everywhere, timeline_rows
+from .figures import curve, far_apart, marks, still, still_everywhere, timeline_rows
 
 COLOURS = (
     "#0b6e99",
@@ -52,29 +50,6 @@ def available() -> bool:
     from importlib.util import find_spec
 
     return find_spec("matplotlib") is not None
-
-
-def draw(runs: Sequence[Run], path: str | Path) -> None:
-    """Write all pictures as one png.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    if not available():
-        raise ValueError("--png needs matplotlib: pip install 'fsdp_demo[report]'")
-    low = 1.2 + 0.28 * sum(len(timeline_rows(run)) for run in runs)
-    figure = _figure(12, 6.6 + low)
-    grid = figure.add_gridspec(3, 3, height_ratios=[3.4, 2.2, low])
-    for i, against in enumerate(PLAIN):
-        _losses(figure.add_subplot(grid[0, i]), runs, against)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, ncols=4)
-    _still(panel := figure.add_subplot(grid[1, :]), runs)
-    if len(runs) == 1:
-        panel.legend(frameon=False, fontsize=8, ncols=4)
-    _exchanges(figure.add_subplot(grid[2, :]), runs)
-    figure.suptitle(_title(runs), fontsize=11)
-    figure.savefig(path, dpi=110)
 
 
 def losses(runs: Sequence[Run], against: str) -> str:
@@ -123,14 +98,6 @@ def _svg(width: float, height: float, name: str, fill: Callable[[Any], None]) ->
     for colour, name in BY_NAME.items():
         text = text.replace(colour, name)
     return text
-
-
-def _title(runs: Sequence[Run]) -> str:
-    if len(runs) > 1:
-        return f"{len(runs)} runs"
-    found = figures(runs[0])
-    saved = f", {times(found.ratio)} fewer bytes than a bf16 all-reduce" if found.ratio else ""
-    return f"{found.preset}: {found.shape}{saved}"
 
 
 def _plain(panel: Any, what: str, values: Sequence[float]) -> None:

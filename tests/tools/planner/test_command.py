@@ -13,7 +13,6 @@ import pytest
 from fsdp_demo import Link, load_config
 from fsdp_demo.cli import main
 from fsdp_demo.tools.planner import Situation, asking, load, plan_rows, show
-from fsdp_demo.tools.planner import show as planner_plot
 from fsdp_demo.tools.planner.choosing import said as said_of
 
 KEYS = {
@@ -106,19 +105,6 @@ def test_planner_command_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert "50%" in out and "90%" in out and out.count("diloco") == 1
 
 
-def test_planner_command_plot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command draws a plot."""
-    pytest.importorskip("matplotlib")
-    drawn = []
-    draw = planner_plot.draw
-    monkeypatch.setattr(planner_plot, "draw", lambda *a: (drawn.append(a), draw(*a)))
-    words = [*TINY, "--exchange", "demo,hsdp", "--plot", str(tmp_path / "a.png")]
-    assert said(capsys, *words) == ""
-    assert len(drawn) == 1 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_planner_command_guessed_step(capsys: pytest.CaptureFixture[str]) -> None:
     """A guessed step time is called a guess."""
     words = ["--params", "1B", "--link", "1Gbit", "--exchange", "diloco", "--shards", "8"]
@@ -186,7 +172,6 @@ LINE = ["--link", "1Gbit"]
         ([*TINY, *LINE, "--tokens", "1B"], "give --tokens-per-step, too"),
         ([*TINY, *LINE, "--keep-inner", "lion"], "no method was tried with it"),
         ([*TINY, *LINE, "--yaml", "/nowhere/a.yaml"], "there is no folder /nowhere"),
-        ([*TINY, *LINE, "--plot", "a.gif2"], "allowed endings are .png"),
         ([*TINY, "--link", "doctor.json"], "doctor.json cannot be read"),
         ([*TINY, *LINE, "--islands-per-uplink", "2"], "2 islands .* 1 to 1 behind each"),
         (["--model", "nosuch/config.json", *LINE], "there is no such file"),
@@ -262,18 +247,6 @@ def test_planner_command_target_per_islands(capsys: pytest.CaptureFixture[str]) 
     assert "30%, 2 islands  30%, 4 islands" in head
     alone = [said(capsys, *words, "--islands", n).split()[-1] for n in "24"]
     assert row.split()[-2:] == alone and alone[0] != alone[1]
-
-
-def test_planner_plot_curves() -> None:
-    """The curves of a plot end where they are flat, and one is the recommended method."""
-    situation = Situation(load("tiny"), 2, Link(1e7), 0.1, device="cpu")
-    mine, better = load_config("full"), load_config("demo")
-    rates, (first, second) = planner_plot._curves(situation, [mine], [better, better], set())
-    assert [first.recommended, second.recommended] == [False, True]
-    assert second.label.startswith("recommended: demo (") and len(first.values) == len(rates)
-    assert rates[0] == 1e6 and rates[-1] < 1e12
-    wider, _ = planner_plot._curves(situation, [mine], [], {5e11})
-    assert wider[-1] >= 5e11
 
 
 def test_planner_table_narrow_terminal() -> None:

@@ -94,9 +94,9 @@ def test_report_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
         made.run(monkeypatch, tmp_path / "killed", steps=30, ended=False),
         made.run(monkeypatch, tmp_path / "empty", steps=3, ended=False),
     ]
-    out, md = tmp_path / "out.html", tmp_path / "out.md"
-    assert cli.main(["report", *map(str, folders), "--out", str(out), "--md", str(md)]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(out), str(md)]
+    out = tmp_path / "out.html"
+    assert cli.main(["report", *map(str, folders), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out)]
     text = out.read_text(encoding="utf-8")
     assert Page(text).fetched == [] and "@import" not in text
     assert not re.findall(r"url\((?!#)", text)
@@ -113,7 +113,6 @@ def test_report_page_needs_no_other_file(tmp_path, monkeypatch, capsys) -> None:
         "preset: demo",
     ):
         assert says in text, says
-    assert "| killed | " in md.read_text() and "no end" in md.read_text()
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -173,25 +172,12 @@ def test_report_many_exchanges_one_image(tmp_path, monkeypatch) -> None:
     assert len(report_png.exchanges(many)) < 200_000
 
 
-def test_report_png(tmp_path, monkeypatch) -> None:
-    """The command writes a PNG where matplotlib is installed."""
-    pytest.importorskip("matplotlib")
-    assert report_png.available()  # the name marks the test: tests/support/kinds.py
-    folder = made.run(monkeypatch, tmp_path / "run", islands=3, lost_at=10)
-    assert cli.main(["report", str(folder), "--png", str(tmp_path / "r.png")]) == 0
-    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_report_error_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     """An error of the command is one line."""
     assert cli.main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fsdp-demo: error: ") and error.count("\n") == 1
     folder = made.run(monkeypatch, tmp_path / "run")
-    monkeypatch.setattr("fsdp_demo.tools.report.picture.available", lambda: False)
-    assert cli.main(["report", str(folder), "--png", "r.png"]) == 2
-    assert "pip install 'fsdp_demo[report]'" in capsys.readouterr().err
-    assert not Path("r.png").exists()
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "no" / "r.html")]) == 2
     assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
