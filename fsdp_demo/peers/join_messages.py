@@ -325,7 +325,7 @@ def ask_join_server(
         poller = zmq.Poller()
         poller.register(made, zmq.POLLIN)
         poller.register(absent, zmq.POLLIN)
-        if made not in dict(poller.poll(round(1e3 * seconds))):
+        if made not in dict(poller.poll(int(1e3 * seconds))):
             return None
         answer = json.loads(made.recv())
         return answer if isinstance(answer, dict) else None

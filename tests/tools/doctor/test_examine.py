@@ -12,13 +12,19 @@ import pytest
 from fsdp_demo import PeerLost, Topology
 from fsdp_demo.files import from_json, to_json
 from fsdp_demo.tools.doctor import examine as examining
-from fsdp_demo.tools.doctor import reach
+from fsdp_demo.tools.doctor import probe, reach
 from fsdp_demo.tools.doctor.examine import examine, tournament
 from fsdp_demo.tools.doctor.findings import findings
 from fsdp_demo.tools.doctor.measured import Direction, Examination, Island, Reach
 from fsdp_demo.tools.doctor.reading import as_json, summary, text
 
 SHORT = 1.0  # seconds for the links
+
+
+@pytest.fixture(autouse=True)
+def hasty(everywhere) -> None:
+    """The pause before a first message, in each direction of each link, is shorter than TCP's."""
+    everywhere.setattr(probe, "PAUSE", 0.05)
 
 
 def examined(step_seconds: float | None = None) -> tuple[Examination, str]:

@@ -77,8 +77,9 @@ def slowed(pair: Pair, rate: float) -> None:
         slow(group)
 
 
-def test_doctor_probe_known_rate(run_ranks) -> None:
+def test_doctor_probe_known_rate(run_ranks, everywhere) -> None:
     """The probe measures a link of a known rate."""
+    everywhere.setattr(probe, "PAUSE", 0.05)
 
     def run() -> None:
         def fn(pair: Pair, rank: int) -> Direction:
@@ -122,8 +123,9 @@ def test_doctor_probe_kernel_counts(run_ranks) -> None:
     alone(run_ranks, run)
 
 
-def test_doctor_probe_encrypted(run_ranks) -> None:
+def test_doctor_probe_encrypted(run_ranks, everywhere) -> None:
     """With a token all measurements are encrypted."""
+    everywhere.setattr(probe, "PAUSE", 0.05)
 
     def run() -> None:
         found = paired(
