@@ -108,8 +108,8 @@ class ChannelRunner(LocalChannel):
             mean, of this copy.
         left_out: 1 where the source is not finite on some rank of this island, and counts as zeros;
             a number, or a scalar on the device.
-        measures: whether `encode` notes the norm of what it encodes, unless that is `plain`.
-            square: the last squared norm, of this copy, until it is taken.
+        measures: whether `encode` notes the norm of what it encodes. square: the last squared norm,
+            of this copy, until it is taken.
         watches_energy: whether `encode` notes the share of what it encodes that leaves. energy:
             squared norms (fp32 [2], on the device) of the last workspace that was encoded and of
             what stayed; None before the first.
@@ -132,12 +132,6 @@ class ChannelRunner(LocalChannel):
     def section(self) -> ChannelCodec | None:
         """The form of the payloads that are sent now; None on a copy that is not active."""
         return self._sections[self._sends]
-
-    @property
-    def plain(self) -> bool:
-        """Whether it sends the gradients of a step as they are: who looks whether they are finite
-        knows their norm."""
-        return self.channel.before_step and self.accumulator is None
 
     def of(self, step: int) -> ChannelRunner:
         """This channel in the stage in which a message of `step` was sent: itself, or a view of its
@@ -263,7 +257,7 @@ class ChannelRunner(LocalChannel):
                 source.clone() if self.channel.needs_own else source,
             )
         out.own = source if self.channel.needs_own else None
-        if self.measures and not self.plain:  # in the transform domain, where a norm is the same
+        if self.measures:  # in the transform domain, where a norm is the same
             self.square = torch.linalg.vector_norm(work).square()
         out.body, out.vectors = self.section.encode(work, step)
         if self.watches_energy:

@@ -117,7 +117,6 @@ class StepRuntime:
         self._copies = copies if copies.pending else None
         self.rewritten = Rewritten(host)
         self._pace = VotePace()
-        self._gradient_norm: float | Tensor = 0.0  # of the island, in this step
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
         self.begun = self.acted = self.ends_at = -1
@@ -365,8 +364,7 @@ class StepRuntime:
             gradients = [
                 g if g is not None and g.layout == torch.strided else None for g in gradients
             ]
-        repeats = [s.repeats for s in self.host.params]
-        bad, self._gradient_norm = self.island.clip(gradients, limit, across, repeats)
+        bad = self.island.clip(gradients, limit, across, [s.repeats for s in self.host.params])
         if not isinstance(bad, Tensor) and bad:
             self.host.prepare_gradients([False] * len(self.host.params))
             if self.topology.rank == 0:
@@ -445,8 +443,6 @@ class StepRuntime:
         """The norm of this island's contribution to a message, the same on all its ranks; 0 where
         it is not checked."""
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
-        if any(c.plain for c in sent):  # no other channels share a message of gradients
-            return self._gradient_norm
         squares = [torch.zeros((), device=self.host.device, dtype=torch.float32)]
         squares += [c.square for c in sent if c.square is not None]
         for c in sent:

@@ -83,9 +83,9 @@ class IslandGroup(Ranks):
         limit: float | None,
         across: Callable[[float], float] | None = None,
         repeats: Sequence[int] = (),
-    ) -> tuple[float | Tensor, float | Tensor]:
+    ) -> float | Tensor:
         """Scale local gradients in place so that their norm over all shards is at most `limit`
-        (None: leave them); say if it is finite, and what it is then.
+        (None: leave them); say if it is finite.
 
         The same formula as `torch.nn.utils.clip_grad_norm_`: factor limit / (norm + 1e-6), at most
         1.
@@ -99,8 +99,7 @@ class IslandGroup(Ranks):
         Returns:
             1 if the gradients of any rank of the island hold NaN or Inf (or their norm overflows),
             else 0: a number, and the gradients are as they were; or, where they lie on a device, a
-            scalar there, and the gradients are zeros then. And their norm, of the same kind; 0
-            where it is not finite.
+            scalar there, and the gradients are zeros then.
         """
         present = [g for g in gradients if g is not None]
         square = self._square(
@@ -115,13 +114,11 @@ class IslandGroup(Ranks):
         # equal gradients, unless something is wrong with one of them
         if self.position.num_shards == 1 and self.position.num_copies > 1:
             bad = self.max(bad)[0]
-        norm = 0.0 if bad else value**0.5
         if limit is not None:
             factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
             if factor < 1.0 and present and not bad:  # saves a pass over the gradients
                 torch._foreach_mul_(present, factor)
-                norm *= factor
-        return bad, norm
+        return bad
 
     def not_finite(self, tensors: list[Tensor]) -> float | Tensor:
         """1 if `tensors` of any rank of the island hold NaN or Inf, else 0: a number, or a scalar
@@ -178,9 +175,7 @@ class IslandGroup(Ranks):
             dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._ranks)
         return bad
 
-    def _clip_there(
-        self, present: list[Tensor], square: Tensor, limit: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def _clip_there(self, present: list[Tensor], square: Tensor, limit: float | None) -> Tensor:
         """Scale by a factor that is not read, to the bits that the host would come to; by 1, which
         changes nothing, where the norm is within the limit; by 0 where it is not finite."""
         square = square.double()
@@ -195,12 +190,11 @@ class IslandGroup(Ranks):
             if limit is None
             else (limit / (square.sqrt() + 1e-6)).clamp_(max=1.0)
         )
-        factor = factor.nan_to_num_(nan=0.0).float() * (1.0 - bad)
         if present:
             for g in present:  # zero times NaN is NaN
                 g.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            torch._foreach_mul_(present, factor)
-        return bad, square.sqrt_().nan_to_num_(nan=0.0, posinf=0.0).float() * factor
+            torch._foreach_mul_(present, factor.nan_to_num_(nan=0.0).float() * (1.0 - bad))
+        return bad
 
     def release(self) -> None:
         """Forget the groups (they belong to torch.distributed and end with it)."""
