@@ -35,7 +35,7 @@ from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup
 
 
 class Record:
-    """The desk of a line: somebody asks for a snapshot at every step. It notes the messages of the
+    """A donor feed of a peer group: a snapshot is asked for at every step. It notes the messages of the
     line, too.
 
     Attributes:
