@@ -35,8 +35,8 @@ from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup
 
 
 class Record:
-    """A donor feed of a peer group: a snapshot is asked for at every step. It notes the messages of the
-    line, too.
+    """A donor feed of a peer group: a snapshot is asked for at every step. It notes the messages
+    of the group, too.
 
     Attributes:
         snapshots: by step, as bytes, with the futures of what is under way. ticks: as bytes, by
