@@ -30,6 +30,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,15 +162,17 @@ def main(argv: list[str] | None = None) -> int:
     """
     restarts, resume, argv = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault(LAUNCHED, str(time.time()))
-    if restarts:
-        from .restarts import supervise
+    with tempfile.TemporaryDirectory(prefix="fsdp-demo-") as folder:
+        os.environ.setdefault(STATUS_FOLDER, folder)
+        if restarts:
+            from .restarts import supervise
 
-        return supervise(argv, restarts, resume)
-    if argv[0] == "deepspeed":
-        from .deepspeed import run
+            return supervise(argv, restarts, resume)
+        if argv[0] == "deepspeed":
+            from .deepspeed import run
 
-        return run(argv)
-    return _run(argv)
+            return run(argv)
+        return _run(argv)
 
 
 def main_module(argv: list[str]) -> str:

@@ -201,11 +201,11 @@ class Sealed(NamedTuple):
         return HEADER.size + self.body.numel()
 
 
-def claimed(data: Tensor) -> tuple[Header, int]:
-    """The header that the first bytes of a message (uint8 [>= 56]) claim to be, and the bytes of
-    its body; not checked.
+def claimed(head: bytes) -> tuple[Header, int]:
+    """The header that the first 56 bytes of a message claim to be, and the bytes of its body; not
+    checked.
     """
-    fields = HEADER.unpack(bytes(data[: HEADER.size].tolist()))
+    fields = HEADER.unpack(head)
     return _read(fields), fields[7] % (1 << LENGTH_BITS)
 
 
@@ -216,9 +216,9 @@ def _read(fields: tuple[Any, ...]) -> Header:
     return Header(digest, step, weight, loss, flags & 0xFF, kind, total, number, norm, rate)
 
 
-def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[Header, int]:
-    """Check the first bytes of a message (uint8 [>= 56]) against what should come: `expected`, with
-    a body of `size` bytes.
+def open_head(head: bytes, expected: Header, size: int, sender: str) -> tuple[Header, int]:
+    """Check the first 56 bytes of a message against what should come: `expected`, with a body of
+    `size` bytes.
 
     Returns:
         The sender's header, and the checksum of its body.
@@ -227,7 +227,6 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
         WireError: torn, or of another wire version. Mismatch: the sender does something else; says
             what both do.
     """
-    head = bytes(data[: HEADER.size].tolist())
     fields = HEADER.unpack(head)
     magic, version, *_, body_crc, crc = fields
     if magic != MAGIC or version != VERSION:
@@ -240,7 +239,7 @@ def open_head(data: Tensor, expected: Header, size: int, sender: str) -> tuple[H
         raise WireError(
             f"message from {sender} is damaged: the checksum of its header does not fit"
         )
-    theirs, length = claimed(data)
+    theirs, length = claimed(head)
     if (theirs.kind, theirs.step, theirs.flags & ENDING) != (
         expected.kind,
         expected.step,
@@ -297,11 +296,11 @@ def checksum(body: Tensor) -> int:
         return zlib.crc32(memory(body))
     whole = memory(body[: 8 * ROW * rows])  # which may begin anywhere
     words = torch.frombuffer(whole, dtype=torch.int64).view(rows, ROW)
-    sums = torch.zeros(ROW + rows, dtype=torch.int64, device="cpu")
-    for lo in range(0, rows, AT_ONCE // ROW):
-        some = words[lo : lo + AT_ONCE // ROW]
-        sums[:ROW] += some.sum(0)
-        torch.sum(some, 1, out=sums[ROW + lo : ROW + lo + len(some)])
+    columns, lines = torch.zeros(ROW, dtype=torch.int64, device="cpu"), list[Tensor]()
+    for some in words.split(AT_ONCE // ROW):
+        lines.append(some.sum(1))
+        columns += some.sum(0)
+    sums = torch.cat([columns, *lines])
     return zlib.crc32(memory(body[8 * ROW * rows :]), zlib.crc32(memory(sums)))
 
 

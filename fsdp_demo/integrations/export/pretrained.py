@@ -67,7 +67,6 @@ def export(
     island: int | None = None,
     model: str | None = None,
     tokenizer: str | None = None,
-    push_to_hub: str | None = None,
 ) -> Chosen:
     """Write the model of a run as a `save_pretrained` folder with a model card.
 
@@ -79,7 +78,6 @@ def export(
         model: config.json, folder or hub id of the architecture, for checkpoints without a
             config.json.
         tokenizer: hub id or folder; default the one saved with the run, if there is one.
-        push_to_hub: repository to upload the folder to.
 
     Raises:
         ValueError: nothing to export, islands missing, a checkpoint that is not whole, an OUT that
@@ -98,9 +96,7 @@ def export(
     made.save_pretrained(out)
     if words is not None:
         words.save_pretrained(out)
-    write_card(out, chosen, run, made, words is not None, push_to_hub)
-    if push_to_hub:
-        upload(out, push_to_hub, chosen)
+    write_card(out, chosen, run, made, words is not None)
     return chosen
 
 
@@ -312,21 +308,3 @@ def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
     except (OSError, ValueError) as error:
         what = "no tokenizer could be loaded; name another with --tokenizer"
         raise ValueError(f"{where}: {what} ({str(error).splitlines()[0]})") from None
-
-
-def upload(folder: Path, repository: str, chosen: Chosen) -> None:
-    """Create the repository if need be, and upload the folder."""
-    import huggingface_hub
-
-    said = f"Step {chosen.step}, preset {chosen.config.preset}"
-    try:
-        huggingface_hub.create_repo(repository, exist_ok=True)
-        huggingface_hub.upload_folder(
-            repo_id=repository, folder_path=str(folder), commit_message=said
-        )
-    except Exception as error:  # of the network, of the hub, of the login: many classes
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{folder} is written, its upload failed ({reason}): try `hf upload {repository} "
-            f"{folder}`"
-        ) from error
