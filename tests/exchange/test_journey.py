@@ -32,7 +32,6 @@ PRESENCE = {
     "rendezvous/starting.py",
     "store/client.py",
     "store/connection.py",
-    "store/messages.py",
 }
 """What the threads may enter that tell the store, by the clock, that the island lives. They have no
 part in a step.
