@@ -67,7 +67,6 @@ def export(
     island: int | None = None,
     model: str | None = None,
     tokenizer: str | None = None,
-    push_to_hub: str | None = None,
 ) -> Chosen:
     """Write the model of a run as a `save_pretrained` folder with a model card.
 
@@ -79,7 +78,6 @@ def export(
         model: config.json, folder or hub id of the architecture, for checkpoints without a
             config.json.
         tokenizer: hub id or folder; default the one saved with the run, if there is one.
-        push_to_hub: repository to upload the folder to.
 
     Raises:
         ValueError: nothing to export, islands missing, a checkpoint that is not whole, an OUT that
@@ -91,24 +89,28 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: name a new one, or empty it")
     chosen = choose(run, step, island)
-    refuse_damaged(chosen)
+    refuse_unreadable(chosen)
     words = load_tokenizer(chosen, run, tokenizer)
     made = build_model(chosen, model, run)
     out.mkdir(parents=True, exist_ok=True)
     made.save_pretrained(out)
     if words is not None:
         words.save_pretrained(out)
-    write_card(out, chosen, run, made, words is not None, push_to_hub)
-    if push_to_hub:
-        upload(out, push_to_hub, chosen)
+    write_card(out, chosen, run, made, words is not None)
     return chosen
 
 
-def refuse_damaged(chosen: Chosen) -> None:
-    """Raise ValueError where a file does not fit the checksum that was written with it. A json may
-    have been edited since.
+def refuse_unreadable(chosen: Chosen) -> None:
+    """Raise ValueError for files of DeepSpeed's own, and where a file does not fit the checksum
+    that was written with it. A json may have been edited since.
     """
     for folder, _, _ in chosen.parts:
+        if any(folder.glob("*_model_states.pt")):
+            raise ValueError(
+                f"{folder} was written by DeepSpeed, whose files export does not read. For the "
+                "parameters of this island in fp32 run: python "
+                f"{folder.parent / 'zero_to_fp32.py'} {folder.parent} OUT --tag {folder.name}"
+            )
         bad = [name for name in damaged(folder) if not name.endswith(".json")]
         if bad:
             raise ValueError(
@@ -312,21 +314,3 @@ def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
     except (OSError, ValueError) as error:
         what = "no tokenizer could be loaded; name another with --tokenizer"
         raise ValueError(f"{where}: {what} ({str(error).splitlines()[0]})") from None
-
-
-def upload(folder: Path, repository: str, chosen: Chosen) -> None:
-    """Create the repository if need be, and upload the folder."""
-    import huggingface_hub
-
-    said = f"Step {chosen.step}, preset {chosen.config.preset}"
-    try:
-        huggingface_hub.create_repo(repository, exist_ok=True)
-        huggingface_hub.upload_folder(
-            repo_id=repository, folder_path=str(folder), commit_message=said
-        )
-    except Exception as error:  # of the network, of the hub, of the login: many classes
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{folder} is written, its upload failed ({reason}): try `hf upload {repository} "
-            f"{folder}`"
-        ) from error

@@ -138,7 +138,9 @@ class Beginning:
             )
         elif state.global_step and not self.fresh:
             folder = self._folder(trainer)
-            restore_local(folder, exchange, trainer.model_wrapped, engine is not None)
+            restore_local(
+                folder, exchange, trainer.model_wrapped, self.manager.group, engine is not None
+            )
             exchange.accept_parameters()
         return exchange
 

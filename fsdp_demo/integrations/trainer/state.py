@@ -30,20 +30,23 @@ CURE = (
 )
 
 
-def save_state(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = False) -> None:
+def save_state(
+    checkpoint: Path, exchange: Exchange, model: Any, group: Any, apart: bool = False
+) -> None:
     """Write the exchange's part of this rank and, in a mesh whose replicas differ, parameters and
     inner optimizer states of this replica. All ranks of the replica call it together.
 
     Args:
-        model: sharded or not. apart: in a mesh, the Trainer's own files are those of each replica
-            (DeepSpeed), not a mixture.
+        model: sharded or not.
+        group: process group of the replica's ranks over CPU tensors (`CheckpointManager.group`).
+        apart: in a mesh, the Trainer's own files are those of each replica (DeepSpeed), not a
+            mixture.
     """
     topology = exchange.topology
     folder = _folder(checkpoint, topology)
     save_exchange(folder, exchange)
     if topology.kind == "mesh" and not apart and _differs(exchange):
-        live = tensors_of(model, exchange.optimizers)
-        save_tensors(folder / "model", live, cpu_group(topology), wait=True)
+        save_tensors(folder / "model", tensors_of(model, exchange.optimizers), group, wait=True)
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
@@ -60,13 +63,15 @@ def open_state(checkpoint: Path) -> SavedExchange:
     return load_exchange(folder)
 
 
-def restore_local(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = False) -> None:
+def restore_local(
+    checkpoint: Path, exchange: Exchange, model: Any, group: Any, apart: bool = False
+) -> None:
     """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the
     place of the mixture that the Trainer has loaded; of a mesh of other numbers the anchors, which
     all replicas share.
 
     Args:
-        model, apart: as for `save_state`; apart, there is nothing to put right in a mesh.
+        model, group, apart: as for `save_state`; apart, there is nothing to put right in a mesh.
 
     Raises:
         ValueError: a mesh of other numbers, whose replicas share no anchors; a checkpoint of
@@ -92,7 +97,7 @@ def restore_local(checkpoint: Path, exchange: Exchange, model: Any, apart: bool 
             f"{own} is missing: what the Trainer saved in a mesh mixes replicas of preset "
             f"{exchange.config.preset!r}. {CURE}"
         )
-    load_tensors(own, model, exchange.optimizers, cpu_group(topology), head["optimizers"])
+    load_tensors(own, model, exchange.optimizers, group, head["optimizers"])
 
 
 def _begin_at_anchors(exchange: Exchange, folder: Path) -> None:
@@ -139,14 +144,20 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
 
 
 def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
-    """The manager of the Trainer's folder. A mesh has one folder: there all ranks save together."""
+    """The manager of the Trainer's folder. A mesh has one folder, and there all ranks save
+    together; its `group` is that of one replica all the same. All ranks of all islands call it
+    together.
+    """
     args: Any = trainer.args
+    replica = topology
     if topology.kind != "islands":
         together = {"rank": args.process_index, "world": args.world_size, "group": None}
         topology = replace(topology, kind="single", island=0, islands=1, **together)
     limit = args.save_total_limit
     manager = CheckpointManager(args.output_dir, topology, limit if limit and limit > 0 else None)
     manager.one_disk = False
+    if replica.kind == "mesh":
+        manager.group = cpu_group(replica)
     return manager
 
 
@@ -175,7 +186,7 @@ def save_all(
             original(model, trial)
         except CheckpointException as error:  # torch's, of sharded states
             raise OSError(str(error).strip().splitlines()[-1]) from error
-        save_state(folder, exchange, model, trainer.is_deepspeed_enabled)
+        save_state(folder, exchange, model, manager.group, trainer.is_deepspeed_enabled)
         config = getattr(model, "config", None)
         # a sharded checkpoint has none, `fsdp-demo export` needs it
         missing = trainer.args.should_save and not (folder / "config.json").exists()
