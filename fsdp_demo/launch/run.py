@@ -30,6 +30,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,11 +166,13 @@ def main(argv: list[str] | None = None) -> int:
         from .restarts import supervise
 
         return supervise(argv, restarts, resume)
-    if argv[0] == "deepspeed":
-        from .deepspeed import run
+    with tempfile.TemporaryDirectory(prefix="fsdp-demo-") as own:
+        os.environ.setdefault(STATUS_FOLDER, own)  # a rank that saved and left says so there
+        if argv[0] == "deepspeed":
+            from .deepspeed import run
 
-        return run(argv)
-    return _run(argv)
+            return run(argv)
+        return _run(argv)
 
 
 def main_module(argv: list[str]) -> str:
