@@ -1,8 +1,9 @@
 """An island that comes back by itself: its launcher is started again when its ranks saved and left,
 or were killed.
 
-Each start is a process of its own (`run.py` without restarts), under the same `ISLAND_RUN`: the
-islands agree in the store on the attempt in which they meet again (`rendezvous/attempts.py`).
+Each start is a process of its own (`python -m fsdp_demo.launch` without restarts), under the same
+`ISLAND_RUN`: the islands agree in the store on the attempt in which they meet again
+(`rendezvous/attempts.py`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_demo import cli
+from fsdp_demo.launch import __main__ as launch
 from fsdp_demo.launch import rehearse, restarts
-from fsdp_demo.launch import run as launch
 from fsdp_demo.launch.processes import reserve_port
 from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
