@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_demo.hosts.base import StepHooks
+from fsdp_demo.hosts.step_hooks import StepHooks
 
 from .partitions import Partitions
 

@@ -80,7 +80,8 @@ def part_of_mean(
     size: int,
     out: Tensor,
 ) -> None:
-    """Write the coded mean of the part that rank `mine` of `size` owns into `out`, uint8 [n].
+    """Write the coded mean of the part that rank `mine` of `size` owns into `out`, uint8 [n], which
+    may be the memory of one share of fp32 values.
 
     Args:
         bodies: everybody's shares in rank order, which are used up: coded, or the values of each
@@ -168,8 +169,9 @@ def _exact_means(
         direct = values if values is not None and values.dtype == acc.dtype else None
         for lo in range(0, n, STRETCH):
             hi = min(lo + STRETCH, n)
-            into = acc[: hi - lo] if direct is None else direct[lo:hi]
-            mean = _mean([v[lo:hi] for v in shares], weights[i], into, its[: hi - lo])
+            out = acc[: hi - lo] if direct is None else direct[lo:hi]
+            some = [v[lo:hi] for v in shares]
+            mean = _mean(some, weights[i], acc[: hi - lo], its[: hi - lo], out)
             if values is None:
                 width = len(rooms[i]) // n
                 rooms[i][lo * width : hi * width] = coding.encode(code, mean)
@@ -177,14 +179,17 @@ def _exact_means(
                 values[lo:hi] = mean
 
 
-def _mean(shares: list[Tensor], weights: Sequence[float], acc: Tensor, its: Tensor) -> Tensor:
-    """The weighted mean of `shares` [n] in `acc` fp32 [n]; `its` [n] is room for one of them."""
+def _mean(
+    shares: list[Tensor], weights: Sequence[float], acc: Tensor, its: Tensor, out: Tensor
+) -> Tensor:
+    """The weighted mean of `shares` [n] in `out` fp32 [n], which may be one of them or `acc`; `acc`
+    and `its` [n] are room for the sum and one of them."""
     total: Tensor = NOTHING
     for v, w in zip(shares, weights, strict=True):
         if w:  # a replica without a share may hold NaN: it must not touch the sum
             v = v if v.dtype == acc.dtype else its.copy_(v)
             total = torch.add(total, v, alpha=w, out=acc)
-    return acc.zero_() if total is NOTHING else acc.div_(sum(weights))
+    return out.zero_() if total is NOTHING else torch.div(acc, sum(weights), out=out)
 
 
 def _values(code: str, part: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ import msgspec
 
 from ..errors import StoreSilent, see
 from ..net.address import join_address, split_endpoint
-from .connection import Identity, Line, identity_in
-from .messages import AT_ONCE, LARGEST, LONGEST
+from .connection import AT_ONCE, LARGEST, LONGEST, Identity, Line, identity_in
 
 log = logging.getLogger("fsdp_demo")
 

@@ -314,6 +314,10 @@ def test_export_refusals_in_a_sentence(run_ranks, tmp_path):
     small().config.save_pretrained(here)
     folders.sum_up(here, 0, 1)
     folders.seal(here, 3, 1)
+    deepspeed = here / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    deepspeed.touch()
+    assert f"zero_to_fp32.py {here.parent} OUT --tag" in refused(run, tmp_path / "no")
+    deepspeed.unlink()
     files = [p for p in here.rglob("*") if p.suffix in (".safetensors", ".distcp", ".bin")]
     (model,) = [p for p in files if "model" in str(p.relative_to(here))][:1]
     for damaged in (model, here / "exchange" / "rank1.safetensors"):

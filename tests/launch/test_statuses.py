@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PARENT = """
 import gc, json, os, socket, sys
 from pathlib import Path
-import fsdp_demo.rendezvous.run_status, fsdp_demo.store.client, fsdp_demo.store.server
+import fsdp_demo.rendezvous.attempts, fsdp_demo.store.client, fsdp_demo.store.server
 from fsdp_demo import Mismatch, PeerLost, Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.peers.votes import Ranks

@@ -93,7 +93,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: name a new one, or empty it")
     chosen = choose(run, step, island)
-    refuse_damaged(chosen)
+    refuse_unreadable(chosen)
     words = load_tokenizer(chosen, run, tokenizer)
     made = build_model(chosen, model, run)
     out.mkdir(parents=True, exist_ok=True)
@@ -104,11 +104,17 @@ def export(
     return chosen
 
 
-def refuse_damaged(chosen: Chosen) -> None:
-    """Raise ValueError where a file does not fit the checksum that was written with it. A json may
-    have been edited since.
+def refuse_unreadable(chosen: Chosen) -> None:
+    """Raise ValueError for files of DeepSpeed's own, and where a file does not fit the checksum
+    that was written with it. A json may have been edited since.
     """
     for folder, _, _ in chosen.parts:
+        if any(folder.glob("*_model_states.pt")):
+            raise ValueError(
+                f"{folder} was written by DeepSpeed, whose files export does not read. For the "
+                "parameters of this island in fp32 run: python "
+                f"{folder.parent / 'zero_to_fp32.py'} {folder.parent} OUT --tag {folder.name}"
+            )
         bad = [name for name in damaged(folder) if not name.endswith(".json")]
         if bad:
             raise ValueError(
