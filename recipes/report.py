@@ -361,6 +361,8 @@ class Report:
             agree = "one island is left"
         elif not whole:
             agree += f", of the {who}"
+        # an island that came back, or has another number of ranks, lacks the first evaluation
+        before = f"{summary['loss_start']:.3f} before, " if len(self.validation) > 1 else ""
         rows = [
             [
                 "preset",
@@ -368,10 +370,7 @@ class Report:
             ],
             *([] if whole else [["islands", f"{count} began, {who}"]]),
             *([["counted since step", str(summary["since"])]] if summary["since"] else []),
-            [
-                "validation loss",
-                f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after",
-            ],
+            ["validation loss", f"{before}{summary['loss_end']:.3f} after"],
             [
                 f"training loss, {'all islands' if whole else 'at the end'}",
                 "-" if summary["global_loss"] is None else f"{summary['global_loss']:.3f}",

@@ -1,7 +1,9 @@
-/* The two loops for which torch takes two to four times as long. An extension module that the build
- * may leave out: without it torch finds the same.
+/* The loops for which torch takes twice as long or more. An extension module that the build may leave
+ * out: without it torch finds the same.
  *
  * `add_up`: the sums of rows and columns for the checksum of `peers/header.py`.
+ *
+ * `mean`: the mean of vectors of floats, for `peers/collectives.py`.
  *
  * `top_k`: the k largest magnitudes of blocks of 4096 floats, as `selection.py` defines them:
  * positions ascending, ties to the lower position, NaN the largest.
@@ -35,7 +37,7 @@
 
 enum { BLOCK = 4096, COLUMNS = 64, ROWS = 16, GROUPS = BLOCK / ROWS, LANES = 16 };
 enum { MAGNITUDE = 0x7fffffff, SIGN_BIT = 31, COARSE = 12 };
-enum { WORDS = 2048, AT_ONCE = 4 };
+enum { WORDS = 2048, AT_ONCE = 4, STRETCH = 1024 };
 
 INSIDE int reaching(const int32_t *value, int count, int32_t least) {
     int found = 0;
@@ -144,10 +146,39 @@ static PyObject *add_up(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+FOR_EACH_PROCESSOR
+static void mean_of(const uint64_t *vectors, int size, long long n, float *out) {
+    for (long long lo = 0; lo < n; lo += STRETCH) {
+        int many = n - lo < STRETCH ? (int)(n - lo) : STRETCH;
+        float sum[STRETCH] = {0};
+        for (int j = 0; j < size; j++) {
+            const float *vector = (const float *)(uintptr_t)vectors[j] + lo;
+            for (int i = 0; i < many; i++) sum[i] += vector[i];
+        }
+        for (int i = 0; i < many; i++) out[lo + i] = sum[i] / (float)size;
+    }
+}
+
+static PyObject *mean(PyObject *module, PyObject *args) {
+    const char *vectors;
+    Py_ssize_t bytes;
+    unsigned long long out;
+    long long n;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y#LK", &vectors, &bytes, &n, &out)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mean_of((const uint64_t *)vectors, (int)(bytes / 8), n, (float *)(uintptr_t)out);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
     {"add_up", add_up, METH_VARARGS,
      "add_up(rows, count, sums): add the sums modulo 2^64 of the columns of `count` rows of 2048 words\n"
      "at the address `rows` to the first 2048 words at `sums`; those of the rows come behind them."},
+    {"mean", mean, METH_VARARGS,
+     "mean(vectors, n, out): the sums from 0 on, in order, of vectors of n floats over their number, at\n"
+     "the address `out`, which may be that of one of them. vectors: their addresses, 8 bytes each."},
     {"top_k", top_k, METH_VARARGS,
      "top_k(block, blocks, k, out): positions of the k largest (1 to 256) of each of `blocks` blocks\n"
      "of 4096 floats that lie one after the other at the address `block`, int64 [blocks, k] at `out`."},
