@@ -109,7 +109,7 @@ def disk_mb_s(folder: str | Path, size: int = 256 << 20, seconds: float = 3.0) -
     file is removed.
 
     Args:
-        size: bytes at most. seconds: after which no more is written.
+        size: bytes that are written at most. seconds: time after which no more is written.
 
     Raises:
         ValueError: the folder is missing, or cannot be written.
@@ -150,7 +150,8 @@ def step_seconds(
     Args:
         name: config.json or folder of an architecture, a file of `recipes/models` by name, or a hub
             id; fresh weights.
-        seconds: after which no further step begins; one is counted at least.
+        steps: number of steps that are counted at most. tokens: tokens of a row at most.
+        seconds: time after which no further step begins; one is counted at least.
 
     Raises:
         ValueError: no such model, or transformers is missing.
