@@ -27,7 +27,7 @@ from fsdp_demo.checkpoint.exchange_state import describe_part
 from fsdp_demo.config.auto import MEASURED, AutoChoice, AutoConfig, undecided
 from fsdp_demo.errors import StoreSilent
 from fsdp_demo.exchange import run_specification
-from fsdp_demo.exchange.sending import ExchangeRecord
+from fsdp_demo.exchange.ledger import ExchangeRecord
 from fsdp_demo.hosts.optimizers import keeps_momentum
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.store.client import WorldStore

@@ -23,7 +23,7 @@ from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..exchange.assembly import check
 from ..exchange.exchange import Exchange
-from ..exchange.sending import ExchangeRecord
+from ..exchange.ledger import ExchangeRecord
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import keeps_momentum
 from ..net.link import TCP_SHARE, Link

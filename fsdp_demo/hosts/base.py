@@ -286,9 +286,8 @@ def _is(thing: Any, module: str, name: str) -> bool:
 # top-level module of the engine's classes, its value a module with
 #
 # * `attach(engine, config, **keywords) -> Exchange`, keywords as of `fsdp_demo.attach`;
-# * `clipping(engine, config) -> config`, `topology() -> Topology | None` and
-#   `advance(engine, step)` (of a replica that takes over: counters and scheduler), for hosts that
-#   build the engine themselves (the Trainer).
+# * `topology() -> Topology | None` and `advance(engine, step)` (of a replica that takes over:
+#   counters and scheduler), for hosts that build the engine themselves (the Trainer).
 #
 # It is imported only when such an object turns up.
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 import zmq
 
 from ..elastic.store_session import newest
-from ..errors import PeerLost, StoreSilent, see
+from ..errors import NeedsDecision, PeerLost, StoreSilent, see
 from ..membership.protocol_types import Member
 from ..net.address import Keys, split_address
 from ..peers.join_messages import Request, ask_join_server, listener_key
@@ -54,7 +54,7 @@ _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its 
 _in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
 
 
-class Finished(ValueError):
+class Finished(NeedsDecision):
     """An island starts after the run has come to its end."""
 
 

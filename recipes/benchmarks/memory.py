@@ -40,10 +40,10 @@ from fsdp_demo.compression.transform import (
     matrix,  # noqa: E402
     onednn,  # noqa: E402
 )
-from fsdp_demo.elastic.worker import CommWorker  # noqa: E402
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.plan import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
+from fsdp_demo.exchange.sending import CommWorker  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
 from fsdp_demo.rendezvous.topology import Topology  # noqa: E402
 from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402

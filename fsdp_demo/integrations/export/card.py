@@ -13,7 +13,7 @@ import yaml
 
 from ...errors import counted, size
 from ...runlog.files import EVENTS_FILE, STEPS_FILE, SUMMARY_FILE, read_json, read_lines
-from ...tools.inspect import above, listed, of_islands, ranks, settings
+from ...tools.inspect import above, ranks, settings
 from ...version import __version__
 
 
@@ -64,7 +64,6 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     yield "islands", f"{head['islands']} in the last start, each of {ranks(head)}"
     yield "parameters", chosen.says
     yield "step", chosen.step
-    yield from _counted(chosen)
     sent = chosen.parts[0][1].outline(head["rank"], head["island"]).last.values()
     shown = numbers(
         chosen.parts[0][0], run, chosen.step, ended=all(at == chosen.step for at in sent)
@@ -81,26 +80,8 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     )
 
 
-def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
-    """Tokens that the loop told the exchange (`report`), of the islands that the run holds at this
-    step, and of which ones: those that took part only in earlier starts are not among them.
-    """
-    tokens, islands = 0, set()
-    for saved in {saved.folder: saved for saved in chosen.seen}.values():
-        tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)
-        islands |= set(saved.islands)
-    if tokens:
-        lost = set(range(chosen.seen[0].heads[0]["islands"])) - islands
-        several = (
-            f"islands {listed(lost)} hold" if len(lost) > 1 else f"island {listed(lost)} holds"
-        )
-        without = f"; {several} no step {chosen.step}" if lost else ""
-        from_when = ", each since it began, joined or took over" if len(islands) > 1 else ""
-        yield "tokens", f"{tokens:,}, {of_islands(islands)}{from_when}{without}"
-
-
 def numbers(folder: Path, run: Path, step: int, ended: bool) -> dict[str, str]:
-    """Losses and bytes at `step` from the run log (`runlog/files.py`) that lies between the
+    """Tokens, losses and bytes at `step` from the run log (`runlog/files.py`) that lies between the
     checkpoint's folder and the run's; empty without one.
 
     ended: every channel has sent after this step, so that what was evaluated at the end of the run
@@ -121,7 +102,8 @@ def numbers(folder: Path, run: Path, step: int, ended: bool) -> dict[str, str]:
         "loss": "training loss, one island",
         "eval_loss": "evaluation loss",
     }
-    out = {
+    out = {"tokens, all islands": f"{found['tokens']:,}"} if found.get("tokens") else {}
+    out |= {
         label: f"{found[key]:.4f}" for key, label in labels.items() if found.get(key) is not None
     }
     if found.get("bytes_sent"):

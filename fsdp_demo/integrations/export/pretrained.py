@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,19 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is exported: `kind` "anchor", "mean", "parameters" (equal on all islands) or "replica"
-    (those of one island), at `step`, from the checkpoints `parts` of the islands that are needed
-    (folders, exchange state, number); `seen` are all that the run holds of this step."""
+    """The parameters to export, and the checkpoints that hold them.
+
+    Attributes:
+        kind: "anchor", "mean", "parameters" (equal on all islands) or "replica" (of one island).
+        step: the optimizer step.
+        config: of the exchange.
+        parts: folder, exchange state and number of each island that is needed.
+    """
 
     kind: str
     step: int
     config: ExchangeConfig
     parts: tuple[tuple[Path, SavedExchange, int], ...]
-    seen: tuple[SavedExchange, ...] = ()
 
     @property
     def says(self) -> str:
@@ -144,7 +148,7 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
                     because,
                     at,
                 )
-            return replace(chosen, seen=tuple(saved for _, saved in whole[at].values()))
+            return chosen
     at = max(lacks)
     if island is not None:
         raise ValueError(
@@ -198,7 +202,7 @@ def _add(there: dict[int, tuple[Path, SavedExchange]], folder: Path, saved: Save
 def _choice(
     step: int, there: dict[int, tuple[Path, SavedExchange]], island: int | None
 ) -> tuple[Chosen | None, list[int]]:
-    """(what one step gives, islands that it lacks)."""
+    """The parameters that one step gives, or None and the islands whose checkpoints it lacks."""
     head = next(iter(there.values()))[1].heads[0]
     config, islands = ExchangeConfig.from_dict(head["config"]), int(head["islands"])
     kind = config.result(islands)
@@ -216,8 +220,11 @@ def _choice(
 
 
 def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
-    """A transformers model with the exported tensors; parameters are made on no device, so only the
-    tensors take memory.
+    """A transformers model with the exported tensors. It is made on the meta device, so that only
+    the tensors take memory.
+
+    Raises:
+        ValueError: no architecture is known, or it does not fit the tensors.
     """
     import transformers
 
@@ -264,8 +271,8 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
 
 
 def _untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without second names of tied weights; what is saved under a second name alone gets the
-    first.
+    """The tensors with tied weights under their first names only; one that is saved under a second
+    name alone gets the first.
     """
     first = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):

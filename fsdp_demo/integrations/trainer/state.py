@@ -42,8 +42,9 @@ def save_state(
         apart: in a mesh, the Trainer's own files are those of each replica (DeepSpeed), not a
             mixture.
     """
-    topology = exchange.topology
-    folder = _folder(checkpoint, topology)
+    topology, folder = exchange.topology, checkpoint / "exchange"
+    if topology.kind == "mesh":
+        folder = folder / f"replica{topology.island}"
     save_exchange(folder, exchange)
     if topology.kind == "mesh" and not apart and _differs(exchange):
         save_tensors(folder / "model", tensors_of(model, exchange.optimizers), group, wait=True)
@@ -66,9 +67,9 @@ def open_state(checkpoint: Path) -> SavedExchange:
 def restore_local(
     checkpoint: Path, exchange: Exchange, model: Any, group: Any, apart: bool = False
 ) -> None:
-    """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the
-    place of the mixture that the Trainer has loaded; of a mesh of other numbers the anchors, which
-    all replicas share.
+    """Load this replica's own parameters and optimizer states from a checkpoint of a mesh, in place
+    of the mixture that the Trainer has loaded. From a mesh of other numbers the parameters become
+    the anchors, which all replicas share.
 
     Args:
         model, group, apart: as for `save_state`; apart, there is nothing to put right in a mesh.
@@ -77,7 +78,7 @@ def restore_local(
         ValueError: a mesh of other numbers, whose replicas share no anchors; a checkpoint of
             islands in a mesh, of which the Trainer has loaded one island's model.
     """
-    topology, folder = exchange.topology, Path(checkpoint) / "exchange"
+    topology, folder = exchange.topology, checkpoint / "exchange"
     saved_in_mesh = (folder / "replica0").is_dir()
     if not _differs(exchange) or (not saved_in_mesh and topology.kind != "mesh"):
         return
@@ -101,7 +102,7 @@ def restore_local(
 
 
 def _begin_at_anchors(exchange: Exchange, folder: Path) -> None:
-    """All ranks of a replica call it together."""
+    """Set the parameters to the anchors. All ranks of a replica call it together."""
     if exchange.config.result(exchange.topology.islands) != "anchor":
         raise ValueError(
             f"{folder} was saved by a mesh of other numbers, and replicas of preset "
@@ -119,14 +120,9 @@ def _differs(exchange: Exchange) -> bool:
     return any(not c.channel.before_step for c in exchange.channels)
 
 
-def _folder(checkpoint: Path, topology: Topology) -> Path:
-    folder = Path(checkpoint) / "exchange"
-    return folder / f"replica{topology.island}" if topology.kind == "mesh" else folder
-
-
 def refuse_alone(checkpoint: Any, preset: str) -> None:
-    """Raise ValueError where a checkpoint of several islands would go on without peers and without
-    its exchange, unsaid.
+    """Raise ValueError for a checkpoint of several islands that a single replica, which exchanges
+    nothing, would resume.
     """
     if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
         raise ValueError(
@@ -170,8 +166,8 @@ def save_all(
     trial: Any,
 ) -> bool:
     """Save by the Trainer's `_save_checkpoint` (`original`), with the exchange's parts beside its
-    files; whether the checkpoint is there. All ranks that save together call it together: the
-    island's, in a mesh all.
+    files; returns whether the checkpoint is there. All ranks of an island, in a mesh of all
+    replicas, call it together.
 
     Raises:
         PeerLost: what was under way in the exchange is lost, on any rank.
