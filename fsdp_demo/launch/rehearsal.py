@@ -11,7 +11,6 @@ import importlib.util
 import math
 import os
 import re
-import shutil
 import socket
 import sys
 from dataclasses import dataclass
@@ -185,11 +184,6 @@ def environment(
             env |= without_compiler(folder / "site", env)
         else:  # Accelerate would leave DeepSpeed out without a word
             env["ACCELERATE_USE_CPU"] = "true"
-    if sys.stdout.isatty():
-        # Progress bars take the width from here; the prefix needs some of it.
-        env["COLUMNS"] = str(
-            max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1)
-        )
     return env
 
 
