@@ -126,7 +126,7 @@ def sentence(
     text = (
         f"joined the others at step {step}{rows}"
         if taken is None
-        else f"no checkpoint here: took over step {step} from {taken.donor}{rows}"
+        else f"nothing of step {step} here: took over from {taken.donor}{rows}"
     )
     if args.load_best_model_at_end and best is not None:
         text += (
