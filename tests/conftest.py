@@ -27,6 +27,7 @@ from .support import guard, kinds, matrices  # noqa: E402
 from .support.client import RankServer  # noqa: E402
 from .support.everywhere import Everywhere  # noqa: E402
 from .support.ranks import HUNG, Call, Job, Outcome, Rank, pack  # noqa: E402
+from .support.stores import SHARED  # noqa: E402
 
 # machines are shared: a slow example is no error
 settings.register_profile("shared", deadline=None)
@@ -103,8 +104,9 @@ def run_ranks(
     `grace` seconds later.
 
     The ranks are forked by another process: what `fn` holds is copied, patches are made by
-    `everywhere`, environment and working folder are those of the test. Each call has a store of its
-    own; calls whose `env` has the same ISLAND_RUN share one.
+    `everywhere`, environment and working folder are those of the test. Each call has a run id of
+    its own, in a store that they share; calls whose `env` has the same ISLAND_RUN have a store of
+    their own until the test ends.
     """
     runs: set[str] = set()
 
@@ -137,12 +139,10 @@ def run_ranks(
         common["ISLAND_TIMEOUT"] = str(max(5, int(timeout / 2)))
         # a busy machine lets a living island be silent for long; tests of losses say when one is
         common["ISLAND_DEAD"] = "30"
-        store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", run)
+        store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", SHARED)
         job = pack(Job(fn, args, env, everywhere.patches, group))
         outcomes = rank_server.run(Call(ranks, job, common, store, timeout, grace))
-        if store == run:
-            rank_server.ask("end", [run])
-        else:
+        if store != SHARED:
             runs.add(store)
         return finished(ranks, outcomes, check)
 

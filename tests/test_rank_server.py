@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_demo.store.client import StoreClient
 
-from .support import guard, kinds, ranks, threads
+from .support import guard, kinds, ranks, stores, threads
 
 LIMIT = 1  # patched below
 
@@ -86,15 +86,34 @@ def test_rank_server_passes_nested_functions(run_ranks):
 
 
 def test_rank_server_run_id_keeps_its_store(run_ranks):
-    """A run id keeps its store for the next call."""
+    """A run id keeps its store for the next call; the drawn ones meet in another."""
 
     def count():
-        store = StoreClient(os.environ["ISLAND_ENDPOINT"])
+        store = StoreClient(os.environ["ISLAND_ENDPOINT"]).under(os.environ["ISLAND_RUN"])
         store.set("calls", store.get("calls") + "x")
-        return len(store.get("calls"))
+        return len(store.get("calls")), os.environ["ISLAND_ENDPOINT"]
 
     env = {"ISLAND_RUN": "the same"}
-    assert [run_ranks(count, 1, 1, env=e)[0] for e in (env, None, env, None)] == [1, 1, 2, 1]
+    found = [run_ranks(count, 1, 1, env=e)[0] for e in (env, None, env, None)]
+    assert [calls for calls, _ in found] == [1, 1, 2, 1]
+    assert found[0][1] == found[2][1] != found[1][1]
+
+
+def test_rank_server_shared_store_made_anew_where_it_died(run_ranks):
+    """The store that calls share is made anew where its process died."""
+
+    def ports():
+        made = stores.Stores(close=[])
+        found = [made.endpoint(stores.SHARED) for _ in range(2)]
+        pid, _ = made._held[stores.SHARED]
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        found.append(made.endpoint(stores.SHARED))
+        made.end_all()
+        return found
+
+    (found,) = run_ranks(ports, 1, 1)
+    assert found[0] == found[1] != found[2]
 
 
 def test_rank_server_death_is_named_and_replaced(run_ranks, rank_server):

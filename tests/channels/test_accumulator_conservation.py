@@ -112,7 +112,8 @@ def conserved(results: list[Any], at: Channel) -> None:
     ("count", "source", "cases"),
     [
         (2, "gradient", ALL),
-        (2, "delta", ALL),
+        (2, "delta", FEW),
+        pytest.param(2, "delta", ALL, marks=pytest.mark.slow),
         (2, "gradient, delayed", FEW),
         (1, "gradient", FEW),
         (1, "delta", FEW),
@@ -122,7 +123,8 @@ def conserved(results: list[Any], at: Channel) -> None:
 )
 def test_accumulator_conserves_sum_in_every_code(run_ranks, count, source, cases) -> None:
     """The sum of what was applied and what an accumulator keeps is what came in, in every number
-    format. Delayed, or alone: each format and each selection once, as the code is the same.
+    format. Of deltas, delayed, or alone: each format and each selection once, as the code is the
+    same.
     """
 
     def run() -> None:

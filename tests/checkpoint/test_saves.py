@@ -448,7 +448,6 @@ def test_save_with_frozen_store(tmp_path, monkeypatch, caplog):
     accepts and stays silent. Saves go on, and SIGTERM is served meanwhile.
     """
     caplog.set_level(logging.WARNING, "fsdp_demo")
-    monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 0.5)
     served = []
     old = signal.signal(signal.SIGTERM, lambda *_: served.append(1))
     store = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
@@ -460,6 +459,7 @@ def test_save_with_frozen_store(tmp_path, monkeypatch, caplog):
         assert "does not answer" not in caplog.text
         store.send_signal(signal.SIGSTOP)
         os.waitpid(store.pid, os.WUNTRACED)  # it stands from here on
+        monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 0.2)
         asked = CheckpointRegistry.exchange
 
         def told(self, held):

@@ -35,8 +35,8 @@ def test_storm_with_one_rank_and_many_open_messages() -> None:
 @pytest.mark.parametrize(
     "lives",
     [
-        pytest.param(range(40), id="40"),
-        pytest.param(range(40, 400), id="360", marks=pytest.mark.slow),
+        pytest.param(range(24), id="24"),
+        pytest.param(range(24, 400), id="376", marks=pytest.mark.slow),
     ],
 )
 def test_storm_of_newcomers(lives: range, options: dict[str, int]) -> None:

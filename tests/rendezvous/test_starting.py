@@ -85,7 +85,7 @@ def test_start_decision_is_the_same_for_all() -> None:
     over.
     """
     draw = random.Random(0)
-    for _ in range(8):
+    for _ in range(5):
         store, found, waits = (
             dist.HashStore(),
             dict[int, Any](),

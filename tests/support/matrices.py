@@ -35,6 +35,7 @@ KEPT = {
     "checkpoint/test_cut_off.py": {
         "test_cut_off_resume_bit_for_bit": r"^(demo|diloco)-|^(full|demo, "
         r"l.*|.*queue|stream.*|.*aged|muloco|desloc)-1",
+        "test_cut_off_stop_at_unlike_steps": r"int8|^(released|sparse_loco|sign_loco|local_sgd)$|^diloco, late",  # noqa: E501
     },
     "checkpoint/test_resharding_runs.py": {
         "test_resharding_run_loss_goes_on": r"^diloco$",
@@ -55,11 +56,12 @@ KEPT = {
     "deepspeed/test_zero_mesh.py": {
         "test_zero_mesh_from_pretrained": r"^bf16",
         "test_zero_mesh_trainer_confined": r"^zero3",
-        "test_zero_mesh_exchange_replicas_equal": r"fp32|optimizer",
-        "test_zero_mesh_collectives_inside_node": r"bf16",
+        "test_zero_mesh_exchange_replicas_equal": r"zero1-fp32|parts-fp32|optimizer",
+        "test_zero_mesh_collectives_inside_node": r"zero[23]-bf16|optimizer",
+        "test_zero_mesh_unconfined_engine_refused": r"zero2|zero3|optimizer",
     },
     "deepspeed/test_zero_oracle.py": {
-        "test_zero_preset_offloaded_optimizer": r"full-zero2|demo-zero3|desloc-zero2",
+        "test_zero_preset_offloaded_optimizer": r"demo-zero3|desloc-zero2",
         "test_zero_preset_bf16_accumulation_and_clip": r"zero3-parts",
         "test_zero_preset_follows_oracle": r"full-zero1|demo-zero3-p|^diloco-zero1|desloc-zero3-p|streaming_diloco-zero2|sign_loco-zero3-p",  # noqa: E501
     },
@@ -71,9 +73,11 @@ KEPT = {
     "deepspeed/test_zero_shards.py": {
         "test_zero_skip_by_one_replica": r"^full-(zero1|wrapper)$|^diloco-zero3$",  # noqa: E501
         "test_zero_skip_by_loop_equals_engine": r"zero1-full|zero2-diloco|parts-demo|offload",  # noqa: E501
-        "test_zero_shards_preset_bytes_planned": r"zero3-parts",
+        "test_zero_shards_preset_bytes_planned": r"^(local_adam|stride|decoupled_momentum|sparse_loco|sign_loco|muloco)-zero3-parts",  # noqa: E501
         "test_zero_shards_zero3_equals_fsdp2": r"^demo",
         "test_zero_shards_make_up_parameters": r"False|parts|wrapper",
+        "test_zero_shards_start_of_island_0": r"^zero1$|parts",
+        "test_zero_outer_parameters_and_finish": r"changes0-zero2|changes1-zero3-parts",
     },
     "deepspeed/test_zero_take_over.py": {
         "test_zero_take_over_ends_equal": r"^0-zero3-parts-diloco|^1-zero2-demo",
@@ -97,7 +101,9 @@ KEPT = {
         "test_memory_plan_equals_held": r"^(full|desloc|diloco|streaming_diloco|demo|random|muloco|local_sgd)-2|late|queued|averaged",  # noqa: E501
     },
     "exchange/test_norm_limit.py": {
-        "test_norm_limit_leaves_out_contribution": r"-3$|^(full|demo)-2$",
+        "test_norm_limit_leaves_out_contribution": r"^(demo late|diloco-int8|diloco queue|streaming_diloco|released|s\w+_loco|local_sgd late)-3$|^(full|demo)-2$",  # noqa: E501
+        "test_norm_limit_healthy_run_unchanged": r"late|int8|^(full|streaming_diloco|released|sparse_loco|sign_loco)$",  # noqa: E501
+        "test_norm_limit_nan_in_accumulator": r"^demo|decoupled_momentum-12|sparse_loco-1$",
     },
     "exchange/test_plan.py": {
         "test_bytes_plan_equals_meter": r"^2-1",
@@ -125,7 +131,7 @@ KEPT = {
     "integrations/test_trainer_resume.py": {
         "test_trainer_resume_after_lost_island": r"fsdp2",
         "test_trainer_resume_other_number_of_islands": r"3-demo|1-diloco",
-        "test_trainer_resume_bit_for_bit": r"flight",
+        "test_trainer_resume_bit_for_bit": r"diloco, in flight",
     },
     "integrations/test_trainer_saves.py": {
         "test_trainer_save_full_disk_third_failure": r"^False-model$|^True-",
@@ -162,9 +168,11 @@ KEPT = {
     },
     "deepspeed/test_zero_trainer_mesh.py": {
         "test_zero_trainer_mesh_resume_bit_for_bit": r"zero3",
+        "test_zero_trainer_mesh_sends_payloads_only": r"zero1|zero3",
     },
     "exchange/test_elastic_join.py": {
         "test_elastic_third_island_joins": r"^full-2$",
+        "test_elastic_newcomer_changes_donor": r"^full-1-snapshot|^diloco-1-message|^full-2",
     },
     "exchange/test_guard.py": {
         "test_peer_loss_saves_and_exits_75": r"killed|2x2",
@@ -189,6 +197,7 @@ KEPT = {
         "test_newcomer_state_equals_others": (
             r"^demo(-(adamw|late|rates|norm))?$|^(diloco|desloc|released|streaming.*|.*sgd-late|sign_loco)$"
         ),
+        "test_newcomer_copies_of_a_shard": r"(adamw|late)-two|queue-one",
     },
     "elastic/test_lossy_links.py": {
         "test_lossy_link_who_goes_on": (
@@ -197,6 +206,49 @@ KEPT = {
     },
     "exchange/test_not_finite.py": {
         "test_nan_one_shard_leaves_out_island": r"gradient-(demo|diloco)|parameter-(full|decoupled)",  # noqa: E501
+        "test_nan_one_gradient_element": r"late|queue|norm|^(full clipped|demo|demo without clip|random|diloco|streaming_diloco|released|sparse_loco|sign_loco|muloco|local_adam)$",  # noqa: E501
+        "test_nan_parameters_healed_by_others": r"late|^(released|streaming_diloco)$",
+    },
+    "channels/test_buffers.py": {
+        "test_buffers_equal_at_end": r"^(full|diloco late|decoupled_momentum|released|local_sgd|streaming_diloco)$",  # noqa: E501
+        "test_buffers_mask_not_averaged": r"^-inf-demo$|^-3.*-diloco$",
+    },
+    "channels/test_device_path.py": {
+        "test_device_exchange_steps_never_wait": r"^(demo late|full|diloco)-",
+    },
+    "elastic/test_early_part.py": {
+        "test_early_part_of_a_leaver_counts": r"2-True|3|4-False",
+    },
+    "exchange/test_copies.py": {
+        "test_copies_unsharded_root_warned": r"True-diloco|False-demo",
+    },
+    "exchange/test_digest.py": {
+        "test_digest_flipped_bit_names_island": r"-3$|^demo",
+    },
+    "exchange/test_frozen_parameters.py": {
+        "test_frozen_parameters_moved_named_once": r"full-True|diloco-False",
+    },
+    "exchange/test_ledger.py": {
+        "test_ledger_rows_hold_all_bytes": r"^2-|^3-(demo|diloco|streaming)",
+    },
+    "exchange/test_load_state_dict.py": {
+        "test_load_state_dict_all_islands": r"flight|^demo$|^consensus$",
+    },
+    "exchange/test_out_of_step.py": {
+        "test_out_of_step_early_finish": r"late|^(full|diloco|released|streaming_diloco|local_sgd|desloc)$",  # noqa: E501
+    },
+    "exchange/test_resume.py": {
+        "test_resume_beside_fresh_island": r"flight|^demo$",
+        "test_resume_through_file_bit_for_bit": r"flight|^(demo|consensus)$",
+    },
+    "exchange/test_stop_together.py": {
+        "test_stop_resume_equals_uninterrupted_run": r"^\{0: 9|demo",
+    },
+    "hosts/test_foreign_tensors.py": {
+        "test_foreign_tensor_is_left_alone": r"True-full|False-diloco",
+    },
+    "integrations/test_accelerate.py": {
+        "test_accelerate_gradient_mean_over_island": r"^True-bf16|^True-no-True|^False-no",
     },
 }
 

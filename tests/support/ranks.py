@@ -80,7 +80,7 @@ class Call:
     ranks: list[Rank]
     job: bytes
     common: dict[str, str]  # variables of all ranks
-    store: str  # calls with the same word share a store
+    store: str  # calls with the same word share a store (SHARED of stores.py: the drawn run ids)
     timeout: float  # seconds that all may take
     grace: float  # seconds that the others get to end after one has failed
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))

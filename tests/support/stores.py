@@ -1,5 +1,5 @@
 """Stores for the ranks, each in a process of its own: its threads must not run where ranks are
-forked. Every call has one of its own.
+forked.
 """
 
 from __future__ import annotations
@@ -23,15 +23,24 @@ def server_of(store: int) -> int:
     return int(found.split()[0])
 
 
+SHARED = ""  # the name of the store for calls whose run ids are drawn: no two runs meet in it
+CALLS = 50  # that it serves until it is made anew: their keys stay
+
+
 class Stores:
     """Stores by name. They end when they are told to, or with this process."""
 
     def __init__(self, close: list[int]):
         self._close = close  # descriptors that belong to the server alone
         self._held: dict[str, tuple[int, int]] = {}  # name: (process id, port)
+        self._calls = 0  # of the shared store
 
     def endpoint(self, name: str) -> str:
         """host:port of the store of this name, which is started if there is none."""
+        if name == SHARED:
+            self._calls += 1
+            if self._calls % CALLS == 0 or not self._lives(name):
+                self.end(name)
         if name not in self._held:
             self._held[name] = self._start()
         return f"127.0.0.1:{self._held[name][1]}"
@@ -42,6 +51,12 @@ class Stores:
             pid, _ = self._held.pop(name)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+    def _lives(self, name: str) -> bool:
+        if name not in self._held:
+            return False
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT  # `end` takes its status
+        return os.waitid(os.P_PID, self._held[name][0], look) is None
 
     def end_all(self) -> None:
         """End all."""

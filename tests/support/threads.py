@@ -30,6 +30,7 @@ LATE = {
         "fsdp_demo.elastic.connect",
         "fsdp_demo.peers.zeromq",
         "fsdp_demo.exchange.guard",
+        "fsdp_demo.store.server",
     ),
     "accelerate": ("deepspeed",),
     "deepspeed": (
