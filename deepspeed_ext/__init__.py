@@ -7,7 +7,7 @@ Channels, codecs, wire, transport, meter and checkpoints are those of `fsdp_demo
 imported here and nowhere else.
 """
 
-from .attaching import attach, clipping
+from .attaching import attach
 from .checkpoints import advance
 from .node_mesh import installed, shard_within_node, topology
 from .zero_params import ZeroHost
@@ -16,7 +16,6 @@ __all__ = [
     "ZeroHost",
     "advance",
     "attach",
-    "clipping",
     "installed",
     "shard_within_node",
     "topology",

@@ -1,5 +1,5 @@
-"""Words between the ranks of an engine: of its replica, and of the whole world; and how that reads
-where all should say one thing.
+"""Votes (`peers/votes.py`) among the ranks of a DeepSpeed engine, and the text of a message about
+values in which ranks differ.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fsdp_demo.peers.votes import Ranks
 
 
 def world() -> Ranks:
-    """All ranks that DeepSpeed has joined."""
+    """Votes among all ranks of the world that DeepSpeed has initialised."""
     return Ranks.everywhere(_device())
 
 
 def replica(engine: Any) -> Ranks:
-    """The ranks over which ZeRO partitions."""
+    """Votes among the ranks of one replica: those over which ZeRO partitions."""
     group = engine.seq_data_parallel_group
     return Ranks(group, comm.get_rank(group=group), comm.get_world_size(group=group), _device())
 

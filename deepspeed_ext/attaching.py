@@ -64,23 +64,22 @@ def attach(
         >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")  # doctest: +SKIP
         >>> exchange = deepspeed_ext.attach(engine, "demo")  # doctest: +SKIP
     """  # noqa: E501
-    norm = engine.gradient_clipping() if hasattr(engine, "gradient_clipping") else None
-    if "clip" in changes and norm is not None and (changes["clip"] or 0.0) != norm:
-        raise ValueError(_two_norms(changes["clip"] or 0.0, norm))
     config = settled(config, changes)
     topology = topology or place(engine)
     refuse(engine, config, topology)
-    facts = {"gradient_clipping": engine.gradient_clipping(), **(must_match or {})}
+    norm = engine.gradient_clipping()
+    _refuse_two_norms(config, changes, norm)
     host = ZeroHost(engine)
     vacate(host.optimizers)
-    config = clipping(engine, config)
+    # a checkpoint that was loaded may have brought another norm
+    config, engine.optimizer.clip_grad = config.clipped_once(norm)
     try:
         exchange = join(
             host,
             config,
             model=engine.module,
             topology=topology,
-            must_match=facts,
+            must_match={"gradient_clipping": norm, **(must_match or {})},
             step=engine.global_steps if step is None else step,
             state=state,
             batch=batch
@@ -99,29 +98,14 @@ def attach(
     return exchange
 
 
-def clipping(engine: Any, config: ExchangeConfig) -> ExchangeConfig:
-    """One norm, the engine's `gradient_clipping`, clips once.
-
-    Where the method clips the mean gradient, or by one norm over the replicas, the exchange does it
-    and the engine's own clipping is switched off; else the engine clips each replica's own.
-
-    Raises:
-        ValueError: a norm of the caller's own beside the engine's.
-    """
-    zero, norm = engine.optimizer, engine.gradient_clipping()
+def _refuse_two_norms(config: ExchangeConfig, changes: dict[str, Any], norm: float) -> None:
+    """Raise ValueError for a norm of the caller's own beside the engine's, `norm`."""
     usual = preset(config.preset).clip if config.preset in presets() else None
-    if config.clip not in (None, usual, norm):
-        raise ValueError(_two_norms(config.clip, norm))
-    if config.clips_mean or config.clip_scope == "islands":
-        zero.clip_grad = 0.0
-        return config.changed({"clip": norm or None})
-    zero.clip_grad = norm  # a checkpoint that was loaded may have brought another
-    return config.changed({"clip": None})
-
-
-def _two_norms(ours: float, theirs: float) -> str:
-    return (
-        f"clip={ours:g} beside DeepSpeed's gradient_clipping={theirs:g} (1.0 where its "
+    own = (changes["clip"] or 0.0) if "clip" in changes else config.clip
+    if own == norm or ("clip" not in changes and own in (None, usual)):
+        return
+    raise ValueError(
+        f"clip={own:g} beside DeepSpeed's gradient_clipping={norm:g} (1.0 where its "
         "configuration is silent): set "
-        f'"gradient_clipping": {ours:g} there, and no clip here'
+        f'"gradient_clipping": {own:g} there, and no clip here'
     )

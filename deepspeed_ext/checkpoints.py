@@ -34,7 +34,7 @@ from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew, forward, smal
 from fsdp_demo.config.auto import undecided
 from fsdp_demo.errors import NeedsDecision, see
 
-from .checkpoint_methods import Methods, latest
+from .checkpoint_methods import ReplicaCheckpoints, latest
 
 log = logging.getLogger("fsdp_demo")
 
@@ -61,8 +61,8 @@ there.
 
 
 def advance(engine: Any, step: int) -> None:
-    """Let an engine that has taken over go on from `step`: its counters and its own scheduler, as
-    if it had taken the steps up to there.
+    """Set the counters and the scheduler of an engine that has taken over to `step`, as if it had
+    taken the steps up to there.
     """
     taken = step - engine.global_steps
     if not taken:
@@ -74,8 +74,8 @@ def advance(engine: Any, step: int) -> None:
 
 
 def of_users(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What users have put into a `client_state`, as far as a note to another replica can hold it;
-    and the names of the rest.
+    """The items that users have put into a `client_state`, as far as a note to another replica can
+    hold them, and the names of the others.
     """
     told = small({key: value for key, value in client.items() if key not in OF_DEEPSPEED})
     return told, sorted(str(key) for key in client if key not in told and key not in OF_DEEPSPEED)
@@ -98,85 +98,31 @@ def follow(engine: Any, exchange: Exchange) -> None:
         ValueError: the engine writes its files in the background.
     """
     followed = _Followed(engine, exchange)
-    _install(engine, followed)
+    followed.install()
     engine.save_16bit_model = followed.save_16bit_model
 
 
-def separate(engine: Any, replica: int) -> None:
-    """In a mesh: let replica 0 save to and load from the directory itself, replica r from
-    `DIR/replica<r>`, without the exchange's state.
-
-    For hosts that keep the exchange's state elsewhere (the Trainer). `follow` takes its place. A
-    replica without a folder loads that of replica 0.
-
-    Raises:
-        ValueError: the engine writes its files in the background.
-    """
-    _install(engine, _Separate(engine, replica))
-
-
-def _install(engine: Any, methods: Methods) -> None:
-    if engine.checkpoint_engine.is_decoupled():
-        raise ValueError(
-            "checkpoint.writer.decoupled in DeepSpeed's configuration: files are written while "
-            "training goes on, and the exchange's state "
-            "would be beside files that are not there yet. Set it to false, or attach(..., "
-            "checkpoints=False)"
-        )
-    engine.save_checkpoint = methods.save_checkpoint
-    engine.load_checkpoint = methods.load_checkpoint
-    engine._get_shared_params = methods.tied  # DeepSpeed knows them on rank 0 of the world only
-
-
 def folder_of(root: Path, topology: Topology) -> Path:
-    """Where a replica's checkpoints lie in the directory that the user names: of one that is alone
-    in the directory itself, unless it was one of several before.
+    """The folder of a replica's checkpoints in the directory that the user names, `root`. A single
+    replica has `root` itself, unless it was one of several before.
     """
     own = root / topology.name
     alone = topology.islands == 1 and not any(own.glob(f"*/{MANIFEST}"))
     return root if alone else own
 
 
-class _Separate(Methods):
-    def __init__(self, engine: Any, replica: int):
-        super().__init__(engine)
-        self.replica = replica
+class _Followed(ReplicaCheckpoints):
+    """Checkpoints of a replica with the exchange's state (`follow`)."""
 
-    def _folder(self, root: Path) -> Path:
-        return root / f"replica{self.replica}" if self.replica else root
-
-    def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
-        """As DeepSpeed's, into this replica's folder."""
-        folder = self._folder(root)
-        what = f"{folder / tag}: it stays unfinished"
-        self.world.together(lambda: folder.mkdir(parents=True, exist_ok=True), what)
-        done = self.world.together(lambda: self.write(folder, tag, options), what)
-        self.name(folder, tag, options)
-        return done
-
-    def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """As DeepSpeed's, from this replica's folder. The tag is that of replica 0."""
-        tag = self.world.from_first(lambda: latest(root)) if tag is None else tag
-        own = self._folder(root)
-        if tag is not None and not self.ranks.from_first(lambda: (own / str(tag)).is_dir()):
-            if self.first:
-                log.warning(
-                    "%s is not there: replica %d takes over from replica 0", own / tag, self.replica
-                )
-            own = root
-        return self.load_from(own, tag, options)
-
-
-class _Followed(Methods):
     def __init__(self, engine: Any, exchange: Exchange):
-        super().__init__(engine)
+        super().__init__(engine, exchange.topology.island)
         self.exchange = exchange
         self._managers: dict[Path, CheckpointManager] = {}
         # made by all replicas together, unlike the managers
         self._registry = CheckpointRegistry(exchange.topology, self.ranks)
 
     def _manager(self, folder: Path) -> CheckpointManager:
-        """Of one directory of the user's. No old tag is removed: their names are the user's."""
+        """The manager of one directory. It removes no old tag: users have chosen their names."""
         if folder not in self._managers:
             manager = CheckpointManager(
                 folder, self.exchange.topology, keep=None, own=True, registry=self._registry
@@ -187,9 +133,9 @@ class _Followed(Methods):
         return self._managers[folder]
 
     def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
-        """As DeepSpeed's, into `root/<name of the replica>`, with the exchange's state. False:
-        nothing was saved, since a file cannot be written or values are not finite: a warning
-        until the third time in a row.
+        """Save as DeepSpeed does, into `root/<name of the replica>`, with the exchange's state.
+        False, with a warning, where a file cannot be written or values are not finite; the third
+        time in a row this raises.
 
         Raises:
             PeerLost: what was under way in the exchange is lost, on any rank.
@@ -218,8 +164,8 @@ class _Followed(Methods):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """As DeepSpeed's, into `save_dir/<name of the replica>`: all would write one file. Within
-        `outer_parameters` it saves what is shown.
+        """Save as DeepSpeed does, into `save_dir/<name of the replica>`, since all would write one
+        file. Within `outer_parameters` these are saved.
         """
         folder = folder_of(Path(save_dir), self.exchange.topology)
         return type(self.engine).save_16bit_model(
@@ -227,8 +173,8 @@ class _Followed(Methods):
         )
 
     def load(self, root: Path, tag: str | None, options: dict[str, Any]) -> Any:
-        """As DeepSpeed's, and the exchange goes on from its saved state. All replicas call it
-        together, at the same step.
+        """Load as DeepSpeed does, and let the exchange go on from its saved state. All replicas
+        call it together, at the same step.
 
         Without a tag all load the newest that all hold whole, or each the newest of its own between
         the same exchanges. An island that holds no whole one takes over from the others: parameters
@@ -236,11 +182,11 @@ class _Followed(Methods):
         their step, and what is returned is a path in its own folder, where nothing is yet, and the
         `client_state` of one of them as far as it is plain JSON. A replica that has joined a run
         under way has what the others have: nothing is loaded. What another number of ranks has
-        saved is loaded as weights, and so the channels start anew, as from a checkpoint of plain
-        DeepSpeed in `root`.
+        saved is loaded as weights, and so the channels start anew.
 
         Raises:
-            ValueError: no checkpoint in common, one that is damaged, or of another preset or model.
+            ValueError: no checkpoint in common, one that is damaged, of another preset or model, or
+                of plain DeepSpeed.
             PeerLost: replicas that did not come in time.
         """
         topology = self.exchange.topology
@@ -253,91 +199,77 @@ class _Followed(Methods):
             return None, {}
         if self.exchange.finished:  # nobody to agree with
             return self.load_from(folder, tag, options)
-        chosen, plain = self._choose(manager, root, tag)
-        if chosen is None and not plain:
+        chosen = self._choose(manager, root, tag)
+        if chosen is None:
             return self.load_from(folder, tag, options)
-        if chosen is not None and None in chosen and options["load_module_only"]:
+        if None in chosen and options["load_module_only"]:
             raise NeedsDecision(
                 "load_module_only: no replica takes over weights alone, and some see no "
                 "checkpoint: copy the folder of one replica there"
             )
-        mine = None if chosen is None else manager.mine(chosen)
-        if chosen is not None and mine is None:
+        mine = manager.mine(chosen)
+        if mine is None:
             furthest = max(h.step for h in chosen if h is not None)
             return self._take_over(manager, tag or f"global_step{furthest}")
-        if mine is None:
-            place, saved = root / plain, None
-        else:
-            whole = self.ranks.from_first(lambda: manager.whole()[mine.step].name)
-            place = folder / (tag or whole)
-            manager.verify(place)
-            saved = self.world.together(lambda: load_exchange(place / PARTS), READS)
-        return self._load(manager, place, saved, chosen, options)
+        whole = self.ranks.from_first(lambda: manager.whole()[mine.step].name)
+        place = folder / (tag or whole)
+        manager.verify(place)
+        return self._load(manager, place, None in chosen, options)
 
     def _load(
-        self,
-        manager: CheckpointManager,
-        place: Path,
-        saved: SavedExchange | None,
-        chosen: list[HeldCheckpoint | None] | None,
-        options: dict[str, Any],
+        self, manager: CheckpointManager, place: Path, tells: bool, options: dict[str, Any]
     ) -> Any:
-        """From this replica's own folder, or (`saved` is None) one of plain DeepSpeed."""
+        """Load a checkpoint in this replica's own folder; `tells` others that take over."""
+        saved = self.world.together(lambda: load_exchange(place / PARTS), READS)
         ranks = len(list(place.glob("*optim_states.pt")))
-        others = self.world.any(ranks != self.ranks.world)
-        if others:
+        unlike = self.world.any(ranks != self.ranks.world)
+        if unlike:
             options = {**options, "load_optimizer_states": False}
         fresh = options["load_module_only"] or not options["load_optimizer_states"]
-        if saved is not None and not fresh:
+        if not fresh:
             self._go_on(saved.heads[0])
             self.world.together(lambda: self._fitting(saved), READS)
         result, state = self.load_from(place.parent, place.name, options), None
-        if saved is not None and not fresh:
+        if not fresh:
             state = self.world.together(lambda: saved.state_for(self.exchange), READS)
         elif self.first:
             log.warning(
                 "%s was loaded %s: the channels start anew, from the weights of one replica",
                 place,
                 f"as weights alone, since {ranks} ranks saved it and {self.ranks.world} load it"
-                if others
-                else "without optimizer states"
-                if fresh
-                else "and holds no exchange state",
+                if unlike
+                else "without optimizer states",
             )
-        taken = chosen is not None and None in chosen
-        if taken:
+        if tells:
             self._tell(manager, result[1] or {})
         self.exchange.rejoin(state, self.engine.global_steps, self.engine.module)
         manager.own()
         return result
 
     def _take_over(self, manager: CheckpointManager, tag: str) -> tuple[str, dict[str, Any]]:
-        """What the others bring, at their step: nothing is loaded here."""
+        """Go to the step of the other replicas, with their state: nothing is loaded here."""
         note = self._tell(manager, None)
         self._go_on(note["method"])
         self.exchange.rejoin(None, 0, self.engine.module)
         advance(self.engine, self.exchange.step)
         manager.own()
         if self.first:
-            left = (
-                (
-                    f"; without {', '.join(note['left'])}, which are not plain JSON of at most "
-                    f"{LARGEST} bytes"
-                )
-                if note["left"]
-                else ""
-            )
-            text = (
+            left = ", ".join(note["left"])
+            without = f"; without {left}, which are not plain JSON of at most {LARGEST} bytes"
+            log.warning(
                 "%s: %s holds no whole checkpoint: took over step %d from %s, with its "
-                "client_state%s; %s"
+                "client_state%s; %s",
+                *(self.exchange.topology.name, manager.root, self.exchange.step, note["name"]),
+                without if left else "",
+                begins_anew(self.exchange.config),
             )
-            name, anew = self.exchange.topology.name, begins_anew(self.exchange.config)
-            log.warning(text, name, manager.root, self.exchange.step, note["name"], left, anew)
         return str(manager.root / tag), note["client"]
 
     def _tell(self, manager: CheckpointManager, client: dict[str, Any] | None) -> dict[str, Any]:
-        """Where some replicas take over: the note of the first one that does not. `client`: what
-        was loaded here, None for nothing.
+        """Where some replicas take over: the note of the first one that holds a checkpoint.
+
+        Args:
+            client: the `client_state` that was loaded here; None where nothing was.
         """
         if client is None:
             return manager.registry.tell(None)
@@ -347,8 +279,11 @@ class _Followed(Methods):
         )
 
     def _go_on(self, told: dict[str, Any]) -> None:
-        """With what was settled when the run began: the method under `auto`, the steps at which
-        phases begin.
+        """Go on with what was settled when the run began: the method under `auto`, the steps at
+        which phases begin.
+
+        Args:
+            told: the head of an exchange's state, or `method_of` another replica.
         """
         config = self.exchange.config
         if undecided(config) or any(c.later for c in config.channels):
@@ -357,7 +292,7 @@ class _Followed(Methods):
             automatic.go_on(self.exchange, told, self.engine.module)
 
     def _fitting(self, saved: SavedExchange) -> None:
-        """Refuse parts of another preset or model, and what DeepSpeed would have to cut anew."""
+        """Refuse parts of another preset or model, or of other stretches of the parameters."""
         try:
             mine = saved.check(self.exchange)
             theirs = saved.head(mine["rank"], saved.islands[0])
@@ -372,13 +307,13 @@ class _Followed(Methods):
 
     def _choose(
         self, manager: CheckpointManager, root: Path, tag: str | None
-    ) -> tuple[list[HeldCheckpoint | None] | None, str]:
-        """From what each replica goes on; or None, and the tag of a checkpoint of plain DeepSpeed
-        in `root`, "" for none.
+    ) -> list[HeldCheckpoint | None] | None:
+        """The checkpoint that each replica goes on from; None where there is none anywhere.
 
         Raises:
             NeedsDecision: a ValueError: replicas want different tags, or one that not all hold; in
-                a mesh not all hold any.
+                a mesh not all hold any; there are none but those of plain DeepSpeed.
+            ValueError: nobody holds the tag that was named.
         """
         held = manager.held(tag or "")
         plain = self.ranks.from_first(lambda: _plain(root, manager.root, tag))
@@ -391,7 +326,13 @@ class _Followed(Methods):
                 "that all hold)"
             )
         if not any(n["seen"] for n in notes):
-            return None, _agreed_plain(notes, tag)
+            _refuse_plain(notes, root)
+            if tag is not None:
+                raise ValueError(
+                    f"no replica sees a whole checkpoint {tag!r}: name one that is there, or none "
+                    "(the newest that all hold)"
+                )
+            return None
         named = tag is not None or manager.topology.kind != "islands"
         if named and not all(n["seen"] for n in notes):
             have = "; ".join(
@@ -405,35 +346,23 @@ class _Followed(Methods):
                 "over from the others; in a mesh none does)"
                 f"{see('no-common-checkpoint')}"
             )
-        return manager.agree(held, "common" if named else "newest"), ""
+        return manager.agree(held, "common" if named else "newest")
 
 
 def _plain(root: Path, own: Path, tag: str | None) -> str:
-    """The tag in the directory itself that is no replica's own: of DeepSpeed without an exchange,
-    or of one replica where there are several now.
+    """The tag of a checkpoint in `root` itself that is not this replica's: of DeepSpeed without an
+    exchange, or of one replica where there are several now. "" for none.
     """
     name = tag or latest(root) or ""
     there = bool(name) and any((root / name).glob("*model_states.pt"))
     return name if there and (root != own or not (root / name / PARTS).is_dir()) else ""
 
 
-def _agreed_plain(notes: list[dict[str, Any]], tag: str | None) -> str:
-    """The plain tag that all replicas see; "" where none sees any.
-
-    Raises:
-        NeedsDecision: not all see the same.
-        ValueError: nobody sees the tag that was named.
-    """
-    plain = {n["plain"] for n in notes}
-    if len(plain) > 1:
-        have = "; ".join(f"{n['name']}: {n['plain'] or 'none'}" for n in notes)
-        cure = f"copy or mount it for all{see('no-common-checkpoint')}"
+def _refuse_plain(notes: list[dict[str, Any]], root: Path) -> None:
+    """Raise NeedsDecision where a replica sees a checkpoint of plain DeepSpeed."""
+    if tags := [n["plain"] for n in notes if n["plain"]]:
         raise NeedsDecision(
-            f"replicas do not see the same checkpoint of plain DeepSpeed ({have}): {cure}"
+            f"{root / tags[0]} holds no exchange state of these replicas: load it before attach "
+            "(engine.load_checkpoint), which starts the exchange anew from its weights"
+            f"{see('no-common-checkpoint')}"
         )
-    if tag is not None and plain == {""}:
-        raise ValueError(
-            f"no replica sees a whole checkpoint {tag!r}: name one that is there, or none (the "
-            "newest that all hold)"
-        )
-    return str(plain.pop())

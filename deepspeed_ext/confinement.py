@@ -25,7 +25,7 @@ from torch.utils.data import DistributedSampler
 from fsdp_demo.peers.votes import Ranks
 
 from .all_ranks import told
-from .checkpoints import separate
+from .checkpoint_methods import separate
 
 TOTAL = "train_batch_size"
 KNOWN = f"DeepSpeed {deepspeed.__version__} (0.19.8 is known to work)"
@@ -111,8 +111,8 @@ def of_node(config: dict[str, Any] | str, replicas: int) -> dict[str, Any]:
 
 
 def _loader(mpu: Any, original: Callable[..., Any], dataset: Any, *args: Any, **kwargs: Any) -> Any:
-    """`engine.deepspeed_io`, which asks the mpu for rank and size, and so would give every replica
-    the same samples.
+    """`engine.deepspeed_io` with a sampler over all replicas. DeepSpeed's own takes rank and size
+    from the mpu, and so would give every replica the same samples.
     """
     call = inspect.signature(original).bind(dataset, *args, **kwargs).arguments
     if call.get("data_sampler") is None and hasattr(dataset, "__len__"):
@@ -148,8 +148,9 @@ def _zero_init(
 
 
 def _patch_modules(mpu: Any, original: Callable[..., Any], this: Any) -> None:
-    """After DeepSpeed has replaced `Module.apply`: its broadcast after a weight init names rank 0,
-    which is not in every node. It leaves functions marked `wrapped` alone.
+    """Replace `Module.apply` once more, after DeepSpeed has: the broadcast after a weight init
+    there names rank 0, which is not in every node. DeepSpeed leaves functions marked `wrapped`
+    alone.
     """
     original(this)
     if not type(this).override_module_apply:
@@ -170,8 +171,8 @@ def _patch_modules(mpu: Any, original: Callable[..., Any], this: Any) -> None:
 
 
 def _leave_gathered(mpu: Any, original: Callable[..., Any], this: Any, *exc: Any) -> Any:
-    """What rank 0 alone wrote (transformers loads so) goes to the other replicas, then DeepSpeed
-    spreads it in the node.
+    """Broadcast what rank 0 alone has written (as transformers loads weights) to the other
+    replicas, before DeepSpeed spreads it in the node.
 
     Parameters of an engine are left to their replica: they differ between replicas by design.
     """

@@ -20,7 +20,6 @@ import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -76,7 +75,7 @@ class NodeMPU:
         self.solo = self._mine([range(i, i + 1) for i in range(self.world)], timeout=limit)
 
     def _mine(self, sets: list[range], **options: Any) -> Any:
-        """Make a group of each set, in one order on all ranks; this rank's is returned."""
+        """Make a process group of each set of ranks; returns the one that holds this rank."""
         made = [(dist.new_group(list(ranks), **options), ranks) for ranks in sets]
         return next(group for group, ranks in made if self.rank in ranks)
 
@@ -191,21 +190,20 @@ def shard_within_node(node_size: int) -> NodeMPU:
 
 
 def installed() -> NodeMPU | None:
-    """The mpu that `shard_within_node` has put in place in this world, for those who ask before
-    there is an engine.
+    """The mpu of `shard_within_node` in this world, also before there is an engine; None without
+    one.
     """
     here = _nodes is not None and dist.is_initialized() and dist.group.WORLD is _nodes.of
     return _nodes if here else None
 
 
-def topology_of(engine: Any) -> Topology | None:
-    """Where an engine's rank stands in the mesh; None if its mpu is not a `NodeMPU`. Of a world
-    that is one node: a single replica.
+def topology_of(mpu: Any) -> Topology | None:
+    """Where the rank of an engine with this mpu stands in the mesh, in a world of one node as a
+    single replica; None if it is no `NodeMPU`.
 
     Raises:
         ValueError: ISLAND_TIMEOUT is no number.
     """
-    mpu = getattr(engine, "mpu", None)
     if not isinstance(mpu, NodeMPU):
         return None
     node: dict[str, Any] = {
@@ -223,8 +221,8 @@ def topology_of(engine: Any) -> Topology | None:
 
 
 def topology(engine: Any = None) -> Topology:
-    """The mesh where `shard_within_node` is in place, else islands from the environment, else a
-    single replica.
+    """The topology of this rank: a mesh where `shard_within_node` is in place, else islands from
+    the environment, else a single replica.
 
     All ranks of the world call it together.
 
@@ -237,7 +235,8 @@ def topology(engine: Any = None) -> Topology:
             `Topology.from_env`.
     """
     compare_environment()
-    mesh, islands = topology_of(engine or SimpleNamespace(mpu=installed())), Topology.from_env()
+    mpu = installed() if engine is None else getattr(engine, "mpu", None)
+    mesh, islands = topology_of(mpu), Topology.from_env()
     world, local = dist.get_world_size() if dist.is_initialized() else 1, local_ranks()
     if (
         installed() is None

@@ -79,25 +79,25 @@ class Partitions:
         raise NotImplementedError
 
     def group_of(self, index: int) -> dict[str, Any]:
-        """The inner optimizer's group by which a master is stepped."""
+        """The parameter group of the inner optimizer that holds a master."""
         group: dict[str, Any] = self.inner.param_groups[index]
         return group
 
     def fragments(self) -> list[Fragment]:
-        """Every trained parameter's part in the masters, in the order of the masters' parameters;
-        empty ones too.
+        """The parts of all trained parameters in the masters, empty ones too, in the order in which
+        they lie there.
         """
         raise NotImplementedError
 
     def computed_with(self, fragment: Fragment, parameter: Any) -> Tensor:
-        """The same stretch of the parameter that the model computes with, flat, in the model's
-        dtype.
+        """A fragment's elements of the parameter that the model computes with: [numel], in the
+        model's dtype.
         """
         raise NotImplementedError
 
     def check(self) -> None:
-        """Compare the masters with the parameters that the model computes with: are stretches where
-        DeepSpeed's internals are taken to put them? All ranks of the island call it together.
+        """Compare the masters with the parameters that the model computes with, to see whether
+        DeepSpeed lays partitions out as is assumed here. All ranks of the island call it together.
 
         Raises:
             RuntimeError: on all of them, if they are not, or if somebody has changed one and not
@@ -160,9 +160,10 @@ class Partitions:
         return master.grad
 
     def free_gradients(self) -> None:
-        """After a step: gradients of masters go, or become the wrapper's own buffers again, empty:
-        DeepSpeed writes only what a backward has a gradient for, and would take what the
-        exchange left there for one."""
+        """After a step, remove the gradients of the masters, or zero the buffers that the wrapper
+        keeps for them: a backward writes only some, and what the exchange has left in the others
+        would be taken for gradients.
+        """
         for i, master in enumerate(self.masters()):
             master.grad = self._buffers[i].zero_() if self._buffers else None
 
@@ -193,7 +194,7 @@ class Partitions:
         return mine
 
     def _intercepted(self, index: int) -> None:
-        """In the place of the wrapper's `_optimizer_step`."""
+        """Replacement of the wrapper's `_optimizer_step`: hold back all but the last master."""
         masters = self.masters()
         last = len(masters) - 1
         if not self._together():
@@ -217,8 +218,8 @@ class Partitions:
         self.free_gradients()
 
     def _publish(self, index: int) -> None:
-        """What the wrapper did too early for a master that was held back: copy it to this rank's
-        low-precision part.
+        """Copy a master to this rank's low-precision part. The wrapper has done so before the step
+        of a master that was held back.
         """
         raise NotImplementedError
 

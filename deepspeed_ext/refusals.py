@@ -13,14 +13,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from torch.utils.data import DistributedSampler, Subset
 
 from fsdp_demo import ExchangeConfig, Topology
 from fsdp_demo.config.channel import EMBEDDINGS, covers, matches
-from fsdp_demo.errors import counted
 from fsdp_demo.hosts.base import plain_name
 
 from .all_ranks import replica
@@ -37,20 +34,23 @@ def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
         engine: what was given to `attach` as one.
     """
     compare_environment()
-    checks = (
+    found = chain(
+        _others(engine),
         _kind(engine),
         _offload(engine),
         _precision(engine),
         _communication(engine),
         _place(engine, topology),
+        _inner(engine),
+        _of_muon(engine, config),
+        _channels(engine, config),
     )
-    of_config = (_of_muon(engine, config), _channels(engine, config))
-    for text in chain(_others(engine), *checks, _inner(engine), *of_config):
+    for text in found:
         raise ValueError(f"deepspeed_ext.attach found {text}")
 
 
 def _others(thing: Any) -> Iterator[str]:
-    """What is no engine."""
+    """Things that are no engine."""
     if isinstance(thing, (list, tuple)):
         yield (
             f"a list of {len(thing)}: an exchange counts the steps of one engine, so pass one "
@@ -66,7 +66,7 @@ def _others(thing: Any) -> Iterator[str]:
 
 
 def _kind(engine: Any) -> Iterator[str]:
-    """Engines that step no ZeRO partition, or not by themselves."""
+    """Kinds of engines that step no ZeRO partition, or not by themselves."""
     config = engine._config
     if engine.zero_optimization_stage() == 0:
         yield "ZeRO stage 0: set zero_optimization.stage to 1, 2 or 3 in DeepSpeed's configuration"
@@ -92,9 +92,7 @@ def _kind(engine: Any) -> Iterator[str]:
 
 
 def _offload(engine: Any) -> Iterator[str]:
-    """Masters and parameters that lie elsewhere. The optimizer in host memory is the one kind that
-    was tried.
-    """
+    """Offloads other than that of the optimizer to host memory, the only one that was tried."""
     optimizer = engine._config.zero_config.offload_optimizer
     parameters = engine._config.zero_config.offload_param
     if optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme:
@@ -181,7 +179,7 @@ def _communication(engine: Any) -> Iterator[str]:
 
 def _place(engine: Any, topology: Topology) -> Iterator[str]:
     """Worlds and meshes that do not fit the engine."""
-    mpu, mine, kind = installed(), topology_of(engine), topology.kind
+    mpu, mine, kind = installed(), topology_of(engine.mpu), topology.kind
     first = (
         "call deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and "
         "deepspeed.initialize is called"
@@ -216,8 +214,8 @@ def _inner(engine: Any) -> Iterator[str]:
 
 
 def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
-    """ZeRO steps a whole partition: gradients that arrive for a part of it, at some steps only,
-    would step the rest on zeros.
+    """Gradient channels that would step a part of a partition. ZeRO steps the whole, and so the
+    rest on zeros.
     """
     gradients = [c for c in config.channels if c.before_step]
     schedules = {
@@ -262,8 +260,8 @@ MUON_LINE = '"optimizer": {"type": "Muon", "params": {"muon_lr": ..., "adam_lr":
 
 
 def is_muon(optimizer: Any) -> bool:
-    """Whether it is DeepSpeed's Muon. Told by the name: its module compiles kernels when it is
-    imported.
+    """Whether an optimizer is DeepSpeed's Muon, by the name of its class: an import of that would
+    compile kernels.
     """
     return any(c.__name__ == MUON for c in type(optimizer).__mro__)
 
@@ -318,41 +316,19 @@ def warn(engine: Any, topology: Topology, anew: bool) -> None:
     """
     if replica(engine).rank:
         return
-    for text in (*_loaded(engine, topology, anew), *_data(engine, topology), *_muon(engine)):
+    for text in (*_loaded(engine, topology, anew), *_muon(engine)):
         log.warning("deepspeed_ext.attach found %s", text)
 
 
 def _loaded(engine: Any, topology: Topology, anew: bool) -> Iterator[str]:
-    """A checkpoint that was loaded ahead of `attach`. Whoever begins from a model that was trained
-    before does so on purpose.
+    """A checkpoint that was loaded before `attach`, which is right only to begin from a model that
+    was trained before.
     """
     if anew and engine.global_steps and topology.islands > 1:
         yield (
             f"an engine at step {engine.global_steps}, and no state of an exchange: parameters "
             "come from one replica, anchors and outer momenta begin anew. To resume a run, call "
             "engine.load_checkpoint(DIR) after attach, not before"
-        )
-
-
-def _data(engine: Any, topology: Topology) -> Iterator[str]:
-    """DeepSpeed's own loader deals rows to the ranks of one island: all islands get the same,
-    unless each was given its part. Seen where that is a `Subset`, or a selection of `datasets`.
-    """
-    loader = engine.training_dataloader
-    if topology.kind != "islands" or topology.islands == 1:
-        return
-    if not isinstance(loader, DeepSpeedDataLoader):
-        return
-    sampler, rows = loader.data_sampler, loader.dataset
-    dealt = isinstance(rows, Subset) or getattr(rows, "_indices", None) is not None
-    if dealt or type(sampler) is not DistributedSampler or not hasattr(rows, "__len__"):
-        return
-    if sampler.num_replicas == engine.seq_dp_world_size:
-        yield (
-            f"training_data of {counted(len(rows), 'row')}, which DeepSpeed deals to the ranks of "
-            "this island alone. Unless these are the island's own part, all islands train on the "
-            "same rows. A part is what split_dataset_by_island(rows) of "
-            "fsdp_demo.integrations.data gives"
         )
 
 

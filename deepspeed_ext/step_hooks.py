@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_demo.hosts.base import StepHooks
+from fsdp_demo.hosts.step_hooks import StepHooks
 
 from .partitions import Partitions
 
@@ -56,7 +56,7 @@ class EngineStepHooks(StepHooks):
         self._partitions.intercept(self._inner, self._gradients)
 
     def stop(self) -> None:
-        """Let go of the engine, which clips by itself again."""
+        """Undo `start`; the engine clips by itself again."""
         self._off += 1  # for whoever has wrapped it since
         if self._engine.__dict__.get("step") == self._wrapped:  # else somebody else's by now
             del self._engine.step
@@ -64,9 +64,10 @@ class EngineStepHooks(StepHooks):
             self._partitions.clip_again()
 
     def skip(self, base_step: Callable[[], None] | None) -> None:
-        """Make a tick of a step that was not taken; where the engine does not know of it, count it
-        there too, and drop what its backwards have left. The scheduler steps behind the base
-        step, as DeepSpeed's own order is."""
+        """Make a tick of a step that was not taken. One that the engine has not skipped itself is
+        counted there, too, and its gradients are dropped. The scheduler steps behind the base step,
+        as under DeepSpeed.
+        """
         self._refuse()
         engine = self._engine
         if self._skipped is None:
@@ -92,7 +93,7 @@ class EngineStepHooks(StepHooks):
             self._run_before()
 
     def _stepped(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of `engine.step`, which takes a step at the end of an accumulation only."""
+        """Replacement of `engine.step`, which takes a step at the end of an accumulation only."""
         self._refuse()
         engine, steps = self._engine, self._engine.global_steps
         if not self._off:  # a checkpoint that DeepSpeed has loaded may have brought another norm

@@ -29,13 +29,13 @@ class _Names(dict[Any, str]):
 
 
 def _names(engine: Any) -> dict[Any, str]:
-    """The name of every parameter of the model; ValueError for any other."""
+    """The names of the parameters of the model; a ValueError for any other key."""
     return _Names({p: n for n, p in engine.module.named_parameters()})
 
 
 class Flat(Partitions):
-    """Stages 1 and 2, and BF16_Optimizer: a group's tensors one after the other, cut into equal
-    parts.
+    """Masters of stages 1 and 2 and of BF16_Optimizer: the tensors of a parameter group one after
+    the other, cut into one equal part per rank.
     """
 
     def _groups(self) -> list[list[Any]]:
@@ -89,15 +89,12 @@ class Stage12(Flat):
         return list(self.zero.bit16_groups)
 
     def _offsets(self, index: int) -> dict[int, int]:
-        """With round_robin_gradients in another order than the group's, which DeepSpeed's own
-        `_hp_mapping` does not know.
+        """With round_robin_gradients the order is not that of the group. DeepSpeed's `_hp_mapping`
+        does not know it.
         """
-        order = zip(
-            self.zero.round_robin_bit16_groups[index],
-            self.zero.round_robin_bit16_offsets[index],
-            strict=True,
-        )
-        return {id(p): int(offset) for p, offset in order}
+        group = self.zero.round_robin_bit16_groups[index]
+        offsets = self.zero.round_robin_bit16_offsets[index]
+        return {id(p): int(offset) for p, offset in zip(group, offsets, strict=True)}
 
     @property
     def offloads(self) -> bool:
@@ -147,16 +144,8 @@ class Stage3(Partitions):
                 start = self.zero._get_param_partition_rank(p) * part
                 # the last ranks' parts may be padding
                 valid = max(0, min(part, p.ds_numel - start))
-                out.append(
-                    Fragment(
-                        i,
-                        names[p],
-                        tuple(p.ds_shape),
-                        start if valid else 0,
-                        offset if valid else 0,
-                        valid,
-                    )
-                )
+                first, place = (start, offset) if valid else (0, 0)
+                out.append(Fragment(i, names[p], tuple(p.ds_shape), first, place, valid))
                 offset += part
         return out
 
@@ -199,13 +188,8 @@ class Bf16(Flat):
 
     def _offsets(self, index: int) -> dict[int, int]:
         group = self.zero.bf16_groups[index]
-        return dict(
-            zip(
-                [id(p) for p in group],
-                accumulate([0, *(p.numel() for p in group[:-1])]),
-                strict=True,
-            )
-        )
+        offsets = accumulate([0, *(p.numel() for p in group[:-1])])
+        return {id(p): offset for p, offset in zip(group, offsets, strict=True)}
 
     def drop_gradients(self) -> None:
         self.zero.clear_hp_grads()
@@ -245,7 +229,7 @@ KINDS: dict[str, type[Partitions]] = {
 
 
 def adapter(engine: Any) -> Partitions:
-    """The adapter of an engine's wrapper.
+    """The view (`Partitions`) of an engine's ZeRO wrapper.
 
     Raises:
         ValueError: the engine shards nothing, or has a wrapper that is not known here.

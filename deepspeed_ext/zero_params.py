@@ -41,7 +41,7 @@ from .wrappers import adapter
 
 @dataclass(frozen=True)
 class _Piece:
-    """One shard inside a master: elements offset.. of it, seen in a shape."""
+    """One shard of a parameter: the elements of a master from `offset` on, viewed as `shape`."""
 
     master: int
     offset: int
@@ -90,7 +90,7 @@ class ZeroHost(TrainingHost):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
-        """The optimizer that ZeRO steps; DeepSpeed may exchange the object."""
+        """The optimizer that ZeRO steps, asked for anew: DeepSpeed may replace the object."""
         return [self.partitions.inner]
 
     @property
@@ -98,41 +98,32 @@ class ZeroHost(TrainingHost):
         norm = self.partitions.zero.clip_grad
         return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
 
-    def _flats(self, source: str) -> list[Tensor | None]:
-        """One flat tensor per master."""
-        masters = self.partitions.masters()
-        if source == "parameter":
-            return list(masters)
-        if source == "gradient":
-            return [m.grad for m in masters]
-        kept = [
-            self.partitions.inner.state.get(m, {}).get(source.removeprefix("state:"))
-            for m in masters
-        ]
-        return [
-            v if isinstance(v, Tensor) and v.shape == m.shape else None
-            for v, m in zip(kept, masters, strict=True)
-        ]
-
-    def _views(self, flats: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
-
     def tensors(self, source: str) -> list[Tensor | None]:
         """fp32 views into the masters, their gradients and their states."""
-        return self._views(self._flats(source))
+        flats = [self._flat(master, source) for master in self.partitions.masters()]
+        return [None if (flat := flats[p.master]) is None else p.view(flat) for p in self._pieces]
+
+    def _flat(self, master: Tensor, source: str) -> Tensor | None:
+        if source == "parameter":
+            return master
+        if source == "gradient":
+            return master.grad
+        kept = self.partitions.inner.state.get(master, {}).get(source.removeprefix("state:"))
+        return kept if isinstance(kept, Tensor) and kept.shape == master.shape else None
 
     def rates(self) -> list[float]:
         return [float(self.partitions.group_of(p.master)["lr"]) for p in self._pieces]
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """One pair per master."""
+        """The masters that have a state, with it."""
         state = self.partitions.inner.state
         return [(m, state[m]) for m in self.partitions.masters() if m in state]
 
     def init_optimizer_state(self) -> None:
-        """See `fsdp_demo.hosts.optimizers.fresh_state`. DeepSpeed's own Adam makes its state in a
-        step on zero gradients, with learning rate and decay zero, one master at a time; then
-        step counters are set back."""
+        """Make the state that a first step would make (`hosts/optimizers.py`). DeepSpeed's own
+        Adam makes it in a step on zero gradients, with learning rate and decay zero, one master at
+        a time; then step counters are set back.
+        """
         inner, masters = self.partitions.inner, self.partitions.masters()
         if any(m in inner.state for m in masters):
             return
@@ -158,7 +149,7 @@ class ZeroHost(TrainingHost):
                 counted["step"] = counted["step"] * 0
 
     def untrained_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """Under ZeRO-3 parameters lie in parts (`ds_tensor`)."""
+        """Of a parameter that ZeRO-3 has cut, this rank's part (`ds_tensor`)."""
         stepped = {s.name for s in self.params}
         named = ((plain_name(n), p) for n, p in model.named_parameters())
         left = {n: p for n, p in named if n not in stepped} | named_buffers(model)
@@ -224,7 +215,8 @@ class ZeroHost(TrainingHost):
             )
 
     def shard_position(self, rank: int, world: int) -> ShardPosition:
-        """A ZeRO rank holds one shard of as many as its data-parallel group has ranks; no copies.
+        """This rank's place among the shards: one per rank of ZeRO's data-parallel group, no
+        copies.
 
         Raises:
             ValueError: the group is not the island.
@@ -247,7 +239,7 @@ class ZeroHost(TrainingHost):
         skip: Callable[[], None],
         gradients: Callable[[], bool],
     ) -> EngineStepHooks:
-        """The engine's own count of steps."""
+        """Hooks on `engine.step`, which count the steps that the engine counts."""
         return EngineStepHooks(self.engine, self.partitions, before, after, skip, gradients)
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .config.channel import Channel, Phase
     from .config.load import load_config, preset
     from .config.methods import presets
-    from .config.methods.averages import half_life_multiples
     from .config.parts import Accumulator, Applier, Codec, Fragments, Reducer, SyncSchedule
     from .config.schema import ExchangeConfig
     from .errors import Mismatch, NeedsDecision, NotFinite, PeerLost, Stopped, WireError
@@ -52,7 +51,6 @@ __all__ = [
     "attach",
     "base_optimizer",
     "guard",
-    "half_life_multiples",
     "load_config",
     "preset",
     "presets",
@@ -70,7 +68,6 @@ _HOMES = {
     "config.channel": ("Channel", "Phase"),
     "config.load": ("load_config", "preset"),
     "config.parts": ("Accumulator", "Applier", "Codec", "Fragments", "Reducer", "SyncSchedule"),
-    "config.methods.averages": ("half_life_multiples",),
     "config.methods": ("presets",),
     "config.schema": ("ExchangeConfig",),
     "errors": ("Mismatch", "NeedsDecision", "NotFinite", "PeerLost", "Stopped", "WireError"),

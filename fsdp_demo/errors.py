@@ -52,7 +52,7 @@ def size(count: float) -> str:
 
 class PeerLost(RuntimeError):
     """A peer island died or was silent for longer than the timeout. What was in flight has not been
-    applied. Uncaught, it ends Python with status 75 (`status.end_by_lost_peers`).
+    applied. Uncaught, it ends Python with status 75 (`status.end_by_errors`).
 
     Attributes:
         unsaved: this island then failed to save what it has (a full disk): uncaught, the status is
@@ -122,7 +122,7 @@ class Stopped(RuntimeError):
 
 class NeedsDecision(ValueError):
     """A run cannot go on by itself: the sentence says what was found and what there is to choose
-    from. Scripts end with status 78.
+    from. Uncaught, it ends Python with status 78, without a traceback (`status.end_by_errors`).
 
     Example:
         >>> from fsdp_demo import NeedsDecision

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from .errors import PeerLost
+from .errors import NeedsDecision, PeerLost
 
 SAVED = 75
 """The rank saved what it has and can be resumed (EX_TEMPFAIL: try again later)."""
@@ -35,22 +35,26 @@ def tell_launcher(rank: int, status: int) -> None:
 
 def status_of(error: BaseException | None) -> int:
     """The status of a process that this error ends: 75 where others or the store caused it and no
-    save has failed, else 1.
+    save has failed, 78 where a person must decide, else 1.
 
     Example:
-        >>> [status_of(error) for error in (PeerLost("island 1"), RuntimeError("a bug"))]
-        [75, 1]
+        >>> errors = PeerLost("island 1"), NeedsDecision("which step?"), RuntimeError("a bug")
+        >>> [status_of(error) for error in errors]
+        [75, 78, 1]
     """
+    if isinstance(error, NeedsDecision):
+        return DECIDE
     return SAVED if isinstance(error, PeerLost) and not error.unsaved else 1
 
 
 _hooked = False
 
 
-def end_by_lost_peers() -> None:
-    """From now on a `PeerLost` that nobody catches ends this process with `status_of` it, in plain
-    loops, under the Trainer and DeepSpeed, and its launcher hears that. An interactive interpreter
-    goes on behind it instead.
+def end_by_errors() -> None:
+    """From now on a `PeerLost` or `NeedsDecision` that nobody catches ends this process with
+    `status_of` it, in plain loops, under the Trainer and DeepSpeed, and its launcher hears that. A
+    `NeedsDecision` is one line in the log, without a traceback. An interactive interpreter goes on
+    behind both instead.
     """
     global _hooked
     if _hooked or hasattr(sys, "ps1") or sys.flags.interactive:
@@ -58,11 +62,15 @@ def end_by_lost_peers() -> None:
     _hooked, before = True, sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        if status_of(error) == SAVED:
-            tell_launcher(int(os.environ.get("RANK", "0")), SAVED)
+        rank, status = int(os.environ.get("RANK", "0")), status_of(error)
+        if status != DECIDE:
+            before(kind, error, trace)
+        elif rank == 0:
+            logging.getLogger("fsdp_demo").error("%s", error)
+        if status != 1:
+            tell_launcher(rank, status)
             # the interpreter ends with it, as regularly as after any other error
-            raise SystemExit(SAVED)
+            raise SystemExit(status)
 
     sys.excepthook = hook
 

@@ -18,7 +18,7 @@ import torch
 
 from fsdp_demo import ring_all_reduce_bytes
 from fsdp_demo.errors import counted
-from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, table, tracked
+from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, summarise, table, tracked
 from fsdp_demo.tools.planner import PEAK
 from fsdp_demo.tools.report import make
 
@@ -272,33 +272,22 @@ class Report:
         """Write what there is to write; returns the summary (the same numbers on every rank of an
         island, seconds aside).
         """
-        values, metrics, islands = self._island(), self._metrics(), self.islands
-        seconds = time.monotonic() - self.began
-        sent, full = int(values["bytes_sent"]), self._bytes_full()
+        values, metrics = self._island(), self._metrics()
         speed = values["tokens"] / self._seconds()
+        totals = {**values, "tokens_per_second": speed, "bytes_full": self._bytes_full()}
         summary = {
-            "preset": self.exchange.config.preset,
-            "islands": islands,
-            "participants": list(self.exchange.participants),
+            **summarise(self.exchange, totals, time.monotonic() - self.began),
             "procs": self.procs,
             "steps": self.steps,
             "since": self.start,
-            "tokens": int(values["tokens"]),
             "parameters": self.parameters,
             "loss_start": self.validation[0][1],
             "loss_end": self.validation[-1][1],
             "global_loss": values["global_loss"],
-            "tokens_per_second": speed,
             "mfu": self._mfu(speed),
             "peak_memory": values["peak_memory"],
             "exchanges": metrics["exchanges"],
-            "bytes_sent_per_island": sent,
-            "bytes_full_per_island": full,
-            "ratio": full / sent if sent else None,
             "digests_equal": digests_equal,
-            "drift": self.exchange.drift,
-            "wait_share": values["seconds_waiting"] / seconds,
-            "seconds": seconds,
             "validation": self.validation,
             "hidden": hidden(metrics),
             **self.counters(),
@@ -372,6 +361,8 @@ class Report:
             agree = "one island is left"
         elif not whole:
             agree += f", of the {who}"
+        # an island that came back, or has another number of ranks, lacks the first evaluation
+        before = f"{summary['loss_start']:.3f} before, " if len(self.validation) > 1 else ""
         rows = [
             [
                 "preset",
@@ -379,10 +370,7 @@ class Report:
             ],
             *([] if whole else [["islands", f"{count} began, {who}"]]),
             *([["counted since step", str(summary["since"])]] if summary["since"] else []),
-            [
-                "validation loss",
-                f"{summary['loss_start']:.3f} before, {summary['loss_end']:.3f} after",
-            ],
+            ["validation loss", f"{before}{summary['loss_end']:.3f} after"],
             [
                 f"training loss, {'all islands' if whole else 'at the end'}",
                 "-" if summary["global_loss"] is None else f"{summary['global_loss']:.3f}",

@@ -105,7 +105,7 @@ def test_packaging_commands_start_without_torch() -> None:
         "store.server",
         "launch.rehearse",
         "launch.restarts",
-        "launch.run",
+        "launch.__main__",
         "config.methods",
         "status",
     )

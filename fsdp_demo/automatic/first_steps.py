@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..elastic.peer_group import PeerGroup
 from ..errors import counted, see
 from ..exchange.assembly import check
 from ..exchange.exchange import Exchange
-from ..exchange.sending import ExchangeRecord
+from ..exchange.ledger import ExchangeRecord
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import keeps_momentum
 from ..net.link import TCP_SHARE, Link
@@ -386,18 +386,23 @@ class _FirstSteps:
 
 
 class LinkHealth:
-    """Says when exchanges take longer than was planned, with the settings that would fit.
+    """The comparison of a run's exchanges with the plan: a warning, once, where they take longer.
 
     Called at the end of every step; no communication. It never changes the method.
+
+    Args:
+        situation: that the method was chosen for.
+
+    Attributes:
+        planned: seconds of an exchange by that plan.
     """
 
     def __init__(self, exchange: Exchange, situation: Situation):
-        self._exchange, self._situation = exchange, situation
+        self._exchange, self._link = exchange, situation.link
         self._seen: ExchangeRecord | None = None  # the newest that was looked at
         self._late, self._said = list[float](), False
-        link = situation.link
         self._bits = 8 * plan_row(situation, exchange.config).bytes_per_exchange
-        self.planned = self._bits / (link.bits_per_second or math.inf) + 2 * link.rtt
+        self.planned = self._bits / (self._link.bits_per_second or math.inf) + 2 * self._link.rtt
 
     def __call__(self) -> None:
         for record in self._exchange.timeline(self._seen):
@@ -408,28 +413,14 @@ class LinkHealth:
             self._late = [*self._late, took] if took > LATE * self.planned + 0.05 else []
             if len(self._late) == ROUNDS and not self._said and self._exchange.topology.rank == 0:
                 self._said = True
-                log.warning("auto: %s", self.advice(self._late))
+                self._warn(statistics.median(self._late))
 
-    def advice(self, late: Sequence[float]) -> str:
-        """What to say of exchanges that took so many seconds."""
-        s, took = self._situation, statistics.median(late)
-        text = (
-            f"the last {len(late)} exchanges took {took:.3g} s, where {self.planned:.2g} s "
-            f"were planned for {s.link}: the link has become slower, or an island comes late"
-        )
-        # what the rate must be if the round trip is as it was
-        rate = self._bits / (took - 2 * s.link.rtt)
-        there = replace(s, link=Link(coarse(rate), s.link.rtt))
-        now = plan_row(there, self._exchange.config)
-        text += f". On {there.link} the method keeps {now.compute_utilisation:.1%} of the time"
-        try:
-            fits = chosen(there, self._exchange.host)
-        except ValueError:
-            return text
-        if fits.row.compute_utilisation <= now.compute_utilisation:
-            return f"{text} for compute, and no other setting keeps more"
-        return (
-            f"{text} for compute; {fits.row.name} ({fits.row.settings}) would keep "
-            f"{fits.row.compute_utilisation:.1%}. The method stays as it is; to change it, resume "
-            "with that one by name and a fresh exchange"
+    def _warn(self, took: float) -> None:
+        """Say how long exchanges take, in seconds, and which rate would explain it."""
+        rate = self._bits / (took - 2 * self._link.rtt)
+        log.warning(
+            "auto: the last %d exchanges took %.3g s, where %.2g s were planned for %s: the link "
+            "has become slower, or an island comes late. The method stays as it is. To see which "
+            "would fit: fsdp-demo plan --link %s",
+            *(ROUNDS, took, self.planned, self._link, Link(coarse(rate), self._link.rtt)),
         )

@@ -15,13 +15,13 @@ from typing import Any
 from ..config.schema import ExchangeConfig
 from ..peers.votes import Ranks
 from ..rendezvous.topology import Topology
-from ..store import messages
+from ..store import connection
 from .exchange_state import load_exchange
 from .folders import damaged
 
 log = logging.getLogger("fsdp_demo")
 
-LARGEST = messages.LARGEST // 2
+LARGEST = connection.LARGEST // 2
 """Bytes of JSON that a donor's host tells: counters and settings, no data of the training. The rest
 of the note, and what is quoted in it, have as much room.
 """

@@ -102,7 +102,6 @@ def add_export(commands: Commands) -> None:
     sub.add_argument(
         "--tokenizer", metavar="ID", help="hub id or folder (default: the one saved with the run)"
     )
-    sub.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this repository")
     sub.set_defaults(run_command=export)
 
 
@@ -124,8 +123,6 @@ def export(args: argparse.Namespace) -> int:
         island=args.island,
         model=args.model,
         tokenizer=args.tokenizer,
-        push_to_hub=args.push_to_hub,
     )
-    uploaded = f"; uploaded to {args.push_to_hub}" if args.push_to_hub else ""
-    print(f"{args.out}: step {chosen.step}, {chosen.says}{uploaded}")
+    print(f"{args.out}: step {chosen.step}, {chosen.says}")
     return 0

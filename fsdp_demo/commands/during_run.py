@@ -14,9 +14,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+from ..errors import counted
 from ..launch.command_line import USAGE_ERROR, Commands
 from ..launch.processes import end_with_parent, shell_status
+from ..store.client import Store
 
 OPEN_FILES = 1 << 16  # descriptors: one for each connection of each rank of all islands
 
@@ -165,11 +168,73 @@ def status(args: argparse.Namespace) -> int:
     """Say who the members of a run are and how far they are; 1 if nobody answers, unless the run
     is finished.
     """
-    from ..rendezvous.run_status import members, text
     from ..rendezvous.topology import Topology
 
     topology = Topology.from_env({"ISLAND_COUNT": "2", **os.environ, "ISLAND_RANK": "0"})
-    found = members(topology.open_store(10.0), topology.run, topology.token)
-    print(json.dumps(found, indent=2) if args.json else text(found))
+    found = members_of(topology.open_store(10.0), topology.run, topology.token)
+    print(json.dumps(found, indent=2) if args.json else status_text(found))
     answered = any(not one.get("silent") for one in found["members"])
     return 0 if answered or found["state"] == "finished" else 1
+
+
+def members_of(store: Store, run: str, token: str = "") -> dict[str, Any]:
+    """The members of a run as the store knows them, each with what the listener of its first peer
+    group says. The store is read only.
+
+    Returns:
+        `run`, `attempt`; `state` ("nobody has met", "members", "left", "finished"); `epoch`;
+        `members`: per island its slot, life (how often its slot was started before), and from its
+        listener step messages `launched` and `delivered`, `heard` (seconds since each other island
+        was heard); or `silent` where the listener does not answer.
+
+    Raises:
+        StoreSilent: no answer. ValueError: what stands there cannot be read.
+    """
+    from ..elastic.store_session import newest
+    from ..rendezvous.attempts import listeners
+
+    attempt = store.get(f"{run}/attempt")
+    found: dict[str, Any] = {
+        "run": run,
+        "attempt": attempt,
+        "state": "nobody has met",
+        "epoch": None,
+        "members": [],
+    }
+    if not attempt:
+        return found
+    above = store.under(f"{run}/{attempt}")
+    at = above.under(above.get("begun") or "0")
+    record = newest(at)
+    if record is None:
+        return found
+    found["state"] = (
+        "finished" if above.get("finished") else "left" if above.get("ended") else "members"
+    )
+    found["epoch"] = record.epoch
+    for member, answer in listeners(at, record.members, token):
+        one: dict[str, Any] = {"slot": member.slot, "life": member.incarnation}
+        found["members"].append({**one, **(answer or {"silent": True})})
+    return found
+
+
+def status_text(found: dict[str, Any]) -> str:
+    """The result of `members_of` as lines of text."""
+    head = f"run {found['run']}, attempt {found['attempt'] or '-'}: {found['state']}"
+    if found["epoch"] is None:
+        return head
+    lines = [f"{head}; epoch {found['epoch']}, {counted(len(found['members']), 'island')}"]
+    over = found["state"] == "finished"
+    silent = "has ended with the run" if over else "its listener does not answer"
+    for one in found["members"]:
+        name = f"  island {one['slot']}" + (f" (life {one['life']})" if one["life"] else "")
+        if "heard" not in one:
+            lines.append(f"{name}: {silent}")
+            continue
+        heard = ", ".join(f"{slot} {age:.1f} s ago" for slot, age in sorted(one["heard"].items()))
+        joining_island = f"; {one['joining']} joins" if one.get("joining") else ""
+        lines.append(
+            f"{name}: {counted(one['delivered'], 'message')} delivered, "
+            f"heard {heard or 'nobody'}{joining_island}"
+        )
+    return "\n".join(lines)

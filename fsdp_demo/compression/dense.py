@@ -1,4 +1,4 @@
-"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `quantize.py`;
+"""Whole vectors as bytes: rows of 4096 values and a shorter last one, each coded by `formats.py`;
 and the parts into which a reduce cuts them.
 
 Codes under 8 bits are never summed in their own code: either all codes reach everybody (`gathers`),
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config.names import FORMATS
 from ..config.parts import BLOCK
-from . import quantize
+from . import formats
 from .formats import EXACT
 
 STEP = 256  # rows of 4096 that are coded at once where a whole vector would be a second one
@@ -36,17 +36,15 @@ def gathers(code: str, size: int) -> bool:
 def num_bytes(code: str, n: int) -> int:
     """Bytes of a coded vector of n values."""
     rows, rest = divmod(n, BLOCK)
-    return quantize.num_bytes(code, rows, BLOCK) + (
-        quantize.num_bytes(code, 1, rest) if rest else 0
-    )
+    return formats.num_bytes(code, rows, BLOCK) + (formats.num_bytes(code, 1, rest) if rest else 0)
 
 
 def encode(code: str, v: Tensor) -> Tensor:
     """The bytes of a vector fp32 [n]: uint8 [num_bytes]."""
     rows, rest = divmod(v.numel(), BLOCK)
-    parts = [quantize.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
+    parts = [formats.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
     return (
-        torch.cat([*parts, quantize.encode(code, v[rows * BLOCK :].view(1, rest))])
+        torch.cat([*parts, formats.encode(code, v[rows * BLOCK :].view(1, rest))])
         if rest
         else parts[0]
     )
@@ -75,10 +73,10 @@ def decode_into(code: str, data: Tensor, out: Tensor, alpha: float | None = None
     vector of its length.
     """
     rows, rest = divmod(out.numel(), BLOCK)
-    size = quantize.num_bytes(code, rows, BLOCK)
-    quantize.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
+    size = formats.num_bytes(code, rows, BLOCK)
+    formats.decode(code, data[:size], rows, BLOCK, out[: rows * BLOCK].view(rows, BLOCK), alpha)
     if rest:
-        quantize.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
+        formats.decode(code, data[size:], 1, rest, out[rows * BLOCK :].view(1, rest), alpha)
 
 
 def rounded(code: str, v: Tensor) -> Tensor:
@@ -100,15 +98,15 @@ def add_part(code: str, data: Tensor, n: int, begin: int, target: Tensor, alpha:
     """Add `alpha` times a part of a coded vector of n values, from element `begin` on, to `target`
     (fp32). `begin` is a multiple of 4096, and so is the end, or it is that of the vector.
     """
-    rows, size = target.numel() // BLOCK, quantize.num_bytes(code, n // BLOCK, BLOCK)
+    rows, size = target.numel() // BLOCK, formats.num_bytes(code, n // BLOCK, BLOCK)
     if rows:
-        split = [quantize.split_bytes(code, data[:size], n // BLOCK, BLOCK)]
-        found = quantize.decode_rows(code, split, n // BLOCK, BLOCK, begin // BLOCK, rows)
+        split = [formats.split_bytes(code, data[:size], n // BLOCK, BLOCK)]
+        found = formats.decode_rows(code, split, n // BLOCK, BLOCK, begin // BLOCK, rows)
         target[: rows * BLOCK].add_(found.view(-1), alpha=alpha)
     rest = target.numel() - rows * BLOCK
     if rest:
         target[rows * BLOCK :].add_(
-            quantize.decode(code, data[size:], 1, rest).view(-1), alpha=alpha
+            formats.decode(code, data[size:], 1, rest).view(-1), alpha=alpha
         )
 
 
@@ -122,12 +120,12 @@ def encode_all(spans: Sequence[tuple[int, str]], parts: Sequence[Tensor]) -> Ten
     """
     data, at = torch.empty(total_bytes(spans), dtype=torch.uint8, device=parts[0].device), 0
     for (n, code), v in zip(spans, parts, strict=True):
-        rows, size = n // BLOCK, quantize.num_bytes(code, n // BLOCK, BLOCK)
+        rows, size = n // BLOCK, formats.num_bytes(code, n // BLOCK, BLOCK)
         for lo in range(0, rows, STEP):
             some = v[lo * BLOCK : min(lo + STEP, rows) * BLOCK].view(-1, BLOCK)
-            quantize.encode_rows(code, some, data[at : at + size], rows, lo)
+            formats.encode_rows(code, some, data[at : at + size], rows, lo)
         if n % BLOCK:
-            rest = quantize.encode(code, v[rows * BLOCK :].view(1, -1))
+            rest = formats.encode(code, v[rows * BLOCK :].view(1, -1))
             data[at + size : at + size + len(rest)] = rest
         at += num_bytes(code, n)
     return data

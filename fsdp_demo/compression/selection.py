@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..config.parts import BLOCK
-from .windows import CACHED, upload
+from .windows import upload
 
 # ---- the largest coefficients of a block -------------------------------------------------------
 
@@ -31,13 +31,9 @@ except ImportError:  # built without a C compiler
 
 log = logging.getLogger("fsdp_demo")
 
-# up to this many of a block: rows of a column whose maxima are looked at, coarse and fine
-LEVELS = ((16, (64, 8)), (128, (16, 4)))
 MOST = 256
 """As many of a block `_topk.c` selects at most."""
 _SAID: list[bool] = []
-# all bits but the sign: a tensor, or each call would make one
-MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device="cpu")
 
 
 def top_k(a: Tensor, k: int) -> Tensor:
@@ -49,22 +45,17 @@ def top_k(a: Tensor, k: int) -> Tensor:
         k: 1 <= k <= m.
 
     Returns:
-        int64 [n, k], the same on every device. Elsewhere than on a CPU nothing that depends on the
-        data decides what is done, so that no device has to be waited for.
+        int64 [n, k], the same on every device. Nothing that depends on the data decides what is
+        done, so that no device has to be waited for.
     """
     n, m = a.shape
     if k >= m:
         return torch.arange(m, device=a.device).expand(n, m)
-    if a.device.type != "cpu":
-        return _grouped(a, k) if m == BLOCK and k <= 64 else _exact(a, k)
-    if m < BLOCK or not a.is_contiguous():
+    if m < BLOCK:
         return _exact(a, k)
-    if _topk is not None and k <= MOST:
-        return _in_c(a, k)
-    for most, rows in LEVELS:
-        if k <= most:
-            return _descend(a, k, *rows)
-    return _exact(a, k)
+    if a.device.type != "cpu":
+        return _grouped(a, k) if k <= 64 else _exact(a, k)
+    return _in_c(a, k) if _topk is not None and k <= MOST and a.is_contiguous() else _exact(a, k)
 
 
 def _in_c(a: Tensor, k: int) -> Tensor:
@@ -115,50 +106,6 @@ def _grouped(a: Tensor, k: int) -> Tensor:
     first = found // 1024 * 1024 + found % 64
     place = (first[:, :, None] + index[:1024:64]).view(n, -1)
     return _chosen(keys.view(n, BLOCK).gather(1, place), k)
-
-
-def _descend(a: Tensor, k: int, coarse: int, fine: int) -> Tensor:
-    """Top k of contiguous blocks on a CPU, by maxima of `coarse` rows of a column, of the `fine`
-    rows in the k best of those, and of the elements in the k best of these.
-
-    Groups run down columns because element-wise maxima of rows vectorise. Where just k maxima reach
-    the k-th largest, all that is as large as any of the top k lies in their groups; in rows with
-    ties there (rare, but for blocks of zeros) all elements are sorted.
-    """
-    n, step = len(a), min(len(a), CACHED)  # so few that their magnitudes stay in the cache
-    small = a.new_empty(n, 64 // fine, 64, dtype=torch.int32)
-    memory = a.new_empty(step, BLOCK, dtype=torch.int32)
-    for some, out in zip(a.view(torch.int32).split(step), small.split(step), strict=True):
-        magnitude = torch.bitwise_and(some, MAGNITUDE, out=memory[: len(some)])
-        torch.amax(magnitude.view(-1, 64 // fine, fine, 64), 2, out=out)
-    per = coarse // fine
-    large = torch.amax(small.view(n, 64 // coarse, per, 64), 2)
-    group, tied = _best(large.view(n, -1), k)
-    place = _members(group, per)
-    best, also = _best(small.view(n, -1).gather(1, place), k)
-    place = _members(place.gather(1, best), fine)
-    index = _chosen(_keys(_bits(a.gather(1, place)), place), k)
-    for rows in (tied, also):
-        if rows is not None:
-            index[rows] = _exact(a[rows], k)
-    return index
-
-
-def _members(group: Tensor, count: int) -> Tensor:
-    """Where the `count` rows of each group lie one level further down, int64 [n, k * count]; a
-    level has 64 columns.
-    """
-    first = (group & ~63).mul_(count).add_(group & 63)
-    return (first[:, :, None] + torch.arange(0, 64 * count, 64, device="cpu")).view(len(group), -1)
-
-
-def _best(maxima: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-    """Indices of the k largest of each row, and which rows have more than k that reach the k-th
-    largest; None if there are none.
-    """
-    values, index = torch.topk(maxima, k, dim=1, sorted=False)
-    reach = maxima >= values.amin(1, keepdim=True)
-    return index, None if int(reach.count_nonzero()) == index.numel() else reach.sum(1) > k
 
 
 def random(size: int, k: int, count: int, number: int, seed: int, device: torch.device) -> Tensor:

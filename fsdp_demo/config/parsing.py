@@ -257,43 +257,38 @@ def read_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} has {len(text):,} characters, allowed are {LONGEST:,}")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if _values(root, {}) > MOST:
-            raise ValueError(
-                f"{where} has more than {MOST:,} values, each alias counted as what it stands for"
-            )
-        data = yaml.safe_load(text)
+        _check_keys(root, where)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is no yaml: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply, or in itself") from None
+
+
+def _check_keys(root: yaml.Node | None, where: str) -> None:
+    """Refuse a key that stands twice, and more than `MOST` values."""
     lines: dict[str, int] = {}
-    for path, line in _keys(root, ""):
+    for path, line in _values(root, ""):
         if path in lines:
             raise ValueError(
                 f"{where}: {path} stands twice, in line {lines[path]} and in line {line}: "
                 "remove one of them"
             )
         lines[path] = line
-    return data
+        if len(lines) > MOST:
+            raise ValueError(
+                f"{where} has more than {MOST:,} values, each alias counted as what it stands for"
+            )
 
 
-def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """How many values a node stands for. Raises RecursionError for one that stands in itself."""
-    if id(node) not in known:
-        inner: list[yaml.Node] = []
-        if isinstance(node, yaml.CollectionNode):
-            pairs = isinstance(node, yaml.MappingNode)
-            inner = [n for pair in node.value for n in pair] if pairs else node.value
-        known[id(node)] = 1 + sum(_values(n, known) for n in inner)
-    return known[id(node)]
-
-
-def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """Every key as a dotted path, and its line, from 1."""
+def _values(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """The dotted path of every key and of every item of a list, and its line, from 1."""
+    inner: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            yield from _keys(item, f"{prefix.removesuffix('.')}[{i}].")
+        inner = [(f"{prefix}[{i}]", item, item) for i, item in enumerate(node.value)]
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield f"{prefix}{key.value}", key.start_mark.line + 1
-            yield from _keys(value, f"{prefix}{key.value}.")
+        dot = "." if prefix else ""
+        inner = [(f"{prefix}{dot}{key.value}", key, value) for key, value in node.value]
+    for path, key, value in inner:
+        yield path, key.start_mark.line + 1
+        yield from _values(value, path)

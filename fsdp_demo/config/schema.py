@@ -227,6 +227,15 @@ class ExchangeConfig:
             c.before_step and c.accumulator is None and not c.applier.sign for c in self._training
         )
 
+    def clipped_once(self, norm: float) -> tuple[ExchangeConfig, float]:
+        """The configuration, and the norm left to a host (Trainer, DeepSpeed) that clips by `norm`;
+        0: none. Where the method clips the mean gradient, or by one norm over the islands, the
+        exchange clips; else the host clips each replica's own gradient.
+        """
+        if self.clips_mean or self.clip_scope == "islands":
+            return self.changed({"clip": norm or None}), 0.0
+        return self.changed({"clip": None}), norm
+
     @property
     def needs_gradients(self) -> bool:
         """Whether the exchange reads or changes gradients: it exchanges or clips them."""

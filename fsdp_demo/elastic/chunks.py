@@ -1,8 +1,8 @@
 """Pieces of messages on the connections to the other islands: cut into megabytes, dealt to the
 connections, put together again.
 
-Room is made only for what this rank waits for. The first megabyte of a piece holds its header; room
-for the rest is made when that has been read and its length is as it must be.
+Room is made only for what this rank waits for. The first megabyte of a piece holds its header, and
+is read where the library has it; room is made when its length is as it must be.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import Mismatch, WireError
 from ..membership.protocol_types import Member, Piece
 from ..peers.connection import PeerConnection
 from ..peers.connection import QueuedPiece as Moving
-from ..peers.header import HEADER, Header, Sealed, check_body, claimed, open_head
+from ..peers.header import HEADER, Header, Sealed, check_body, claimed, memory, open_head
 from ..peers.pieces import LARGEST
 from ..peers.poller import Poller
 from .message_state import EarlyMessage, RoundMessage
@@ -42,8 +42,7 @@ class Stream:
     Attributes:
         message, piece: what is received. sender: the peer. owners: of the parts of the message, in
             the view in which the piece was asked for.
-        first: the first megabyte, until its header has been read. sealed: header and body, complete
-            when no room of `moving` is open.
+        sealed: header and body, complete when no room of `moving` is open.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class Stream:
         owners: tuple[Member, ...],
     ):
         self.message, self.piece, self.sender, self.owners = message, piece, sender, owners
-        self.first = torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
-        self.sealed = Sealed(self.first[:0], self.first[:0])
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.sealed = Sealed(nothing, nothing)
         self.header: Header | None = None
         self.moving: deque[Moving] = deque()
         self._crc = 0
@@ -68,27 +67,28 @@ class Stream:
             WireError: see `open_head`; or the megabyte is shorter than it must be: the rest of its
                 room holds old bytes, which may even be the right ones.
         """
-        whole = moving.size
-        if self.header is None:
-            self._open(label)
-            whole = HEADER.size + len(_cut(self.sealed.body)[0])
+        opens, whole, first = self.header is None, moving.size, self.sealed.body[:0]
+        if opens:
+            # of one that is too short the checksum of the header does not fit
+            self._open(bytes(moving.view[: HEADER.size]).ljust(HEADER.size, b"\0"), label)
+            first = _cut(self.sealed.body)[0]
+            whole = HEADER.size + first.numel()
         if moving.came != whole:
             raise WireError(f"{label} sent {moving.came} of {whole} bytes of a piece: damaged")
+        if first.numel():
+            memoryview(memory(first)).cast("B")[:] = moving.view[HEADER.size :]
 
-    def _open(self, label: str) -> None:
-        theirs, length = claimed(self.first)
+    def _open(self, head: bytes, label: str) -> None:
+        theirs, length = claimed(head)
         limit = self.message.limit(self.piece.what, self.piece.of, self.owners)
         loose = self.message.longest is not None and self.piece.what in ("body", "early")
         if loose and not 0 < length <= limit:
             raise WireError(f"{label} claims a text of {length} bytes: allowed are 1 to {limit}")
         message = self.message
         expected = message.expected(self.piece.what, theirs)
-        self.header, self._crc = open_head(self.first, expected, length if loose else limit, label)
+        self.header, self._crc = open_head(head, expected, length if loose else limit, label)
         body = message.room(self.piece, self.owners, length)
-        here = _cut(body)[0]
-        here.copy_(self.first[HEADER.size : HEADER.size + len(here)])
-        self.sealed = Sealed(self.first[: HEADER.size].clone(), body)
-        self.first = self.first[:0]
+        self.sealed = Sealed(torch.frombuffer(bytearray(head), dtype=torch.uint8), body)
 
     def check(self, label: str) -> None:
         """Compare the body with its checksum. Raises WireError."""
@@ -141,13 +141,13 @@ class Streams:
         sender: Member,
         owners: tuple[Member, ...] = (),
     ) -> None:
-        """Make room for the first megabyte of a piece, unless it is waited for already."""
+        """Wait for the first megabyte of a piece, unless it is waited for already."""
         if (message.n, piece) in self._waiting or sender not in self._connections:
             return
         stream = self._waiting[message.n, piece] = Stream(message, piece, sender, owners)
-        self._post(stream, [stream.first], 0)
+        self._post(stream, [None], 0)
 
-    def _post(self, stream: Stream, rooms: Sequence[Tensor], first: int) -> None:
+    def _post(self, stream: Stream, rooms: Sequence[Tensor | None], first: int) -> None:
         wires = self._connections[stream.sender][: stream.message.num_connections]
         number = _number(stream.message.n, stream.piece)
         for i, room in enumerate(rooms, first):
@@ -206,8 +206,8 @@ class Streams:
 
 def _cut(body: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
     """The part of a body that goes with the header, and the megabytes behind it."""
-    first = body[: LARGEST - HEADER.size]
-    return first, body[len(first) :].split(LARGEST) if len(first) < len(body) else ()
+    first = LARGEST - HEADER.size
+    return body[:first], body[first:].split(LARGEST) if body.numel() > first else ()
 
 
 def _number(n: int, piece: Piece) -> int:

@@ -28,10 +28,9 @@ from ..peers.header import WITHIN
 from ..peers.poller import Poller
 from .failure_detector import SOON, FailureDetector, ProgressWatch
 from .join_server import JoinServer
-from .leaving import EarlyPieces, Stopping
-from .message_io import Traffic
+from .message_io import EarlyPieces, Traffic
 from .message_state import RoundMessage
-from .network_loop import CLOSED, LAST_WORD, NetworkLoop
+from .network_loop import CLOSED, LAST_WORD, NetworkLoop, Stopping
 from .store_session import StoreSession
 
 log = logging.getLogger("fsdp_demo")

@@ -180,7 +180,7 @@ class JoinServer:
         return self._let_in(Member(found.slot, found.incarnation), found.name[:200])
 
     def _status(self) -> dict[str, Any]:
-        """How this rank stands, for `rendezvous/run_status.py`."""
+        """How this rank stands, for `fsdp-demo status`."""
         rank, island, now = self.loop.machine, self.joining_island, time.monotonic()
         notes = self.loop.detector.notes
         return {

@@ -1,4 +1,5 @@
-"""The messages of one rank that are kept, and their pieces on the connections to the other islands.
+"""The messages of one rank that are kept, and their pieces on the connections to the other islands;
+what an island that leaves sends ahead of its time.
 
 All of it runs in the network thread, but the calculations (`message_state.py`), which run in the
 thread that waits for the message.
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from ..errors import PeerLost, WireError
 from ..membership import protocol_events
@@ -18,6 +20,7 @@ from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN, Sealed
 from ..peers.poller import Poller
 from .chunks import Stream, Streams
+from .failure_detector import SOON
 from .message_state import Due, EarlyMessage, RoundMessage
 from .network_loop import NetworkLoop
 
@@ -283,3 +286,62 @@ class Traffic:
             for f in record.forwards
             if f.peer_group == rank.rank and rank.me in f.to
         }
+
+
+class EarlyPieces:
+    """The contribution to the coming message that an island sends before it leaves (early-part):
+    its offer, and the answers of the peers that keep it. Runs in the network thread, but for
+    `send`.
+    """
+
+    def __init__(self, loop: NetworkLoop, traffic: Traffic):
+        self._loop, self._traffic = loop, traffic
+        self._going: EarlyMessage | None = None
+        self._offered, self._kept_by, self._nobody = set[Member](), set[Member](), False
+
+    def send(self, early: EarlyMessage, seconds: float) -> bool:
+        """Offer an early message, and wait; whether the peers keep it within so many seconds. In
+        the thread that exchanges.
+        """
+        self._loop.do(lambda: self.begin(early))
+        self._loop.wait(lambda: self._is_kept() or self._nobody, seconds)
+        return self._is_kept()
+
+    def begin(self, early: EarlyMessage) -> None:
+        """Offer an early message from now on."""
+        self._going = early
+        self.offer()
+
+    def offer(self) -> None:
+        """Send the early message in this view, since nothing of the view before arrives any more. A
+        long one goes to one island only, which forwards it in the change of members.
+        """
+        early, rank, notes = self._going, self._loop.machine, self._loop.detector.notes
+        if early is None or rank.state != "running":
+            return
+        to = [m for m in rank.record.contributors(early.n) if m != rank.me]
+        assert early.data is not None
+        to = to if early.data.size <= SHORT else to[:1]
+        self._offered, self._nobody = set(to), not to
+        word = ["early", early.n, early.kind]
+        self._loop.detector.say(word, [notes[m] for m in to if m in notes])
+        for m in to:
+            self._traffic.send_early(early, Piece("early", rank.me), m)
+
+    def _is_kept(self) -> bool:
+        return bool(self._offered) and self._offered <= self._kept_by
+
+    def hear(self, word: list[Any], member: Member) -> None:
+        """Make room for what a peer offers. Raises ValueError for an offer that cannot be."""
+        n, kind, rank = int(word[1]), word[2], self._loop.machine
+        if rank.state == "frozen":  # the sender may have adopted the next view already
+            self._loop.later(SOON, lambda: self.hear(word, member))
+            return
+        if kind not in ("gather", "mixed") or n > rank.landed + 2 * rank.window:
+            raise ValueError(f"message {n} of kind {kind!r:.20}")
+        self._traffic.expect_early(member, n, kind, Piece("early", member))
+
+    def hear_kept(self, n: int, member: Member) -> None:
+        """Note that a peer keeps this island's early message."""
+        if self._going is not None and n == self._going.n:
+            self._kept_by.add(member)

@@ -149,10 +149,12 @@ class RoundMessage:
 
     def room(self, piece: Piece, owners: Sequence[Member], size: int) -> Tensor:
         """Where the body of a piece is to lie: uint8 [size]."""
-        if piece.what != "part" or not self._in_place:
+        # the first of the shares lies where their mean will be
+        first = piece.what == "share" and piece.of == next(m for m in owners if m != self.me)
+        if not (first or piece.what == "part") or not self._in_place:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         at = collectives.coding.cuts(self.spans[0][0], "fp32", len(owners))
-        j = owners.index(piece.of)
+        j = owners.index(self.me if first else piece.of)
         return self._mean(piece.attempt)[at[j] : at[j + 1]].view(torch.uint8)
 
     @property

@@ -1,7 +1,13 @@
-"""The loop of one member in the network thread: turns, jobs of other threads, and their waits.
+"""The loop of one member in the network thread: turns, jobs of other threads, and their waits; and
+how islands that are all told to end stop together.
 
-It knows no protocol: a turn is the driver's (`driver.py`). The parts of the driver get the loop for
-what they share: the membership machine as it is now, the connections, and the thread.
+What is done in a turn is the driver's (`driver.py`). The parts of the driver get the loop for what
+they share: the membership machine as it is now, the connections, and the thread.
+
+An island that is told alone leaves the others, which train on (`message_io.EarlyPieces`). Islands
+of which all are told *stop together*, between the same messages. Each of their ranks says which is
+the first message that it never sends. A message that some member never sends is *abandoned*: nobody
+gets its answer, and an island that has sent it saves it as unsent.
 """
 
 from __future__ import annotations
@@ -11,10 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
+from ..errors import PeerLost
 from ..membership.machine import Rank
+from ..membership.protocol_types import Member
 from ..peers.poller import Poller
 from .failure_detector import BEAT, SOON, FailureDetector
+from .message_state import RoundMessage
 
 log = logging.getLogger("fsdp_demo")
 
@@ -29,6 +39,9 @@ STOPPED = 2.0
 """Seconds between two turns after which the process itself must have been stopped: the others are
 not to blame for their silence then.
 """
+
+ABANDONED = "all islands are told to end, and not all send this message: it is saved as unsent"
+"""The error of a message whose answer does not come."""
 
 
 class NetworkLoop:
@@ -146,3 +159,114 @@ class NetworkLoop:
     def _is_said(self) -> bool:
         """Whether what was said last has left: closing the connections drops what waits here."""
         return not any(wire.waiting and not wire.gone for wire in self.detector.wires)
+
+
+class Stopping:
+    """What one rank and its peers say about their end. Runs in the network thread, but for
+    `stop_with_all`; the attributes are read from any thread.
+
+    Attributes:
+        wish: asked whether this rank was told to end.
+        together: all members are told to end. gave_up: a message of this rank is abandoned.
+    """
+
+    def __init__(self, loop: NetworkLoop):
+        self._loop = loop
+        self.wish: Callable[[], bool] = lambda: False
+        self.together = self.gave_up = False
+        self._told: set[Member] = set()
+        self._ends: dict[Member, int] = {}
+        self._applied_at: dict[Member, int] = {}
+        self._said: list[Any] = []
+
+    def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
+        """The wait of a rank that launches nothing more (`PeerGroup.stop_with_all`), in the thread
+        that exchanges.
+        """
+        self._loop.do(lambda: self.end(applied_at))
+        if not self._loop.wait(self._settled, seconds):
+            return None
+        return max(self._applied_at.values(), default=-1)
+
+    def look(self, again: bool = False) -> None:
+        """Tell the others that this rank was told to end, and where it ends: once for each change,
+        or `again`.
+        """
+        rank, detector = self._loop.machine, self._loop.detector
+        if self.wish():
+            self._told.add(rank.me)
+        if rank.me not in self._told or rank.state in ("left", "expelled"):
+            return
+        self.together |= self._told >= set(rank.record.members) - rank.lost
+        word = [
+            "stops",
+            self._ends.get(rank.me, -1),
+            self.together,
+            self._applied_at.get(rank.me, -1),
+        ]
+        if word != self._said or again:
+            self._said = word
+            detector.say(word, [*detector.notes.values(), *detector.siblings.values()])
+
+    def hear(self, word: list[Any], member: Member | None) -> None:
+        """The word of a peer that is told to end; of another rank of this island where `member` is
+        None. A peer that says that all are told to end has heard so from each.
+        """
+        me = self._loop.machine.me
+        ends, together, applied_at = int(word[1]), bool(word[2]), int(word[3])
+        if member is None:
+            self._told.add(me)
+        else:
+            self._told.add(member)
+            self.together |= together and me in self._told
+            if ends >= 0:
+                self._ends.setdefault(member, ends)
+            if applied_at >= 0:
+                self._applied_at[member] = applied_at
+
+    def end(self, applied_at: int = -1) -> None:
+        """Note that this rank sends no further message, since all islands are told to end: another
+        rank of this island may have heard so first. `applied_at` is -1 within a step.
+        """
+        rank = self._loop.machine
+        self._told.add(rank.me)
+        self.together = True
+        self._ends.setdefault(rank.me, rank.next)
+        if applied_at >= 0:
+            self._applied_at[rank.me] = applied_at
+        self.look()
+
+    def give_up(self, message: RoundMessage) -> None:
+        """Wait no longer for the answer to a message that is abandoned."""
+        self.gave_up = True
+        self.end()
+        message.tasks.put(PeerLost(ABANDONED))
+
+    def abandoned(self, n: int) -> bool:
+        """Whether some member never sends message n, or this rank has said so."""
+        return self.together and any(n >= end for end in self._ended())
+
+    def departed(self, member: Member) -> bool:
+        """Whether a peer may go without a change of members: it sends nothing more, and this rank
+        has what all have sent.
+        """
+        has_all = self._loop.machine.landed >= self._below
+        return self.together and member in self._ends and has_all
+
+    def _settled(self) -> bool:
+        """Whether all members have said where they end, and have what all have sent."""
+        rank = self._loop.machine
+        known = set(rank.record.members) - rank.lost <= self._applied_at.keys()
+        return known and rank.landed >= self._below and not rank.unread(self._below)
+
+    @property
+    def _below(self) -> int:
+        return min(self._ended(), default=-1)
+
+    def _ended(self) -> list[int]:
+        """The first message that each ending member will not send; of a newcomer that has not begun
+        its base at least, as it is asked for none before.
+        """
+        record = self._loop.machine.record
+        base = dict(zip(record.members, record.base, strict=True))
+        return [max(end, base.get(m, 0)) for m, end in self._ends.items()]

@@ -22,14 +22,13 @@ from torch.profiler import record_function
 
 from ..channels.channel import ChannelPayload, ChannelRunner, Incoming
 from ..elastic.peer_group import PeerGroup
-from ..elastic.worker import Exchanging
 from ..errors import PeerLost
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import EARLY, FAR, LEAVING, NOT_FINITE, STOP, Header
-from .ledger import Ledger
+from .ledger import ExchangeRecord, Ledger
 from .message import MessageLayout, Said
 from .saved_state import History, InFlightState
-from .sending import ExchangeConnections, ExchangeRecord, MessageSender, PendingExchange
+from .sending import ExchangeConnections, Exchanging, MessageSender, PendingExchange
 from .watch import Norms, Watch
 
 log = logging.getLogger("fsdp_demo")

@@ -1,5 +1,5 @@
-"""The ledger of one rank: the bytes that its meter has counted, by channel, with a row for headers
-and one for the rest.
+"""What one rank has exchanged: a record of each exchange, and the ledger, which has the bytes that
+its meter has counted, by channel, with a row for headers and one for the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,31 @@ from dataclasses import dataclass, field
 from ..channels.codec import ChannelCodec
 from ..peers.header import HEADER, Meter
 from .message import MessageLayout
+
+
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """One exchange that has ended.
+
+    Attributes:
+        step, applied: the steps in which it was launched and applied.
+        channels: in its message.
+        began, ended: when it was on the wire (`time.perf_counter`); None for a copy without peers,
+            and for what a resumed run had in flight.
+        waited: seconds for which training stood still for it.
+        sent, received: its bytes on this rank.
+        islands: those that took part, empty where that is not known.
+    """
+
+    step: int
+    applied: int
+    channels: tuple[str, ...]
+    began: float | None
+    ended: float | None
+    waited: float = 0.0
+    sent: int = 0
+    received: int = 0
+    islands: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

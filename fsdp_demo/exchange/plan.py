@@ -319,7 +319,8 @@ def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precisi
 def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) -> _Use:
     """A channel's use of the host: the bodies of all islands and the means, until they are applied;
     during the exchange a copy of the payload, or the coded parts of the means. fp32 vectors of one
-    channel `alone` are averaged in place: only the others' shares of one part come on top.
+    channel `alone` are averaged in place, where one share of one part arrives, too: only the
+    further ones come on top.
     """
     message, means = MessageLayout([section]), 0
     coded = message.num_bytes
@@ -327,7 +328,7 @@ def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) 
         means = sum(4 * n for n, _ in message.vectors)
         share, part = (max(leg) for leg in message.legs(section.size))
         in_place = alone and [code for _, code in message.vectors] == ["fp32"]
-        coded = (section.size - 1) * share if in_place else section.size * part
+        coded = max(section.size - 2, 0) * share if in_place else section.size * part
     bodies = section.size * message.num_bytes
     kept = _outer(section) if offloaded else 0
     return _Use(section.channel, kept, bodies + means, coded + _payload(section) * staged)

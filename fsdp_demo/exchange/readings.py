@@ -24,9 +24,9 @@ from ..rendezvous.topology import Topology
 from . import summary
 from .in_flight import InFlightQueue
 from .leaving import next_due
-from .ledger import LedgerPage
+from .ledger import ExchangeRecord, LedgerPage
 from .runtime import StepRuntime
-from .sending import ExchangeConnections, ExchangeRecord
+from .sending import ExchangeConnections
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from ..rendezvous.position import ShardPosition
 from .optimizers import optimizer_kind
+from .step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -49,71 +49,6 @@ class LocalParam:
     frozen: bool
     offset: int | None = None
     repeats: int = 1
-
-
-class StepHooks(ABC):
-    """The hooks on an engine's steps: they call `before` ahead of the base step of every tick, and
-    `after` behind it. Nothing counts within `paused`.
-
-    Args:
-        before, after, gradients: see `TrainingHost.hooks`.
-
-    Attributes:
-        aside: whether a step that can move parameters was taken inside `paused`.
-    """
-
-    def __init__(
-        self,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        gradients: Callable[[], bool],
-    ):
-        self._run_before, self._run_after, self._gradients = before, after, gradients
-        self._off = 0
-        self._refusal = ""
-        self.aside = False
-
-    @abstractmethod
-    def start(self) -> None:
-        """Register the hooks on the engine's steps."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Remove the hooks."""
-
-    @abstractmethod
-    def skip(self, base_step: Callable[[], None] | None) -> None:
-        """Make a tick of a step that the training loop did not take; `base_step` runs between
-        `before` and `after`.
-        """
-
-    @property
-    def partial(self) -> int:
-        """How many optimizers have stepped in a tick that is not complete; 0 where one failed, and
-        where the engine has one optimizer.
-        """
-        return 0
-
-    @contextmanager
-    def paused(self, refusal: str = "") -> Iterator[None]:
-        """Within this context steps do not count; with a `refusal` they are a RuntimeError with
-        that text.
-        """
-        before = self._refusal
-        self._off, self._refusal = self._off + 1, refusal or before
-        try:
-            yield
-        finally:
-            self._off, self._refusal = self._off - 1, before
-
-    def begin_anew(self) -> None:
-        """Forget the tick under way, since the state of another step was loaded."""
-        return  # nothing is kept of it here
-
-    def _refuse(self) -> None:
-        """Raise RuntimeError in a pause that refuses steps."""
-        if self._refusal:
-            raise RuntimeError(self._refusal)
 
 
 class TrainingHost(ABC):
@@ -351,9 +286,8 @@ def _is(thing: Any, module: str, name: str) -> bool:
 # top-level module of the engine's classes, its value a module with
 #
 # * `attach(engine, config, **keywords) -> Exchange`, keywords as of `fsdp_demo.attach`;
-# * `clipping(engine, config) -> config`, `topology() -> Topology | None` and
-#   `advance(engine, step)` (of a replica that takes over: counters and scheduler), for hosts that
-#   build the engine themselves (the Trainer).
+# * `topology() -> Topology | None` and `advance(engine, step)` (of a replica that takes over:
+#   counters and scheduler), for hosts that build the engine themselves (the Trainer).
 #
 # It is imported only when such an object turns up.
 

@@ -1,12 +1,14 @@
-"""Step hooks of plain torch optimizers: one tick is one complete round of the attached optimizers'
-steps.
+"""Step hooks: what the exchange needs of every engine (`StepHooks`), and those of plain torch
+optimizers, where one tick is one complete round of the attached optimizers' steps.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -15,8 +17,72 @@ import torch
 from torch import Tensor
 
 from ..errors import see
-from .base import StepHooks
 from .closures import CalledOnce, RoundGradients, version
+
+
+class StepHooks(ABC):
+    """The hooks on an engine's steps: they call `before` ahead of the base step of every tick, and
+    `after` behind it. Nothing counts within `paused`.
+
+    Args:
+        before, after, gradients: see `TrainingHost.hooks`.
+
+    Attributes:
+        aside: whether a step that can move parameters was taken inside `paused`.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[], bool],
+        after: Callable[[], None],
+        gradients: Callable[[], bool],
+    ):
+        self._run_before, self._run_after, self._gradients = before, after, gradients
+        self._off = 0
+        self._refusal = ""
+        self.aside = False
+
+    @abstractmethod
+    def start(self) -> None:
+        """Register the hooks on the engine's steps."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Remove the hooks."""
+
+    @abstractmethod
+    def skip(self, base_step: Callable[[], None] | None) -> None:
+        """Make a tick of a step that the training loop did not take; `base_step` runs between
+        `before` and `after`.
+        """
+
+    @property
+    def partial(self) -> int:
+        """How many optimizers have stepped in a tick that is not complete; 0 where one failed, and
+        where the engine has one optimizer.
+        """
+        return 0
+
+    @contextmanager
+    def paused(self, refusal: str = "") -> Iterator[None]:
+        """Within this context steps do not count; with a `refusal` they are a RuntimeError with
+        that text.
+        """
+        before = self._refusal
+        self._off, self._refusal = self._off + 1, refusal or before
+        try:
+            yield
+        finally:
+            self._off, self._refusal = self._off - 1, before
+
+    def begin_anew(self) -> None:
+        """Forget the tick under way, since the state of another step was loaded."""
+        return  # nothing is kept of it here
+
+    def _refuse(self) -> None:
+        """Raise RuntimeError in a pause that refuses steps."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
 
 
 class OptimizerStepHooks(StepHooks):

@@ -155,10 +155,9 @@ def allow_fsdp_on_cpu() -> None:
     call it after `TrainingArguments(...)`, which makes Accelerate's state anew, and right before
     `Trainer(...)`.
 
-    For rehearsals and tests, in a script that makes its Accelerator by other hands than
-    `accelerator()`, which calls it by itself. `AcceleratorState` turns FSDP on for MULTI_GPU,
-    MULTI_XPU..., not for MULTI_CPU: with a plugin one silently gets DDP. FSDP2 itself runs on CPU
-    with gloo. So this calls the gloo world one of another kind of accelerator.
+    For rehearsals and tests; `accelerator()` calls it by itself. `AcceleratorState` turns FSDP on
+    for MULTI_GPU, MULTI_XPU..., not for MULTI_CPU, where a plugin silently gives DDP. FSDP2 itself
+    runs on CPU with gloo, so this names the world MULTI_XPU.
     """
     PartialState(cpu=True)
     if PartialState._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
@@ -166,8 +165,8 @@ def allow_fsdp_on_cpu() -> None:
 
 
 class _IslandAccelerator(Accelerator):
-    """`Accelerator` that looks at what `prepare` returned (FSDP2 that silently is not there would
-    look like training), and refuses to save an exchange.
+    """An `Accelerator` that checks that `prepare` has sharded the model, since training runs
+    without that, too, and refuses to save an exchange.
     """
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -63,8 +63,6 @@ class ExchangeArguments:
         if config is None:
             return {}
         keywords: dict[str, Any] = {"callbacks": [ExchangeCallback(config)]}
-        return keywords | (
-            {"optimizer_cls_and_kwargs": exchange_optimizer(config, lr=lr)}
-            if has_own_optimizer(config)
-            else {}
-        )
+        if has_own_optimizer(config):
+            keywords["optimizer_cls_and_kwargs"] = exchange_optimizer(config, lr=lr)
+        return keywords

@@ -93,6 +93,6 @@ class _Dealt(IterableDataset):
                 yield mine
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch on to a data set that shuffles by it."""
+        """Set the epoch of the inner data set, which may shuffle by it."""
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)

@@ -119,7 +119,7 @@ def refuse_hsdp(config: Any) -> None:
 
 
 def check_axes(model: torch.nn.Module, ranks: int) -> None:
-    """Every trainable parameter is a DTensor on one axis over `ranks` ranks.
+    """Check that every trainable parameter is a DTensor on one mesh axis over `ranks` ranks.
 
     Raises:
         RuntimeError: it is not (FSDP2 is not there, or has the replicate axis).

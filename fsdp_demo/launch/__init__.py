@@ -1,5 +1,5 @@
 """What starts islands: launchers, restarts, rehearsals on one machine, the store. `python -m
-fsdp_demo.launch` is `run.py`.
+fsdp_demo.launch` runs one island's launcher.
 
 May import everything but `integrations`, `cli` and `deepspeed_ext`.
 """

@@ -1,5 +1,5 @@
-"""The `deepspeed` launcher for `run.py`: a runner, and on this machine a launcher of the ranks,
-each in a process of its own.
+"""The `deepspeed` launcher of `python -m fsdp_demo.launch`: a runner, and on this machine a
+launcher of the ranks, each in a process of its own.
 
 Both are DeepSpeed's. What is added here (0.19, deepspeed/launcher/runner.py and launch.py, read and
 run):
@@ -125,7 +125,7 @@ def run(argv: list[str]) -> int:
 
 def node() -> int:
     """DeepSpeed's launcher of the ranks of this machine; returns the status of the rank that failed
-    first (see `run.failed_status`).
+    first (see `__main__.failed_status`).
     """
     launcher, stopped_at = importlib.import_module(_NODE), float("inf")
     terminate = launcher.terminate_process_tree

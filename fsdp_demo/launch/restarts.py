@@ -1,18 +1,17 @@
 """An island that comes back by itself: its launcher is started again when its ranks saved and left,
 or were killed.
 
-Each start is a process of its own (`run.py` without restarts), under the same `ISLAND_RUN`: the
-islands agree in the store on the attempt in which they meet again (`rendezvous/attempts.py`).
+Each start is a process of its own (`python -m fsdp_demo.launch` without restarts), under the same
+`ISLAND_RUN`: the islands agree in the store on the attempt in which they meet again
+(`rendezvous/attempts.py`).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,11 +80,10 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
         number: signal.signal(number, island.on_signal)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    own = tempfile.mkdtemp(prefix="fsdp-demo-")
     try:
         for number in range(restarts + 1):
             # none reads what an earlier one has left
-            folder = Path(os.environ.get(STATUS_FOLDER) or own) / f"attempt{number}"
+            folder = Path(os.environ[STATUS_FOLDER]) / f"attempt{number}"
             folder.mkdir(parents=True, exist_ok=True)
             env = {**os.environ, ATTEMPT: str(number), STATUS_FOLDER: str(folder)}
             if number:
@@ -99,7 +97,6 @@ def supervise(words: Sequence[str], restarts: int, resume: Sequence[str] = ()) -
             )
             _end_strays()
     finally:
-        shutil.rmtree(own, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
     return status

@@ -254,7 +254,7 @@ class WrittenRecord(Struct):
     is a number in hexadecimal digits whose bits are those places: sets are sorted in every record.
     Forwards of one message in one peer group stand together. So the record of 64 islands of 64
     ranks with four open messages, of which all pieces must be forwarded, stays below the bound of
-    the store (`store.messages.LARGEST`).
+    the store (`store.connection.LARGEST`).
 
     Attributes:
         settlements: message, contributors, attempt, those of them that gave theirs early.

@@ -8,6 +8,7 @@ The means of codes under 8 bits come back in int8.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,11 @@ from torch import Tensor
 from ..compression import dense as coding
 from ..compression.formats import EXACT
 from .header import Header
+
+try:
+    from ..compression._topk import mean as mean_in_c  # type: ignore[import-not-found, unused-ignore]
+except ImportError:  # built without a C compiler
+    mean_in_c = None
 
 STRETCH = 1 << 17
 """Values of a mean that are calculated at once: with room for one share they stay in the cache of
@@ -80,7 +86,8 @@ def part_of_mean(
     size: int,
     out: Tensor,
 ) -> None:
-    """Write the coded mean of the part that rank `mine` of `size` owns into `out`, uint8 [n].
+    """Write the coded mean of the part that rank `mine` of `size` owns into `out`, uint8 [n], which
+    may be the memory of one share of fp32 values.
 
     Args:
         bodies: everybody's shares in rank order, which are used up: coded, or the values of each
@@ -166,10 +173,14 @@ def _exact_means(
         shares = [_values(code, part[i]) for part in parts]
         values = coding.as_values(code, rooms[i])
         direct = values if values is not None and values.dtype == acc.dtype else None
+        if direct is not None and mean_in_c is not None and set(weights[i]) == {1.0}:
+            mean_in_c(array("Q", [v.data_ptr() for v in shares]).tobytes(), n, direct.data_ptr())
+            continue
         for lo in range(0, n, STRETCH):
             hi = min(lo + STRETCH, n)
-            into = acc[: hi - lo] if direct is None else direct[lo:hi]
-            mean = _mean([v[lo:hi] for v in shares], weights[i], into, its[: hi - lo])
+            out = acc[: hi - lo] if direct is None else direct[lo:hi]
+            some = [v[lo:hi] for v in shares]
+            mean = _mean(some, weights[i], acc[: hi - lo], its[: hi - lo], out)
             if values is None:
                 width = len(rooms[i]) // n
                 rooms[i][lo * width : hi * width] = coding.encode(code, mean)
@@ -177,14 +188,17 @@ def _exact_means(
                 values[lo:hi] = mean
 
 
-def _mean(shares: list[Tensor], weights: Sequence[float], acc: Tensor, its: Tensor) -> Tensor:
-    """The weighted mean of `shares` [n] in `acc` fp32 [n]; `its` [n] is room for one of them."""
+def _mean(
+    shares: list[Tensor], weights: Sequence[float], acc: Tensor, its: Tensor, out: Tensor
+) -> Tensor:
+    """The weighted mean of `shares` [n] in `out` fp32 [n], which may be one of them or `acc`; `acc`
+    and `its` [n] are room for the sum and one of them."""
     total: Tensor = NOTHING
     for v, w in zip(shares, weights, strict=True):
         if w:  # a replica without a share may hold NaN: it must not touch the sum
             v = v if v.dtype == acc.dtype else its.copy_(v)
             total = torch.add(total, v, alpha=w, out=acc)
-    return acc.zero_() if total is NOTHING else acc.div_(sum(weights))
+    return out.zero_() if total is NOTHING else torch.div(acc, sum(weights), out=out)
 
 
 def _values(code: str, part: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ ALONE = 1.0  # seconds without a frame after which it wakes it for every byte ag
 AT_ONCE, BRIEF, LONG = range(3)
 """The order in which what waits is sent: notes, pieces of short messages, the others."""
 
+# plain numbers: those of an enum take five times as long, and every turn asks
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 NOT_THERE = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -44,14 +46,20 @@ REFUSED = (
 class QueuedPiece:
     """One piece that is being sent or received.
 
+    Args:
+        data: what is sent, or the room for what comes; None: what comes is read where the library
+            has put it.
+
     Attributes:
         size: bytes to send, or bytes of the room of a piece to come. came: bytes received.
+        view: the bytes; None until they have come, where they have no room here.
     """
 
-    def __init__(self, poller: Any, data: Tensor):
-        self._poller, self.size, self.came = poller, data.numel(), 0
+    def __init__(self, poller: Any, data: Tensor | None):
+        self._poller, self.came = poller, 0
+        self.size = pieces.LARGEST if data is None else data.numel()
         # it keeps the tensor: the library may read from it when nobody waits any more
-        self.view = memoryview(memory(data)).cast("B")
+        self.view: Any = None if data is None else memoryview(memory(data)).cast("B")
         self.tracker: Any = None  # of what the library reads from
         self.there = False
         self.error: Exception | None = None
@@ -77,8 +85,11 @@ class QueuedPiece:
             raise type(self.error)(*self.error.args)
 
     def fill(self, data: Any, size: int) -> None:
-        """Take a piece that came before its room was posted."""
-        self.view[:size] = data
+        """Take a piece that the library has read."""
+        if self.view is None:
+            self.view = data
+        elif size:
+            self.view[:size] = data
         self.came, self.there = size, True
 
 
@@ -241,9 +252,8 @@ class PeerConnection:
         if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
-        return int(
-            zmq.POLLIN * (not self.stuck and not self.gone and not full)
-            | zmq.POLLOUT * bool(self._queue or self._hello)
+        return POLLIN * (not self.stuck and not self.gone and not full) | POLLOUT * bool(
+            self._queue or self._hello
         )
 
     # ---- meeting -------------------------------------------------------------------------------
@@ -284,9 +294,9 @@ class PeerConnection:
     def serve(self, events: int) -> None:
         """Move what can be moved."""
         try:
-            if events & zmq.POLLIN or self.stuck:
+            if events & POLLIN or self.stuck:
                 self._take()
-            if events & zmq.POLLOUT:
+            if events & POLLOUT:
                 self._give()
         except WireError as error:
             self._refuse(error)
@@ -341,7 +351,7 @@ class PeerConnection:
                     data = self.socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     return n > 0
-                if not self.socket.rcvmore:
+                if not self.socket.get(zmq.RCVMORE):
                     raise WireError(f"{len(data)} bytes without a piece behind them")
                 self._head = pieces.read(data)
                 self.heard_at = time.monotonic()
@@ -350,7 +360,7 @@ class PeerConnection:
             if not self._read(self._head):
                 return n > 0
             self._pace(self._head)
-            if self.socket.rcvmore:
+            if self.socket.get(zmq.RCVMORE):
                 raise WireError("more than one piece behind a frame")
             self._head = None
         return True
@@ -371,25 +381,23 @@ class PeerConnection:
             room: Any = self.inbox.place(frame)
         if room is NoRoom.LATER:
             return False
-        if isinstance(room, QueuedPiece) and frame.length:
-            try:
+        try:
+            if isinstance(room, QueuedPiece) and room.view is not None and frame.length:
                 self._fits(frame, self.socket.recv_into(room.view))
-            except (WireError, zmq.ZMQError) as error:
+                room.came, room.there = frame.length, True
+                return True
+            data = self.socket.recv(copy=frame.length <= SHORT)
+            data = data if isinstance(data, bytes) else data.buffer
+            self._fits(frame, len(data))
+        except (WireError, zmq.ZMQError) as error:
+            if isinstance(room, QueuedPiece):  # it waits in no list any more
                 room.error = WireError(str(error))
-                raise
-            room.came, room.there = frame.length, True
-            return True
-        data = self.socket.recv(copy=frame.length <= SHORT)
-        data = data if isinstance(data, bytes) else data.buffer
-        self._fits(frame, len(data))
+            raise
         with self.poller.changed:
-            taker = (
-                self.inbox.keep(frame.number, data, frame.length) if room is NoRoom.ASIDE else None
-            )
-            if taker is not None:
-                taker.fill(data, frame.length)
-            elif isinstance(room, QueuedPiece):
-                room.there = True  # an empty one
+            if room is NoRoom.ASIDE:
+                room = self.inbox.keep(frame.number, data, frame.length)
+            if isinstance(room, QueuedPiece):
+                room.fill(data, frame.length)
         return True
 
     @staticmethod

@@ -23,7 +23,7 @@ import zmq
 
 from ..net.tcp import HANDSHAKE_MS, keep_alive
 from . import pieces
-from .connection import WAITING, PeerConnection, QueuedPiece
+from .connection import POLLOUT, WAITING, PeerConnection, QueuedPiece
 
 LINGER = 5.0  # seconds that what was sent has to leave, when connections are closed
 SEALED = 64  # bytes by which a piece may grow when it is encrypted
@@ -197,7 +197,7 @@ class Poller:
         if threading.current_thread() is not self.thread:
             self._wake()
             return
-        wire.serve(zmq.POLLOUT)
+        wire.serve(POLLOUT)
         if wire.gone:
             wire.settle()
 

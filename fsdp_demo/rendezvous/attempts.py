@@ -26,14 +26,19 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
+import zmq
 
-from ..errors import PeerLost, StoreSilent, see
+from ..elastic.store_session import newest
+from ..errors import NeedsDecision, PeerLost, StoreSilent, see
+from ..membership.protocol_types import Member
+from ..net.address import Keys, split_address
+from ..peers.join_messages import Request, ask_join_server, listener_key
 from ..status import leave
 from ..store.client import Store, WorldStore
 from . import environment, starting
@@ -49,7 +54,7 @@ _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its 
 _in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
 
 
-class Finished(ValueError):
+class Finished(NeedsDecision):
     """An island starts after the run has come to its end."""
 
 
@@ -255,9 +260,11 @@ def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
     its beat moves.
     """
     if meeting := at.get("begun"):
-        from .run_status import answers  # it needs ZeroMQ
-
-        return answers(at.under(meeting), islands, topology.token)
+        below = at.under(meeting)
+        record = newest(below)
+        among = [m for m in record.members if m.slot in islands] if record else []
+        found = listeners(below, among, topology.token)
+        return any(answer is not None for _, answer in found)
     keys, end = [f"beat/{i}" for i in islands], time.monotonic() + starting.BEATS * starting.BEAT
     first = at.get_all(keys)
     while time.monotonic() < end and not at.get("ended"):
@@ -265,6 +272,26 @@ def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
         if at.get_all(keys) != first:
             return True
     return False
+
+
+def listeners(
+    at: Store, members: Iterable[Member], token: str
+) -> Iterator[tuple[Member, dict[str, Any] | None]]:
+    """Each of these members of a run (`at`: below its keys), and what the listener of its first
+    peer group says of it; None: it does not answer. It answers in its network thread, so nothing of
+    this disturbs the run.
+    """
+    keys = Keys(token, at.prefix.rstrip("/")) if token else None
+    context = zmq.Context()
+    try:
+        for member in members:
+            answer, listener = None, at.get(listener_key(member, 0))
+            if listener:
+                place = split_address(listener)
+                answer = ask_join_server(context, keys, *place, Request(ask="status"), 3.0)
+            yield member, answer
+    finally:
+        context.destroy(0)
 
 
 Job = Callable[[Store], Any]

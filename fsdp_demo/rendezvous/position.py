@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import counted
-from ..status import end_by_lost_peers
+from ..status import end_by_errors
 from ..store.client import Store, WorldStore, connect
 
 
@@ -71,7 +71,7 @@ class Replica:
     def __post_init__(self) -> None:
         self.count = self.count or self.islands
         if self.islands > 1:
-            end_by_lost_peers()
+            end_by_errors()
 
     @property
     def elastic(self) -> bool:

@@ -6,7 +6,7 @@ Imports no torch. `tools.report` makes a page of the files.
 
 from ..errors import size
 from .progress import ProgressLine
-from .record import RunRecord, ledger_rows, tracked
+from .record import RunRecord, ledger_rows, summarise, tracked
 from .words import table
 
-__all__ = ["ProgressLine", "RunRecord", "ledger_rows", "size", "table", "tracked"]
+__all__ = ["ProgressLine", "RunRecord", "ledger_rows", "size", "summarise", "table", "tracked"]

@@ -181,6 +181,29 @@ class RunRecord:
             file.close()
 
 
+def summarise(exchange: Any, values: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The keys of summary.json that all hosts write.
+
+    Args:
+        values: the totals of the job, by the keys of a line of metrics.jsonl.
+        seconds: since the start of the job.
+    """
+    sent, full = values["bytes_sent"], values["bytes_full"]
+    return {
+        "preset": exchange.config.preset,
+        "islands": exchange.topology.count,
+        "participants": list(exchange.participants),
+        "tokens": values["tokens"],
+        "tokens_per_second": values["tokens_per_second"],
+        "bytes_sent_per_island": sent,
+        "bytes_full_per_island": full,
+        "ratio": full / sent if sent else None,
+        "drift": exchange.drift,
+        "wait_share": values["seconds_waiting"] / max(seconds, 1e-9),
+        "seconds": seconds,
+    }
+
+
 def ledger_rows(exchange: Any) -> dict[str, Any]:
     """The ledger of the rank that writes, as it stands in summary.json: bytes sent and received."""
     page = exchange.ledger()

@@ -24,8 +24,7 @@ import msgspec
 
 from ..errors import StoreSilent, see
 from ..net.address import join_address, split_endpoint
-from .connection import Identity, Line, identity_in
-from .messages import AT_ONCE, LARGEST, LONGEST
+from .connection import AT_ONCE, LARGEST, LONGEST, Identity, Line, identity_in
 
 log = logging.getLogger("fsdp_demo")
 
@@ -86,10 +85,6 @@ class Store(ABC):
         Success is that the value now is `desired`. So where it matters who has set it, `desired`
         holds something of its writer that nobody else writes.
         """
-
-    def identity(self) -> Identity | None:
-        """Which store answers; None if it cannot say."""
-        return None
 
     def note(self, key: str, who: str, form: Any = Any) -> Any:
         """The JSON value of a key that is there.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import see
-from .messages import LARGEST, Answer, Question
+from .connection import LARGEST, Answer, Question
 
 log = logging.getLogger("fsdp_demo")
 

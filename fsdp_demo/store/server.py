@@ -22,7 +22,7 @@ import zmq
 from ..errors import WireError
 from ..net.address import Keys, join_address, route_to, split_address
 from ..net.tcp import HANDSHAKE_MS, keep_alive
-from .messages import LARGEST_MESSAGE, SALT, Answer, Question, pack, read_question
+from .connection import LARGEST_MESSAGE, SALT, Answer, Question, pack, read_question
 from .records import KEYS, MEMORY, ROOM, Records
 
 FILE = "fsdp_demo_store.sqlite"

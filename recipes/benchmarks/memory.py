@@ -34,16 +34,16 @@ from report import table  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo import ExchangeConfig, preset, presets  # noqa: E402
-from fsdp_demo.compression import quantize  # noqa: E402
+from fsdp_demo.compression import formats  # noqa: E402
 from fsdp_demo.compression.formats import CODERS  # noqa: E402
 from fsdp_demo.compression.transform import (
     matrix,  # noqa: E402
     onednn,  # noqa: E402
 )
-from fsdp_demo.elastic.worker import CommWorker  # noqa: E402
 from fsdp_demo.exchange.exchange import Exchange  # noqa: E402
 from fsdp_demo.exchange.plan import Memory, inner_state, plan_memory  # noqa: E402
 from fsdp_demo.exchange.runtime import StepRuntime  # noqa: E402
+from fsdp_demo.exchange.sending import CommWorker  # noqa: E402
 from fsdp_demo.hosts.optimizers import materialise  # noqa: E402
 from fsdp_demo.rendezvous.topology import Topology  # noqa: E402
 from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402
@@ -149,7 +149,7 @@ def warm(exchange: Exchange) -> None:
             matrix("dct", n, exchange.host.device)
     onednn()
     for code in CODERS:
-        quantize.decode(code, quantize.encode(code, torch.ones(1, 32)), 1, 32)
+        formats.decode(code, formats.encode(code, torch.ones(1, 32)), 1, 32)
 
 
 def small(rows: int = 1024, layers: int = 6, norm: int = 16384) -> Tensors:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import Parser, at_least_one  # noqa: E402
 from benchmarks.hotpath import pin  # noqa: E402
 
-from fsdp_demo.compression import quantize  # noqa: E402
+from fsdp_demo.compression import formats  # noqa: E402
 from fsdp_demo.config.parts import BLOCK, CODES  # noqa: E402
 
 # ns per value, encode and decode
@@ -46,8 +46,8 @@ def nanoseconds(run: Callable[[], Any], count: int, repeat: int) -> float:
 def measure(code: str, gaussian: torch.Tensor, heavy: torch.Tensor, repeat: int) -> dict[str, Any]:
     """One line of the table, as it goes into the json file."""
     shape, count = tuple(gaussian.shape), gaussian.numel()
-    data = quantize.encode(code, gaussian)
-    back = [quantize.decode(code, quantize.encode(code, v), *shape) for v in (gaussian, heavy)]
+    data = formats.encode(code, gaussian)
+    back = [formats.decode(code, formats.encode(code, v), *shape) for v in (gaussian, heavy)]
     errors = [
         float((y - v).double().norm() / v.double().norm())
         for y, v in zip(back, (gaussian, heavy), strict=True)
@@ -57,8 +57,8 @@ def measure(code: str, gaussian: torch.Tensor, heavy: torch.Tensor, repeat: int)
         "bits": 8 * data.numel() / count,
         "error_gaussian": errors[0],
         "error_heavy": errors[1],
-        "ns_encode": nanoseconds(lambda: quantize.encode(code, gaussian), count, repeat),
-        "ns_decode": nanoseconds(lambda: quantize.decode(code, data, *shape), count, repeat),
+        "ns_encode": nanoseconds(lambda: formats.encode(code, gaussian), count, repeat),
+        "ns_decode": nanoseconds(lambda: formats.decode(code, data, *shape), count, repeat),
         "ns_target": TARGETS.get(code),
     }
 

@@ -9,7 +9,7 @@ the gaps, on uniform positions and on those that momentum compression chooses wh
 transformer learns the sources of this repository.
 
 Nanoseconds per position, CPU time of one pinned thread, medians of rounds in which all forms take
-turns, as many positions at once as the library codes (`blocks.CODED`). The form up to wire version
+turns, as many positions at once as the library codes (`windows.CODED`). The form up to wire version
 3, 12 bits each, is in tests/oracles/twelve_bits.py. Both also with the values beside them, in int8.
 """
 
@@ -36,7 +36,7 @@ from benchmarks.hotpath import Ours, pin, silent  # noqa: E402
 from report import table  # noqa: E402
 
 from fsdp_demo import preset  # noqa: E402
-from fsdp_demo.compression import blocks, positions, quantize, sparse  # noqa: E402
+from fsdp_demo.compression import blocks, formats, sparse, windows  # noqa: E402
 from fsdp_demo.config.parts import BLOCK, Codec  # noqa: E402
 from tests.oracles import twelve_bits  # noqa: E402
 
@@ -76,17 +76,17 @@ def section_bytes(code: str, k: int, rows: int = 256) -> float:
 
 def timed(k: int, repeat: int) -> dict[str, float]:
     """Nanoseconds per position of every form."""
-    rows = max(blocks.CODED // k // blocks.WINDOW, 1) * blocks.WINDOW
-    index, values, form = uniform(k, rows), torch.randn(rows, k), positions.form(BLOCK, k)
-    packed, planes = twelve_bits.pack12(index), positions.encode(form, index)
-    coded, count = quantize.encode("int8", values), rows * k
+    rows = max(windows.CODED // k // blocks.WINDOW, 1) * blocks.WINDOW
+    index, values, form = uniform(k, rows), torch.randn(rows, k), sparse.shortest_form(BLOCK, k)
+    packed, planes = twelve_bits.pack12(index), sparse.encode_positions(form, index)
+    coded, count = formats.encode("int8", values), rows * k
     forms: dict[str, Callable[[], Any]] = {
         "encode12": lambda: twelve_bits.pack12(index),
         "decode12": lambda: twelve_bits.unpack12(packed, count),
-        "encode": lambda: positions.encode(form, index),
-        "decode": lambda: positions.decode(form, planes, rows),
-        "encode_values": lambda: quantize.encode("int8", values),
-        "decode_values": lambda: quantize.decode("int8", coded, rows, k),
+        "encode": lambda: sparse.encode_positions(form, index),
+        "decode": lambda: sparse.decode_positions(form, planes, rows),
+        "encode_values": lambda: formats.encode("int8", values),
+        "decode_values": lambda: formats.decode("int8", coded, rows, k),
     }
     seen: dict[str, list[float]] = {name: [] for name in forms}
     for round_ in range(repeat + 1):  # the first is a warm-up
@@ -105,7 +105,7 @@ def measure(k: int, repeat: int, training: Any) -> dict[str, Any]:
     values = ns["encode_values"] + ns["decode_values"]
     return {
         "k": k,
-        "bits": positions.form(BLOCK, k).bits / k,
+        "bits": sparse.shortest_form(BLOCK, k).bits / k,
         "bytes": {code: section_bytes(code, k) for code in CODES},
         "rice_uniform": rice_bits(uniform(k, 4096)),
         "rice_chosen": rice_bits(chosen(k, training)),

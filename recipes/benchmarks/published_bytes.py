@@ -23,8 +23,8 @@ from benchmarks.common import Parser, wrapped  # noqa: E402
 from report import table  # noqa: E402
 
 from fsdp_demo import preset  # noqa: E402
-from fsdp_demo.compression.positions import form  # noqa: E402
-from fsdp_demo.compression.quantize import num_bytes  # noqa: E402
+from fsdp_demo.compression.formats import num_bytes  # noqa: E402
+from fsdp_demo.compression.sparse import shortest_form  # noqa: E402
 from fsdp_demo.config.fragments import layer_of  # noqa: E402
 from fsdp_demo.config.parts import BLOCK  # noqa: E402
 from fsdp_demo.tools.planner.models import Tensors, load, numel  # noqa: E402
@@ -188,8 +188,11 @@ def notes(small: int, large: int) -> list[str]:
     """Under the table; `small` and `large` are the parameters of its two models."""
     adamw = [636.9e6 / 2, 2416.6e6 / 2]
     off = [a / n - 1 for a, n in zip(adamw, (small, large), strict=True)]
-    block = num_bytes("2bit", 1, 64) + form(BLOCK, 64).bits / 8
-    rho = [4 * BLOCK / n for n in (12 * 32, num_bytes("int8", 1, 32) + form(BLOCK, 32).bits / 8)]
+    block = num_bytes("2bit", 1, 64) + shortest_form(BLOCK, 64).bits / 8
+    rho = [
+        4 * BLOCK / n
+        for n in (12 * 32, num_bytes("int8", 1, 32) + shortest_form(BLOCK, 32).bits / 8)
+    ]
     return [
         f"Shapes: olmo-300m ({small / 1e6:.2f} M parameters) for DeMo 300M and decoupled momentum, "
         f"olmo-1b ({large / 1e6:.1f} M) for the "
@@ -220,7 +223,7 @@ def notes(small: int, large: int) -> list[str]:
         "comes back in int8. Peak: the largest fragment.",
         f"[4] arXiv 2603.08163: {BLOCK} x 32 bits over 64 x (12 + 2), 112 bytes per block. Ours "
         "has two bf16 levels per block on top, and "
-        f"{form(BLOCK, 64).bits / 64:.2f} bits for a position: {block:.1f} bytes.",
+        f"{shortest_form(BLOCK, 64).bits / 64:.2f} bits for a position: {block:.1f} bytes.",
         "[5] arXiv 2510.03371, 'up to 16 times less than DiLoCo' (abstract); for which k and R is "
         "not known. The released code counts "
         "2 (R - 1) / R of all R + 1 payloads, own and gathered; in this way k = 16 at R = 4 gives "

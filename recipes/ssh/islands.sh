@@ -90,7 +90,7 @@ train="$train --save-every $SAVE_EVERY $OPTIONS"
 islands=()
 for rank in "${!hosts[@]}"; do
     variables="ISLAND_RANK=$rank ISLAND_COUNT=${#hosts[@]} ISLAND_ENDPOINT=$endpoint ISLAND_ADDRESS=${addresses[rank]}"
-    variables="$variables ISLAND_RUN=$RUN ISLAND_STATUS=\$(mktemp -d)" # the folder keeps status 75 apart from a failure
+    variables="$variables ISLAND_RUN=$RUN"
     start "${hosts[rank]}" "$rank" "env $variables $PYTHON -m fsdp_demo.launch --restarts $RESTARTS --resume-args='$again' $launch $train"
     islands+=($!)
 done

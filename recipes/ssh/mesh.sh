@@ -57,8 +57,7 @@ stop() {
 trap stop INT TERM
 nodes=()
 for rank in "${!hosts[@]}"; do
-    # the folder keeps status 75 apart from a failure
-    words="exec env ISLAND_STATUS=\$(mktemp -d) $PYTHON -m fsdp_demo.launch $(launch "$rank") $train"
+    words="exec $PYTHON -m fsdp_demo.launch $(launch "$rank") $train"
     ssh -o BatchMode=yes "${hosts[rank]}" "cd $FOLDER && echo \$\$ >$file.$rank && $words" </dev/null &
     nodes+=($!)
 done

@@ -24,7 +24,7 @@ from fsdp_demo import Applier, ExchangeConfig
 from fsdp_demo.channels import apply
 from fsdp_demo.channels.decode import DecodedMean, SparseMean
 from fsdp_demo.channels.state import LocalChannel
-from fsdp_demo.compression import quantize
+from fsdp_demo.compression import formats
 from fsdp_demo.compression.selection import top_k
 from fsdp_demo.compression.windows import Window
 from fsdp_demo.config.parts import BLOCK
@@ -89,7 +89,7 @@ def sent_back(
     chosen = top_k(sums, k)
     count = senders.gather(1, chosen).clamp_min_(1.0)
     mean = sums.gather(1, chosen) / count
-    sent = quantize.decode(code, quantize.encode(code, mean), *mean.shape)
+    sent = formats.decode(code, formats.encode(code, mean), *mean.shape)
     return chosen, sent, sums.scatter_add_(1, chosen, -sent * count)
 
 

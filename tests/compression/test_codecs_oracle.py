@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.compression import quantize
+from fsdp_demo.compression import formats
 from fsdp_demo.compression.blocks import Layout, matrix_shape
 from fsdp_demo.compression.transform import matrix
 
@@ -191,16 +191,16 @@ def test_codes_follow_oracle(rows):
     v = torch.tensor(rows, dtype=torch.float32)
     v = torch.where(v.abs() > 1e37, 1e37, v)  # max |v| is a finite bf16 number
     for code in ("fp32", "bf16", "int8"):
-        data = quantize.encode(code, v)
-        assert data.dtype == torch.uint8 and data.numel() == quantize.num_bytes(code, *v.shape)
+        data = formats.encode(code, v)
+        assert data.dtype == torch.uint8 and data.numel() == formats.num_bytes(code, *v.shape)
         expected = torch.stack([slow_values.dequantised(row, code) for row in v])
-        assert torch.equal(quantize.decode(code, data, *v.shape), expected)
+        assert torch.equal(formats.decode(code, data, *v.shape), expected)
 
 
 def test_codes_int8_scales_before_values():
     """A section in int8 holds all scales, then all values."""
     v = torch.tensor([[127.0, -0.5, 1.5], [0.0, 0.0, 0.0], [1.0, -1.0, 0.25]])
-    data = bytes(quantize.encode("int8", v).tolist())
+    data = bytes(formats.encode("int8", v).tolist())
     scales, codes = zip(*(slow_values.int8(row) for row in v), strict=True)
     as_bf16 = b"".join(struct.pack("<f", s)[2:] for s in scales)
     assert data == as_bf16 + b"".join(struct.pack("3b", *c) for c in codes)
@@ -209,8 +209,8 @@ def test_codes_int8_scales_before_values():
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])
 def test_codes_empty(code):
     """An empty block is encoded and decoded."""
-    empty = quantize.encode(code, torch.zeros(0, 3))
-    assert quantize.decode(code, empty, 0, 3).shape == (0, 3)
+    empty = formats.encode(code, torch.zeros(0, 3))
+    assert formats.decode(code, empty, 0, 3).shape == (0, 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -218,4 +218,4 @@ def test_codes_empty(code):
 def test_codes_not_finite_stays_visible(code, bad):
     """Values that are not finite stay visible after a round trip."""
     v = torch.tensor([[1.0, bad, 2.0]])
-    assert not quantize.decode(code, quantize.encode(code, v), 1, 3).isfinite().all()
+    assert not formats.decode(code, formats.encode(code, v), 1, 3).isfinite().all()

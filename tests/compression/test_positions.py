@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.compression import formats, positions, quantize, sparse
+from fsdp_demo.compression import formats, sparse
 from fsdp_demo.compression.blocks import Layout
-from fsdp_demo.compression.positions import Form, form
+from fsdp_demo.compression.sparse import Form, shortest_form
 from fsdp_demo.config.parts import BLOCK, Codec
 
 from ..oracles import twelve_bits, wire
@@ -34,11 +34,11 @@ def chosen(rows: int, n: int, k: int, seed: int = 0) -> torch.Tensor:
 
 
 def coded(f: Form, index: torch.Tensor) -> torch.Tensor:
-    return torch.cat(positions.encode(f, index))
+    return torch.cat(sparse.encode_positions(f, index))
 
 
 def back(f: Form, data: torch.Tensor, rows: int) -> torch.Tensor:
-    return positions.decode(f, f.split(data, rows), rows)
+    return sparse.decode_positions(f, f.split(data, rows), rows)
 
 
 @st.composite
@@ -65,7 +65,7 @@ def test_positions_bytes_by_hand() -> None:
     """The bytes of a few positions are those written out by hand. Four of 4096: 8 low bits each; h
     = 0, 0, 0, 15, so bits 0, 1, 2 and 18 of a bitmap of 19.
     """
-    f = form(4096, 4)
+    f = shortest_form(4096, 4)
     assert f == Form(4096, 4, low=8, flags=7) and f.planes == [7, 8, 32]
     data = coded(f, torch.tensor([[1, 2, 255, 4095]]))
     # flags 1000001; symbols 3 3 0 (all three) and 0 (the first of three)
@@ -74,9 +74,10 @@ def test_positions_bytes_by_hand() -> None:
     data = coded(f, torch.tensor([[0, 256, 257, 512]]))
     assert bytes(data.tolist()).hex() == "03" + "77" + "00000100"
     # one of 64 goes as it is, in 6 bits: 4 and 2
-    assert form(64, 1) == Form(64, 1, low=6, flags=0)
+    assert shortest_form(64, 1) == Form(64, 1, low=6, flags=0)
     assert (
-        bytes(coded(form(64, 1), torch.tensor([[63], [17], [32]])).tolist()).hex() == "1f00" + "27"
+        bytes(coded(shortest_form(64, 1), torch.tensor([[63], [17], [32]])).tolist()).hex()
+        == "1f00" + "27"
     )
 
 
@@ -94,7 +95,7 @@ GOLDEN = {
 @pytest.mark.parametrize(("n", "k"), GOLDEN)
 def test_positions_form_golden(n: int, k: int) -> None:
     """The form of positions depends on the sizes n and k alone."""
-    f = form(n, k)
+    f = shortest_form(n, k)
     assert (f.low, f.flags) == GOLDEN[n, k] == wire.low_and_flags(n, k)
 
 
@@ -103,7 +104,7 @@ def test_positions_form_golden(n: int, k: int) -> None:
 def test_positions_follow_oracle(case: tuple[int, torch.Tensor]) -> None:
     """The bytes of positions are those of the oracle, and they come back."""
     n, index = case
-    f = form(n, index.shape[1])
+    f = shortest_form(n, index.shape[1])
     data = coded(f, index)
     assert data.dtype == torch.uint8 and data.numel() == f.num_bytes(len(index))
     assert bytes(data.tolist()) == wire.positions(index.tolist(), n)
@@ -142,7 +143,7 @@ def test_positions_at_most_twelve_bits() -> None:
     """A position takes at most twelve bits."""
     for n in (*range(1, 200), 640, 896, 1024, 3712, 4032, 4095, 4096):
         for k in {*range(1, min(n, 140) + 1), n // 2 or 1, n - 1 or 1, n}:
-            f = form(n, k)
+            f = shortest_form(n, k)
             assert f.bits <= 12 * k
             for rows in (1, 2, 3, 5, 8):
                 assert f.num_bytes(rows) <= (12 * rows * k + 7) // 8, (n, k, rows)
@@ -165,7 +166,7 @@ def test_positions_close_to_entropy() -> None:
     """The bits of a position are within 0.6 of the entropy."""
     for k in (8, 16, 32, 64, 90, 128, 256):
         entropy = math.log2(math.comb(BLOCK, k)) / k
-        assert entropy < form(BLOCK, k).bits / k < entropy + 0.6
+        assert entropy < shortest_form(BLOCK, k).bits / k < entropy + 0.6
 
 
 # ---- cut ---------------------------------------------------------------------------------------
@@ -174,20 +175,20 @@ def test_positions_close_to_entropy() -> None:
 @pytest.mark.parametrize("k", [1, 5, 32, 33])
 def test_positions_windows_of_eight_blocks(k: int) -> None:
     """A window of a multiple of eight blocks is written and read by itself."""
-    f, index = form(BLOCK, k), chosen(29, BLOCK, k)
-    planes = positions.encode(f, index)
+    f, index = shortest_form(BLOCK, k), chosen(29, BLOCK, k)
+    planes = sparse.encode_positions(f, index)
     cuts = (0, 8, 24, 29)
     for a, b in zip(cuts, cuts[1:], strict=False):
         part = [p[a * n // 8 : (b * n + 7) // 8] for p, n in zip(planes, f.planes, strict=True)]
-        assert all(map(torch.equal, part, positions.encode(f, index[a:b])))
-        assert torch.equal(positions.decode(f, part, b - a), index[a:b])
+        assert all(map(torch.equal, part, sparse.encode_positions(f, index[a:b])))
+        assert torch.equal(sparse.decode_positions(f, part, b - a), index[a:b])
 
 
 def test_positions_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of blocks that are coded at once changes nothing. Also where several replicas are
     decoded together, and where an edge block is narrower.
     """
-    from fsdp_demo.compression import blocks
+    from fsdp_demo.compression import blocks, windows
 
     shapes, kinds = [(200, 250), (90_000,)], ["transform", "plain"]
     codec, datas, wanted = Codec("dct", "topk", 9, "int8"), [], []
@@ -201,11 +202,11 @@ def test_positions_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
         wanted.append(sparse.decode_sparse(layout, codec, datas[-1])[:2])
     for window, coded_at_once in ((8, 1), (8, 300), (16, 1 << 17)):
         monkeypatch.setattr(blocks, "WINDOW", window)
-        monkeypatch.setattr(blocks, "CODED", coded_at_once)
+        monkeypatch.setattr(windows, "CODED", coded_at_once)
         again = Layout(shapes, kinds)
         split = sparse.split(again, codec, datas)
         found: list[list[torch.Tensor]] = [[], [], []]
-        for s in again.stretches("cpu", codec.topk, 3):
+        for s in windows.stretches(again.windows("cpu"), torch.device("cpu"), codec.topk, 3):
             assert s.group is not None
             place, _ = sparse.decode_window(s, split[s.group], codec)
             start = torch.arange(s.begin, s.end, BLOCK)[:, None]
@@ -233,7 +234,7 @@ def test_positions_of_any_bytes_inside_block(
     n: int, k: int, rows: int, byte: int | None, seed: int
 ) -> None:
     """Any bytes are decoded to positions inside the block."""
-    f = form(n, min(k, n))
+    f = shortest_form(n, min(k, n))
     data = torch.full((f.num_bytes(rows),), byte or 0, dtype=torch.uint8)
     if byte is None:
         generator = torch.Generator().manual_seed(seed)
@@ -264,12 +265,12 @@ def test_positions_damaged_section_inside_workspace(seed: int) -> None:
 
 def test_positions_damage_stays_in_window() -> None:
     """Damage in one window does not reach another."""
-    f, index = form(BLOCK, 32), chosen(16, BLOCK, 32)
-    planes = positions.encode(f, index)
+    f, index = shortest_form(BLOCK, 32), chosen(16, BLOCK, 32)
+    planes = sparse.encode_positions(f, index)
     for plane, size in zip(planes, f.planes, strict=True):
         plane[8 * size // 8 :] = 0xFF
     part = [p[: 8 * n // 8] for p, n in zip(planes, f.planes, strict=True)]
-    assert torch.equal(positions.decode(f, part, 8), index[:8])
+    assert torch.equal(sparse.decode_positions(f, part, 8), index[:8])
 
 
 # ---- the oracle of speed -----------------------------------------------------------------------
@@ -294,10 +295,10 @@ def test_positions_twelve_bit_packing(numbers: list[int]) -> None:
 def test_codes_1bit_sign_and_mean() -> None:
     """The code 1bit is the sign and the mean magnitude."""
     v = torch.tensor([[1.0, -3.0, 0.0, -0.0, 6.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    data = quantize.encode("1bit", v)
+    data = formats.encode("1bit", v)
     # 2.0 and 0.0 in bf16; signs 0 1 0 1 0 and none
     assert bytes(data.tolist()).hex() == "0040" + "0000" + "0a00"
-    assert quantize.decode("1bit", data, 2, 5).tolist() == [
+    assert formats.decode("1bit", data, 2, 5).tolist() == [
         [2.0, -2.0, 2.0, -2.0, 2.0],
         [0.0] * 5,
     ]

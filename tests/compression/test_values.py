@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_demo.compression import quantize
+from fsdp_demo.compression import formats
 from fsdp_demo.compression.formats import CODERS, E2M1, E3M0
 from fsdp_demo.config.names import FORMATS
 from fsdp_demo.config.parts import CODES
@@ -55,7 +55,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def back(code: str, v: torch.Tensor) -> torch.Tensor:
-    return quantize.decode(code, quantize.encode(code, v), *v.shape)
+    return formats.decode(code, formats.encode(code, v), *v.shape)
 
 
 def in_groups(code: str, v: torch.Tensor) -> list[torch.Tensor]:
@@ -64,11 +64,11 @@ def in_groups(code: str, v: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_against_oracle(code: str, v: torch.Tensor) -> None:
-    data = quantize.encode(code, v)
-    assert data.dtype == torch.uint8 and data.numel() == quantize.num_bytes(code, *v.shape)
+    data = formats.encode(code, v)
+    assert data.dtype == torch.uint8 and data.numel() == formats.num_bytes(code, *v.shape)
     assert bytes(data.tolist()) == quantise.encoded(v, code)
     expected = torch.stack([quantise.dequantised(row, code) for row in v]) if len(v) else v
-    assert same_bits(quantize.decode(code, data, *v.shape), expected)
+    assert same_bits(formats.decode(code, data, *v.shape), expected)
 
 
 # ---- against the oracle ------------------------------------------------------------------------
@@ -153,22 +153,22 @@ def test_values_rows_of_several_groups(code, shape):
 def test_values_chunks_change_no_bit(code, shape, monkeypatch):
     """The size of chunks changes no bit."""
     v = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    data = quantize.encode(code, v)
-    monkeypatch.setattr(quantize, "CHUNK", 128)
-    assert torch.equal(quantize.encode(code, v), data)
-    assert same_bits(quantize.decode(code, data, *shape), back(code, v))
+    data = formats.encode(code, v)
+    monkeypatch.setattr(formats, "CHUNK", 128)
+    assert torch.equal(formats.encode(code, v), data)
+    assert same_bits(formats.decode(code, data, *shape), back(code, v))
     monkeypatch.undo()
-    assert same_bits(quantize.decode(code, data, *shape), back(code, v))
+    assert same_bits(formats.decode(code, data, *shape), back(code, v))
 
 
 @codes
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0)])
 def test_values_empty(code, shape):
     """A tensor without values has no bytes."""
-    data = quantize.encode(code, torch.zeros(shape))
+    data = formats.encode(code, torch.zeros(shape))
     assert (
-        data.numel() == quantize.num_bytes(code, *shape) == 0
-        and quantize.decode(code, data, *shape).shape == shape
+        data.numel() == formats.num_bytes(code, *shape) == 0
+        and formats.decode(code, data, *shape).shape == shape
     )
 
 
@@ -176,11 +176,11 @@ def test_values_empty(code, shape):
 def test_values_any_offset_and_stride(code):
     """The slice may start at any byte, and the memory may have any order."""
     v = torch.randn(70, 9, generator=torch.Generator().manual_seed(5)).t()
-    data = quantize.encode(code, v)
-    assert torch.equal(data, quantize.encode(code, v.contiguous()))
+    data = formats.encode(code, v)
+    assert torch.equal(data, formats.encode(code, v.contiguous()))
     for start in (1, 2, 3):
         assert same_bits(
-            quantize.decode(
+            formats.decode(
                 code, torch.cat([torch.zeros(start, dtype=torch.uint8), data])[start:], 9, 70
             ),
             back(code, v),
@@ -216,7 +216,7 @@ def test_values_golden_bytes(code):
     """The bytes of every code are those written down by hand."""
     rows, expected = GOLDEN[code]
     assert (
-        bytes(quantize.encode(code, torch.tensor(rows, dtype=torch.float32)).tolist()).hex()
+        bytes(formats.encode(code, torch.tensor(rows, dtype=torch.float32)).tolist()).hex()
         == expected
     )
 
@@ -224,12 +224,12 @@ def test_values_golden_bytes(code):
 def test_values_scales_first_rows_packed():
     """The scales come first, and the rows follow without gaps."""
     rows = torch.tensor([[7.0, 1.0, -1.0], [14.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
-    assert bytes(quantize.encode("int4", rows).tolist()).hex() == "803f00400000" + "177f010000"
+    assert bytes(formats.encode("int4", rows).tolist()).hex() == "803f00400000" + "177f010000"
     # 2bit: no value below the mean, so a lower level of 0
     rows = torch.tensor([[1.0] * 256 + [-2.0], [4.0] * 257])
     scales = "0000803f" + "00000040" + "00008040" + "00008040"
     assert (
-        bytes(quantize.encode("2bit", rows).tolist()).hex()
+        bytes(formats.encode("2bit", rows).tolist()).hex()
         == scales + "55" * 64 + "57" + "55" * 63 + "05"
     )
 
@@ -239,9 +239,9 @@ def test_values_every_int4_code():
     data = torch.tensor(
         [0x80, 0x3F, 0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8
     )
-    assert quantize.decode("int4", data, 1, 16).tolist() == [[*range(8), *range(-8, 0)]]
+    assert formats.decode("int4", data, 1, 16).tolist() == [[*range(8), *range(-8, 0)]]
     for code, form in (("fp4_e3m0", E3M0), ("fp4_e2m1", E2M1)):
-        assert quantize.decode(code, data, 1, 16).tolist() == [
+        assert formats.decode(code, data, 1, 16).tolist() == [
             [*form.magnitudes, *(-m for m in form.magnitudes)]
         ]
 
@@ -263,7 +263,7 @@ def test_values_number_of_bytes(code):
     per_group = {"2bit": 4}.get(code, 2)
     for rows, cols in ((1, 1), (3, 5), (2, 4096), (2, 4097), (7, 33)):
         scales = per_group * rows * math.ceil(cols / scale) if scale else 0
-        assert quantize.num_bytes(code, rows, cols) == scales + math.ceil(rows * cols * size)
+        assert formats.num_bytes(code, rows, cols) == scales + math.ceil(rows * cols * size)
 
 
 # ---- errors ------------------------------------------------------------------------------------
@@ -322,10 +322,10 @@ def test_values_coding_again_same_bytes(code, v):
     """
     v = torch.where(v.abs() < 1e-30, 0.0, v)
     once = back(code, v)
-    again = quantize.encode(code, once)
-    assert same_bits(quantize.decode(code, again, *v.shape), once)
+    again = formats.encode(code, once)
+    assert same_bits(formats.decode(code, again, *v.shape), once)
     if code != "2bit":
-        assert torch.equal(again, quantize.encode(code, v))
+        assert torch.equal(again, formats.encode(code, v))
 
 
 @codes
@@ -348,9 +348,7 @@ def test_values_zero_group_scale_zero(code):
     v = torch.zeros(3, 5)
     v[1] = 1.0
     scales = (
-        quantize.encode(code, v)[: 6 * (2 if code == "2bit" else 1)]
-        .view(torch.bfloat16)
-        .view(3, -1)
+        formats.encode(code, v)[: 6 * (2 if code == "2bit" else 1)].view(torch.bfloat16).view(3, -1)
     )
     assert scales.any(1).tolist() == [False, True, False]
     assert not back(code, v)[[0, 2]].any()
@@ -385,9 +383,9 @@ def test_values_input_unchanged():
     v = torch.randn(5, 300, generator=torch.Generator().manual_seed(7))
     before = v.clone()
     for code in CODES:
-        data = quantize.encode(code, v)
+        data = formats.encode(code, v)
         kept = data.clone()
-        quantize.decode(code, data, 5, 300).zero_()
+        formats.decode(code, data, 5, 300).zero_()
         assert torch.equal(data, kept) and same_bits(v, before)
 
 
@@ -395,7 +393,7 @@ def test_values_bf16_scale_bits():
     """A bf16 scale is the upper half of an fp32 number."""
     v = torch.tensor([[3.0, -1.0]])
     for code, top in LARGEST.items():
-        (scale,) = struct.unpack("<f", b"\0\0" + bytes(quantize.encode(code, v)[:2].tolist()))
+        (scale,) = struct.unpack("<f", b"\0\0" + bytes(formats.encode(code, v)[:2].tolist()))
         assert scale == quantise.bf16(3 / top)
 
 
@@ -406,6 +404,6 @@ def test_values_bf16_scale_bits():
 def test_values_same_bytes_on_gpu(code, shape):
     """A GPU makes the same bytes as the CPU."""
     v = torch.randn(shape, generator=torch.Generator().manual_seed(8)) ** 3
-    data = quantize.encode(code, v.cuda())
-    assert torch.equal(data.cpu(), quantize.encode(code, v))
-    assert same_bits(quantize.decode(code, data, *shape).cpu(), back(code, v))
+    data = formats.encode(code, v.cuda())
+    assert torch.equal(data.cpu(), formats.encode(code, v))
+    assert same_bits(formats.decode(code, data, *shape).cpu(), back(code, v))

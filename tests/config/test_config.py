@@ -216,7 +216,6 @@ def lone(*args: Any, **options: Any) -> ExchangeConfig:
         # consensus replicas are equal anyway
         lambda: preset("decoupled_momentum", average_every=2),
         lambda: preset("desloc", states={"exp_avg": 0}),
-        lambda: fsdp_demo.half_life_multiples({"exp_avg": 1.0}),
         lambda: Fragments(layers=0),
         lambda: Fragments(order="random"),
         lambda: preset("diloco", offload_outer_state="disk"),

@@ -199,7 +199,7 @@ def test_zero_launch_exit_status(tmp_path):
 
 def test_zero_launch_unknown_flag_refused(tmp_path, capfd):
     """DeepSpeed's launcher refuses a flag that it does not know."""
-    from fsdp_demo.launch import run as launch
+    from fsdp_demo.launch import __main__ as launch
 
     done = subprocess.run(
         [sys.executable, "-m", "fsdp_demo.launch", "deepspeed", "--nonsense"],

@@ -304,7 +304,7 @@ def placed(me) -> dict[str, Any]:
     nodes = shard_within_node(NODE)
     same = nodes is shard_within_node(NODE) is installed()
     made = zero.engine(zero.settings("zero2"), zero.sgd)
-    topology = topology_of(made)
+    topology = topology_of(made.mpu)
     position = ShardPosition(num_shards=topology.world, shard=topology.rank)
     island = IslandGroup(topology, position)
     line, active_copies = topology.join(position)
@@ -350,7 +350,7 @@ def test_zero_mesh_topology_of_engine(world) -> None:
 
 def nodes_of_one_rank(me) -> tuple[Any, ...]:
     shard_within_node(1)
-    alone = topology_of(zero.engine(zero.settings("zero3"), zero.sgd))
+    alone = topology_of(zero.engine(zero.settings("zero3"), zero.sgd).mpu)
     return alone.islands, alone.world, alone.group, alone.meets_at
 
 

@@ -15,7 +15,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import deepspeed_ext
 from deepspeed_ext import checkpoints
-from deepspeed_ext.checkpoints import separate
+from deepspeed_ext.checkpoint_methods import separate
 from fsdp_demo.checkpoint import load_exchange
 from fsdp_demo.checkpoint.files import copied
 from fsdp_demo.checkpoint.folders import Fence
@@ -514,37 +514,30 @@ def test_zero_resume_other_number_of_ranks(run_ranks, tmp_path, stage) -> None:
     assert all(torch.equal(whole[n], t) for o in out for n, t in o.value.items())
 
 
-def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without an exchange, taken up by replicas."""
-    logging.basicConfig(level=logging.WARNING, force=True)
-    torch.manual_seed(7)
-    made = zero.engine(config, zero.adamw, zero.Model(130))
-    made.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(made.optimizer.optimizer, 0.9)
+def plain(me: Any, root: Path, config: dict[str, Any]) -> list[str]:
+    """A checkpoint without an exchange, which island 0 alone sees."""
+    made = zero.engine(config)
+    folder = root / str(me.island)
     if me.island == 0:
-        made.save_checkpoint(str(root), "start")
-        (root / "written").touch()
-    while not (root / "written").exists():
-        pass
-    wanted = zero.whole(made)
-    made, exchange = make(config, "diloco", seed=8)
-    path, _ = made.load_checkpoint(str(root))
-    got = zero.whole(made)
-    made.save_checkpoint(str(root))
-    exchange.finish()
-    return {"path": path, "differences": differences(wanted, got)}
+        made.save_checkpoint(str(folder), "start")
+    exchange = deepspeed_ext.attach(made, "diloco")
+    said = []
+    for tag in (None, "start", "other"):
+        with pytest.raises(ValueError) as error:
+            made.load_checkpoint(str(folder), tag)
+        said.append(str(error.value))
+    exchange.detach()
+    return said
 
 
-def test_zero_resume_plain_checkpoint(run_ranks, tmp_path) -> None:
-    """A checkpoint without the state of an exchange is loaded, and the channels start anew."""
-    out = run_ranks(plain, args=(tmp_path, zero.settings("zero1")), check=False)
-    assert all(o.error is None and o.value["differences"] == [] for o in out), [
-        o.error for o in out
-    ]
-    assert (
-        out[2].value["path"].startswith(str(tmp_path / "start"))
-        and "and holds no exchange state: the channels start anew" in out[0].log
-    )
-    assert (tmp_path / "island1" / "latest").exists()
+def test_zero_resume_plain_checkpoint_refused(run_ranks, tmp_path) -> None:
+    """A checkpoint without the state of an exchange is refused on all replicas, with the way to
+    begin from it.
+    """
+    for said in run_ranks(plain, args=(tmp_path, zero.settings("zero1"))):
+        assert all("start holds no exchange state of these replicas" in text for text in said[:2])
+        assert "load it before attach" in said[0]
+        assert said[2].startswith("no replica sees a whole checkpoint 'other'")
 
 
 def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> None:

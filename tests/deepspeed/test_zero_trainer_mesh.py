@@ -2,8 +2,6 @@
 `shard_within_node(2)`, model, `Trainer` and one more line.
 """
 
-import logging
-
 import pytest
 import torch
 
@@ -72,10 +70,6 @@ def test_zero_trainer_mesh_sends_payloads_only(run_ranks, stage, preset, changes
     """Two steps send nothing but payloads between nodes."""
 
     def run(rank):
-        records, handler = [], logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        logging.getLogger("fsdp_demo").setLevel(logging.INFO)
         watch = Watch()
         plan = {
             "max_steps": 4,
@@ -101,7 +95,6 @@ def test_zero_trainer_mesh_sends_payloads_only(run_ranks, stage, preset, changes
             "whole": whole(trained),
             "shown": shown(trained),
             "eval": history(trained, "eval_loss"),
-            "told": [text for text in records if "still gathers over all nodes" in text],
         }
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
@@ -114,7 +107,6 @@ def test_zero_trainer_mesh_sends_payloads_only(run_ranks, stage, preset, changes
             and torch.equal(o["shown"], o["whole"])
             and o["eval"] == out[0]["eval"]
         )
-    assert len(out[0]["told"]) == 1
 
 
 @pytest.mark.parametrize(

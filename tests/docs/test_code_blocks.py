@@ -268,7 +268,7 @@ def problems(command: list[str]) -> list[str]:
             ),
             len(after),
         )
-        found += _unknown("fsdp_demo/launch/run.py", after[:cut])
+        found += _unknown("fsdp_demo/launch/__main__.py", after[:cut])
     for at, word in enumerate(rest):
         if re.match(r"^recipes/.*\.(py|sh)$", word) and (pages.ROOT / word).is_file():
             found += _unknown(word, rest[at + 1 :])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_demo import cli
-from fsdp_demo.launch import run
+from fsdp_demo.launch import __main__ as launch
 
 TEXT = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## .*?\{#([\w-]+)\}\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
@@ -24,7 +24,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 def launch_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """The flags of `python -m fsdp_demo.launch`, from its help."""
     with pytest.raises(SystemExit):
-        run._parse(["--help"])
+        launch._parse(["--help"])
     return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out.partition("example:")[0])) - {
         "--help"
     }

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_demo.config.names import FORMATS
 from fsdp_demo.peers import header, pieces
-from fsdp_demo.store.messages import Answer, Question
+from fsdp_demo.store.connection import Answer, Question
 
 from ..support.sealed import seal
 

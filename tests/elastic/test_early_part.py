@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_demo.elastic import leaving, message_io
+from fsdp_demo.elastic import message_io
 from fsdp_demo.peers.collectives import ReceivedMessage
 from fsdp_demo.peers.header import PAYLOAD, QUESTION
 
@@ -106,7 +106,7 @@ def test_early_part_long_goes_to_one_which_forwards_it(run_ranks) -> None:
     """A long early part goes to one island, which forwards it."""
 
     def run() -> None:
-        leaving.SHORT = message_io.SHORT = 100
+        message_io.SHORT = 100
         of = Islands(4, ranks=2)
         of.run(leaves(False, together=threading.Barrier(2)))
         assert of.results[1, 0] is of.results[1, 1] is True

@@ -18,10 +18,10 @@ from fsdp_demo import PeerLost
 from fsdp_demo.elastic import agreement, connect, newcomer, peer_group
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.join_server import JoinServer
-from fsdp_demo.elastic.leaving import Stopping
+from fsdp_demo.elastic.network_loop import Stopping
 from fsdp_demo.elastic.peer_group import PeerGroup
-from fsdp_demo.elastic.worker import CommWorker
 from fsdp_demo.errors import WireError
+from fsdp_demo.exchange.sending import CommWorker
 from fsdp_demo.membership import protocol_events
 from fsdp_demo.membership.machine import entered
 from fsdp_demo.membership.protocol_types import Member, first_record

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
-from fsdp_demo.compression import quantize
+from fsdp_demo.compression import formats
 
 from ..support import threaded
 from ..support.threaded import islands, values
@@ -160,4 +160,4 @@ def test_gpu_fsdp2_shards_nccl(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_gpu_codes_same_bytes(code: str) -> None:
     """Every value code makes the same bytes on a GPU as on the CPU."""
     v = torch.randn(4096, 33, generator=torch.Generator().manual_seed(1)).cuda()
-    assert torch.equal(quantize.encode(code, v).cpu(), quantize.encode(code, v.cpu()))
+    assert torch.equal(formats.encode(code, v).cpu(), formats.encode(code, v.cpu()))

@@ -17,11 +17,13 @@ import fsdp_demo
 
 from ..support import journey
 
-MOST = {"demo": 41, "streaming_diloco": 38, "save": 42, "load": 57}
+MOST = {"demo": 34, "streaming_diloco": 32, "save": 39, "load": 55}
+MOST |= {"death": 24, "newcomer": 83, "donor": 53}
 """Files, as docs/architecture.md says."""
 KEPT = {"save": 8, "load": 9}
 """Of them those of a checkpoint: of `checkpoint`, and the state of an exchange as it is saved."""
-HEARTBEATS = {"net/tcp.py"}  # entered twice a second, whatever a step does
+BEYOND = {"death": 6, "newcomer": 6, "donor": 13}
+"""Of them those that an ordinary step, or an ordinary start and a step, does not enter."""
 PRESENCE = {
     "rendezvous/attempts.py",
     "elastic/peer_group.py",  # which epoch it is in
@@ -30,12 +32,10 @@ PRESENCE = {
     "rendezvous/starting.py",
     "store/client.py",
     "store/connection.py",
-    "store/messages.py",
 }
 """What the threads may enter that tell the store, by the clock, that the island lives. They have no
 part in a step.
 """
-BY_THE_CLOCK = ("presence",)
 
 
 @pytest.fixture
@@ -50,23 +50,21 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_journey_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
     """A step of the default path enters at most the files that the table of journeys lists."""
 
-    def run(me: Any) -> dict[str, set[str]]:
+    def run(me: Any) -> tuple[set[str], set[str], set[str]]:
         followed = journey.step(name, **changes)
-        return {thread: followed.entered_by(thread) for thread in followed.threads}
+        clocked = set().union(*map(followed.entered_by, journey.BY_THE_CLOCK))
+        return followed.threads, clocked, followed.files
 
-    for by_thread in run_ranks(run, 2, 1):
-        assert by_thread.keys() >= {"MainThread", "exchange", "network"}
-        clocked = [by_thread.pop(thread, set()) for thread in BY_THE_CLOCK]
-        assert set().union(*clocked) <= PRESENCE, clocked
-        files = set().union(*by_thread.values())
-        # it has seen the three threads
+    for threads, clocked, files in run_ranks(run, 2, 1):
+        assert threads >= {"MainThread", "exchange", "network"}
+        assert clocked <= PRESENCE, clocked
         assert files >= {"exchange/runtime.py", "elastic/peer_group.py", "membership/machine.py"}
         assert not files & {
             "exchange/exchange.py",
             "exchange/readings.py",
             "exchange/resume.py",
         }
-        assert len(files - HEARTBEATS) <= MOST[name], " ".join(sorted(files))
+        assert len(files) <= MOST[name], " ".join(sorted(files))
 
 
 def test_journey_files_of_save_and_load(run_ranks: Any, tmp_path: Path) -> None:
@@ -74,22 +72,52 @@ def test_journey_files_of_save_and_load(run_ranks: Any, tmp_path: Path) -> None:
     saved by two islands with a message under way and loaded by three.
     """
 
-    def entered(followed: journey.Journey) -> set[str]:
-        threads = followed.threads - {*BY_THE_CLOCK}
-        return set().union(*map(followed.entered_by, threads)) - HEARTBEATS
-
     def kept(files: set[str]) -> set[str]:
         state = {"exchange/resume.py", "exchange/saved_state.py"}
         return {file for file in files if file.startswith("checkpoint/") or file in state}
 
-    for files in run_ranks(lambda me: entered(journey.save(str(tmp_path))), 2, 1):
+    for files in run_ranks(lambda me: journey.save(str(tmp_path)).files, 2, 1):
         assert files >= {"checkpoint/manager.py", "checkpoint/folders.py"}
         assert len(files) <= MOST["save"], " ".join(sorted(files))
         assert len(kept(files)) <= KEPT["save"], kept(files)
-    for files in run_ranks(lambda me: entered(journey.load(str(tmp_path))), 3, 1):
+    for files in run_ranks(lambda me: journey.load(str(tmp_path)).files, 3, 1):
         assert files >= {"checkpoint/choice.py", "exchange/resume.py"}
         assert len(files) <= MOST["load"], " ".join(sorted(files))
         assert len(kept(files)) <= KEPT["load"], kept(files)
+
+
+def test_journey_files_of_a_lost_island(run_ranks: Any, tmp_path: Path) -> None:
+    """An island dies in mid-exchange: until the others have delivered that message and the next
+    one, they enter at most the files that the table of journeys lists.
+    """
+
+    def run(me: Any) -> Any:
+        followed = journey.death(str(tmp_path))
+        return followed and (followed.threads, followed.files, followed.beyond)
+
+    one, lost, two = run_ranks(run, 3, 1)
+    assert lost is None
+    for threads, files, beyond in (one, two):
+        assert threads >= {"exchange", "network", "membership store"}
+        assert {"elastic/store_session.py", "store/client.py"} <= beyond
+        assert len(files) <= MOST["death"], " ".join(sorted(files))
+        assert len(beyond) <= BEYOND["death"], " ".join(sorted(beyond))
+
+
+def test_journey_files_of_a_newcomer(run_ranks: Any, tmp_path: Path) -> None:
+    """A newcomer in its `attach`, and its donor until it takes part, enter at most the files that
+    the table of journeys lists.
+    """
+
+    def run(me: Any) -> tuple[set[str], set[str]]:
+        followed = journey.newcomer(str(tmp_path))
+        return followed.files, followed.beyond
+
+    donor, _, newcomer = run_ranks(run, 3, 1)
+    for name, (files, beyond) in {"donor": donor, "newcomer": newcomer}.items():
+        assert {"exchange/snapshot.py", "peers/bulk_stream.py"} <= beyond
+        assert len(files) <= MOST[name], " ".join(sorted(files))
+        assert len(beyond) <= BEYOND[name], " ".join(sorted(beyond))
 
 
 def test_journey_hooks_call_runtime(alone: Any) -> None:

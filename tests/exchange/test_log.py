@@ -14,10 +14,11 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import preset
+from fsdp_demo.commands import during_run
 from fsdp_demo.errors import counted
 from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.summary import odd_ends, total_steps
-from fsdp_demo.rendezvous import environment, run_status
+from fsdp_demo.rendezvous import environment
 
 from ..support import threaded
 
@@ -246,10 +247,12 @@ def test_log_run_status_counts_islands() -> None:
     """The status of a run counts the islands beside the epoch."""
     member = {"slot": 0, "life": 0, "delivered": 1, "heard": {}}
     found = {"run": "a", "attempt": "0", "state": "members", "epoch": 0, "members": [member]}
-    head, line = run_status.text(found).splitlines()
+    head, line = during_run.status_text(found).splitlines()
     assert head == "run a, attempt 0: members; epoch 0, 1 island"
     assert line == "  island 0: 1 message delivered, heard nobody"
-    two = run_status.text(found | {"members": [member, member | {"slot": 1, "delivered": 2}]})
+    two = during_run.status_text(
+        found | {"members": [member, member | {"slot": 1, "delivered": 2}]}
+    )
     assert "epoch 0, 2 islands" in two and "island 1: 2 messages delivered" in two
 
 
@@ -257,5 +260,5 @@ def test_log_run_status_of_a_finished_run() -> None:
     """The islands of a finished run have ended; in a run under way their listener is silent."""
     members = [{"slot": 0, "life": 0, "silent": True}]
     found = {"run": "a", "attempt": "0", "state": "finished", "epoch": 1, "members": members}
-    assert "island 0: has ended with the run" in run_status.text(found)
-    assert "does not answer" in run_status.text(found | {"state": "members"})
+    assert "island 0: has ended with the run" in during_run.status_text(found)
+    assert "does not answer" in during_run.status_text(found | {"state": "members"})

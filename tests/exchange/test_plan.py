@@ -19,7 +19,7 @@ from torch import nn
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, Link, preset, presets, ring_all_reduce_bytes
 from fsdp_demo.compression import dense as vectors
-from fsdp_demo.compression import quantize
+from fsdp_demo.compression import formats
 from fsdp_demo.exchange import plan
 from fsdp_demo.peers import header
 from fsdp_demo.peers.header import Meter
@@ -309,7 +309,7 @@ def test_bytes_published_sparse_loco(
     """
     row = claims["SparseLoCo: payload below fp32, k = 64"]
     assert round(row.by_format, 1) == 146.3
-    levels = quantize.num_bytes("2bit", 1, 64) - 16
+    levels = formats.num_bytes("2bit", 1, 64) - 16
     block = block_bytes(64, 16 + levels)
     assert levels == 4 and block < 112 and row.ours == pytest.approx(16384 / block, rel=1e-4)
     llama, norms = models["llama-3.2-1b"], 33 * 2048  # norms travel whole, in bf16

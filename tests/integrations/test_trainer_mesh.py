@@ -18,7 +18,11 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from fsdp_demo.integrations.mesh import ExchangeParallelismConfig, mesh_topology  # noqa: E402
-from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
+from fsdp_demo.integrations.trainer import (  # noqa: E402
+    ExchangeCallback,
+    exchange_optimizer,
+    state,
+)
 
 from ..support import trainer_script as script  # noqa: E402
 
@@ -161,7 +165,8 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
         os.environ.update(
             PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="2"
         )
-        out = []
+        out, groups, cpu_group = [], [], state.cpu_group
+        state.cpu_group = lambda topology: groups.append(topology) or cpu_group(topology)
         for where, resume in (("whole", None), ("cut", None), ("cut", "checkpoint-4")):
             extra = {"callbacks": [ExchangeCallback(preset, **changes)]}
             if preset == "demo":
@@ -172,6 +177,8 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
             )
             trained.train(resume_from_checkpoint=resume and str(rank.folder / where / resume))
             out.append(script.shards(trained))
+        state.cpu_group = cpu_group
+        assert len(groups) == 3  # one per training, none per save
         return torch.equal(out[0], out[1]), torch.equal(out[0], out[2]), out[0]
 
     def as_islands(rank):

@@ -302,8 +302,9 @@ def test_take_over_metric_scheduler_warned(caplog):
 def test_take_over_log_names_losses():
     """The log says what is not exact after a take-over."""
     args = SimpleNamespace(ignore_data_skip=False, load_best_model_at_end=True)
-    exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"))
-    text = sentence(exchange, args, 4, TakeOver(4, "a"), 1.0, moments=False)
+    trainer = SimpleNamespace(args=args, state=SimpleNamespace(best_metric=1.0))
+    exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"), step=4)
+    text = sentence(trainer, exchange, TakeOver(4, "a"), moments=False)
     assert (
         text.startswith("no checkpoint here: took over step 4 from a, rows are skipped")
         and "best model so far is on the other" in text

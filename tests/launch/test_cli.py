@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_demo import cli
 from fsdp_demo.errors import StoreSilent
-from fsdp_demo.launch import run
+from fsdp_demo.launch import __main__ as launch
 from fsdp_demo.launch.command_line import CommandParser
 
 
@@ -166,8 +166,8 @@ def test_cli_launch_names_the_nearest_flag(
 ) -> None:
     """`launch` names the nearest flag and leaves those of other launchers alone."""
     with pytest.raises(SystemExit):
-        run._parse(["--restart", "3", "torchrun", "train.py"])
+        launch._parse(["--restart", "3", "torchrun", "train.py"])
     told = capsys.readouterr().err
     assert "unknown flag --restart; did you mean --restarts?" in told and told.count("\n") == 1
     words = ["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"]
-    assert run._parse(["--restarts", "3", *words]) == (3, [], words)
+    assert launch._parse(["--restarts", "3", *words]) == (3, [], words)

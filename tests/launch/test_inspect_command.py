@@ -166,6 +166,14 @@ def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: s
     assert shared(found).endswith(says), shared(found)
 
 
+def test_inspect_tokens_of_islands() -> None:
+    """The number of tokens says of which islands it is the sum."""
+    from fsdp_demo.tools.inspect import of_islands
+
+    assert of_islands([2, 0]) == "the sum over islands 0 and 2"
+    assert of_islands([1]) == "of island 1"
+
+
 def test_inspect_says_what_a_resume_does() -> None:
     """The last line of `inspect` says what a resume does. (The numbers are those of a run that was
     rolled back by 320 steps against what `inspect` had said.)

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_demo import cli
-from fsdp_demo.launch import run
+from fsdp_demo.launch import __main__ as launch
 from fsdp_demo.launch.rehearsal import Rehearsal, devices
 from fsdp_demo.launch.rehearsal import command as launched
 from fsdp_demo.launch.rehearse import Console, Splitter
@@ -345,18 +345,18 @@ def failed(*codes: int) -> ChildFailedError:
 def test_launch_status_of_failed_ranks(tmp_path: Path) -> None:
     """The status of an island is that of the rank that failed first."""
     never = float("inf")
-    assert run.failed_status(failed(3), str(tmp_path), never) == 3
-    assert run.failed_status(failed(-9, -15), None, never) == 137
-    assert run.failed_status(failed(75, 1), str(tmp_path), never) == 75
-    assert run.failed_status(failed(1), str(tmp_path), never) == 1
+    assert launch.failed_status(failed(3), str(tmp_path), never) == 3
+    assert launch.failed_status(failed(-9, -15), None, never) == 137
+    assert launch.failed_status(failed(75, 1), str(tmp_path), never) == 75
+    assert launch.failed_status(failed(1), str(tmp_path), never) == 1
     (tmp_path / "rank1").write_text("75\n")
-    assert run.failed_status(failed(1, 75), str(tmp_path), never) == 75, (
+    assert launch.failed_status(failed(1, 75), str(tmp_path), never) == 75, (
         "rank 1 left first, rank 0 fell over it"
     )
-    assert run.failed_status(failed(1, 75), str(tmp_path), time.time() - 60) == 1, (
+    assert launch.failed_status(failed(1, 75), str(tmp_path), time.time() - 60) == 1, (
         "rank 1 saved because it was told to end"
     )
-    assert run.failed_status(failed(3, 75), str(tmp_path), never) == 3
+    assert launch.failed_status(failed(3, 75), str(tmp_path), never) == 3
 
 
 def test_rehearse_splitter_keeps_lines_whole() -> None:

@@ -17,8 +17,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_demo import cli
+from fsdp_demo.launch import __main__ as launch
 from fsdp_demo.launch import rehearse, restarts
-from fsdp_demo.launch import run as launch
 from fsdp_demo.launch.processes import reserve_port
 from fsdp_demo.launch.rehearsal import Rehearsal
 from fsdp_demo.launch.rehearsal import command as launched
@@ -183,11 +183,11 @@ def test_restarts_not_after_a_signal_to_end(run_id: str, tmp_path: Path) -> None
 
 
 SLOW = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 def save(*_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1.2)
-    pathlib.Path(sys.argv[1], "saved").touch()
+    pathlib.Path(os.environ["ISLAND_STATUS"], "rank0").write_text("75")
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 pathlib.Path(sys.argv[1], "ready").touch()
@@ -199,7 +199,7 @@ time.sleep(300)
 @pytest.mark.timeout(300)
 def test_launch_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
     """A launcher that is told twice to end, as by Slurm, which tells all processes, and by the
-    supervisor, waits for ranks that save.
+    supervisor, waits for ranks that save, and ends with their status, 75.
     """
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
@@ -214,7 +214,8 @@ def test_launch_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
         str(script),
         str(tmp_path),
     ]
-    process = subprocess.Popen(words)
+    env = {name: value for name, value in os.environ.items() if name != "ISLAND_STATUS"}
+    process = subprocess.Popen(words, env=env)
     try:
         end = time.monotonic() + 100
         while not (tmp_path / "ready").exists() and time.monotonic() < end:
@@ -222,8 +223,7 @@ def test_launch_told_twice_waits_for_ranks_that_save(tmp_path: Path) -> None:
         for _ in range(4):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
-        process.wait(100)
-        assert (tmp_path / "saved").exists()
+        assert process.wait(100) == 75
     finally:
         process.kill()
         process.wait()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PARENT = """
 import gc, json, os, socket, sys
 from pathlib import Path
-import fsdp_demo.rendezvous.run_status, fsdp_demo.store.client, fsdp_demo.store.server
+import fsdp_demo.rendezvous.attempts, fsdp_demo.store.client, fsdp_demo.store.server
 from fsdp_demo import Mismatch, PeerLost, Topology
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.peers.votes import Ranks
@@ -51,6 +51,13 @@ def one_of_two():
     if topology.island == 0:
         CheckpointRegistry(topology, Ranks(None, 0, 1)).meet({})
 
+def finished():
+    topology = Topology.from_env()
+    store = topology.open_store()
+    store.set(f"{topology.run}/attempt", "0")
+    store.set(f"{topology.run}/0/finished", "1")
+    meet()
+
 def full():
     store = Topology.from_env().open_store()
     while True:
@@ -66,6 +73,7 @@ CASES = {
     "nobody came": ("works", meet),
     "no checkpoints": ("works", one_of_two),
     "full": ("full", full),
+    "finished": ("works", finished),
 }
 
 def start(name, island=0):
@@ -133,6 +141,14 @@ def test_status_75_for_what_others_or_the_store_caused(ended, case: str, text: s
     status, said, told = ended[case]
     assert (status, told) == (75, "75") and text in said, said
     assert said.count("Traceback") == 1 and "sys.excepthook" not in said
+
+
+def test_status_78_for_a_run_that_has_finished(ended) -> None:
+    """A run that has finished and is started again under its name ends with 78 and one line."""
+    status, said, told = ended["finished"]
+    assert (status, told) == (78, "78") and "Traceback" not in said, said
+    (line,) = [line for line in said.splitlines() if line]
+    assert "has finished (island 1 said so): set a new ISLAND_RUN on all islands" in line
 
 
 @pytest.mark.parametrize("case", ["unsaved", "a bug", "unlike", "interactive"])

@@ -28,7 +28,7 @@ from fsdp_demo.membership.protocol_types import (
     record_text,
 )
 from fsdp_demo.membership.settlement import propose
-from fsdp_demo.store.messages import LARGEST
+from fsdp_demo.store.connection import LARGEST
 
 number = st.integers(0, 2**31)
 members = st.builds(Member, st.integers(0, 127), st.integers(0, 50))

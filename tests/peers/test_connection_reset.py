@@ -73,7 +73,7 @@ def test_store_reset_with_unread_data_does_not_abort(run_ranks) -> None:
     def fn(me: Any) -> Any:
         from fsdp_demo.net import tcp
         from fsdp_demo.store import server as durable_store
-        from fsdp_demo.store.messages import Question, pack
+        from fsdp_demo.store.connection import Question, pack
 
         for module in (durable_store, tcp):
             for name in ("SIGN", "NAT"):

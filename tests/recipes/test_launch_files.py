@@ -362,7 +362,7 @@ LOST = """#!/usr/bin/env bash
 case "$*" in
     *store*) [[ $* != *--port-file* ]] || echo 29400 >"${@: -1}"; exec sleep 600 ;;
     *"launch --restarts 9"*) shift 2; exec {python} -c 'import sys
-from fsdp_demo.launch.run import main
+from fsdp_demo.launch.__main__ import main
 sys.executable = sys.argv.pop(1)
 sys.exit(main(sys.argv[1:]))' "$0" "$@" ;;
     *)  echo "life ${ISLAND_ATTEMPT:-0} of island $ISLAND_RANK: $*"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_demo
-from fsdp_demo.exchange.sending import ExchangeRecord
+from fsdp_demo.exchange.ledger import ExchangeRecord
 from fsdp_demo.runlog.record import RunRecord
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsdp_demo.errors import StoreSilent, WireError
 from fsdp_demo.store import client
 from fsdp_demo.store.client import StoreClient, WorldStore, connect
-from fsdp_demo.store.messages import (
+from fsdp_demo.store.connection import (
     LARGEST,
     LARGEST_MESSAGE,
     LONGEST,

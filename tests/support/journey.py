@@ -1,11 +1,13 @@
-r"""The way of one step, or of a checkpoint, through the files of the package, as
-docs/architecture.md counts it.
+r"""The way of one step, of a checkpoint, of a lost island or of a newcomer through the files of the
+package, as docs/architecture.md counts it.
 
     fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py step demo
     fsdp-demo rehearse --islands 2 --procs 1 -- \
         tests/support/journey.py step streaming_diloco period=10 delay=5 layers=1
     fsdp-demo rehearse --islands 2 --procs 1 -- tests/support/journey.py save FOLDER
     fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py load FOLDER
+    fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py death EMPTY_FOLDER
+    fsdp-demo rehearse --islands 3 --procs 1 -- tests/support/journey.py newcomer EMPTY_FOLDER
 
 What counts is a function of the package that is entered for the first time, in any thread. What the
 threads that exchange and that move messages have entered stands where they were given their work;
@@ -20,8 +22,11 @@ files call each other in a circle.
 from __future__ import annotations
 
 import ast
+import json
+import os
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -30,10 +35,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import zmq
 from torch import nn
 
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange
+from fsdp_demo.elastic.chunks import Streams
 
 ROOT = Path(fsdp_demo.__file__).parent
 THREADS = {"CommWorker.submit": "exchange", "NetworkLoop.do": "network"}
@@ -42,15 +49,26 @@ THREADS = {"CommWorker.submit": "exchange", "NetworkLoop.do": "network"}
 FOLLOW = getattr(threading, "setprofile_all_threads", threading.setprofile)  # of Python 3.12
 
 
+BY_THE_CLOCK = ("presence",)
+"""Threads that tell the store, by the clock, that the island lives: they have no part in a step."""
+HEARTBEATS = {"net/tcp.py"}  # entered twice a second, whatever a step does
+
+
 class Journey:
     """Follows all threads of this process inside `with`. Make it before they are started: before
     Python 3.12 a thread that runs already cannot be followed, and one that did is an error.
+
+    Attributes:
+        ordinary: files that do not count in `beyond`.
+        apart: threads that are not followed.
     """
 
     def __init__(self) -> None:
         self._entered: defaultdict[str, dict[tuple[str, str, int], None]] = defaultdict(dict)
         self._calls: set[tuple[str, str]] = set()
         self._on = False
+        self.ordinary: set[str] = set()
+        self.apart: tuple[str, ...] = ()
         self._before = {*threading.enumerate()} - {threading.current_thread()}
         FOLLOW(self._look)
 
@@ -68,7 +86,9 @@ class Journey:
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
         if not self._on or event != "call" or not frame.f_code.co_filename.startswith(str(ROOT)):
             return
-        entered = self._entered[threading.current_thread().name]
+        if (thread := threading.current_thread().name) in self.apart:
+            return
+        entered = self._entered[thread]
         code, name = frame.f_code, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         entered[code.co_filename, name, code.co_firstlineno] = None
         # what is defined inside another function is read there
@@ -87,12 +107,13 @@ class Journey:
         out: list[tuple[str, list[str]]] = []
         others = set(THREADS.values())
         way = [*self._way("MainThread", others)]
-        for thread in sorted({*self._entered} - {"MainThread", *THREADS.values()} | others):
+        by_itself = {"MainThread", *THREADS.values(), *BY_THE_CLOCK}
+        for thread in sorted({*self._entered} - by_itself | others):
             way += self._entered[thread]
         for file, name, line in dict.fromkeys(way):
-            if line not in works(file):
-                continue
             where = short(file)
+            if line not in works(file) or where in HEARTBEATS:
+                continue
             if not out or out[-1][0] != where:
                 out.append((where, []))
             out[-1][1].append(name.replace(".<locals>", ""))
@@ -117,7 +138,19 @@ class Journey:
 
     @property
     def files(self) -> set[str]:
+        """Files of the stays."""
         return {file for file, _ in self.stays}
+
+    @property
+    def beyond(self) -> set[str]:
+        """Files that the `ordinary` way, or part of the way, does not enter."""
+        return self.files - self.ordinary
+
+    def leave_behind(self) -> None:
+        """What was entered so far is the ordinary way; the journey begins anew."""
+        self.ordinary = self.files
+        self._entered.clear()
+        self._calls.clear()
 
     @property
     def order(self) -> list[str]:
@@ -144,6 +177,9 @@ class Journey:
             f"files of each package: {dict(floors)}"
         )
         print(f"threads: {', '.join(sorted(self.threads))}")
+        if self.ordinary:
+            beyond = sorted(self.beyond)
+            print(f"beyond the ordinary way: {len(beyond)} files: {' '.join(beyond)}")
         print(f"each once, in this order: {' '.join(self.order)}")
         print(f"in a circle, or behind one: {' '.join(sorted(seen - {*self.order})) or 'none'}")
 
@@ -187,8 +223,10 @@ class Small(nn.Module):
 class Run:
     """A small run on this island; `journey` is there before its threads."""
 
-    def __init__(self, name: str, topology: Any = None, **changes: Any):
-        self.journey, self.model = Journey(), Small()
+    def __init__(
+        self, name: str, topology: Any = None, journey: Journey | None = None, **changes: Any
+    ):
+        self.journey, self.model = journey or Journey(), Small()
         config = fsdp_demo.preset(name, **changes)
         self.delay = config.channels[0].schedule.delay
         self.optimizer = fsdp_demo.base_optimizer(config, self.model.named_parameters(), lr=1e-3)
@@ -254,14 +292,128 @@ def load(folder: str) -> Journey:
     return journey
 
 
+def wait_for(*paths: Path) -> None:
+    """Until these files are there."""
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
+
+
+def death(folder: str) -> Journey | None:
+    """What an island enters from the death of another one in mid-exchange until it has delivered
+    that message, and the next, which is the first without the other one. Of three islands the
+    second dies in its fifth step, when it has sent its contribution to the first one only. The
+    training thread only waits for that, and is not followed. Ordinary is the step before, in all
+    threads.
+    """
+    island, lost, steps = int(os.environ["ISLAND_RANK"]), 1, 4
+    # a process of its own, so that its end tells the launcher nothing
+    if island == lost and (child := os.fork()):
+        os.waitpid(child, 0)
+        return None
+    dying = Path(folder) / "dying"
+    watching = [Path(folder) / f"watching{other}" for other in (0, 2)]
+
+    def watch() -> None:
+        wait_for(dying)
+        run.journey.__enter__()
+        watching[island // 2].touch()
+
+    run = Run("demo")
+    watcher = threading.Thread(target=watch, daemon=True)
+    for _ in range(steps - 1):
+        run.step()
+    with run.journey as journey:
+        run.step()
+    if island == lost:
+        die_at_second_piece(dying, watching)
+    journey.leave_behind()
+    journey.apart = ("MainThread",)
+    watcher.start()
+    for _ in range(2):
+        run.step()
+    journey.__exit__()
+    assert run.exchange._peers.slots == (0, 2)
+    run.exchange.finish()
+    return journey
+
+
+def die_at_second_piece(dying: Path, watching: list[Path]) -> None:
+    """From now on: when this island hands over its second piece, the first one has left, all others
+    wait for the second one, and this process ends.
+    """
+    send, sent = Streams.send, []
+
+    def send_or_die(streams: Streams, *piece: Any) -> None:
+        sent.append(piece)
+        if len(sent) < 2:
+            send(streams, *piece)
+            return
+        for wire in list(streams._poller.wires):
+            wire.serve(zmq.POLLOUT)
+        time.sleep(0.5)  # the others have sent theirs
+        dying.touch()
+        wait_for(*watching)
+        os._exit(9)
+
+    Streams.send = send_or_die  # type: ignore[method-assign]
+
+
+def newcomer(folder: str) -> Journey:
+    """Two islands train, and a third one joins them. Of the newcomer: what it enters inside
+    `attach`; ordinary are the `attach` of an island that begins the run, and a step. Of the others
+    (the first one is the donor): what they enter in the steps until it takes part; ordinary is the
+    step before it comes.
+    """
+    os.environ |= {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+    begun, end = Path(folder) / "begun", Path(folder) / "end"
+    island = int(os.environ["ISLAND_RANK"])
+    comes = island == 2
+    if comes:
+        wait_for(begun)
+    journey = Journey()
+    with journey:
+        run = Run("demo", journey=journey)
+    exchange = run.exchange
+    if comes:
+        journey.ordinary = {*json.loads(begun.read_text())}
+    else:
+        attached = journey.files
+        for _ in range(3):
+            run.step()
+        journey.leave_behind()
+        with journey:
+            run.step()
+        journey.leave_behind()
+        if island == 0:
+            write(begun, json.dumps(sorted(attached | journey.ordinary)))
+        with journey:
+            while len(exchange._peers.slots) < 3:
+                time.sleep(0.05)
+                run.step()
+    if island == 0:
+        write(end, str(exchange.step + 10))
+    while not end.exists() or exchange.step < int(end.read_text()):
+        time.sleep(0.05)
+        run.step()
+    exchange.finish()
+    return journey
+
+
+def write(path: Path, text: str) -> None:
+    """The file is there as a whole."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.rename(path)
+
+
 def main(what: str, *given: str) -> None:
-    """`what` with its arguments on this island; the first island prints."""
+    """`what` with its arguments on this island; the first island prints, and the newcomer."""
     torch.set_num_threads(1)
     changes = {key: int(value) for key, value in (text.split("=") for text in given if "=" in text)}
-    journey = {"step": step, "save": save, "load": load}[what](
-        *[text for text in given if "=" not in text], **changes
-    )
-    if fsdp_demo.Topology.from_env().island == 0:
+    ways = {"step": step, "save": save, "load": load, "death": death, "newcomer": newcomer}
+    journey = ways[what](*[text for text in given if "=" not in text], **changes)
+    island = int(os.environ["ISLAND_RANK"])
+    if journey is not None and (island == 0 or (what == "newcomer" and island == 2)):
         journey.show()
 
 

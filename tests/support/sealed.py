@@ -22,10 +22,10 @@ def seal(header: Header, body: Tensor) -> Tensor:
 
 def unseal(message: Tensor, expected: Header, sender: str) -> tuple[Header, Tensor]:
     """Its header and body, checked against what should come."""
-    size = message.numel() - HEADER.size
-    if size < 0 or (length := claimed(message)[1]) > size:
+    size, head = message.numel() - HEADER.size, bytes(message[: HEADER.size].tolist())
+    if size < 0 or (length := claimed(head)[1]) > size:
         raise WireError(f"message from {sender} is truncated: {message.numel()} bytes")
-    theirs, crc = open_head(message, expected, length, sender)
+    theirs, crc = open_head(head, expected, length, sender)
     return theirs, check_body(message[HEADER.size :], crc, theirs, sender)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..channel import EMBEDDINGS, Channel
@@ -64,8 +63,8 @@ def desloc(
     `states`: name of a state of the optimizer -> its period as a multiple of `period`; the default
     {exp_avg: 3, exp_avg_sq: 6} is the published 1 : 3 : 6 for AdamW (change `period`:
     `schedule.sync_every` would set all to one). For another optimizer name its states (SGD with
-    momentum and Muon: {momentum_buffer: 3}); `half_life_multiples` derives multiples from decay
-    rates. Published: period 256 (170 times fewer bytes than all-reduce), ADOPT or AdamW.
+    momentum and Muon: {momentum_buffer: 3}), with multiples in proportion to their half-lives
+    ln 0.5 / ln beta. Published: period 256 (170 times fewer bytes than all-reduce), ADOPT or AdamW.
 
     Ours: the states of embeddings and heads stay local, unless `embeddings`. A row of a token that
     one replica has not seen has no second moment there; a first moment averaged more often than the
@@ -76,26 +75,6 @@ def desloc(
     if not embeddings:
         channels = tuple(replace(c, exclude=EMBEDDINGS) if c.state_name else c for c in channels)
     return ExchangeConfig("desloc", channels, lr=4e-4, clip=1.0)
-
-
-def half_life_multiples(betas: dict[str, float], fastest: int = 3) -> dict[str, int]:
-    """Multiples for `desloc` in proportion to the half-lives ln 0.5 / ln beta of the states; the
-    fastest one gets `fastest`.
-
-    Raises:
-        ValueError: a decay rate that is not between 0 and 1.
-
-    Example:
-        >>> from fsdp_demo import half_life_multiples
-        >>> half_life_multiples({"exp_avg": 0.9, "exp_avg_sq": 0.95})
-        {'exp_avg': 3, 'exp_avg_sq': 6}
-    """
-    for name, beta in betas.items():
-        if not 0 < beta < 1:
-            raise ValueError(f"decay rate of {name!r} is {beta}: allowed is 0 < beta < 1")
-    lives = {name: math.log(0.5) / math.log(beta) for name, beta in betas.items()}
-    shortest = min(lives.values(), default=1.0)
-    return {name: max(1, round(fastest * life / shortest)) for name, life in lives.items()}
 
 
 def averaged(name: str, source: str, period: int, value_dtype: str, after: str = "") -> Channel:

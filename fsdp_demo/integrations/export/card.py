@@ -4,7 +4,6 @@ and which parameters these are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,16 @@ import torch
 import yaml
 
 from ...errors import counted, size
-from ...tools.inspect import above, listed, of_islands, ranks, settings
+from ...runlog.files import EVENTS_FILE, STEPS_FILE, SUMMARY_FILE, read_json, read_lines
+from ...tools.inspect import above, ranks, settings
 from ...version import __version__
 
 
-def write_card(
-    out: Path, chosen: Any, run: Path, model: Any, tokenizer: bool, repository: str | None
-) -> None:
+def write_card(out: Path, chosen: Any, run: Path, model: Any, tokenizer: bool) -> None:
     """Write README.md into `out`. `chosen` is `pretrained.Chosen`; numbers that the run did not
     record are left out.
     """
-    name = repository or out.resolve().name
+    name = out.resolve().name
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -46,7 +44,7 @@ def write_card(
 {bare}```python
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("{repository or out.name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
 ```
 
 The whole configuration of the exchange:
@@ -66,7 +64,6 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     yield "islands", f"{head['islands']} in the last start, each of {ranks(head)}"
     yield "parameters", chosen.says
     yield "step", chosen.step
-    yield from _counted(chosen)
     sent = chosen.parts[0][1].outline(head["rank"], head["island"]).last.values()
     shown = numbers(
         chosen.parts[0][0], run, chosen.step, ended=all(at == chosen.step for at in sent)
@@ -83,86 +80,32 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     )
 
 
-def _counted(chosen: Any) -> Iterator[tuple[str, str]]:
-    """Tokens that the loop told the exchange (`report`), of the islands that the run holds at this
-    step, and of which ones: those that took part only in earlier starts are not among them.
-    """
-    tokens, islands = 0, set()
-    for saved in {saved.folder: saved for saved in chosen.seen}.values():
-        tokens += sum(saved.outline(rank, island).tokens for island, rank in saved.paths)
-        islands |= set(saved.islands)
-    if tokens:
-        lost = set(range(chosen.seen[0].heads[0]["islands"])) - islands
-        several = (
-            f"islands {listed(lost)} hold" if len(lost) > 1 else f"island {listed(lost)} holds"
-        )
-        without = f"; {several} no step {chosen.step}" if lost else ""
-        from_when = ", each since it began, joined or took over" if len(islands) > 1 else ""
-        yield "tokens", f"{tokens:,}, {of_islands(islands)}{from_when}{without}"
-
-
 def numbers(folder: Path, run: Path, step: int, ended: bool) -> dict[str, str]:
-    """Losses and bytes at `step` as the Trainer or recipes/pretrain.py logged them, from the
-    checkpoint up to the run's folder.
+    """Tokens, losses and bytes at `step` from the run log (`runlog/files.py`) that lies between the
+    checkpoint's folder and the run's; empty without one.
 
     ended: every channel has sent after this step, so that what was evaluated at the end of the run
     is what the checkpoint holds.
     """
-    found: dict[str, Any] = {}
-    for place in above(folder, run):
-        if (state := place / "trainer_state.json").is_file():
-            found = _trainer(json.loads(state.read_text()), step) | found
-        if (log := place / "metrics.jsonl").is_file():
-            found = _recipe(log, place / "summary.json", step, ended) | found
+    place = next((p for p in above(folder, run) if (p / STEPS_FILE).is_file()), run)
+    lines = [line for line in read_lines(place / STEPS_FILE)[0] if line.get("step", 0) <= step]
+    found, summary = dict(lines[-1]) if lines else {}, read_json(place / SUMMARY_FILE) or {}
+    at_end = summary.get("steps") == step
+    if at_end:  # the last exchange comes after the last line
+        found["bytes_sent"] = summary.get("bytes_sent_per_island")
+    for event in read_lines(place / EVENTS_FILE)[0]:
+        here = event.get("kind") == "evaluation" and event.get("step") == step
+        if here and (ended or not at_end):
+            found["eval_loss"] = event.get("loss")
     labels = {
         "global_loss": "training loss, all islands",
         "loss": "training loss, one island",
         "eval_loss": "evaluation loss",
     }
-    out = {
+    out = {"tokens, all islands": f"{found['tokens']:,}"} if found.get("tokens") else {}
+    out |= {
         label: f"{found[key]:.4f}" for key, label in labels.items() if found.get(key) is not None
     }
     if found.get("bytes_sent"):
-        exchanges = int(found.get("exchanges", 0))
-        out["bytes sent by an island"] = size(found["bytes_sent"]) + (
-            f" in {counted(exchanges, 'exchange')}" if exchanges else ""
-        )
-    return out
-
-
-def _trainer(state: dict[str, Any], step: int) -> dict[str, Any]:
-    names = {
-        "loss": "loss",
-        "exchange/loss": "global_loss",
-        "exchange/bytes_sent": "bytes_sent",
-        "exchange/exchanges": "exchanges",
-    }
-    out: dict[str, Any] = {}
-    for row in state.get("log_history", []):
-        if row.get("step", 0) <= step:
-            out |= {name: row[key] for key, name in names.items() if key in row}
-        if row.get("step") == step and "eval_loss" in row:
-            out["eval_loss"] = row["eval_loss"]
-    return out
-
-
-def _recipe(log: Path, summary: Path, step: int, ended: bool) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for line in log.read_text().splitlines():
-        row = json.loads(line)
-        if row["step"] <= step:
-            out = {key: row.get(key) for key in ("loss", "global_loss", "bytes_sent")}
-    if summary.is_file():
-        data = json.loads(summary.read_text())
-        evaluated = [
-            loss
-            for at, loss, _ in data.get("validation", ())  # the Trainer logs its own
-            if at == step and (ended or at < data["steps"])
-        ]
-        out |= {"eval_loss": evaluated[-1]} if evaluated else {}
-        out |= (
-            {"bytes_sent": data["bytes_sent_per_island"], "exchanges": data.get("exchanges", 0)}
-            if data["steps"] == step
-            else {}
-        )
+        out["bytes sent by an island"] = size(found["bytes_sent"])
     return out

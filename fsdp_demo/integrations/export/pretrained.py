@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,19 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is exported: `kind` "anchor", "mean", "parameters" (equal on all islands) or "replica"
-    (those of one island), at `step`, from the checkpoints `parts` of the islands that are needed
-    (folders, exchange state, number); `seen` are all that the run holds of this step."""
+    """The parameters to export, and the checkpoints that hold them.
+
+    Attributes:
+        kind: "anchor", "mean", "parameters" (equal on all islands) or "replica" (of one island).
+        step: the optimizer step.
+        config: of the exchange.
+        parts: folder, exchange state and number of each island that is needed.
+    """
 
     kind: str
     step: int
     config: ExchangeConfig
     parts: tuple[tuple[Path, SavedExchange, int], ...]
-    seen: tuple[SavedExchange, ...] = ()
 
     @property
     def says(self) -> str:
@@ -67,7 +71,6 @@ def export(
     island: int | None = None,
     model: str | None = None,
     tokenizer: str | None = None,
-    push_to_hub: str | None = None,
 ) -> Chosen:
     """Write the model of a run as a `save_pretrained` folder with a model card.
 
@@ -79,7 +82,6 @@ def export(
         model: config.json, folder or hub id of the architecture, for checkpoints without a
             config.json.
         tokenizer: hub id or folder; default the one saved with the run, if there is one.
-        push_to_hub: repository to upload the folder to.
 
     Raises:
         ValueError: nothing to export, islands missing, a checkpoint that is not whole, an OUT that
@@ -91,24 +93,28 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: name a new one, or empty it")
     chosen = choose(run, step, island)
-    refuse_damaged(chosen)
+    refuse_unreadable(chosen)
     words = load_tokenizer(chosen, run, tokenizer)
     made = build_model(chosen, model, run)
     out.mkdir(parents=True, exist_ok=True)
     made.save_pretrained(out)
     if words is not None:
         words.save_pretrained(out)
-    write_card(out, chosen, run, made, words is not None, push_to_hub)
-    if push_to_hub:
-        upload(out, push_to_hub, chosen)
+    write_card(out, chosen, run, made, words is not None)
     return chosen
 
 
-def refuse_damaged(chosen: Chosen) -> None:
-    """Raise ValueError where a file does not fit the checksum that was written with it. A json may
-    have been edited since.
+def refuse_unreadable(chosen: Chosen) -> None:
+    """Raise ValueError for files of DeepSpeed's own, and where a file does not fit the checksum
+    that was written with it. A json may have been edited since.
     """
     for folder, _, _ in chosen.parts:
+        if any(folder.glob("*_model_states.pt")):
+            raise ValueError(
+                f"{folder} was written by DeepSpeed, whose files export does not read. For the "
+                "parameters of this island in fp32 run: python "
+                f"{folder.parent / 'zero_to_fp32.py'} {folder.parent} OUT --tag {folder.name}"
+            )
         bad = [name for name in damaged(folder) if not name.endswith(".json")]
         if bad:
             raise ValueError(
@@ -142,7 +148,7 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
                     because,
                     at,
                 )
-            return replace(chosen, seen=tuple(saved for _, saved in whole[at].values()))
+            return chosen
     at = max(lacks)
     if island is not None:
         raise ValueError(
@@ -196,7 +202,7 @@ def _add(there: dict[int, tuple[Path, SavedExchange]], folder: Path, saved: Save
 def _choice(
     step: int, there: dict[int, tuple[Path, SavedExchange]], island: int | None
 ) -> tuple[Chosen | None, list[int]]:
-    """(what one step gives, islands that it lacks)."""
+    """The parameters that one step gives, or None and the islands whose checkpoints it lacks."""
     head = next(iter(there.values()))[1].heads[0]
     config, islands = ExchangeConfig.from_dict(head["config"]), int(head["islands"])
     kind = config.result(islands)
@@ -214,8 +220,11 @@ def _choice(
 
 
 def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
-    """A transformers model with the exported tensors; parameters are made on no device, so only the
-    tensors take memory.
+    """A transformers model with the exported tensors. It is made on the meta device, so that only
+    the tensors take memory.
+
+    Raises:
+        ValueError: no architecture is known, or it does not fit the tensors.
     """
     import transformers
 
@@ -262,8 +271,8 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
 
 
 def _untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without second names of tied weights; what is saved under a second name alone gets the
-    first.
+    """The tensors with tied weights under their first names only; one that is saved under a second
+    name alone gets the first.
     """
     first = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -312,21 +321,3 @@ def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
     except (OSError, ValueError) as error:
         what = "no tokenizer could be loaded; name another with --tokenizer"
         raise ValueError(f"{where}: {what} ({str(error).splitlines()[0]})") from None
-
-
-def upload(folder: Path, repository: str, chosen: Chosen) -> None:
-    """Create the repository if need be, and upload the folder."""
-    import huggingface_hub
-
-    said = f"Step {chosen.step}, preset {chosen.config.preset}"
-    try:
-        huggingface_hub.create_repo(repository, exist_ok=True)
-        huggingface_hub.upload_folder(
-            repo_id=repository, folder_path=str(folder), commit_message=said
-        )
-    except Exception as error:  # of the network, of the hub, of the login: many classes
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{folder} is written, its upload failed ({reason}): try `hf upload {repository} "
-            f"{folder}`"
-        ) from error

@@ -90,8 +90,8 @@ def _indexed(index: Path) -> list[Path]:
 
 
 class _Names(pickle.Unpickler):
-    """Reads the `.metadata` of torch's distributed checkpoints, a pickle, and nothing else: no name
-    outside this list is looked up.
+    """An unpickler for the `.metadata` of torch's distributed checkpoints: it looks up no name
+    outside its lists, so that a file cannot run code.
     """
 
     PLAIN = {
@@ -124,7 +124,7 @@ class _Names(pickle.Unpickler):
 
 
 class _PlainReader(FileSystemReader):
-    """torch's reader, whose `read_metadata` would execute what a pickle says."""
+    """torch's reader of files, but for the metadata, which it would unpickle without a check."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / SHARDED
@@ -183,8 +183,8 @@ def outer_tensors(
 
 
 def replica(folder: Path, saved: SavedExchange, island: int) -> dict[str, Tensor]:
-    """The model as one island held it. In a mesh the model file mixes the replicas: each has its
-    own beside the exchange states.
+    """The whole tensors of one island's model by plain name. In a mesh the model file mixes the
+    replicas, and each has its own beside the exchange states.
 
     Raises:
         ValueError: that is missing.

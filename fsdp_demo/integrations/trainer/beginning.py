@@ -29,34 +29,32 @@ from ...checkpoint.choice import HeldCheckpoint
 from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.manager import CheckpointManager
 from ...checkpoint.registry import CheckpointRegistry
-from ...checkpoint.taking_over import small
 from ...config.schema import ExchangeConfig
 from ...errors import NeedsDecision, see
 from ...exchange.exchange import Exchange
 from ...rendezvous.topology import Topology
 from .engine import engine_of
 from .evaluation import Evaluations
-from .joining import KINDS, TakeOver, load_moments, move_to
-from .setup import check_optimizer, clipping, warn
-from .state import manager_of, open_state, restore_local
+from .joining import KINDS, TakeOver, common_state, load_moments, move_to
+from .setup import check_optimizer, warn
+from .state import manager_of, open_state, restore_local, step_of
 
 log = logging.getLogger("fsdp_demo")
 
 
 @dataclass
 class Beginning:
-    """Found by all islands together, before the Trainer trains.
+    """How one training begins. All islands find theirs together, before the Trainer trains.
 
     Attributes:
-        given: what the Trainer is given as `resume_from_checkpoint`: a folder, True, or what it
-            takes for none.
-        taken: what this island goes on from without a checkpoint.
-        joins: the others are under way; what they hold comes with `attach`.
-        named: a person named the checkpoint.
-        fresh: begin the exchange's state anew.
-        after: what must be undone when training is over.
-        manager: of the Trainer's checkpoints.
-        exchange: what `attach` made; None before.
+        given: the Trainer's `resume_from_checkpoint`: a folder, True, or None or False for none.
+        taken: step and state of the other islands, where this one takes over without a checkpoint.
+        joins: this island joins a run under way, whose state comes with `attach`.
+        named: the user has named a checkpoint.
+        fresh: the exchange's state begins anew.
+        after: undoes, when training is over, what was changed for it.
+        manager: the manager of the Trainer's checkpoints.
+        exchange: the exchange that `attach` made; None before.
     """
 
     given: Any
@@ -70,7 +68,7 @@ class Beginning:
 
     @classmethod
     def find(cls, trainer: Trainer, topology: Topology, wanted: Any, fresh: bool) -> Beginning:
-        """The beginning that the user asks for in `train`; `after` undoes what it has set up.
+        """The beginning that the user asks for by `wanted`, the argument of `Trainer.train`.
 
         Raises:
             NeedsDecision, ValueError: as `find_checkpoint`.
@@ -86,7 +84,7 @@ class Beginning:
         return cls(given, taken, joins, is_named(wanted), fresh, after, manager)
 
     def attach(self, trainer: Trainer, config: ExchangeConfig, topology: Topology) -> Exchange:
-        """Join the other replicas. Model and optimizer are sharded and, on resume, loaded.
+        """Join the other replicas, once model and optimizer are sharded and, on resume, loaded.
 
         Raises:
             ValueError: islands at unlike steps, and as `attach`, `open_state`, `restore_local`.
@@ -97,7 +95,7 @@ class Beginning:
         self.after.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
         options = {}
         if engine is None:
-            config, args.max_grad_norm = clipping(config, args.max_grad_norm)
+            config, args.max_grad_norm = config.clipped_once(args.max_grad_norm)
         else:  # clips by itself; the exchange's state is beside what the Trainer saves
             options = {"checkpoints": False}
         facts = {
@@ -138,18 +136,20 @@ class Beginning:
             )
         elif state.global_step and not self.fresh:
             folder = self._folder(trainer)
-            restore_local(folder, exchange, trainer.model_wrapped, engine is not None)
+            restore_local(
+                folder, exchange, trainer.model_wrapped, self.manager.group, engine is not None
+            )
             exchange.accept_parameters()
         return exchange
 
     def _state(self, trainer: Trainer, topology: Topology) -> SavedExchange | None:
-        """What `attach` is given to go on from."""
+        """The exchange's saved state for `attach`; None where it begins anew."""
         if self.joins or self.fresh or not trainer.state.global_step:
             return None
         return open_state(self._folder(trainer))
 
     def _folder(self, trainer: Trainer) -> Path:
-        """The one that the Trainer has loaded."""
+        """The folder of the checkpoint that the Trainer has loaded."""
         if isinstance(self.given, str):
             return Path(self.given)
         root = str(trainer.args.output_dir)
@@ -161,7 +161,7 @@ class Beginning:
 
 
 def is_named(wanted: Any) -> bool:
-    """Whether a person named the checkpoint."""
+    """Whether `resume_from_checkpoint` names a checkpoint."""
     return isinstance(wanted, (str, os.PathLike)) and str(wanted).lower() not in ("true", "auto")
 
 
@@ -193,8 +193,9 @@ def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any
 
 
 def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
-    """From the newest state that all islands hold which hold any. None with `auto` where nobody
-    holds any."""
+    """The newest checkpoint that is held by all islands which hold any; None with `auto` where no
+    island holds one.
+    """
     topology = manager.topology
     held = [HeldCheckpoint(h.step) if fresh else h for h in manager.held()]
     # the last to end has the newest state
@@ -220,7 +221,7 @@ def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
 
 
 def _named(wanted: str, manager: CheckpointManager) -> Any:
-    """The folder that was named: this island's own, or that very one."""
+    """The checkpoint of the name `wanted` in this island's folder, else that very path."""
     topology, name = manager.topology, Path(wanted).name
     if topology.islands == 1:
         return wanted
@@ -259,7 +260,9 @@ def refuse_sharded(checkpoint: Path) -> None:
 
 
 def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> str | TakeOver:
-    """Where some islands have nothing to load: tell them what the Trainer keeps, or hear it."""
+    """Where some islands hold no checkpoint: tell them the Trainer's state in `found`, or hear it
+    where that is None.
+    """
     note = registry.tell(None if found is None else {"state": told(Path(found))})
     if found is not None:
         return found
@@ -275,26 +278,19 @@ def _with_others(found: str | None, step: int, registry: CheckpointRegistry) -> 
 
 
 def told(checkpoint: Path) -> dict[str, Any]:
-    """What islands that take over need of the Trainer's own state in a checkpoint; empty where it
-    cannot be read.
+    """The Trainer's state in a checkpoint for islands that take over (`common_state`); empty where
+    it cannot be read.
     """
     try:
-        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        return small(
-            {
-                name: state[name]
-                for name, kinds in KINDS.items()
-                if name in state and isinstance(state[name], kinds)
-            }
-        )
+        text = (checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")
+        return common_state(json.loads(text))
     except (OSError, ValueError, RecursionError, TypeError):
         return {}
 
 
 def refuse_elsewhere(manager: CheckpointManager) -> None:
-    """Raise where "auto" would begin anew beside checkpoints that the same `output_dir` got from
-    another number of islands: several have a folder each below it, one has none. All islands ask
-    together.
+    """Raise where "auto" would begin anew although `output_dir` holds checkpoints of another number
+    of islands: several have a folder each in it, one has none. All islands call it together.
 
     Raises:
         NeedsDecision: names the newest of them.
@@ -304,7 +300,9 @@ def refuse_elsewhere(manager: CheckpointManager) -> None:
         {root.parent} if several else {part.parent.parent for part in root.glob("*/*/exchange")}
     )
     last = [get_last_checkpoint(str(folder)) for folder in beside if folder.is_dir()]
-    mine = manager.ranks.from_first(lambda: max(filter(None, last), key=_step, default=""))
+    mine = manager.ranks.from_first(
+        lambda: max(filter(None, last), key=lambda path: step_of(path) or 0, default="")
+    )
     # another machine may not see it
     seen = [
         str(n["elsewhere"])
@@ -319,7 +317,3 @@ def refuse_elsewhere(manager: CheckpointManager) -> None:
             "ExchangeCallback(..., fresh=True), or begin in another output_dir"
             f"{see('no-common-checkpoint')}"
         )
-
-
-def _step(checkpoint: str) -> int:
-    return int(checkpoint.rsplit("-", 1)[-1])

@@ -32,7 +32,6 @@ from ...status import SAVED, tell_launcher
 from .beginning import Beginning, refuse_elsewhere
 from .session import Session
 from .setup import (
-    exchange_optimizer,
     find_trainer,
     has_own_optimizer,
     quieten,
@@ -47,11 +46,9 @@ from .stop import Stops
 
 log = logging.getLogger("fsdp_demo")
 
-__all__ = ["ExchangeCallback", "exchange_optimizer", "has_own_optimizer"]
-
 
 class ExchangeCallback(TrainerCallback):
-    """Joins the Trainers of all islands.
+    """A callback that joins the Trainers of all islands to train one model.
 
     It attaches to the optimizer when training begins, logs `exchange/*` with the Trainer's training
     logs, evaluates under the parameters that the method calls its model, keeps islands apart in
@@ -130,20 +127,19 @@ class ExchangeCallback(TrainerCallback):
         alone = self._topology.islands == 1
         self._active = not alone or has_own_optimizer(self.config)
         talk(trainer, self._topology)
+        self._wrap("train", self._train)
         if not self._active:
             log.info(
                 "no peers: preset %r has nothing to exchange, the Trainer runs as it would without "
                 "it",
                 self.config.preset,
             )
-            self._wrap("train", self._train_alone)
             return
         refuse(trainer, self.config)
         if self._topology.kind == "islands":
             separate(trainer, self._topology)
         if self._topology.kind == "mesh":
             quieten(trainer)
-        self._wrap("train", self._train)
         for name in ("training_step", "evaluation_loop", "log", "_save_checkpoint"):
             self._wrap(name, functools.partial(self._in_session, name.lstrip("_")))
 
@@ -152,11 +148,11 @@ class ExchangeCallback(TrainerCallback):
         setattr(self._trainer, name, functools.wraps(original)(functools.partial(around, original)))
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer is built: check it, keep this island's files apart."""
+        """Check the Trainer, which is built now, and keep this island's files apart."""
         self.set_trainer(find_trainer(self))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Model and optimizer are sharded and, on resume, loaded: join the other replicas."""
+        """Join the other replicas: model and optimizer are sharded and, on resume, loaded."""
         if self._trainer is None:
             self.set_trainer(find_trainer(self))
             if self._active:
@@ -175,24 +171,16 @@ class ExchangeCallback(TrainerCallback):
         exchange.watch_energy(self._watch_energy)
         self._session = Session(trainer, exchange, beginning, self._stops)
 
-    def _train_alone(
-        self,
-        original: Callable[..., Any],
-        resume_from_checkpoint: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        assert self._trainer is not None
-        wanted, found = str(resume_from_checkpoint).lower(), resume_from_checkpoint
-        if wanted in ("true", "auto"):
-            found = get_last_checkpoint(str(self._trainer.args.output_dir))
-        if wanted == "auto":
-            resume_from_checkpoint = found
-            if found is None:
-                refuse_elsewhere(manager_of(self._trainer, self._topology))
+    def _resume_alone(self, trainer: Trainer, wanted: Any) -> Any:
+        """`resume_from_checkpoint` for the Trainer where nothing is exchanged."""
+        word, found = str(wanted).lower(), wanted
+        if word in ("true", "auto"):
+            found = get_last_checkpoint(str(trainer.args.output_dir))
+        if word == "auto" and found is None:
+            refuse_elsewhere(manager_of(trainer, self._topology))
         if not self._fresh:
             refuse_alone(found, self.config.preset)
-        return original(resume_from_checkpoint, *args, **kwargs)
+        return found if word == "auto" else wanted
 
     def _train(
         self,
@@ -203,12 +191,17 @@ class ExchangeCallback(TrainerCallback):
     ) -> Any:
         trainer = self._trainer
         assert trainer is not None
+        if not self._active:
+            return original(self._resume_alone(trainer, resume_from_checkpoint), *args, **kwargs)
         if next(iter(args), kwargs.get("trial")) is not None:
             raise ValueError(
                 "hyperparameter_search beside an exchange: trials of islands would differ; search "
                 "on one island, without the callback"
             )
-        beginning = self._begin(trainer, resume_from_checkpoint)
+        self._session = self._beginning = None  # of the last training
+        self._stops = Stops(lambda: self._live, self._warn)
+        beginning = Beginning.find(trainer, self._topology, resume_from_checkpoint, self._fresh)
+        self._beginning = beginning
         with beginning.after:
             try:
                 with self._stops.sigterm(trainer.args):
@@ -220,16 +213,9 @@ class ExchangeCallback(TrainerCallback):
             self._stops.leave(trainer.args.process_index)
         return result
 
-    def _begin(self, trainer: Trainer, wanted: Any) -> Beginning:
-        """Forget the last training; how the next one begins."""
-        self._session = self._beginning = None
-        self._stops = Stops(lambda: self._live, self._warn)
-        self._beginning = Beginning.find(trainer, self._topology, wanted, self._fresh)
-        return self._beginning
-
     def _lost(self, trainer: Trainer, error: PeerLost | WireError) -> None:
-        """Training ends by `error`: save where this island stands, and tell its launcher. Before
-        the first step there is nothing to be saved.
+        """Save where this island stands after `error`, which ends the training, and tell its
+        launcher. Before the first step there is nothing to be saved.
         """
         self._warn(f"{error}")
         if self.exchange is not None:
@@ -250,7 +236,7 @@ class ExchangeCallback(TrainerCallback):
     def _in_session(
         self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """A method of the Trainer as the session has it, if there is one."""
+        """Run a method of the Trainer (`original`) by that of the session, if there is one."""
         if self._session is None:
             return original(*args, **kwargs)
         return getattr(self._session, name)(original, *args, **kwargs)

@@ -38,8 +38,8 @@ def engine_of(trainer: Trainer) -> Any:
 
 
 def engine_topology(trainer: Trainer) -> Topology:
-    """Where this rank stands, as the engine's package sees it: a mesh, or islands whose ranks have
-    been compared.
+    """The topology of this rank by the engine's package: a mesh, or islands whose ranks have
+    compared their environments.
     """
     engine_module = engine_module_of(trainer)
     found: Topology = engine_module.topology() if engine_module is not None else Topology.from_env()
@@ -53,7 +53,9 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def engine_problems(trainer: Trainer, config: ExchangeConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what was found and what to do) for what cannot work under DeepSpeed."""
+    """Pairs for what cannot work under DeepSpeed: whether it is so, and what was found and what to
+    do as a text.
+    """
     if not trainer.is_deepspeed_enabled:
         return
     settings = settings_of(trainer)
@@ -97,8 +99,8 @@ def muon(trainer: Trainer) -> str:
 def before_steps(
     accelerator: Any, hear: Callable[[torch.Tensor, bool], None]
 ) -> Callable[[], None]:
-    """Let `hear(loss, last)` know of every micro-batch's loss before the engine steps; `last` if
-    the step follows. Returns the undoing.
+    """Call `hear(loss, last)` with the loss of every micro-batch before the engine steps; `last`:
+    the step follows. Returns a function that undoes it.
     """
     original = accelerator.backward
 

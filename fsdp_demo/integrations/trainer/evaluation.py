@@ -31,8 +31,9 @@ class Evaluations:
     are averaged over the islands, so that all of them keep the same checkpoint and the same rate.
 
     Attributes:
-        agreed: metrics are averaged. plan: when this island evaluates, and whether all do together:
-            for islands that join later.
+        agreed: metrics are averaged.
+        plan: when this island evaluates, and whether all do so together, for islands that join
+            later.
 
     Raises:
         ValueError: `load_best_model_at_end` where checkpoints do not hold what is evaluated; an
@@ -71,13 +72,12 @@ class Evaluations:
                 "own parameters",
                 plan[:3],
             )
-        self._told = ""
         # evaluations that all islands have run: one more is a user's own
         self._done: set[tuple[int, str]] = set()
 
     def _same(self, plan: list[Any]) -> bool:
-        """Whether all islands evaluate at the same steps; one that joins them later hears it of its
-        donor.
+        """Whether all islands evaluate at the same steps. An island that joins them later does not
+        ask: its donor has told it.
         """
         if not self._exchange.newcomer:
             return self._exchange.across_islands.all_equal(plan)
@@ -126,19 +126,12 @@ class Evaluations:
         the metrics.
         """
         ended, model = self._exchange.finished, self._trainer.model
-        now = (self._trainer.state.global_step, prefix)
-        due = self._due() and now not in self._done
-        self._done = {*self._done, now} if self._due() else self._done
+        due, now = self._due(), (self._trainer.state.global_step, prefix)
+        if due:
+            due = now not in self._done
+            self._done.add(now)
         outer = ended or self._exchange.result_kind != "mean" or due
         assert model is not None
-        shown = (
-            ("final model" if ended else self._exchange.result_kind)
-            if outer
-            else "own parameters of this island"
-        )
-        if shown != self._told:
-            self._told = shown
-            log.info("%s: evaluation shows the %s", self._exchange.topology.name, shown)
         try:
             with self._exchange.outer_parameters(model) if outer else nullcontext():
                 output = loop()
@@ -147,18 +140,13 @@ class Evaluations:
         if output.metrics is None:
             return output
         if self.agreed and due and not self._exchange.closed:
-            names = sorted(
-                k
-                for k, v in output.metrics.items()
+            own = {
+                k: v
+                for k, v in sorted(output.metrics.items())
                 if isinstance(v, (int, float)) and not k.endswith("_time")
-            )
-            output.metrics.update(
-                zip(
-                    names,
-                    self._exchange.across_islands.mean([output.metrics[k] for k in names]),
-                    strict=True,
-                )
-            )
+            }
+            means = self._exchange.across_islands.mean(list(own.values()))
+            output.metrics.update(zip(own, means, strict=True))
         output.metrics[f"{prefix}_outer_parameters"] = float(outer)
         return output
 

@@ -10,7 +10,7 @@ resume. Facts: transformers 5.23, `Trainer._inner_training_loop`, `_run_epoch`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +38,12 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class TakeOver:
-    """The state of the others, for an island that has no folder to load.
+    """The step and state of the other islands, for one that has no checkpoint to load.
 
     Attributes:
-        step: of the others.
-        donor: their name, for the log.
-        state: see `KINDS`; empty where the donor could not tell.
+        step: the optimizer step of the other islands.
+        donor: name of the island that has told its state, for the log.
+        state: the Trainer's state there (`KINDS`); empty where the donor could not read it.
     """
 
     step: int
@@ -77,15 +77,16 @@ def load_moments(trainer: Trainer, manager: CheckpointManager) -> bool:
 def move_to(
     trainer: Trainer, exchange: Exchange, taken: TakeOver | None, undo: ExitStack, moments: bool
 ) -> str:
-    """Let rate, scheduler, sampler and counters be those of `exchange.step`; the sentence for the
-    log. After `attach` in `on_train_begin`.
+    """Set scheduler, sampler and counters of the Trainer to `exchange.step`, after `attach` in
+    `on_train_begin`; returns the sentence for the log.
 
     Args:
         taken: of an island that takes over at the start; None for one that joins a run.
-        undo: what must be undone when training is over. moments: as `load_moments` has said.
+        undo: gets what must be undone when training is over.
+        moments: the answer of `load_moments`.
     """
     trained: Any = trainer
-    step, args, state = exchange.step, trainer.args, trainer.state
+    step, args = exchange.step, trainer.args
     values: Any = trainer.set_initial_training_values(
         args, trained.callback_handler.train_dataloader
     )
@@ -110,25 +111,19 @@ def move_to(
         _run_epoch, trained._run_epoch, epochs, skipped, str(args.output_dir)
     )
     undo.callback(vars(trainer).pop, "_run_epoch", None)
-    return sentence(exchange, args, step, taken, state.best_metric, moments)
+    return sentence(trainer, exchange, taken, moments)
 
 
-def sentence(
-    exchange: Exchange,
-    args: Any,
-    step: int,
-    taken: TakeOver | None,
-    best: float | None,
-    moments: bool,
-) -> str:
+def sentence(trainer: Any, exchange: Exchange, taken: TakeOver | None, moments: bool) -> str:
     """The sentence for the log: what was taken over, and what begins anew."""
+    args, step = trainer.args, exchange.step
     rows = "" if args.ignore_data_skip else ", rows are skipped up to there"
     text = (
         f"joined the others at step {step}{rows}"
         if taken is None
         else f"no checkpoint here: took over step {step} from {taken.donor}{rows}"
     )
-    if args.load_best_model_at_end and best is not None:
+    if args.load_best_model_at_end and trainer.state.best_metric is not None:
         text += (
             ". The best model so far is on the other islands only: without a better one, this "
             "island ends with its last"
@@ -137,7 +132,7 @@ def sentence(
 
 
 def _count(trainer: Any, exchange: Exchange, told: dict[str, Any], epoch: float) -> None:
-    """The Trainer's counters; what only a donor knows comes from its own."""
+    """Set the Trainer's counters for `exchange.step`, with the values that a donor has told."""
     state = trainer.state
     for name, value in told.items():
         if isinstance(value, KINDS.get(name, ())):
@@ -152,8 +147,11 @@ def _count(trainer: Any, exchange: Exchange, told: dict[str, Any], epoch: float)
 def _run_epoch(
     original: Callable[..., Any], epochs: int, skipped: int, folder: str, **given: Any
 ) -> None:
-    """The Trainer's, from epoch `epochs` on, whose first `skipped` batches are left out. folder:
-    holds no random states.
+    """Run an epoch by the Trainer's method (`original`), if it is not over.
+
+    Args:
+        epochs, skipped: number of the first epoch to run, and of the batches left out in it.
+        folder: one without random states, which the Trainer would restore.
     """
     if given["epoch"] < epochs:
         return
@@ -168,10 +166,17 @@ def _run_epoch(
 
 def tells(trainer: Trainer, evaluations: Evaluations) -> dict[str, Any]:
     """The note of this island to one that joins later (`Exchange.tells`)."""
-    state = trainer.state
-    kept = {
-        name: getattr(state, name)
-        for name, kinds in KINDS.items()
-        if isinstance(getattr(state, name, None), kinds)
-    }
-    return {"state": small(kept), "evaluations": evaluations.plan}
+    return {"state": common_state(vars(trainer.state)), "evaluations": evaluations.plan}
+
+
+def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the Trainer's state that hold on all islands (`KINDS`), as far as a note to
+    another island has room for them.
+    """
+    return small(
+        {
+            name: state[name]
+            for name, kinds in KINDS.items()
+            if name in state and isinstance(state[name], kinds)
+        }
+    )

@@ -1,5 +1,5 @@
-"""What a run under the Trainer leaves of itself: the files that `fsdp-demo report` reads, and the
-line of progress. On the process that writes for an island (in a mesh: for all).
+"""The run log of a training under the Trainer, for `fsdp-demo report`, and its line of progress.
+One process writes for an island, in a mesh for all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.trainer_callback import ProgressCallback
 from ...exchange.exchange import Exchange
 from ...peers.header import ring_all_reduce_bytes
 from ...runlog.progress import Progress, ProgressLine, line
-from ...runlog.record import RunRecord, ledger_rows
+from ...runlog.record import RunRecord, ledger_rows, summarise
 
 log = logging.getLogger("fsdp_demo")
 
@@ -62,14 +62,18 @@ class TrainerRecord:
             self._line = ProgressLine(exchange, state.max_steps)
 
     def step(self) -> None:
-        """After every optimizer step."""
+        """Note an optimizer step, after it."""
         self._record.tick()
         if self._line is not None:
             self._line.step(self._exchange.step)
 
     def line(self, loss: float, numbers: dict[str, float]) -> None:
-        """The Trainer logs its loss; `numbers`: the exchange's of this moment, by their names in
-        trackers."""
+        """Write a line of metrics and show the progress.
+
+        Args:
+            loss: as the Trainer logs it.
+            numbers: metrics of the exchange at this step (`runlog.tracked`).
+        """
         values, step = self._values(numbers), self._exchange.step
         everywhere = numbers.get("exchange/loss")
         self._last = {"step": step, "loss": loss, "global_loss": everywhere, **values}
@@ -90,7 +94,7 @@ class TrainerRecord:
             bar.set_postfix_str(text, refresh=False)
 
     def _values(self, numbers: dict[str, float]) -> dict[str, Any]:
-        """Of the whole job: what earlier starts have counted is in their last line."""
+        """Totals of the whole job: the last line of earlier starts has what these have counted."""
 
         def whole(name: str, here: float) -> float:
             return self._before.get(name, 0) + here
@@ -107,41 +111,30 @@ class TrainerRecord:
         }
 
     def evaluated(self, loss: float) -> None:
-        """The Trainer has logged an `eval_loss`."""
+        """Note an evaluation, whose `eval_loss` the Trainer has logged."""
         last = {name: self._last.get(name) for name in ("tokens", "bytes_sent")}
         self._record.event("evaluation", loss=loss, **last)
 
     def saved(self) -> None:
-        """A checkpoint was written."""
+        """Note a checkpoint that was written."""
         self._record.event("checkpoint")
 
     def end(self, numbers: dict[str, float]) -> None:
-        """The training has ended, and the exchange is finished."""
-        exchange, values = self._exchange, self._values(numbers)
-        sent, full, seconds = values["bytes_sent"], values["bytes_full"], self._record.seconds
+        """Write the summary of a training whose exchange is finished."""
+        exchange = self._exchange
         self._record.finish(
             {
-                "preset": exchange.config.preset,
-                "islands": self._islands,
-                "participants": list(exchange.participants),
+                **summarise(exchange, self._values(numbers), self._record.seconds),
                 "procs": exchange.topology.world,
                 "steps": exchange.step,
-                "tokens": values["tokens"],
                 "parameters": self._parameters,
-                "tokens_per_second": values["tokens_per_second"],
-                "bytes_sent_per_island": sent,
-                "bytes_full_per_island": full,
-                "ratio": full / sent if sent else None,
                 "digests_equal": exchange.digests_equal(),
-                "drift": exchange.drift,
-                "wait_share": values["seconds_waiting"] / max(seconds, 1e-9),
-                "seconds": seconds,
                 "bytes": ledger_rows(exchange),
             }
         )
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the files and end the line of progress."""
         self._record.close()
         if self._line is not None:
             self._line.close()

@@ -28,8 +28,6 @@ from .setup import warn
 from .state import save_all
 from .stop import Stops
 
-# What the training batches tell: tokens, and whether islands were given the same data.
-
 log = logging.getLogger("fsdp_demo")
 
 CURE = (
@@ -52,7 +50,7 @@ def tokens_in(inputs: Any) -> int:
 
 
 def _first_row(dataset: Any) -> str | None:
-    """A mark of a map-style data set without a fingerprint, by its first row."""
+    """A checksum of the first row; None where the data set has no rows by number."""
     if not hasattr(dataset, "__getitem__"):
         return None
     try:
@@ -76,9 +74,9 @@ def warn_of_same_rows(exchange: Exchange, dataset: Any) -> None:
 
 
 class Session(TrainerCallback):
-    """The last of the Trainer's callbacks while it trains, so that it sees what the others wish.
+    """The last of the Trainer's callbacks in one training: it sees what those before it ask for.
 
-    All ranks of an island make theirs together, and all islands too: it asks them.
+    All ranks of all islands make one together, since its constructor asks the other islands.
 
     Args:
         trainer: of this rank. exchange: attached.
@@ -137,7 +135,7 @@ class Session(TrainerCallback):
     # ---- events --------------------------------------------------------------------------------
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step's loss goes into the next header."""
+        """Report the step's loss, for the next header."""
         if not self._engine_steps:
             self._note()
 
@@ -147,7 +145,7 @@ class Session(TrainerCallback):
             self._loss = 0.0
 
     def _hear(self, loss: torch.Tensor, last: bool) -> None:
-        """A micro-batch's loss, before the engine steps."""
+        """Add a micro-batch's loss, before the engine steps."""
         self._loss = self._loss + loss
         if last:
             self._note()
@@ -176,16 +174,16 @@ class Session(TrainerCallback):
             self._count()
 
     def _count(self) -> None:
-        """Numbers for the log. All ranks of the island come here together: the Trainer logs on all
-        of them or on none.
+        """Gather numbers for the log. All ranks of the island come here together: the Trainer logs
+        on all of them or on none.
         """
         if not self.exchange.closed:
             self._numbers = tracked(self.exchange)
             self._numbers["exchange/failed_saves"] = float(self._manager.failed_saves)
 
     def _finish(self) -> None:
-        """The last exchange: from here on evaluation, checkpoints and `save_model` have the model
-        that all islands hold.
+        """Take the last exchange, after which evaluation, checkpoints and `save_model` have the
+        model that all islands hold.
         """
         self._stops.ending = True
         self.exchange.finish(close=False)
@@ -244,17 +242,15 @@ class Session(TrainerCallback):
             ):
                 exchange.finish()
         except (PeerLost, WireError) as error:
-            self._warn(
-                f"training ended at step {state.global_step} of {state.max_steps} without the "
-                f"other islands: {error}"
-            )
+            text = f"training ended at step {state.global_step} of {state.max_steps} without the "
+            warn(self._trainer, exchange.topology, f"{text}other islands: {error}")
         if self._record is not None and exchange.finished and not self._stops.left:
             self._record.end(self._numbers)
         self._after.close()
 
     def save_lost(self) -> None:
-        """A checkpoint of where a peer was lost: all ranks of this island are here, and what was
-        under way is saved as it was sent.
+        """Save a checkpoint of the step at which a peer was lost, with the messages under way as
+        they were sent. All ranks of this island call it together.
         """
         trainer: Any = self._trainer
         args, state = trainer.args, trainer.state
@@ -268,9 +264,6 @@ class Session(TrainerCallback):
         if not manager.ranks.from_first(lambda: state.global_step in manager.whole()):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(args, state, trainer.control)
-
-    def _warn(self, text: str) -> None:
-        warn(self._trainer, self.exchange.topology, text)
 
     # ---- around methods of the Trainer ---------------------------------------------------------
 

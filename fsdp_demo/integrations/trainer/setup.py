@@ -59,8 +59,8 @@ def find_trainer(callback: Any) -> Trainer:
 
 
 def topology_of(trainer: Trainer) -> Topology:
-    """Mesh where the Trainer was given `ExchangeParallelismConfig`, else islands from the
-    environment; DeepSpeed's package knows its own.
+    """The topology of this rank: a mesh where the Trainer was given `ExchangeParallelismConfig`,
+    else islands from the environment. Under DeepSpeed its package says it.
 
     Raises:
         ValueError: both at once, or a plain HSDP mesh.
@@ -97,6 +97,7 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
     native = getattr(model, "is_distributed_loading_by_transformers", False)
     half = args.fp16 or trainer.accelerator.mixed_precision == "fp16"
     unsharded = bool(args.fsdp) and not trainer.is_fsdp_enabled and args.world_size > 1
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     clip, usual = config.clip, preset(config.preset).clip if config.preset in presets() else None
     wanted = bool(args.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     checks = [
@@ -132,6 +133,11 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
             f"preset {config.preset!r} has an optimizer of its own: {line}",
         ),
         *engine_problems(trainer, config),
+        (
+            plugin is not None and plugin.fsdp_version != 2,
+            f"fsdp_version={plugin and plugin.fsdp_version}: allowed is 2, since FSDP1 flattens "
+            "parameters",
+        ),
     ]
     for wrong, text in checks:
         if wrong:
@@ -140,23 +146,6 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
                 if not text.startswith("preset")
                 else f"ExchangeCallback: {text}"
             )
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError(
-            f"ExchangeCallback found fsdp_version={plugin.fsdp_version}: allowed is 2, since FSDP1 "
-            "flattens parameters"
-        )
-
-
-def clipping(config: ExchangeConfig, max_grad_norm: float) -> tuple[ExchangeConfig, float]:
-    """(configuration, max_grad_norm left to the Trainer): one norm, `max_grad_norm`, clips once.
-
-    Where the method clips the mean gradient, or by one norm over the islands, the exchange does it;
-    else the Trainer clips each replica's own.
-    """
-    if config.clips_mean or config.clip_scope == "islands":
-        return config.changed({"clip": max_grad_norm or None}), 0.0
-    return config.changed({"clip": None}), max_grad_norm
 
 
 def separate(trainer: Any, topology: Topology) -> None:
@@ -200,9 +189,7 @@ def _separate_arguments(args: Any, topology: Topology) -> None:
 
 
 def quieten(trainer: Trainer) -> None:
-    """In a mesh, switch off what the Trainer sends between nodes at every step, and report what it
-    goes on sending now and then.
-    """
+    """In a mesh, switch off what the Trainer sends between nodes at every step."""
     args, loader = trainer.args, trainer.accelerator.dataloader_config
     if args.average_tokens_across_devices:
         args.average_tokens_across_devices = False
@@ -213,22 +200,10 @@ def quieten(trainer: Trainer) -> None:
     if loader.dispatch_batches is None:
         # an iterable data set would be read by rank 0 and broadcast, batch by batch
         loader.dispatch_batches = False
-    rest = [
-        f"the loss every {'step' if args.logging_steps == 1 else f'{args.logging_steps:g} steps'} "
-        "(20 B)",
-        "evaluations (losses; logits unless prediction_loss_only)",
-        "checkpoints",
-    ]
-    if args.include_num_input_tokens_seen not in ("no", False):
-        rest.append(
-            "tokens at every micro-batch (set "
-            f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} to 'no')"
-        )
-    log.info("the Trainer itself still gathers over all nodes: %s", "; ".join(rest))
 
 
 def check_best(exchange: Exchange, args: Any, steps: range) -> None:
-    """`load_best_model_at_end` needs checkpoints that hold what was evaluated.
+    """Refuse `load_best_model_at_end` where checkpoints do not hold what was evaluated.
 
     Args:
         steps: the job's steps (counted from 1) after which the Trainer evaluates.
@@ -306,7 +281,7 @@ def exchange_optimizer(
 
 
 class _Factory:
-    """What the Trainer calls an optimizer factory: `_Factory()(model, **keywords)`."""
+    """An optimizer factory as the Trainer takes it: `_Factory()(model, **keywords)`."""
 
     def __call__(
         self, model: torch.nn.Module, config: ExchangeConfig, lr: float, weight_decay: float | None
@@ -324,14 +299,11 @@ class _Factory:
         )
 
 
-# What the callback says in the words of a Trainer script: how much it says, and which optimizer a
-# preset wants.
-
-
 def talk(trainer: Trainer, topology: Topology) -> None:
-    """Once per island as talkative as transformers in this script. Where nobody has set up logging
-    its level says nothing: information goes to stderr then, unless transformers was told to be
-    quiet."""
+    """Set the level of this package's log: that of transformers on the first rank of an island,
+    errors on the others. Where the script has set up no logging, information goes to stderr, unless
+    transformers was told to be quiet.
+    """
     first, level = trainer.args.process_index == 0, hf_logging.get_verbosity()
     if log.level == logging.NOTSET and (log.hasHandlers() or level > logging.WARNING or not first):
         log.setLevel(level if first else logging.ERROR)

@@ -30,20 +30,24 @@ CURE = (
 )
 
 
-def save_state(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = False) -> None:
+def save_state(
+    checkpoint: Path, exchange: Exchange, model: Any, group: Any, apart: bool = False
+) -> None:
     """Write the exchange's part of this rank and, in a mesh whose replicas differ, parameters and
     inner optimizer states of this replica. All ranks of the replica call it together.
 
     Args:
-        model: sharded or not. apart: in a mesh, the Trainer's own files are those of each replica
-            (DeepSpeed), not a mixture.
+        model: sharded or not.
+        group: process group of the replica's ranks over CPU tensors (`CheckpointManager.group`).
+        apart: in a mesh, the Trainer's own files are those of each replica (DeepSpeed), not a
+            mixture.
     """
-    topology = exchange.topology
-    folder = _folder(checkpoint, topology)
+    topology, folder = exchange.topology, checkpoint / "exchange"
+    if topology.kind == "mesh":
+        folder = folder / f"replica{topology.island}"
     save_exchange(folder, exchange)
     if topology.kind == "mesh" and not apart and _differs(exchange):
-        live = tensors_of(model, exchange.optimizers)
-        save_tensors(folder / "model", live, cpu_group(topology), wait=True)
+        save_tensors(folder / "model", tensors_of(model, exchange.optimizers), group, wait=True)
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
@@ -60,19 +64,21 @@ def open_state(checkpoint: Path) -> SavedExchange:
     return load_exchange(folder)
 
 
-def restore_local(checkpoint: Path, exchange: Exchange, model: Any, apart: bool = False) -> None:
-    """From a checkpoint of a mesh put this replica's own parameters and optimizer states in the
-    place of the mixture that the Trainer has loaded; of a mesh of other numbers the anchors, which
-    all replicas share.
+def restore_local(
+    checkpoint: Path, exchange: Exchange, model: Any, group: Any, apart: bool = False
+) -> None:
+    """Load this replica's own parameters and optimizer states from a checkpoint of a mesh, in place
+    of the mixture that the Trainer has loaded. From a mesh of other numbers the parameters become
+    the anchors, which all replicas share.
 
     Args:
-        model, apart: as for `save_state`; apart, there is nothing to put right in a mesh.
+        model, group, apart: as for `save_state`; apart, there is nothing to put right in a mesh.
 
     Raises:
         ValueError: a mesh of other numbers, whose replicas share no anchors; a checkpoint of
             islands in a mesh, of which the Trainer has loaded one island's model.
     """
-    topology, folder = exchange.topology, Path(checkpoint) / "exchange"
+    topology, folder = exchange.topology, checkpoint / "exchange"
     saved_in_mesh = (folder / "replica0").is_dir()
     if not _differs(exchange) or (not saved_in_mesh and topology.kind != "mesh"):
         return
@@ -92,11 +98,11 @@ def restore_local(checkpoint: Path, exchange: Exchange, model: Any, apart: bool 
             f"{own} is missing: what the Trainer saved in a mesh mixes replicas of preset "
             f"{exchange.config.preset!r}. {CURE}"
         )
-    load_tensors(own, model, exchange.optimizers, cpu_group(topology), head["optimizers"])
+    load_tensors(own, model, exchange.optimizers, group, head["optimizers"])
 
 
 def _begin_at_anchors(exchange: Exchange, folder: Path) -> None:
-    """All ranks of a replica call it together."""
+    """Set the parameters to the anchors. All ranks of a replica call it together."""
     if exchange.config.result(exchange.topology.islands) != "anchor":
         raise ValueError(
             f"{folder} was saved by a mesh of other numbers, and replicas of preset "
@@ -114,14 +120,9 @@ def _differs(exchange: Exchange) -> bool:
     return any(not c.channel.before_step for c in exchange.channels)
 
 
-def _folder(checkpoint: Path, topology: Topology) -> Path:
-    folder = Path(checkpoint) / "exchange"
-    return folder / f"replica{topology.island}" if topology.kind == "mesh" else folder
-
-
 def refuse_alone(checkpoint: Any, preset: str) -> None:
-    """Raise ValueError where a checkpoint of several islands would go on without peers and without
-    its exchange, unsaid.
+    """Raise ValueError for a checkpoint of several islands that a single replica, which exchanges
+    nothing, would resume.
     """
     if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
         raise ValueError(
@@ -139,14 +140,20 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
 
 
 def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
-    """The manager of the Trainer's folder. A mesh has one folder: there all ranks save together."""
+    """The manager of the Trainer's folder. A mesh has one folder, and there all ranks save
+    together; its `group` is that of one replica all the same. All ranks of all islands call it
+    together.
+    """
     args: Any = trainer.args
+    replica = topology
     if topology.kind != "islands":
         together = {"rank": args.process_index, "world": args.world_size, "group": None}
         topology = replace(topology, kind="single", island=0, islands=1, **together)
     limit = args.save_total_limit
     manager = CheckpointManager(args.output_dir, topology, limit if limit and limit > 0 else None)
     manager.one_disk = False
+    if replica.kind == "mesh":
+        manager.group = cpu_group(replica)
     return manager
 
 
@@ -159,8 +166,8 @@ def save_all(
     trial: Any,
 ) -> bool:
     """Save by the Trainer's `_save_checkpoint` (`original`), with the exchange's parts beside its
-    files; whether the checkpoint is there. All ranks that save together call it together: the
-    island's, in a mesh all.
+    files; returns whether the checkpoint is there. All ranks of an island, in a mesh of all
+    replicas, call it together.
 
     Raises:
         PeerLost: what was under way in the exchange is lost, on any rank.
@@ -175,7 +182,7 @@ def save_all(
             original(model, trial)
         except CheckpointException as error:  # torch's, of sharded states
             raise OSError(str(error).strip().splitlines()[-1]) from error
-        save_state(folder, exchange, model, trainer.is_deepspeed_enabled)
+        save_state(folder, exchange, model, manager.group, trainer.is_deepspeed_enabled)
         config = getattr(model, "config", None)
         # a sharded checkpoint has none, `fsdp-demo export` needs it
         missing = trainer.args.should_save and not (folder / "config.json").exists()

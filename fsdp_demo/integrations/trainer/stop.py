@@ -52,7 +52,7 @@ class Stops:
             self.ask("a callback")
 
     def ask(self, who: str) -> None:
-        """Let the next payload carry the wish."""
+        """Send the wish to stop with the next payload; `who` asks, for the log."""
         exchange = self._live()
         if exchange is None or self._asked:
             return
@@ -68,8 +68,8 @@ class Stops:
         )
 
     def end(self, exchange: Exchange, args: Any, state: Any, control: Any) -> None:
-        """The step after which this island stops: tell the others if they do not know, then save
-        it, with what is under way.
+        """Stop this island after the present step: ask the Trainer for a checkpoint, and tell the
+        other islands if they do not know.
         """
         self.ending = control.should_training_stop = True
         control.should_save |= args.save_strategy != "no"
@@ -105,8 +105,8 @@ class Stops:
 
     @contextmanager
     def sigterm(self, args: Any) -> Iterator[None]:
-        """SIGTERM is a wish to stop; not where the Trainer handles it (`enable_jit_checkpoint`),
-        whose wish comes through its control.
+        """Take SIGTERM for a wish to stop within this context, unless the Trainer handles it
+        (`enable_jit_checkpoint`), whose wish comes through its control.
         """
         if threading.current_thread() is not threading.main_thread() or getattr(
             args, "enable_jit_checkpoint", False
@@ -121,12 +121,14 @@ class Stops:
             signal.signal(signal.SIGTERM, old)
 
     def _terminate(self, old: Any) -> None:
-        """The next exchange may be further away than the patience of whoever sent the signal: an
-        island stops after its current step. In a mesh saving is a matter of all nodes, so there
-        the wish travels with the exchange.
+        """Handle SIGTERM. An island stops after its current step, since the next exchange may be
+        too far away. In a mesh all nodes save together, so there the wish travels with the
+        exchange.
 
-        Without an exchange, or told once more, what was there before handles it. Launchers pass on
-        what the process group has got already: a repetition within seconds says nothing new."""
+        Without an exchange, and at the second SIGTERM, the handler that was there before (`old`)
+        takes it. Launchers pass on a signal that the process group has got already: a repetition
+        within seconds is the same one.
+        """
         now, before = time.monotonic(), self._terminated
         self._terminated = now
         if before is not None and now - before < REPEATED:

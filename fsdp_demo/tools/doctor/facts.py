@@ -86,8 +86,8 @@ def mtu(name: str) -> int | None:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text().split()[-1])
-    except (OSError, ValueError, IndexError):
+        return int(path.read_text())
+    except (OSError, ValueError):
         return None
 
 
@@ -101,8 +101,6 @@ def tcp_settings() -> dict[str, object]:
     return {
         "congestion": congestion,
         "slow_start_after_idle": None if after_idle is None else bool(after_idle),
-        "rmem": _number(SYSCTL / "tcp_rmem"),
-        "wmem": _number(SYSCTL / "tcp_wmem"),
     }
 
 

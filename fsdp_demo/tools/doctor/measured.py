@@ -17,8 +17,7 @@ class Island:
         versions: of python, torch, fsdp_demo and the wire.
         interface, speed_mbit, mtu: that holds the address; its speed in Mbit/s and the bytes of its
             packets, where the kernel says them.
-        congestion, slow_start_after_idle, rmem, wmem: settings of Linux for TCP; bytes of the
-            largest receive and send buffer.
+        congestion, slow_start_after_idle: settings of Linux for TCP.
         disk_mb_s: MB/s at which a checkpoint is written and on the disk. step_seconds: of a
             training step. None: not measured.
         open_files, open_files_needed: hard limit of descriptors, and how many a rank needs at most.
@@ -34,8 +33,6 @@ class Island:
     mtu: int | None = None
     congestion: str = ""
     slow_start_after_idle: bool | None = None
-    rmem: int | None = None
-    wmem: int | None = None
     disk_mb_s: float | None = None
     step_seconds: float | None = None
     open_files: int | None = None
@@ -86,13 +83,13 @@ class Direction:
     exchange's kind.
 
     Attributes:
-        rtt_ms, rtt_p95_ms, jitter_ms: round trip of a short message: median, 95th percentile, mean
-            difference of one to the next (RFC 3550).
-        loss: share of the packets with data that were sent again. mss, mtu: see `tcp.Counted`.
+        rtt_ms, jitter_ms: round trip of a short message: median, and mean difference of one to the
+            next (RFC 3550).
+        loss: share of the packets with data that were sent again. mtu: bytes of the largest
+            packet that the path takes.
         clock_offset_ms: clock of the receiver less that of the sender (RFC 5905).
         connections: that the exchange uses at this round trip.
-        mbit_s: rate by number of connections, both: with those of the exchange, while the other
-            direction sends, too. by_size: of one message of so many bytes, with half a round trip.
+        mbit_s: rate by number of connections.
         first_after_idle_ms, warm_ms: of a message of `idle_bytes` after a second without any, and
             when others went before.
         held_here, held_there: with one connection, share of the time that the kernel waited for
@@ -103,16 +100,12 @@ class Direction:
     sender: int
     receiver: int
     rtt_ms: float | None = None
-    rtt_p95_ms: float | None = None
     jitter_ms: float | None = None
     loss: float | None = None
-    mss: int | None = None
     mtu: int | None = None
     clock_offset_ms: float | None = None
     connections: int = 1
     mbit_s: dict[str, float] = field(default_factory=dict)
-    mbit_s_both: float | None = None
-    by_size: dict[str, float] = field(default_factory=dict)
     first_after_idle_ms: float | None = None
     warm_ms: float | None = None
     idle_bytes: int | None = None

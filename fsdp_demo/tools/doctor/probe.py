@@ -1,5 +1,5 @@
-"""The measurement between two islands: round trip, clock, rate by size, by number of connections
-and with both directions at once, the first message after a pause, and what the kernel counted.
+"""The measurement between two islands: round trip, clock, rate by number of connections, the first
+message after a pause, and what the kernel counted.
 
 A rate is bytes over the seconds from the first byte to the acknowledgement of the last, less the
 round trip that the acknowledgement and the first byte take.
@@ -51,7 +51,8 @@ class Pair:
         self._opener, self._other, self._end = ZeroMQ(meeting), 1 - meeting.rank, end
         self._groups: list[GroupConnections] = []
         self._tag = 0
-        self._sent, self._room = torch.zeros(2, LARGEST, dtype=torch.uint8, device="cpu")
+        # one for all: nobody reads what came
+        self._room = torch.zeros(LARGEST, dtype=torch.uint8, device="cpu")
         self.widen(1)
 
     def widen(self, connections: int) -> None:
@@ -104,33 +105,17 @@ class Pair:
         """
         start = time.perf_counter()
         self._tag += 1
-        self._wait(self._posted(leads, sizes, connections))
+        works = []
+        for i, n in enumerate(sizes):
+            group = self._groups[i % connections]
+            post = group.send if leads else group.recv
+            works.append(post([self._room[:n]], self._other, self._tag))
+        self._wait(works)
         if not leads:
             self.send(b"k")
             return 0.0
         self.recv(1)
         return time.perf_counter() - start
-
-    def both(self, sizes: list[int], connections: int) -> float:
-        """Seconds until a message of the other side has come, while one of the same size goes
-        there.
-        """
-        start = time.perf_counter()
-        self._tag += 1
-        coming = self._posted(False, sizes, connections)
-        going = self._posted(True, sizes, connections)
-        self._wait(coming)
-        took = time.perf_counter() - start
-        self._wait(going)
-        return took
-
-    def _posted(self, sends: bool, sizes: Iterable[int], connections: int) -> list[Any]:
-        room = self._sent if sends else self._room  # one for all: nobody reads what came
-        post = "send" if sends else "recv"
-        return [
-            getattr(self._groups[i % connections], post)([room[:n]], self._other, self._tag)
-            for i, n in enumerate(sizes)
-        ]
 
     def _wait(self, works: list[Any]) -> None:
         for work in works:
@@ -153,7 +138,7 @@ def pieces(size: int, connections: int = 1) -> list[int]:
 
 
 SIZES = (1 << 16, 1 << 20, 1 << 24)
-"""Bytes of the messages whose rate is measured one by one."""
+"""Bytes of the first messages, which show how large the long ones may be."""
 
 CONNECTIONS = (1, 2, 4)
 """Numbers of connections, beside that of the exchange."""
@@ -194,7 +179,7 @@ class Probe:
             for leads in turns:
                 self._ping(leads)
             for leads in turns:
-                self._by_size(leads)
+                self._grow(leads)
             used = streams(self._agreed(self._least), self._num_peers)
             counts = sorted({*CONNECTIONS, used})
             self._note(connections=used)
@@ -203,7 +188,6 @@ class Probe:
             for connections in counts:
                 for leads in turns:
                     self._stream(leads, connections)
-            self._both(used)
             self._note(**lost(before, self.pair.counted()))
             for leads in turns:
                 self._after_pause(leads)
@@ -237,7 +221,6 @@ class Probe:
             self._least = ordered[0]
             self._note(
                 rtt_ms=1e3 * self._rtt,
-                rtt_p95_ms=1e3 * ordered[min(int(0.95 * len(ordered)), len(ordered) - 1)],
                 jitter_ms=1e3 * statistics.fmean(steps),
                 clock_offset_ms=1e3 * offset[seconds.index(ordered[0])],
             )
@@ -257,7 +240,8 @@ class Probe:
         took, back = time.perf_counter() - start, time.time()
         return took - (left - came), (came - sent + left - back) / 2
 
-    def _by_size(self, leads: bool) -> None:
+    def _grow(self, leads: bool) -> None:
+        """Send messages that grow until a larger one would take too long: the first rate."""
         for size in SIZES:
             takes = size / self._rate if self._rate else 0.0
             times, _ = self.pair.plan(leads, 0 if takes > 0.06 * self.seconds else 2)
@@ -267,8 +251,6 @@ class Probe:
             if leads:
                 best = min(took)
                 self._rate = size / max(best - self._rtt, best / 20)
-                seconds = max(best - self._rtt / 2, 1e-6)
-                self._note(by_size={**self.mine.by_size, str(size): 8e-6 * size / seconds})
 
     def _stream(self, leads: bool, connections: int) -> None:
         """The better of two messages: in the first one new connections still widen their window."""
@@ -294,18 +276,6 @@ class Probe:
             self._rate = count / max(took - self._rtt, took / 20)
         return self._rate
 
-    def _both(self, connections: int) -> None:
-        rate = self.mine.mbit_s[str(connections)] * 1e6 / 8
-        size = int(min(-self._agreed(-rate) * 0.05 * self.seconds, LARGEST_STREAM))
-        count, _ = self.pair.plan(self._first, max(size, SIZES[0]))
-        took = self.pair.both(pieces(count, connections), connections)
-        rates = struct.pack("=d", 8e-6 * count / max(took - self._rtt / 2, took / 20))
-        for leads in (self._first, not self._first):
-            if leads:
-                self.pair.send(rates)
-            else:  # the other side has seen how fast this one's message came
-                self._note(mbit_s_both=struct.unpack("=d", self.pair.recv(8))[0])
-
     def _after_pause(self, leads: bool) -> None:
         takes = SIZES[1] / max(self._rate, 1.0) if leads else 0.0
         size, rounds = self.pair.plan(
@@ -326,7 +296,7 @@ class Probe:
 
 def lost(before: Sequence[Counted], after: Sequence[Counted]) -> dict[str, object]:
     """Share of the packets that were sent again between two looks at the same connections, and the
-    sizes of packets. Nothing where the kernel does not tell.
+    MTU of the path. Nothing where the kernel does not tell.
     """
     if not after or len(before) != len(after):
         return {}
@@ -334,6 +304,5 @@ def lost(before: Sequence[Counted], after: Sequence[Counted]) -> dict[str, objec
     again = sum(b.again - a.again for a, b in zip(before, after, strict=True))
     return {
         "loss": again / packets if packets > 0 else 0.0,
-        "mss": min(b.mss for b in after),
         "mtu": min(b.mtu for b in after),
     }

@@ -71,8 +71,8 @@ def _number(value: Any) -> bool:
 
 # ---- what was found, as a table for people and as `doctor.json` ----------------------------------
 
-LINE = "  {:24} {:>9} {:>7} {:>7} {:>6} {:>9} {:>9} {:>9} {:>8}"
-HEAD = "link|rtt ms|jitter|loss %|mtu|1 conn.|exchange|both|idle ms".split("|")
+LINE = "  {:24} {:>9} {:>7} {:>7} {:>6} {:>9} {:>9} {:>8}"
+HEAD = "link|rtt ms|jitter|loss %|mtu|1 conn.|exchange|idle ms".split("|")
 
 
 def text(seen: Examination, found: Sequence[Finding]) -> str:
@@ -103,7 +103,6 @@ def text(seen: Examination, found: Sequence[Finding]) -> str:
             _cell(d.mtu, 0),
             _cell(d.mbit_s.get("1"), 1),
             f"{_cell(d.rate, 1)}/{d.connections}",
-            _cell(d.mbit_s_both, 1),
             f"{_cell(idle, 0)}/{_cell(d.warm_ms, 0)}",
         )
         lines.append(LINE.format(name, *cells))
@@ -111,8 +110,7 @@ def text(seen: Examination, found: Sequence[Finding]) -> str:
             lines.append(f"    not all was measured: {d.error}")
     if any(d.mbit_s for d in seen.directions.values()):
         lines.append(
-            "  exchange: rate / connections that it uses; both: with the other direction at once; "
-            "idle: a message after a pause / without"
+            "  exchange: rate / connections that it uses; idle: a message after a pause / without"
         )
     lines += ["", "Findings" if found else "Nothing is wrong."]
     for finding in found:

@@ -23,14 +23,27 @@ from .rows import HSDP
 from .situation import Situation, check_shards, device, guessed_step
 
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_BYTES = {"": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "g": 1e9}
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}
 LARGEST = 1e30
 """No number of a plan is larger. It also keeps infinity out."""
 
 TOKENS_PER_RANK = 8192
 """Tokens of a step on each rank where nothing says how many."""
+
+_UNITS: dict[str, tuple[dict[str, float], str]] = {
+    "number": (
+        {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12},
+        "perhaps with k, M, B or T, as in 1.3B",
+    ),
+    "size": (
+        {"mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "g": 1e9},
+        "with MB, GB, GiB or TB, as in 80GB",
+    ),
+    "time": (
+        {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0},
+        "perhaps with s, ms, us or ns, as in 0.8s",
+    ),
+}
+"""Kind of quantity -> factor of each unit, and the units in words with an example."""
 
 
 @dataclass(frozen=True)
@@ -44,56 +57,24 @@ class Step:
     source: str
 
 
-def _quantity(text: str, units: dict[str, float]) -> float | None:
-    """A number with one of these units in the unit whose factor is 1; None for all other text."""
+def quantity(text: str, flag: str, kind: str) -> float:
+    """A number above 0 with a unit, as in `1.3B`, `80GB` or `350ms`.
+
+    Args:
+        flag: of the command, for errors.
+        kind: "number", "size" (in bytes) or "time" (in seconds).
+
+    Raises:
+        ValueError: no such quantity above 0.
+    """
+    units, words = _UNITS[kind]
     found = _NUMBER.fullmatch(text.strip())
     factor = units.get(found[2].lower()) if found else None
     if found is None or factor is None or not 0 < float(found[1]) < LARGEST:
-        return None
+        raise ValueError(
+            f"{flag} {text!r}: expected a {kind} above 0 (and below {LARGEST:g}), {words}"
+        )
     return float(found[1]) * factor
-
-
-def number(text: str, flag: str) -> float:
-    """`1.3B`, `20e9` as a number.
-
-    Raises:
-        ValueError: no number above 0 with k, M, B (or G) or T.
-    """
-    if (value := _quantity(text, _COUNTS)) is None:
-        raise ValueError(
-            f"{flag} {text!r}: expected a number above 0 (and below {LARGEST:g}), if you like with "
-            "k, M, B or T, as in 1.3B"
-        )
-    return value
-
-
-def memory(text: str) -> float:
-    """`80GB`, `80GiB`, `80e9` as bytes.
-
-    Raises:
-        ValueError: no size of a megabyte or more.
-    """
-    value = _quantity(text, _BYTES)
-    if value is None or value < 1e6:
-        raise ValueError(
-            f"--memory {text!r}: expected a number above 0 (and below {LARGEST:g}) with MB, GB, "
-            "GiB or TB, as in 80GB"
-        )
-    return value
-
-
-def seconds(text: str, flag: str) -> float:
-    """`0.8s`, `350ms`, `0.8` as seconds.
-
-    Raises:
-        ValueError: no time above 0.
-    """
-    if (value := _quantity(text, _SECONDS)) is None:
-        raise ValueError(
-            f"{flag} {text!r}: expected a time above 0 (and below {LARGEST:g}) with s, ms, us or "
-            "ns, as in 0.8s"
-        )
-    return value
 
 
 def links(texts: Sequence[str], rtt: str | None) -> list[Link]:
@@ -283,7 +264,7 @@ def situation(args: argparse.Namespace) -> Situation:
         raise ValueError(f"--shards {args.shards}: an island has 1 shard or more")
     tensors, model = _model(args)
     step, shards = _step(args, tensors)
-    tokens = number(args.tokens, "--tokens") if args.tokens else None
+    tokens = quantity(args.tokens, "--tokens", "number") if args.tokens else None
     if tokens and not step.tokens:
         raise ValueError(
             "--tokens is the length of the run: give --tokens-per-step, too, the tokens of one "
@@ -301,8 +282,8 @@ def situation(args: argparse.Namespace) -> Situation:
         step_seconds=step.seconds,
         shards=shards,
         device=args.device,
-        compression=seconds(work, "--compression-time") if work else None,
-        memory_bytes=memory(args.memory) if args.memory else None,
+        compression=quantity(work, "--compression-time", "time") if work else None,
+        memory_bytes=quantity(args.memory, "--memory", "size") if args.memory else None,
         tokens=tokens,
         tokens_per_step=step.tokens,
         system=system,
@@ -324,7 +305,8 @@ def _model(args: argparse.Namespace) -> tuple[Tensors, str]:
         check_shards(tensors, args.shards or 1)
         return tensors, args.model
     layers = 24 if args.layers is None else args.layers
-    return equal_layers(round(number(args.params, "--params")), layers), f"{layers} equal layers"
+    parameters = round(quantity(args.params, "--params", "number"))
+    return equal_layers(parameters, layers), f"{layers} equal layers"
 
 
 def _step(args: argparse.Namespace, tensors: Tensors) -> tuple[Step, int]:
@@ -332,10 +314,10 @@ def _step(args: argparse.Namespace, tensors: Tensors) -> tuple[Step, int]:
     if args.step_time and args.step_from:
         raise ValueError("--step-time and --step-from both say how long a step takes: give one")
     per_step = args.tokens_per_step
-    tokens = number(per_step, "--tokens-per-step") if per_step else None
+    tokens = quantity(per_step, "--tokens-per-step", "number") if per_step else None
     shards = args.shards or 1
     if args.step_time:
-        return Step(seconds(args.step_time, "--step-time"), tokens, "given"), shards
+        return Step(quantity(args.step_time, "--step-time", "time"), tokens, "given"), shards
     if args.step_from:
         step, summary = step_from(args.step_from)
         return replace(step, tokens=tokens or step.tokens), args.shards or summary.get("procs", 1)

@@ -1,11 +1,12 @@
-"""The pictures of a report, drawn by matplotlib (extra `report`): as SVG for the page, which says
-how colours look in light and dark, and together as a png."""
+"""The pictures of a report, drawn by matplotlib (extra `report`) as SVG for the page, whose style
+sheet says how colours look in light and dark.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import size
@@ -52,51 +53,35 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def losses(runs: Sequence[Run], against: str) -> str:
-    """Loss against "tokens", "seconds" or "bytes_sent", as SVG."""
-    return _svg(3.9, 2.9, against, lambda panel: _losses(panel, runs, against))
-
-
-def standing_still(runs: Sequence[Run]) -> str:
-    """The share of time for which training stood still: of the islands of one run, or of several
-    runs, as SVG.
-    """
-    return _svg(11.5, 2.6, "still", lambda panel: _still(panel, runs))
-
-
-def exchanges(run: Run) -> str:
-    """The messages and events of a run over time, as SVG."""
-    rows = len(timeline_rows(run)) + 1
-    return _svg(11.5, 0.9 + 0.3 * rows, run.name, lambda panel: _exchanges(panel, [run]))
-
-
-def _figure(width: float, height: float) -> Any:
+def _panel(width: float, height: float) -> Any:
+    """Empty axes of a figure of so many inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    return figure.add_subplot()
 
 
-def _svg(width: float, height: float, name: str, fill: Callable[[Any], None]) -> str:
-    """A panel as the text of an svg element, without a background; text stays text. Its `name`
-    keeps references within it apart from those of other pictures of the page.
+def _svg(panel: Any, name: str, kind: str) -> str:
+    """The figure of a panel as the text of an svg element, without a background; text stays text.
+
+    Args:
+        name: keeps references within it apart from those of other pictures of the page.
+        kind: class of the element in the page's style sheet.
     """
     from matplotlib import rc_context
 
-    figure, out = _figure(width, height), io.StringIO()
-    fill(figure.add_subplot())
-    kind = "wide" if width > 6 else "chart"
+    out = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        panel.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", out.getvalue(), flags=re.S)
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # nobody refers to these
     text = text[text.index("<svg") :].replace("<svg ", f'<svg class="{kind}" role="img" ', 1)
     text = re.sub(r'(<svg [^>]*?)width="[^"]*" ', r"\1", text, count=1)
     text = re.sub(r'(<svg [^>]*?)height="[^"]*" ', r"\1", text, count=1)
-    for colour, name in BY_NAME.items():
-        text = text.replace(colour, name)
+    for colour, variable in BY_NAME.items():
+        text = text.replace(colour, variable)
     return text
 
 
@@ -134,66 +119,64 @@ def _bare(panel: Any, label: str) -> None:
         text.set(color=TEXT, fontsize=9)
 
 
-def _name(text: str) -> str:
-    return text if len(text) <= 24 else f"{text[:23]}…"
-
-
-def _losses(panel: Any, runs: Sequence[Run], against: str) -> None:
-    values: list[float] = []
+def losses(runs: Sequence[Run], against: str) -> str:
+    """Loss of runs against "tokens", "seconds" or "bytes_sent", as SVG."""
+    panel, values = _panel(3.9, 2.9), list[float]()
     by_ratio = against == "bytes_sent" and far_apart(runs)
     for number, run in enumerate(runs):
         found, colour = curve(run, against), COLOURS[number % 8]
-        held, name = bool(found.validation), _name(run.name)
+        held = bool(found.validation)
         thin: dict[str, Any] = {"lw": 1.0 if held else 1.6, "alpha": 0.5 if held else 1.0}
         dots: dict[str, Any] = {"lw": 1.6, "marker": "o", "ms": 4}
-        for kind, points, style in (
-            ("training", found.training, thin),
-            ("validation", found.validation, dots),
-        ):
+        for points, style in ((found.training, thin), (found.validation, dots)):
             if by_ratio:
                 points = [p for p in points if p[0] > 0]
             if points:
-                # a run is named once, by its strong line
-                label = kind if len(runs) == 1 else name if style is dots or not held else "_"
-                panel.plot(*zip(*points, strict=True), color=colour, label=label, **style)
+                panel.plot(*zip(*points, strict=True), color=colour, **style)
                 values += [x for x, _ in points]
     panel.set_ylabel("loss (nats per token)")
     if by_ratio:
         _by_ratio(panel, against)
     else:
         _plain(panel, against, values)
+    return _svg(panel, against, "chart")
 
 
-def _still(panel: Any, runs: Sequence[Run]) -> None:
-    lines = [(_name(run.name), still_everywhere(run)) for run in runs]
+def standing_still(runs: Sequence[Run]) -> str:
+    """The share of time for which training stood still: of the islands of one run, or of several
+    runs, as SVG.
+    """
+    panel, lines = _panel(11.5, 2.6), [(run.name, still_everywhere(run)) for run in runs]
     if len(runs) == 1:
         lines = [(island.name, still(island)) for island in runs[0].islands]
     values = [0.0]
-    for number, (name, points) in enumerate(lines):
+    for number, (_, points) in enumerate(lines):
         values += [x for x, _ in points]
         share = [100 * y for _, y in points]
-        panel.plot([x for x, _ in points], share, color=COLOURS[number % 8], lw=1.4, label=name)
+        panel.plot([x for x, _ in points], share, color=COLOURS[number % 8], lw=1.4)
     panel.set_ylim(bottom=0)
     panel.set_ylabel("standing still (% of the time)")
     _plain(panel, "seconds", values)
+    return _svg(panel, "still", "wide")
 
 
-def _exchanges(panel: Any, runs: Sequence[Run]) -> None:
-    rows = [(run, name, number, bars) for run in runs for name, number, bars in timeline_rows(run)]
-    ends = [bar.end for *_, bars in rows for bar in bars]
-    for row, (_, _, number, bars) in enumerate(rows):
+def exchanges(run: Run) -> str:
+    """The messages and events of a run over time, as SVG."""
+    rows = timeline_rows(run)
+    panel = _panel(11.5, 1.2 + 0.3 * len(rows))
+    ends = [bar.end for _, _, bars in rows for bar in bars]
+    for row, (_, number, bars) in enumerate(rows):
         wire = [(bar.start, bar.end - bar.start) for bar in bars]
         waits = [(bar.end - bar.waiting, bar.waiting) for bar in bars if bar.waiting > 0]
         style = {"lw": 0, "rasterized": len(bars) > MANY}
         panel.broken_barh(wire, (row - 0.4, 0.8), color=COLOURS[number % 8], alpha=0.55, **style)
         panel.broken_barh(waits, (row + 0.05, 0.35), color=STILL, alpha=0.75, **style)
-    for run in runs:
-        for event in marks(run):
-            shape, colour = MARKS.get(event["kind"], ("s", TEXT))
-            panel.plot(event["seconds"], len(rows), shape, color=colour, ms=5)
-            ends.append(event["seconds"])
-    ends += [line["seconds"] for run in runs for i in run.islands for line in i.lines[-1:]]
-    names = [name if len(runs) == 1 else f"{_name(run.name)}: {name}" for run, name, *_ in rows]
-    panel.set_yticks(range(len(rows) + 1), [*names, "events"])
+    for event in marks(run):
+        shape, colour = MARKS.get(event["kind"], ("s", TEXT))
+        panel.plot(event["seconds"], len(rows), shape, color=colour, ms=5)
+        ends.append(event["seconds"])
+    ends += [line["seconds"] for island in run.islands for line in island.lines[-1:]]
+    panel.set_yticks(range(len(rows) + 1), [*(name for name, _, _ in rows), "events"])
     panel.set_ylim(len(rows) + 0.6, -0.6)
     _plain(panel, "seconds", ends)
+    return _svg(panel, run.name, "wide")

@@ -161,11 +161,11 @@ def test_doctor_facts_interface_speed(monkeypatch, tmp_path) -> None:
 def test_doctor_facts_tcp_settings(monkeypatch, tmp_path) -> None:
     """Settings of TCP that the system does not have are empty."""
     monkeypatch.setattr(facts, "SYSCTL", tmp_path)
-    none = {"congestion": "", "slow_start_after_idle": None, "rmem": None, "wmem": None}
+    none = {"congestion": "", "slow_start_after_idle": None}
     assert facts.tcp_settings() == none
-    (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
+    (tmp_path / "tcp_congestion_control").write_text("cubic\n")
     (tmp_path / "tcp_slow_start_after_idle").write_text("0\n")
-    assert facts.tcp_settings() == {**none, "wmem": 4194304, "slow_start_after_idle": False}
+    assert facts.tcp_settings() == {"congestion": "cubic", "slow_start_after_idle": False}
 
 
 def test_doctor_facts_disk(tmp_path) -> None:

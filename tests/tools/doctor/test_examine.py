@@ -42,10 +42,9 @@ def test_doctor_examine_equal_on_all_islands(run_ranks, islands) -> None:
     assert len(seen.directions) == len(seen.reaches) == islands * (islands - 1)
     for (i, j), d in seen.directions.items():
         assert (d.sender, d.receiver, d.error) == (i, j, "")
-        assert d.rtt_ms > 0 and d.rtt_p95_ms >= d.rtt_ms and abs(d.clock_offset_ms) < 1000
+        assert d.rtt_ms > 0 and abs(d.clock_offset_ms) < 1000
         assert set(d.mbit_s) >= {"1", "2", "4"} and str(d.connections) in d.mbit_s
-        assert min([*d.mbit_s.values(), d.mbit_s_both, d.first_after_idle_ms, d.warm_ms]) > 0
-        assert d.by_size["65536"] > 0
+        assert min([*d.mbit_s.values(), d.first_after_idle_ms, d.warm_ms]) > 0
     assert all(r.whole for r in seen.reaches.values())
     number = summary(seen)
     assert number["bits_per_second"] == 1e6 * min(d.rate for d in seen.directions.values())

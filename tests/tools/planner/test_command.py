@@ -164,7 +164,7 @@ LINE = ["--link", "1Gbit"]
         ),
         ([*TINY, *LINE, "--exchange", "full,demo", "--set", "topk=a"], "must be a whole number"),
         ([*TINY, *LINE, "--device", "h10"], "did you mean 'h100'"),
-        ([*TINY, *LINE, "--memory", "much"], "expected a number above 0"),
+        ([*TINY, *LINE, "--memory", "much"], "expected a size above 0"),
         ([*TINY, "--target-utilisation", "1.5"], "expected a share between 0 and 1"),
         ([*TINY, "--target-utilisation", "0.9", "--yaml", "a"], "which needs --link"),
         ([*TINY, *LINE, "--exchange", "hsdp", "--yaml", "a"], "hsdp is no exchange"),
@@ -273,10 +273,10 @@ def test_planner_reason_rounds_link() -> None:
 
 def test_planner_command_numbers_and_times() -> None:
     """Numbers, sizes and times are read with their units."""
-    assert asking.number("1.3B", "--params") == 1.3e9
-    assert asking.memory("80GB") == asking.memory("80e9") == 8e10
-    assert asking.number("20e9", "--tokens") == 2e10
-    assert asking.seconds("350ms", "--step-time") == pytest.approx(0.35)
+    assert asking.quantity("1.3B", "--params", "number") == 1.3e9
+    assert asking.quantity("80GB", "--memory", "size") == 8e10
+    assert asking.quantity("20e9", "--tokens", "number") == 2e10
+    assert asking.quantity("350ms", "--step-time", "time") == pytest.approx(0.35)
     assert asking.islands("2:9") == [2, 4, 8, 9] and asking.islands("5,8,4:5") == [5, 8, 4]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import fsdp_demo.elastic.worker as worker_module
-from fsdp_demo.elastic.worker import CommWorker, Exchanging
+import fsdp_demo.exchange.sending as worker_module
+from fsdp_demo.exchange.sending import CommWorker, Exchanging
 
 
 class Clock:
