@@ -13,14 +13,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from torch.utils.data import DistributedSampler, Subset
 
 from fsdp_demo import ExchangeConfig, Topology
 from fsdp_demo.config.channel import EMBEDDINGS, covers, matches
-from fsdp_demo.errors import counted
 from fsdp_demo.hosts.base import plain_name
 
 from .all_ranks import replica
@@ -319,7 +316,7 @@ def warn(engine: Any, topology: Topology, anew: bool) -> None:
     """
     if replica(engine).rank:
         return
-    for text in (*_loaded(engine, topology, anew), *_data(engine, topology), *_muon(engine)):
+    for text in (*_loaded(engine, topology, anew), *_muon(engine)):
         log.warning("deepspeed_ext.attach found %s", text)
 
 
@@ -332,28 +329,6 @@ def _loaded(engine: Any, topology: Topology, anew: bool) -> Iterator[str]:
             f"an engine at step {engine.global_steps}, and no state of an exchange: parameters "
             "come from one replica, anchors and outer momenta begin anew. To resume a run, call "
             "engine.load_checkpoint(DIR) after attach, not before"
-        )
-
-
-def _data(engine: Any, topology: Topology) -> Iterator[str]:
-    """Training data that all islands share: DeepSpeed's loader deals rows to the ranks of one
-    island alone. A `Subset`, or a selection of `datasets`, is taken for the island's own part.
-    """
-    loader = engine.training_dataloader
-    if topology.kind != "islands" or topology.islands == 1:
-        return
-    if not isinstance(loader, DeepSpeedDataLoader):
-        return
-    sampler, rows = loader.data_sampler, loader.dataset
-    dealt = isinstance(rows, Subset) or getattr(rows, "_indices", None) is not None
-    if dealt or type(sampler) is not DistributedSampler or not hasattr(rows, "__len__"):
-        return
-    if sampler.num_replicas == engine.seq_dp_world_size:
-        yield (
-            f"training_data of {counted(len(rows), 'row')}, which DeepSpeed deals to the ranks of "
-            "this island alone. Unless these are the island's own part, all islands train on the "
-            "same rows. A part is what split_dataset_by_island(rows) of "
-            "fsdp_demo.integrations.data gives"
         )
 
 
