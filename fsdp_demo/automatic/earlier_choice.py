@@ -107,8 +107,9 @@ def _in_store(topology: Topology) -> Any:
 def _together(
     topology: Topology, known: tuple[ExchangeConfig, AutoChoice | None] | None
 ) -> dict[str, Any]:
-    """Say what this island goes on with, and hear what the others that begin do; {} where none of
-    them has chosen. Who does not come is named at the meeting of the islands, right behind this.
+    """Exchange with the other islands that begin the `method_note` that each goes on with; returns
+    the first that is not empty, {} where none of them has chosen. An island that does not come is
+    named at the meeting of the islands, right behind this.
     """
     own = {} if known is None else method_note(*known)
     prefix = f"{topology.prefix()}/{KEY}-begin{next(_begins)}"

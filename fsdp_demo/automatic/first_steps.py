@@ -149,6 +149,7 @@ def rounded(value: float) -> float:
 
 
 def situation_of(exchange: Exchange, planned: AutoChoice) -> Situation:
+    """The planner's situation of a run, with the link and the seconds of a step of a choice."""
     host, placed = exchange.host, exchange.channels[0].position
     return Situation(
         tensors(host),

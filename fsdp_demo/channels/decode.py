@@ -17,7 +17,7 @@ from torch import Tensor
 from ..compression import dense as vectors
 from ..compression import sparse
 from ..compression.blocks import Layout
-from ..compression.windows import Group, Window, upload
+from ..compression.windows import Group, Window, stretches, upload
 from ..config.parts import BLOCK, Codec, Reducer
 
 # coefficients of a block, counted in cells of their own, for which that is done in parts
@@ -193,7 +193,8 @@ class SparseMean(DecodedMean):
         if len(self.bodies) != 1 or self.weights != [1.0] or self.reducer.clip != "none":
             super().add_to(work, alpha)
             return
-        for s in self.layout.stretches(self.device, self.codec.topk):
+        windows = self.layout.windows(self.device)
+        for s in stretches(windows, self.device, self.codec.topk):
             place, found = self._decode(s)
             s.of(work).view(-1, BLOCK).scatter_add_(1, place[0], found[0] * alpha)
         self.layout.dense_part(work).add_(
@@ -204,8 +205,8 @@ class SparseMean(DecodedMean):
         """Places and values [R, n, k] of a window, from the stretch that it lies in."""
         if self._latest is None or not self._latest[0].begin <= window.begin < self._latest[0].end:
             self._latest = None  # its memory is that of the next
-            self._stretches = self._stretches or self.layout.stretches(
-                self.device, self.codec.topk, len(self.bodies)
+            self._stretches = self._stretches or stretches(
+                self.layout.windows(self.device), self.device, self.codec.topk, len(self.bodies)
             )
             stretch = self._stretches[
                 bisect_right(self._stretches, window.begin, key=lambda s: s.begin) - 1

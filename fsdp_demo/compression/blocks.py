@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import TypeVar
 
@@ -33,8 +34,6 @@ from .windows import CACHED, EDGE, Box, ContiguousViews, Group, Window
 MAX_PADDING = 1.1
 # blocks worked on at once: 8 MiB, and 32 MiB where every kernel has to be launched; multiples of 8
 WINDOW, WINDOW_GPU = 512, 2048
-# coefficients coded at once: 2 MiB of places, and 8 MiB where every kernel has to be launched
-CODED, CODED_GPU = 1 << 18, 1 << 20
 
 T = TypeVar("T")
 P = TypeVar("P", "BlockRange", "DensePiece")
@@ -193,7 +192,6 @@ class Layout:
             self.dense.append(DensePiece(i, begin + lo, begin + hi, at))
             at += hi - lo
         self.num_tensors, self.num_blocks, self.num_dense = len(shapes), slot, at
-        self._windows: dict[bool, list[Window]] = {}  # by whether they are for a CPU
 
     @property
     def numel(self) -> int:
@@ -212,30 +210,15 @@ class Layout:
         """Windows that cover the workspace: each is as much as `device` works on at once, in parts
         that are packed and transformed at once.
         """
-        cpu = torch.device(device).type == "cpu"
-        if cpu not in self._windows:
-            self._windows[cpu] = (
-                self._cut(WINDOW, CACHED) if cpu else self._cut(WINDOW_GPU, WINDOW_GPU)
-            )
-        return self._windows[cpu]
+        return self._on_cpu if torch.device(device).type == "cpu" else self._on_gpu
 
-    def stretches(self, device: torch.device | str, topk: int, size: int = 1) -> list[Window]:
-        """Stretches that cover the blocks: each is as much as is coded at once, of `topk`
-        coefficients of a block from each of `size` replicas. Their parts are `windows`.
+    @cached_property
+    def _on_cpu(self) -> list[Window]:
+        return self._cut(WINDOW, CACHED)
 
-        A stretch has several windows, so that coding takes few operations: on a CPU as many as
-        leave what is coded in the cache.
-        """
-        out: list[Window] = []
-        cpu = torch.device(device).type == "cpu"
-        coded, window = (CODED, WINDOW) if cpu else (CODED_GPU, WINDOW_GPU)
-        for g in self.groups:
-            windows = [w for w in self.windows(device) if w.group is g]
-            many = max(1, coded // (window * size * g.k(topk)))
-            for i in range(0, len(windows), many):
-                parts = tuple(windows[i : i + many])
-                out.append(Window(g, parts[0].begin, parts[-1].end, parts=parts))
-        return out
+    @cached_property
+    def _on_gpu(self) -> list[Window]:
+        return self._cut(WINDOW_GPU, WINDOW_GPU)
 
     def _cut(self, size: int, part: int) -> list[Window]:
         """Windows of up to `size` blocks in parts of up to `part`."""

@@ -20,7 +20,7 @@ from . import formats as values
 from .blocks import Layout
 from .formats import pack, unpack
 from .selection import BY_DATA
-from .windows import EDGE, Group, Window, upload
+from .windows import EDGE, Group, Window, stretches, upload
 
 
 def position_form(group: Group, topk: int) -> Form:
@@ -145,7 +145,7 @@ def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
     """
     data = torch.empty(sparse_bytes(layout, codec), dtype=torch.uint8, device=work.device)
     of = dict(zip(layout.groups, spans(layout, codec), strict=True))
-    for s in layout.stretches(work.device, codec.topk):
+    for s in stretches(layout.windows(work.device), work.device, codec.topk):
         assert s.group is not None
         encode_stretch(s, of[s.group], codec, work, data)
     dense = values.encode(dense_code(codec), layout.dense_part(work).view(1, -1))
@@ -162,7 +162,7 @@ def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, T
         [torch.empty(0, device=data.device, dtype=torch.float32)],
     )
     of = split(layout, codec, [data])
-    for s in layout.stretches(data.device, codec.topk):
+    for s in stretches(layout.windows(data.device), data.device, codec.topk):
         assert s.group is not None
         place, value = decode_window(s, of[s.group], codec)
         places.append(

@@ -7,8 +7,9 @@ decoded and applied one after the other, in memory that is used again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil
 
 import torch
@@ -21,6 +22,8 @@ CACHED = 32
 """Blocks that a CPU works on at once, half a MiB: what is written in between stays in the cache of
 a core. 16 and 64 take a tenth longer (Intel Xeon with AMX, 2026-11-27, `codec.py`).
 """
+# coefficients coded at once: 2 MiB of places, and 8 MiB where every kernel has to be launched
+CODED, CODED_GPU = 1 << 18, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ class Window:
         boxes: places of the blocks in the tensors.
         rows: places of dense elements: (tensor, first element, end, place in the window).
         parts: smaller windows that cover this one: of `Layout.windows` those that fit into the
-            cache of a core; of `Layout.stretches` the windows of `Layout.windows`; empty in a
-            window that is a part itself.
+            cache of a core; of `stretches` the windows of `Layout.windows`; empty in a window that
+            is a part itself.
     """
 
     group: Group | None
@@ -156,6 +159,28 @@ class Window:
             target = tensors[box.tensor]
             if target is not None:
                 _put(box.view(target), box.slots(work), sign)
+
+
+def stretches(
+    windows: Iterable[Window], device: torch.device, topk: int, size: int = 1
+) -> list[Window]:
+    """Stretches that cover the blocks of `windows`: each is as much as is coded at once, of `topk`
+    coefficients of a block from each of `size` replicas. Their parts are the windows.
+
+    A stretch has several windows, so that coding takes few operations: on a CPU as many as leave
+    what is coded in the cache.
+    """
+    out: list[Window] = []
+    coded = CODED if device.type == "cpu" else CODED_GPU
+    for group, its in groupby(windows, lambda w: w.group):
+        if group is None:
+            continue
+        inside = tuple(its)  # all but the last have the size of the first
+        many = max(1, coded // (inside[0].count * size * group.k(topk)))
+        for i in range(0, len(inside), many):
+            parts = inside[i : i + many]
+            out.append(Window(group, parts[0].begin, parts[-1].end, parts=parts))
+    return out
 
 
 class ContiguousViews:

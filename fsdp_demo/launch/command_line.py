@@ -1,5 +1,5 @@
-"""What all commands have in common: help with an example, and errors of one line
-that offer the nearest right word.
+"""The argument parser of all commands: help with an example, and errors of one line that offer the
+nearest right word.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class ProgressLine:
     Args:
         exchange: `activity` is read, also from a thread of this object, so that it says whom an
             island waits for while its training stands still.
-        steps: of the job, if known.
-        stream: None: stderr.
+        steps: steps of the job, or None.
+        stream: where the line is written; None: stderr.
     """
 
     def __init__(self, exchange: Any, steps: int | None, stream: TextIO | None = None):
@@ -111,7 +111,7 @@ class ProgressLine:
         self._thread.start()
 
     def step(self, step: int) -> None:
-        """An optimizer step has ended; costs a look at the clock."""
+        """Note that an optimizer step has ended; costs a look at the clock."""
         self._times.append((step, time.monotonic()))
         self.known = replace(self.known, step=step)
 

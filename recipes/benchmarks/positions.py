@@ -9,7 +9,7 @@ the gaps, on uniform positions and on those that momentum compression chooses wh
 transformer learns the sources of this repository.
 
 Nanoseconds per position, CPU time of one pinned thread, medians of rounds in which all forms take
-turns, as many positions at once as the library codes (`blocks.CODED`). The form up to wire version
+turns, as many positions at once as the library codes (`windows.CODED`). The form up to wire version
 3, 12 bits each, is in tests/oracles/twelve_bits.py. Both also with the values beside them, in int8.
 """
 
@@ -36,7 +36,7 @@ from benchmarks.hotpath import Ours, pin, silent  # noqa: E402
 from report import table  # noqa: E402
 
 from fsdp_demo import preset  # noqa: E402
-from fsdp_demo.compression import blocks, formats, sparse  # noqa: E402
+from fsdp_demo.compression import blocks, formats, sparse, windows  # noqa: E402
 from fsdp_demo.config.parts import BLOCK, Codec  # noqa: E402
 from tests.oracles import twelve_bits  # noqa: E402
 
@@ -76,7 +76,7 @@ def section_bytes(code: str, k: int, rows: int = 256) -> float:
 
 def timed(k: int, repeat: int) -> dict[str, float]:
     """Nanoseconds per position of every form."""
-    rows = max(blocks.CODED // k // blocks.WINDOW, 1) * blocks.WINDOW
+    rows = max(windows.CODED // k // blocks.WINDOW, 1) * blocks.WINDOW
     index, values, form = uniform(k, rows), torch.randn(rows, k), sparse.shortest_form(BLOCK, k)
     packed, planes = twelve_bits.pack12(index), sparse.encode_positions(form, index)
     coded, count = formats.encode("int8", values), rows * k

@@ -17,7 +17,7 @@ import fsdp_demo
 from fsdp_demo import ExchangeConfig, Topology, preset
 from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.state import Placement
-from fsdp_demo.compression import blocks, transform
+from fsdp_demo.compression import blocks, transform, windows
 from fsdp_demo.config.fragments import expand
 from fsdp_demo.hosts.torch_params import TorchHost
 from fsdp_demo.rendezvous.island import IslandGroup
@@ -144,8 +144,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "WINDOW", 8)
     monkeypatch.setattr(blocks, "WINDOW_GPU", 16)
     monkeypatch.setattr(blocks, "CACHED", 4)
-    monkeypatch.setattr(blocks, "CODED", 800)  # two windows or more are coded at once
-    monkeypatch.setattr(blocks, "CODED_GPU", 3200)
+    monkeypatch.setattr(windows, "CODED", 800)  # two windows or more are coded at once
+    monkeypatch.setattr(windows, "CODED_GPU", 3200)
     # products in bf16 where they are asked for, also on a CPU that has no unit for them
     monkeypatch.setattr(transform, "fast_bf16", lambda: True)
     monkeypatch.setattr(transform, "intel", lambda: False)

@@ -188,7 +188,7 @@ def test_positions_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     """The number of blocks that are coded at once changes nothing. Also where several replicas are
     decoded together, and where an edge block is narrower.
     """
-    from fsdp_demo.compression import blocks
+    from fsdp_demo.compression import blocks, windows
 
     shapes, kinds = [(200, 250), (90_000,)], ["transform", "plain"]
     codec, datas, wanted = Codec("dct", "topk", 9, "int8"), [], []
@@ -202,11 +202,11 @@ def test_positions_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
         wanted.append(sparse.decode_sparse(layout, codec, datas[-1])[:2])
     for window, coded_at_once in ((8, 1), (8, 300), (16, 1 << 17)):
         monkeypatch.setattr(blocks, "WINDOW", window)
-        monkeypatch.setattr(blocks, "CODED", coded_at_once)
+        monkeypatch.setattr(windows, "CODED", coded_at_once)
         again = Layout(shapes, kinds)
         split = sparse.split(again, codec, datas)
         found: list[list[torch.Tensor]] = [[], [], []]
-        for s in again.stretches("cpu", codec.topk, 3):
+        for s in windows.stretches(again.windows("cpu"), torch.device("cpu"), codec.topk, 3):
             assert s.group is not None
             place, _ = sparse.decode_window(s, split[s.group], codec)
             start = torch.arange(s.begin, s.end, BLOCK)[:, None]

@@ -21,7 +21,7 @@ from fsdp_demo import ExchangeConfig, Topology, preset, presets
 from fsdp_demo.channels.channel import ChannelRunner
 from fsdp_demo.channels.codec import ChannelCodec
 from fsdp_demo.channels.state import Placement
-from fsdp_demo.compression import blocks, dense, formats, sparse
+from fsdp_demo.compression import blocks, dense, formats, sparse, windows
 from fsdp_demo.elastic import chunks
 from fsdp_demo.exchange.plan import Memory, inner_state, local_shape, plan_memory, plan_model
 from fsdp_demo.hosts.optimizers import materialise
@@ -99,8 +99,8 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and network pieces that are to the test's model what the real ones are to a real
     model.
     """
-    for name in ("WINDOW", "CACHED", "CODED"):
-        monkeypatch.setattr(blocks, name, max(getattr(blocks, name) // SCALE, 1))
+    for module, name in ((blocks, "WINDOW"), (blocks, "CACHED"), (windows, "CODED")):
+        monkeypatch.setattr(module, name, max(getattr(module, name) // SCALE, 1))
     monkeypatch.setattr(dense, "STEP", dense.STEP // SCALE)
     monkeypatch.setattr(collectives, "STRETCH", collectives.STRETCH // SCALE)
     monkeypatch.setattr(formats, "CHUNK", formats.CHUNK // SCALE)

@@ -45,11 +45,11 @@ def examine(
 
     Args:
         topology: of this island; one of a kind that meets at a store, or single.
-        seconds: that measuring the links may take.
-        disk_mb_s, step_seconds: of this island, where they were measured.
+        seconds: seconds that the measurement of the links may take.
+        disk_mb_s, step_seconds: measurements of this island's disk and training step, or None.
 
     Returns:
-        The same on all islands.
+        The facts and measurements of all islands, the same on each of them.
 
     Raises:
         PeerLost: no store, or an island did not come. ValueError: see `SharedNotes`.
@@ -250,5 +250,5 @@ class SharedNotes:
         return dict(sorted(found.items()))
 
     def leave(self) -> None:
-        """The examination is over: the next one under this name is another."""
+        """End the examination, so that the next one of this run gets keys of its own."""
         self.store.compare_set("ended", "", str(self._topology.island))
