@@ -1,8 +1,7 @@
 """What the exchange does not go with: one sentence each, with the cure, before anything is sent.
 
 Two kinds: what cannot work (a partition is stepped as a whole; masters must be fp32), and what was
-never tried. What works and is seldom meant is warned of. Names are those of deepspeed 0.19.8, whose
-engine answers for its configuration.
+never tried. Names are those of deepspeed 0.19.8, whose engine answers for its configuration.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from torch.utils.data import DistributedSampler, Subset
 
 from fsdp_demo import ExchangeConfig, Topology
 from fsdp_demo.config.channel import EMBEDDINGS, covers, matches
-from fsdp_demo.errors import counted
 from fsdp_demo.hosts.base import plain_name
 
 from .all_ranks import replica
@@ -308,58 +304,11 @@ def _named(channels: list[str]) -> str:
     return f"channel {channels[0]!r}" if len(channels) == 1 else f"channels {', '.join(channels)}"
 
 
-# ---- what works, and is seldom meant -----------------------------------------------------------
-
-
-def warn(engine: Any, topology: Topology, anew: bool) -> None:
-    """Log what is seldom meant, once per replica.
-
-    Args:
-        anew: nothing of an exchange was given, though `engine.load_checkpoint` could bring it.
+def warn(engine: Any) -> None:
+    """Log a warning, once per replica, of embeddings and heads that DeepSpeed's Muon steps: presets
+    of this package leave them to AdamW.
     """
-    if replica(engine).rank:
-        return
-    for text in (*_loaded(engine, topology, anew), *_data(engine, topology), *_muon(engine)):
-        log.warning("deepspeed_ext.attach found %s", text)
-
-
-def _loaded(engine: Any, topology: Topology, anew: bool) -> Iterator[str]:
-    """A checkpoint that was loaded before `attach`, which is right only to begin from a model that
-    was trained before.
-    """
-    if anew and engine.global_steps and topology.islands > 1:
-        yield (
-            f"an engine at step {engine.global_steps}, and no state of an exchange: parameters "
-            "come from one replica, anchors and outer momenta begin anew. To resume a run, call "
-            "engine.load_checkpoint(DIR) after attach, not before"
-        )
-
-
-def _data(engine: Any, topology: Topology) -> Iterator[str]:
-    """Training data that all islands share: DeepSpeed's loader deals rows to the ranks of one
-    island alone. A `Subset`, or a selection of `datasets`, is taken for the island's own part.
-    """
-    loader = engine.training_dataloader
-    if topology.kind != "islands" or topology.islands == 1:
-        return
-    if not isinstance(loader, DeepSpeedDataLoader):
-        return
-    sampler, rows = loader.data_sampler, loader.dataset
-    dealt = isinstance(rows, Subset) or getattr(rows, "_indices", None) is not None
-    if dealt or type(sampler) is not DistributedSampler or not hasattr(rows, "__len__"):
-        return
-    if sampler.num_replicas == engine.seq_dp_world_size:
-        yield (
-            f"training_data of {counted(len(rows), 'row')}, which DeepSpeed deals to the ranks of "
-            "this island alone. Unless these are the island's own part, all islands train on the "
-            "same rows. A part is what split_dataset_by_island(rows) of "
-            "fsdp_demo.integrations.data gives"
-        )
-
-
-def _muon(engine: Any) -> Iterator[str]:
-    """Embeddings and heads, in this package's sense, that DeepSpeed's Muon steps."""
-    if not is_muon(engine.optimizer.optimizer):
+    if replica(engine).rank or not is_muon(engine.optimizer.optimizer):
         return
     stepped = [
         plain_name(n)
@@ -368,8 +317,10 @@ def _muon(engine: Any) -> Iterator[str]:
     ]
     names = [name for name in stepped if matches(name, EMBEDDINGS)]
     if names:
-        yield (
-            f"DeepSpeed's Muon at {', '.join(names[:3])}{' ...' * (len(names) > 3)}, which "
-            "fsdp_demo leaves to AdamW: embeddings and heads. DeepSpeed goes by names with 'embed' "
-            "or 'lm_head': call the module so, or pass a MuonWithAuxAdam with groups of your own"
+        log.warning(
+            "deepspeed_ext.attach found DeepSpeed's Muon at %s%s, which fsdp_demo leaves to AdamW: "
+            "embeddings and heads. DeepSpeed goes by names with 'embed' or 'lm_head': call the "
+            "module so, or pass a MuonWithAuxAdam with groups of your own",
+            ", ".join(names[:3]),
+            " ..." * (len(names) > 3),
         )

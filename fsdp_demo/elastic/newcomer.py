@@ -331,20 +331,19 @@ class Following:
         return from_bytes(part, Tick, "a tick")
 
     def arrived(self, expected: Expected) -> ReceivedMessage:
-        """The next message that the others have agreed on, of those sent within steps
-        (`header.WITHIN`), waited for. In the thread that exchanges.
-
-        Raises:
-            WireError: it is another one (`unpacked`).
-        """
+        """`followed`, of a message in which this island takes no part: it was under way before."""
         found = self.followed(expected)
         assert found is not None, "what was under way before this island came does not wait for it"
         return found
 
     def followed(self, expected: Expected) -> ReceivedMessage | None:
-        """The same; None where this island takes part in the message: it is the first one of a step
-        from the base on, as the donor says when it launches it. Questions of the members between
-        two steps, which this island does not ask, are skipped.
+        """The next message that the others have agreed on, waited for; None where this island takes
+        part in it: it is the first one of a step from the base on, as the donor says when it
+        launches it. Questions of the members between two steps, which this island does not ask, are
+        skipped. In the thread that exchanges.
+
+        Raises:
+            WireError: it is another message (`unpacked`).
         """
         while True:
             found = None

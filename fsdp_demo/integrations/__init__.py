@@ -1,5 +1,5 @@
-"""Joints to trainers: one module or package per framework. `fsdp_demo` itself imports torch only,
-so import these by name.
+"""Adapters to training frameworks, one module or package each. `fsdp_demo` itself imports torch
+only, so import these by name.
 
 May import everything but `launch`, `cli` and `deepspeed_ext`.
 """

@@ -1,4 +1,8 @@
-"""The variables ISLAND_* that a user sets for an island: read, checked and named in one place."""
+"""The variables ISLAND_* that a user sets for an island: read, checked and named in one place.
+
+A function that reads one raises ValueError where it cannot be used; the message names the variable,
+what it holds and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +47,13 @@ VARIABLES = {
 
 
 def patience(env: Mapping[str, str] | None = None) -> float:
-    """ISLAND_TIMEOUT in seconds, default 600.
-
-    Raises:
-        ValueError: it is no number, or out of range.
-    """
+    """ISLAND_TIMEOUT in seconds, default 600."""
     return seconds(os.environ if env is None else env, "ISLAND_TIMEOUT", 600.0)
 
 
 def islands(env: Mapping[str, str]) -> tuple[int, int, int]:
     """How many islands are expected (ISLAND_COUNT), how many there may be (ISLAND_SLOTS), and which
     of them this one is (ISLAND_RANK).
-
-    Raises:
-        ValueError: one of them is no whole number, or out of range.
     """
     count = whole(env, "ISLAND_COUNT", 1)
     slots, island = whole(env, "ISLAND_SLOTS", count), whole(env, "ISLAND_RANK", 0)
@@ -80,11 +77,7 @@ def islands(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def least(env: Mapping[str, str], count: int) -> int:
-    """ISLAND_MIN, 0 where it is not set.
-
-    Raises:
-        ValueError: it is no whole number, or out of range.
-    """
+    """ISLAND_MIN, 0 where it is not set."""
     value = whole(env, "ISLAND_MIN", 0)
     if env.get("ISLAND_MIN", "").strip() and not 1 <= value <= count:
         raise ValueError(f"ISLAND_MIN={value} must be a whole number, 1 to ISLAND_COUNT ({count})")
@@ -92,11 +85,7 @@ def least(env: Mapping[str, str], count: int) -> int:
 
 
 def name(env: Mapping[str, str], default: str) -> str:
-    """ISLAND_NAME, which names folders.
-
-    Raises:
-        ValueError: it has other letters than a folder should.
-    """
+    """ISLAND_NAME, which names folders."""
     text = env.get("ISLAND_NAME") or default
     if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
         raise ValueError(
@@ -107,11 +96,7 @@ def name(env: Mapping[str, str], default: str) -> str:
 
 
 def endpoint(env: Mapping[str, str]) -> Endpoint:
-    """ISLAND_ENDPOINT, where the store is.
-
-    Raises:
-        ValueError: it is not set, or no endpoint.
-    """
+    """ISLAND_ENDPOINT, where the store is."""
     text = env.get("ISLAND_ENDPOINT", "").strip()
     if not text:
         raise ValueError(
@@ -125,11 +110,7 @@ def endpoint(env: Mapping[str, str]) -> Endpoint:
 
 
 def token(env: Mapping[str, str]) -> str:
-    """ISLAND_TOKEN, "" where it is not set.
-
-    Raises:
-        ValueError: it is short.
-    """
+    """ISLAND_TOKEN, "" where it is not set."""
     text = env.get("ISLAND_TOKEN", "")
     return check(text) if text else ""
 
@@ -176,11 +157,7 @@ def say_single(on_purpose: bool, rank: int) -> None:
 
 
 def seconds(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
-    """A variable as a number of seconds; `default` where it is not set or empty.
-
-    Raises:
-        ValueError: it is no number, not above 0, or less than `least`.
-    """
+    """A variable as a number of seconds; `default` where it is not set or empty."""
     value = _number(env, name, default)
     if value != default and not (0.0 < value <= LONGEST and value >= least):
         allowed = f"{least:g} to {LONGEST}" if least else f"more than 0 and at most {LONGEST}"
@@ -189,11 +166,7 @@ def seconds(env: Mapping[str, str], name: str, default: float, least: float = 0.
 
 
 def whole(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable as a whole number; `default` where it is not set or empty.
-
-    Raises:
-        ValueError: it is no whole number.
-    """
+    """A variable as a whole number; `default` where it is not set or empty."""
     value = _number(env, name, default)
     if not value.is_integer():
         raise ValueError(f"{name}={env[name]!r} must be a whole number")

@@ -86,10 +86,6 @@ class Store(ABC):
         holds something of its writer that nobody else writes.
         """
 
-    def identity(self) -> Identity | None:
-        """Which store answers; None if it cannot say."""
-        return None
-
     def note(self, key: str, who: str, form: Any = Any) -> Any:
         """The JSON value of a key that is there.
 
