@@ -95,9 +95,10 @@ def _code_once() -> None:
     sparse.decode_sparse(layout, codec, sparse.encode_sparse(layout, codec, work))
 
 
+@functools.cache
 def warm() -> None:
     """Do once, on one thread, what torch prepares at its first use: two threads that were first at
-    once have crashed in it.
+    once have crashed in it. A rank is forked from a server that has done it.
     """
     import torch
 
