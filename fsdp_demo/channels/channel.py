@@ -108,8 +108,8 @@ class ChannelRunner(LocalChannel):
             mean, of this copy.
         left_out: 1 where the source is not finite on some rank of this island, and counts as zeros;
             a number, or a scalar on the device.
-        measures: whether `encode` notes the norm of what it encodes. square: the last squared norm,
-            of this copy, until it is taken.
+        measures: whether `encode` notes the norm of what it encodes, unless that is `plain`.
+            square: the last squared norm, of this copy, until it is taken.
         watches_energy: whether `encode` notes the share of what it encodes that leaves. energy:
             squared norms (fp32 [2], on the device) of the last workspace that was encoded and of
             what stayed; None before the first.
@@ -132,6 +132,15 @@ class ChannelRunner(LocalChannel):
     def section(self) -> ChannelCodec | None:
         """The form of the payloads that are sent now; None on a copy that is not active."""
         return self._sections[self._sends]
+
+    @property
+    def plain(self) -> bool:
+        """Whether all gradients of a step, on the host, are sent as they are: who clips them knows
+        the norm. The same on all ranks: copies that are not active have no accumulator either."""
+        c, params = self.channel, self.host.params
+        whole = len(self.covered) == sum(not p.frozen for p in params)
+        alone = self.position.num_copies == 1 and self.host.device.type == "cpu"
+        return c.before_step and c.accumulator is None and whole and alone
 
     def of(self, step: int) -> ChannelRunner:
         """This channel in the stage in which a message of `step` was sent: itself, or a view of its
@@ -257,7 +266,7 @@ class ChannelRunner(LocalChannel):
                 source.clone() if self.channel.needs_own else source,
             )
         out.own = source if self.channel.needs_own else None
-        if self.measures:  # in the transform domain, where a norm is the same
+        if self.measures and not self.plain:  # in the transform domain, where a norm is the same
             self.square = torch.linalg.vector_norm(work).square()
         out.body, out.vectors = self.section.encode(work, step)
         if self.watches_energy:

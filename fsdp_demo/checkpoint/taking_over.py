@@ -46,7 +46,7 @@ def moments_in(folder: Path, topology: Topology, ranks: Ranks) -> dict[str, Any]
             why = f"{', '.join(bad)}: checksum does not fit"
     except (OSError, ValueError, KeyError) as error:
         why = str(error)
-    text = "%s: moments of the inner optimizer that islands do not share "
+    text = "%s: moments of the inner optimizer, where islands do not share them, "
     if ranks.any(bool(why)):
         text += "begin anew, %s cannot be used (%s)"
         log.info(text, topology.name, folder.name, why or "another rank has no part that fits")

@@ -40,33 +40,49 @@ class Plan:
         """Steps after which the pattern of exchanges repeats."""
         return math.lcm(*(s.channel.schedule.sync_every for s in self.sections))
 
+    def due(self, step: int) -> list[tuple[int, ...]]:
+        """The messages of a step, each as the numbers of its sections: gradients, then what follows
+        the optimizer's step, then what comes after another channel.
+        """
+        stages: list[list[int]] = [[], [], []]
+        for i, section in enumerate(self.sections):
+            if section.channel.schedule.due(step):
+                stages[_stage(section.channel)].append(i)
+        return [tuple(members) for members in stages if members]
+
     def message(self, step: int) -> Meter:
         """Counts of the exchanges that start at `step` (all zero if nothing is due)."""
         total = Meter()
-        due = [s for s in self.sections if s.channel.schedule.due(step)]
-        for stage in range(3):
-            total.add(self._counts([s for s in due if _stage(s.channel) == stage]))
+        for members in self.due(step):
+            total.add(self._counts(members))
         return total
 
-    def _counts(self, sections: Sequence[ChannelCodec]) -> Meter:
-        """Counts of one message."""
-        meter = Meter(exchanges=int(bool(sections)))
-        if not sections or self.size == 1:
-            return meter
-        message = MessageLayout(sections)
-        meter.count(*[(self.size - 1) * message.num_bytes] * 2)
+    def rounds(self, members: Sequence[int]) -> list[tuple[int, int]]:
+        """Bytes sent and received in each round of sends of a message of these sections: bodies to
+        all, and where vectors are reduced their parts, and the means of these.
+        """
+        if self.size == 1:
+            return []
+        message, others = MessageLayout([self.sections[i] for i in members]), self.size - 1
+        found = [(others * message.num_bytes, others * message.num_bytes)]
         if message.vectors:
             there, back = message.legs(self.size)
-            meter.count(sum(there) - there[self.rank], (self.size - 1) * there[self.rank])
-            meter.count((self.size - 1) * back[self.rank], sum(back) - back[self.rank])
+            found.append((sum(there) - there[self.rank], others * there[self.rank]))
+            found.append((others * back[self.rank], sum(back) - back[self.rank]))
+        return found
+
+    def _counts(self, members: Sequence[int]) -> Meter:
+        """Counts of one message."""
+        meter = Meter(exchanges=1)
+        for sent, received in self.rounds(members):
+            meter.count(sent, received)
         return meter
 
     def over(self, steps: range) -> Meter:
         """Sums of `message` over a range of steps."""
         total = Meter()
         for step in steps:
-            if any(s.channel.schedule.due(step) for s in self.sections):
-                total.add(self.message(step))
+            total.add(self.message(step))
         return total
 
     def average(self) -> tuple[float, float, float]:
@@ -76,7 +92,8 @@ class Plan:
         if self.cycle <= 10_000:
             found = [(self.over(range(self.cycle, 2 * self.cycle)), self.cycle)]
         else:
-            found = [(self._counts([s]), s.channel.schedule.sync_every) for s in self.sections]
+            periods = [s.channel.schedule.sync_every for s in self.sections]
+            found = [(self._counts([i]), period) for i, period in enumerate(periods)]
         return (
             sum(m.bytes_sent / steps for m, steps in found),
             sum(m.bytes_received / steps for m, steps in found),
@@ -88,7 +105,7 @@ class Plan:
         is long).
         """
         if self.cycle > 10_000:
-            return self._counts(self.sections)
+            return self._counts(range(len(self.sections)))
         return max(
             (self.message(step) for step in range(self.cycle, 2 * self.cycle)),
             key=lambda m: m.bytes_sent,

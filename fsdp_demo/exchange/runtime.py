@@ -443,6 +443,8 @@ class StepRuntime:
         """The norm of this island's contribution to a message, the same on all its ranks; 0 where
         it is not checked."""
         sent = [c for c in self.channels if c.channel.name in names and c.measures]
+        if any(c.plain for c in sent):  # no other channel shares a message of gradients
+            return self.island.norm_left
         squares = [torch.zeros((), device=self.host.device, dtype=torch.float32)]
         squares += [c.square for c in sent if c.square is not None]
         for c in sent:

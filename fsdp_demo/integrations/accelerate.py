@@ -177,14 +177,11 @@ class _IslandAccelerator(Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         result = super().prepare(*args, **kwargs)
         if self.is_fsdp2:
+            axes = self.parallelism_config
+            ranks = axes.dp_shard_size if axes else self.num_processes
             for item in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(item, torch.nn.Module):
-                    check_axes(
-                        item,
-                        self.parallelism_config.dp_shard_size
-                        if self.parallelism_config
-                        else self.num_processes,
-                    )
+                    check_axes(item, ranks)
         return result
 
 
@@ -192,6 +189,7 @@ def _plugin(
     mixed_precision: str | None, reshard: bool, layers: str | Sequence[str] | None
 ) -> FullyShardedDataParallelPlugin:
     policy = None
+    names = layers.split(",") if isinstance(layers, str) else list(layers or ())
     if mixed_precision == "bf16":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -203,9 +201,7 @@ def _plugin(
         reshard_after_forward=reshard,
         mixed_precision_policy=policy,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=layers.split(",")
-        if isinstance(layers, str)
-        else (list(layers) if layers else None),
+        transformer_cls_names_to_wrap=names or None,
         state_dict_type="SHARDED_STATE_DICT",
         cpu_ram_efficient_loading=False,
     )

@@ -185,7 +185,7 @@ def main_module(argv: list[str]) -> str:
 def _run(argv: list[str]) -> int:
     """torch's launchers, in this process."""
     gc.disable()  # imports take a fifth less, and what they make stays
-    # late: who restarts a launcher needs no torch
+    # late: a process that restarts launchers needs no torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from ..status import SAVED
 
-# What all that starts an island knows: the launchers by name, and how the end of their ranks is
-# read.
+# The launchers by name, and how the end of their ranks is read.
 
 ATTEMPT = "ISLAND_ATTEMPT"
 """Variable with the number of an island's start, counted from 0, where it is restarted by
@@ -144,10 +143,10 @@ def reap(known: Iterable[int]) -> None:
 
 
 def reserve_port(host: str = "127.0.0.1") -> int:
-    """A free TCP port that the system gives to nobody by itself, however long the server takes that
-    is to listen on it.
+    """A free TCP port outside the range from which the system takes ports by itself, so that it is
+    still free when a server listens on it later.
 
-    Any that `bind` finds for port 0 may be an outgoing connection's before the server starts.
+    A port that `bind` finds for port 0 may be an outgoing connection's before the server starts.
 
     Raises:
         OSError: there is none, or `host` is not this machine.

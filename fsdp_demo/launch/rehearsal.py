@@ -1,4 +1,4 @@
-"""What a rehearsal starts: the devices, variables and command line of each island.
+"""The devices, variables and command line of each island of a rehearsal.
 
 What runs is what runs on separate machines: `accelerate launch`, `torchrun` or `deepspeed` once per
 island, with the `ISLAND_*` variables that a user would set there. Only the addresses (127.0.0.1)
@@ -11,7 +11,6 @@ import importlib.util
 import math
 import os
 import re
-import shutil
 import socket
 import sys
 from dataclasses import dataclass
@@ -39,9 +38,22 @@ default configuration out of it."""
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What to rehearse. `script` is a path and its arguments, or "-m", a module and those; `grace`
-    seconds are left to the others when one dies for good. An island is restarted `restarts` times
-    at most, with `resume_args` (`restarts.py`)."""
+    """The arguments of a rehearsal.
+
+    Attributes:
+        islands, procs: number of islands, and of processes (ranks) in each.
+        script: a path and its arguments, or "-m", a module and its arguments.
+        launcher: name in `processes.LAUNCHERS`.
+        link: rate and round trip between the islands; None: not limited.
+        run: id of the run.
+        cpu: whether the ranks use the CPU even where there are GPUs.
+        grace: seconds that the others get when one island dies for good.
+        restarts: how often an island is started again at most (`restarts.py`).
+        resume_args: arguments that are added to the script's from the second start on.
+
+    Raises:
+        ValueError: an argument that is not allowed, or a launcher or script that is not there.
+    """
 
     islands: int
     procs: int
@@ -61,7 +73,7 @@ class Rehearsal:
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"--launcher {self.launcher}: expected one of {', '.join(LAUNCHERS)}")
         spec = importlib.util.find_spec(LAUNCHERS[self.launcher].partition(".")[0])
-        # no origin: a mere folder, as recipes/deepspeed for who stands in recipes/
+        # no origin: a mere folder, such as recipes/deepspeed seen from recipes/
         if spec is None or spec.origin is None:
             extra = "deepspeed" if self.launcher == "deepspeed" else "hf"
             raise ValueError(
@@ -172,11 +184,6 @@ def environment(
             env |= without_compiler(folder / "site", env)
         else:  # Accelerate would leave DeepSpeed out without a word
             env["ACCELERATE_USE_CPU"] = "true"
-    if sys.stdout.isatty():
-        # Progress bars take the width from here; the prefix needs some of it.
-        env["COLUMNS"] = str(
-            max(20, shutil.get_terminal_size().columns - len(f"[island{island}] ") - 1)
-        )
     return env
 
 

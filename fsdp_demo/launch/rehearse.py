@@ -35,14 +35,11 @@ from .processes import (
 )
 from .rehearsal import LOCALHOST, Rehearsal, command, devices, environment
 
-# Output of several islands on one terminal: whole lines with the island's name, and one progress
-# bar that survives.
-#
-# A progress bar rewrites its line with carriage returns. Only the first island's bar is shown: in
-# place on a terminal, as a line now and then in a file.
+# Output of several islands: whole lines with the island's name. A progress bar rewrites its line
+# with carriage returns; of the first island's bar a line is shown now and then.
 
 BAR_EVERY = 10.0
-"""Seconds between two lines of a progress bar where the output is no terminal."""
+"""Seconds between two lines of a progress bar."""
 
 _END = re.compile(r"\r\n|\n|\r")
 
@@ -77,12 +74,10 @@ class Splitter:
 
 
 class Console:
-    """Writes prefixed lines to a stream; keeps a progress bar below them on a terminal."""
+    """Writes prefixed lines to a stream, and a line of a progress bar now and then."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.terminal = stream.isatty()
-        self.bar = False  # is one on the last line of the terminal?
         self.next_bar = 0.0
 
     def note(self, text: str) -> None:
@@ -94,28 +89,12 @@ class Console:
         the name already (`exchange/summary.py`) gets no second one.
         """
         text = text.removeprefix(f"[{name}] ")
-        if not passing:
-            self._write(f"{self._clear()}[{name}] {text}\n")
-        elif first and text.strip():
-            self._show_bar(f"[{name}] {text.strip()}")
-
-    def _show_bar(self, text: str) -> None:
-        if self.terminal:
-            width = shutil.get_terminal_size().columns
-            self._write(f"{self._clear()}{text[: width - 1]}")
-            self.bar = True
-        elif time.monotonic() >= self.next_bar:
+        if passing:
+            text = text.strip()
+            if not (first and text) or time.monotonic() < self.next_bar:
+                return
             self.next_bar = time.monotonic() + BAR_EVERY
-            self._write(f"{text}\n")
-
-    def _clear(self) -> str:
-        back = "\r\x1b[K" if self.bar else ""
-        self.bar = False
-        return back
-
-    def _write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
+        print(f"[{name}] {text}", file=self.stream, flush=True)
 
 
 STOP = 40.0
@@ -301,8 +280,8 @@ class Supervisor:
     # End
 
     def drain(self) -> None:
-        """What is still in the pipes; a process left behind may hold one open for ever, so not for
-        long.
+        """Pass on what is still in the pipes, for a second: a process left behind may hold one open
+        for ever.
         """
         until = time.monotonic() + 1
         while self.selector.get_map() and time.monotonic() < until:

@@ -41,12 +41,14 @@ class IslandGroup(Ranks):
     Attributes:
         group: the control group; None on one rank alone.
         copies: group of the ranks with the same shard, for tensors on the device.
+        norm_left: of the gradients on the host that `clip` has left, 0 where they are not finite.
     """
 
     def __init__(self, topology: Topology, position: ShardPosition, device: torch.device = CPU):
         super().__init__(None, topology.rank, topology.world)
         self.position, self.device = position, device
         self.copies: Any = None
+        self.norm_left = 0.0
         # of the island, on the backend that training uses; None: the default group
         self._ranks: Any = topology.group
         if topology.world == 1:
@@ -114,10 +116,12 @@ class IslandGroup(Ranks):
         # equal gradients, unless something is wrong with one of them
         if self.position.num_shards == 1 and self.position.num_copies > 1:
             bad = self.max(bad)[0]
+        self.norm_left = 0.0 if bad else value**0.5
         if limit is not None:
             factor = limit / ((across(value) if across is not None else value) ** 0.5 + 1e-6)
             if factor < 1.0 and present and not bad:  # saves a pass over the gradients
                 torch._foreach_mul_(present, factor)
+                self.norm_left *= factor
         return bad
 
     def not_finite(self, tensors: list[Tensor]) -> float | Tensor:

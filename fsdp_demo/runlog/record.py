@@ -16,12 +16,12 @@ class RunRecord:
     """The files of one island (`files.py`).
 
     Args:
-        folder: of the island; made if it is not there.
-        exchange: read, never changed.
-        steps: of the job, if known.
-        parameters: numbers of the whole model.
+        folder: output folder of the island; made if it is not there.
+        exchange: the island's exchange; read, never changed.
+        steps: steps of the job, or None.
+        parameters: number of parameters of the whole model.
         procs: ranks of the island.
-        facts: what else the script says of the run, as JSON values.
+        facts: further facts of the run by name, JSON values.
 
     A record that begins at a later step than 0 goes on with the files that are there, up to that
     step.
@@ -169,7 +169,7 @@ class RunRecord:
         print(json.dumps(value), file=self._files[name], flush=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The run has ended as it should."""
+        """Write the last exchanges and the summary of a run that has ended, and close the files."""
         self.exchanges()
         self.event("finish")
         files.write_json(self._folder / files.SUMMARY_FILE, summary)

@@ -63,8 +63,8 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """By its name, or, where an engine names it otherwise (DeepSpeed: global_stepN), by the
-    exchange's parts in it.
+    """Whether a folder is a checkpoint by its name, or, where an engine names it otherwise
+    (DeepSpeed: global_stepN), by the exchange's parts in it.
     """
     return _CHECKPOINT.fullmatch(folder.name) is not None or any(folder.glob("exchange/rank*"))
 
@@ -173,13 +173,13 @@ def _by_path(config: ExchangeConfig) -> dict[str, Any]:
 
 
 def _elements(head: Mapping[str, Any], frozen: bool) -> int:
-    """Of whole tensors: ZeRO has one in several shards."""
+    """The number of elements of all whole tensors: under ZeRO one tensor lies in several shards."""
     whole = {p["name"]: p["global_shape"] for p in head["parameters"] if p["frozen"] == frozen}
     return sum(map(math.prod, whole.values()))
 
 
 def _held(saved: SavedExchange, folder: Path, problems: list[str]) -> dict[str, list[Any]]:
-    """By the number of an island, what the choice of a state to resume from knows of its part
+    """Number of an island -> note of its part for the choice of a state to resume from
     (`HeldCheckpoint.note`).
     """
     found = {}
@@ -217,7 +217,7 @@ def _add_part(
 
 
 def _damage(folder: Path, saved: SavedExchange) -> Iterator[str]:
-    """What is wrong with the files that the heads and the manifest name."""
+    """A text for each damaged or missing file that the heads and the manifest name."""
     wanted = {
         path.with_suffix(".safetensors"): saved.head(rank, island)["file"]
         for (island, rank), path in saved.paths.items()
@@ -271,7 +271,7 @@ def _named(islands: Iterable[int]) -> str:
 
 
 def of_islands(numbers: Iterable[int]) -> str:
-    """Whose count it is: `of island 0`, `the sum over islands 0 and 1`."""
+    """The islands of a count in words: `of island 0`, `the sum over islands 0 and 1`."""
     known = set(numbers)
     return f"{'of' if len(known) == 1 else 'the sum over'} {_named(known)}"
 
@@ -344,8 +344,8 @@ def shared(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _held_here(found: Sequence[Mapping[str, Any]], count: int) -> dict[int, list[HeldCheckpoint]]:
-    """What each island whose folder is here holds whole, as the choice of a state to resume from
-    sees it; `count` islands are in the run now.
+    """Number of each island whose folder is here -> its whole checkpoints, as the choice of a state
+    to resume from sees them; `count` islands are in the run now.
     """
     here = {int(i) for info in found if info["islands"] == count for i in info["holds"]}
     held: dict[int, list[HeldCheckpoint]] = {i: [] for i in sorted(here)}
@@ -359,8 +359,8 @@ def _held_here(found: Sequence[Mapping[str, Any]], count: int) -> dict[int, list
 
 
 def _resumed(held: Mapping[int, list[HeldCheckpoint]], whole: Sequence[int]) -> Iterator[str]:
-    """What `--resume auto` does where islands may come and go, by the rule of the resume itself;
-    nothing where all go on from the newest step that all hold.
+    """A line on the steps that `--resume auto` takes where islands may come and go, by the rule of
+    the resume itself; none where all go on from the newest step that all hold.
     """
     islands = list(held)
     try:

@@ -214,19 +214,6 @@ def test_trainer_save_failed_at_end(run_ranks, full):
     assert out == [(1, []) if full else (75, [5])] * 2
 
 
-def test_trainer_resume_auto_without_checkpoint(run_ranks):
-    """Without any checkpoint `auto` begins a run and `True` is refused."""
-
-    def work(rank):
-        with pytest.raises(NeedsDecision, match="no island holds a checkpoint"):
-            made(rank, max_steps=2).train(resume_from_checkpoint=True)
-        trained = made(rank, max_steps=2, save_steps=2)
-        trained.train(resume_from_checkpoint="auto")
-        return trained.state.global_step
-
-    assert run_ranks(work, islands=2, procs=1) == [2, 2]
-
-
 @pytest.mark.parametrize("several", [True, False])
 def test_trainer_resume_auto_other_number_of_islands(run_ranks, several):
     """`auto` does not begin anew beside checkpoints of another number of islands. From one island

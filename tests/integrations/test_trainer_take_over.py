@@ -18,11 +18,17 @@ from transformers import TrainerCallback  # noqa: E402
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import taking_over  # noqa: E402
 from fsdp_demo.errors import NeedsDecision  # noqa: E402
-from fsdp_demo.integrations.trainer.beginning import _with_others, refuse_sharded, told  # noqa: E402
+from fsdp_demo.integrations.trainer.beginning import (
+    _with_others,
+    find_checkpoint,
+    refuse_sharded,
+    told,
+)  # noqa: E402
 from fsdp_demo.integrations.trainer.joining import (
     TakeOver,  # noqa: E402
     sentence,  # noqa: E402
 )
+from fsdp_demo.peers.votes import Ranks  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
 from .test_trainer import history  # noqa: E402
@@ -148,7 +154,7 @@ def test_trainer_take_over_ends_equal(run_ranks, preset, fsdp):
     # a fresh model: 3.5
     assert last.value[3] == [10] and first[3] == [5, 10] and max(last.value[2]) < 3.3
     assert (
-        "island1: no checkpoint here: took over step 5 from island0" in out[1 + fsdp].log
+        "island1: nothing of step 5 here: took over from island0" in out[1 + fsdp].log
         and "begin anew here" in out[1 + fsdp].log
     )
 
@@ -169,6 +175,22 @@ def test_trainer_take_over_no_checkpoint(run_ranks):
 
     a, b = run_ranks(run, islands=2, procs=1, timeout=120)
     assert torch.equal(a[0], b[0]) and a[1] == b[1] == 1
+
+
+def test_trainer_resume_auto_says_once_that_training_begins(tmp_path, caplog):
+    """Where no island holds a checkpoint, one rank of an island says so."""
+    for rank in (0, 1):
+        manager = SimpleNamespace(
+            topology=SimpleNamespace(rank=rank, name="island0", islands=2, elastic=True),
+            ranks=Ranks(None, 0, 1),
+            registry=SimpleNamespace(meet=lambda note: [note]),
+            root=tmp_path / "out" / "island0",
+            adopt=lambda: None,
+            held=lambda: [],
+            agree=lambda held, how: None,
+        )
+        assert find_checkpoint("auto", manager, fresh=False) is None
+    assert caplog.text.count("island0: no island holds a checkpoint") == 1
 
 
 def test_trainer_take_over_fresh(run_ranks):
@@ -306,7 +328,7 @@ def test_take_over_log_names_losses():
     exchange = SimpleNamespace(config=fsdp_demo.preset("diloco"), step=4)
     text = sentence(trainer, exchange, TakeOver(4, "a"), moments=False)
     assert (
-        text.startswith("no checkpoint here: took over step 4 from a, rows are skipped")
+        text.startswith("nothing of step 4 here: took over from a, rows are skipped")
         and "best model so far is on the other" in text
     )
     said = {name: taking_over.begins_anew(fsdp_demo.preset(name)) for name in fsdp_demo.presets()}

@@ -72,12 +72,8 @@ def _indexed(index: Path) -> list[Path]:
         ValueError: it is damaged, or names a file elsewhere.
     """
     try:
-        names = sorted(
-            {
-                str(name)
-                for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            }
-        )
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted({str(name) for name in files})
     except UNREADABLE as error:
         raise ValueError(f"{index} is damaged ({error!r:.80}): take another step") from None
     for name in names:

@@ -216,7 +216,8 @@ def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
     if topology.islands == 1 and fresh and (last := get_last_checkpoint(str(manager.root))):
         return last  # of a Trainer without an exchange
     refuse_elsewhere(manager)
-    log.warning("%s: no island holds a checkpoint: training begins", topology.name)
+    if topology.rank == 0:
+        log.warning("%s: no island holds a checkpoint: training begins", topology.name)
     return None
 
 

@@ -121,7 +121,7 @@ def sentence(trainer: Any, exchange: Exchange, taken: TakeOver | None, moments: 
     text = (
         f"joined the others at step {step}{rows}"
         if taken is None
-        else f"no checkpoint here: took over step {step} from {taken.donor}{rows}"
+        else f"nothing of step {step} here: took over from {taken.donor}{rows}"
     )
     if args.load_best_model_at_end and trainer.state.best_metric is not None:
         text += (

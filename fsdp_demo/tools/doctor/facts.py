@@ -16,7 +16,6 @@ import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ...peers.header import VERSION as WIRE
 from ...version import __version__
@@ -109,7 +108,7 @@ def disk_mb_s(folder: str | Path, size: int = 256 << 20, seconds: float = 3.0) -
     file is removed.
 
     Args:
-        size: bytes at most. seconds: after which no more is written.
+        size: bytes that are written at most. seconds: time after which no more is written.
 
     Raises:
         ValueError: the folder is missing, or cannot be written.
@@ -130,14 +129,13 @@ def disk_mb_s(folder: str | Path, size: int = 256 << 20, seconds: float = 3.0) -
         ) from None
 
 
-# Seconds of a training step of a given model on this machine, and where models come from.
+# Seconds of a training step of a given model on this machine.
 
 STEPS = 5
 SECONDS = 60.0
 """Seconds after which no further step begins: others wait for a slow island before they meet it."""
 
 TOKENS = 512  # of one row
-PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
 def step_seconds(
@@ -150,7 +148,8 @@ def step_seconds(
     Args:
         name: config.json or folder of an architecture, a file of `recipes/models` by name, or a hub
             id; fresh weights.
-        seconds: after which no further step begins; one is counted at least.
+        steps: number of steps that are counted at most. tokens: tokens of a row at most.
+        seconds: time after which no further step begins; one is counted at least.
 
     Raises:
         ValueError: no such model, or transformers is missing.
@@ -180,7 +179,7 @@ def step_seconds(
 
 def _model(name: str) -> Any:
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(
             f"--model needs transformers ({error}): pip install 'fsdp_demo[hf]', or leave --model "
@@ -190,7 +189,7 @@ def _model(name: str) -> Any:
     places = [Path(name), *(p / "recipes" / "models" / f"{name}.json" for p in (Path(), clone))]
     path = next((place for place in places if place.exists()), None)
     try:
-        config = model_config(path or name)
+        config = AutoConfig.from_pretrained(path or name)
         config.use_cache = False
         return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as error:
@@ -199,28 +198,3 @@ def _model(name: str) -> Any:
             f"--model {name}: expected a config.json, a folder that holds one, a name of "
             f"recipes/models or a hub id ({reason})"
         ) from None
-
-
-def model_config(where: str | Path) -> Any:
-    """The `PretrainedConfig` at a path, else of a hub id; what transformers raises."""
-    from transformers import AutoConfig
-
-    if Path(where).exists():
-        return AutoConfig.from_pretrained(where)
-    return AutoConfig.from_pretrained(where, local_files_only=not reachable())
-
-
-def reachable(seconds: float = 3.0) -> bool:
-    """Whether the hub at HF_ENDPOINT takes a connection within `seconds`; taken for granted behind
-    a proxy, and refused by HF_HUB_OFFLINE. Without it only what is cached can be loaded.
-    """
-    if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
-        return False
-    if any(os.environ.get(name) for name in PROXIES):
-        return True
-    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        socket.create_connection((place.hostname or "", place.port or 443), seconds).close()
-    except OSError:
-        return False
-    return True

@@ -13,13 +13,14 @@ class Island:
     """The facts of one island.
 
     Attributes:
-        island, name, host, address: number, name, machine, and where the others reach it.
-        versions: of python, torch, fsdp_demo and the wire.
-        interface, speed_mbit, mtu: that holds the address; its speed in Mbit/s and the bytes of its
-            packets, where the kernel says them.
+        island, name, host: number of the island, its name, and the name of its machine.
+        address: address at which the other islands reach it.
+        versions: versions of python, torch, fsdp_demo and the wire format, by name.
+        interface: name of the interface that holds the address. speed_mbit, mtu: its speed in
+            Mbit/s and the bytes of its largest packet, where the kernel knows them.
         congestion, slow_start_after_idle: settings of Linux for TCP.
-        disk_mb_s: MB/s at which a checkpoint is written and on the disk. step_seconds: of a
-            training step. None: not measured.
+        disk_mb_s: MB/s at which a file reaches the disk; None: not measured.
+        step_seconds: seconds of a training step; None: not measured.
         open_files, open_files_needed: hard limit of descriptors, and how many a rank needs at most.
     """
 
@@ -45,8 +46,8 @@ class Island:
 
 
 OK, REFUSED, TIMEOUT, UNREACHABLE, OTHER = "ok", "refused", "timeout", "unreachable", "other"
-"""What became of a connection: it stood; the port is closed; nothing came back; the system knows no
-way there; somebody else answered."""
+"""Outcomes of a connection: it stood; the port is closed; nothing came back; the system knows no
+way there; another program answered."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Reach:
     """Whether `sender` can connect to `receiver`, by a plain TCP connection to a port of its own.
 
     Attributes:
-        state: one of the above, at the address that the receiver names. address: that one.
+        state: one of the above, at the address that the receiver names.
+        address: the address that the receiver names.
         other: an address at which the receiver is reached instead, "" if there is none.
         forth, back: whether 32 KiB came over in packets of the usual size, to the receiver and from
             it. None: not tried.
@@ -88,10 +90,10 @@ class Direction:
         loss: share of the packets with data that were sent again. mtu: bytes of the largest
             packet that the path takes.
         clock_offset_ms: clock of the receiver less that of the sender (RFC 5905).
-        connections: that the exchange uses at this round trip.
+        connections: number of connections that the exchange uses at this round trip.
         mbit_s: rate by number of connections.
-        first_after_idle_ms, warm_ms: of a message of `idle_bytes` after a second without any, and
-            when others went before.
+        first_after_idle_ms, warm_ms: milliseconds of a message of `idle_bytes` after a second
+            without messages, and right behind other messages.
         held_here, held_there: with one connection, share of the time that the kernel waited for
             room in the send buffer, and for the receiver's window.
         error: why the measurement ended before its time, "" where it did not.
@@ -151,8 +153,9 @@ class Finding:
     """Something that is wrong, as a rule names it.
 
     Attributes:
-        name: also the anchor of its section in `PAGE`. says: what was found, with its numbers.
-        cure: what to do. stops: whether a run cannot start or go on with it.
+        name: name of the rule, and anchor of its section in `PAGE`.
+        says: sentence on what was found, with its numbers. cure: what to do.
+        stops: whether a run cannot start or go on with it.
     """
 
     name: str

@@ -40,7 +40,7 @@ class Pair:
     """Connections of this island to one other.
 
     Args:
-        meeting: of two ranks, this one and the other.
+        meeting: meeting of two ranks, this one and the other.
         end: `time.monotonic()` after which nothing is waited for.
 
     Raises:
@@ -89,7 +89,7 @@ class Pair:
         return bytes(room.tolist())
 
     def plan(self, leads: bool, pieces: int = 0, more: int = 0) -> tuple[int, int]:
-        """Two whole numbers that the leader decides, on both sides."""
+        """Agree on two whole numbers: the leader sends them, and both sides return them."""
         if leads:
             self.send(PLAN.pack(pieces, more))
             return pieces, more
@@ -101,7 +101,8 @@ class Pair:
         side that receives.
 
         Args:
-            sizes: bytes of its pieces, dealt to the connections.
+            leads: whether this side sends.
+            sizes: bytes of the message's pieces, which are dealt to the connections in turn.
         """
         start = time.perf_counter()
         self._tag += 1
@@ -157,9 +158,9 @@ class Probe:
     """The measurement of one pair, on one of its two islands.
 
     Args:
-        me, other: the islands' numbers.
-        seconds: that the whole measurement should take.
-        num_peers: that an island has in the run.
+        me, other: number of this island, and of the other one.
+        seconds: seconds that the whole measurement should take.
+        num_peers: number of peers that an island has in the run.
 
     Attributes:
         mine: what was measured of this island's messages to the other, so far.

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ...channels.codec import ChannelCodec
 from ...config.channel import covers
 from ...config.fragments import layer_of
 from ...config.schema import ExchangeConfig
-from ...exchange.message import MessageLayout
 from ...exchange.plan import Plan, local_shape, plan_model
 from .models import Tensors
 
@@ -33,7 +31,8 @@ class PlannedMessage:
         legs: one after the other: everybody's header and body, with the parts of vectors that are
             reduced, then the means of these.
         delay: steps after which training waits for it.
-        values: of the largest rank that are read, coded and applied. sparse, transformed: of these.
+        values: number of values that the largest rank reads, codes and applies.
+        sparse, transformed: how many of these go through a selection, and through a transform.
         releases: (share of the bytes, share of backward that is still to come when they are ready),
             in the order of backward.
     """
@@ -61,7 +60,7 @@ class Cycle:
     """The messages of a number of steps after which they repeat.
 
     Attributes:
-        steps: how many. due: step -> its messages, in the order in which they are sent.
+        steps: number of steps. due: step -> its messages, in the order in which they are sent.
     """
 
     steps: int
@@ -82,14 +81,12 @@ def cycle(
             all-reduce (2 (R - 1) / R times its size) and has no header; None: as it is sent.
     """
     plans = list(_plans(config, tensors, islands, shards))
-    sections = plans[0][0].sections
     steps, made = min(plans[0][0].cycle, LONGEST), dict[tuple[int, ...], PlannedMessage]()
     # the end of the second cycle: all fragments take part, and periods end together
     first = 2 * plans[0][0].cycle - steps
     due: dict[int, list[PlannedMessage]] = {}
     for step in range(steps):
-        all_due = [i for i, s in enumerate(sections) if s.channel.schedule.due(first + step)]
-        for members in _stages(sections, all_due):
+        for members in plans[0][0].due(first + step):
             if members not in made:
                 made[members] = _message(plans, members, tensors, islands, bytes_per_parameter)
             due.setdefault(step, []).append(made[members])
@@ -110,19 +107,6 @@ def _plans(
         yield plan_model(config, mine, islands)[0], len(ranks)
 
 
-def _stages(sections: Sequence[ChannelCodec], due: Sequence[int]) -> list[tuple[int, ...]]:
-    """The messages of a step, as `Plan.message` cuts them: gradients, what follows the step, and
-    what comes after a channel.
-    """
-    channels = {i: sections[i].channel for i in due}
-    stages = (
-        tuple(i for i, c in channels.items() if not c.after and c.before_step),
-        tuple(i for i, c in channels.items() if not c.after and not c.before_step),
-        tuple(i for i, c in channels.items() if c.after),
-    )
-    return [stage for stage in stages if stage]
-
-
 def _message(
     plans: Sequence[tuple[Plan, int]],
     members: tuple[int, ...],
@@ -135,7 +119,7 @@ def _message(
     legs = [(0.0, 0.0), (0.0, 0.0)]
     if bytes_per_parameter is None:
         for plan, times in plans:
-            legs = _add(legs, _legs([plan.sections[i] for i in members], islands), times)
+            legs = _add(legs, _legs(plan.rounds(members)), times)
     else:
         size = sum(prod(shape) for _, shape in names) * bytes_per_parameter
         legs = [(size * (islands - 1) / islands,) * 2] * 2
@@ -151,19 +135,12 @@ def _message(
     )
 
 
-def _legs(sections: Sequence[ChannelCodec], islands: int) -> list[Leg]:
-    """The legs of one rank of island 0. Over ZeroMQ headers, bodies and parts leave together
-    (`membership/machine.py`, a launch).
+def _legs(rounds: Sequence[tuple[int, int]]) -> list[Leg]:
+    """The two legs of one rank: headers, bodies and the parts of vectors leave together
+    (`membership/machine.py`, a launch), then the means of these.
     """
-    if islands == 1:
-        return [(0.0, 0.0), (0.0, 0.0)]
-    message, others = MessageLayout(sections), islands - 1
-    out = into = others * message.num_bytes
-    if not message.vectors:
-        return [(out, into), (0.0, 0.0)]
-    there, back = message.legs(islands)
-    first = (out + sum(there) - there[0], into + others * there[0])
-    return [first, (others * back[0], sum(back) - back[0])]
+    bodies, parts, means = (*rounds, (0, 0), (0, 0), (0, 0))[:3]
+    return [(bodies[0] + parts[0], bodies[1] + parts[1]), means]
 
 
 def _add(legs: Sequence[Leg], more: Sequence[Leg], times: int) -> list[Leg]:

@@ -29,13 +29,13 @@ LEAST_TIMEOUT = 0.2  # seconds; Linux adds the round trip
 
 @dataclass(frozen=True)
 class System:
-    """How machines and line behave, apart from rate and round trip.
+    """The behaviour of machines and line, apart from rate and round trip.
 
     Attributes:
         overlap_backward: the gradients of a layer leave as soon as its backward has ended, as in
             torch's HSDP and in simulations; False: after the step, as all exchanges here do.
-        share: of the rate that carries payload; 1 for a line without packet headers.
-        window: bytes of a connection that may be under way; None for no limit.
+        share: share of the rate that carries payload; 1 for a line without packet headers.
+        window: bytes that may be under way on one connection; None for no limit.
         slow_start: connections begin slowly, and after a pause again.
         restarts: whether a pause lets them begin again (not under BBR).
         bytes_per_parameter: see `counting.cycle`.
@@ -72,7 +72,7 @@ def message_seconds(
         legs: bytes out of the island and into it, of each leg.
         peers: pairs of ranks that talk: shards x (islands - 1).
         idle: seconds for which the connections were idle before.
-        num_peers: that one rank has.
+        num_peers: number of peers of one rank.
     """
     if not link:
         return 0.0
@@ -128,7 +128,7 @@ class Timed:
     """A message with its times.
 
     Attributes:
-        seconds: on the line.
+        seconds: seconds that the message takes on the line.
         delay: steps after which training waits for it.
         before, after: seconds of work of the training thread when it leaves and when it is
             applied.
@@ -158,9 +158,10 @@ def play(steps: int, due: Mapping[int, Sequence[Timed]], step_seconds: float) ->
     """The seconds per step of a cycle of steps.
 
     Args:
-        steps: of the cycle. due: step of the cycle -> messages, in the order in which they leave;
-            each is sent and, without a delay, applied before the next one leaves.
-        step_seconds: compute of one step.
+        steps: number of steps in the cycle.
+        due: step of the cycle -> its messages, in the order in which they leave; each is sent and,
+            without a delay, applied before the next one leaves.
+        step_seconds: seconds of compute in one step.
     """
     if not due:
         return Played(0.0, 0.0, 0.0)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ..doctor.facts import model_config
-
 Tensors = list[tuple[str, tuple[int, ...]]]
 """Names and whole shapes of trained parameters, ties once."""
 
@@ -156,14 +154,14 @@ def load(name: str) -> Tensors:
         raise ValueError(f"--model {name!r}: there is no such file")
     try:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(
             f"the shapes of --model {name!r} need transformers: pip install 'fsdp-demo[hf]', or "
             f"take a known model ({error})"
         ) from None
     try:
-        config = model_config(name)
+        config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever transformers makes of a wrong file, or of no network

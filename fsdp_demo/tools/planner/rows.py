@@ -30,18 +30,21 @@ class Row:
     Attributes:
         name: the preset, or "hsdp": a bf16 ring all-reduce of the gradients at every step, layer by
             layer while backward runs, as torch's HSDP does it.
-        config: None for HSDP. chosen: the planner has set period, code and delay.
-        bytes_per_exchange: that one island sends at the step at which it sends the most.
-        bytes_per_step: the same on average.
+        settings: period, code, selection and delay in words.
+        config: the configuration; None for HSDP.
+        chosen: whether the planner has set period, code and delay.
+        bytes_per_exchange: bytes that one island sends in the step in which it sends the most.
+        bytes_per_step: bytes that one island sends per step on average.
         peak_gbit_s: rate that lets the largest exchange end before training waits for it, where it
-            has a delay, and within one step where it has none. mean_gbit_s: on average, over the
-            compute alone. line_use: share of the time in which the line is busy.
-        exposed_seconds_per_step: in which training waits or works for the exchange. waiting: of
-            these, for the line.
-        compute_utilisation: step over step and exposed seconds.
+            has a delay, and within one step where it has none.
+        mean_gbit_s: average rate over the compute alone.
+        line_use: share of the time in which the line is busy.
+        exposed_seconds_per_step: seconds in which training waits or works for the exchange.
+        waiting_seconds_per_step: those of them in which it waits for the line.
+        compute_utilisation: seconds of a step's compute over those of the step with its exchange.
         device_bytes, host_bytes: state, parameters, gradients and workspace of one rank.
-        expected_gap, no_gap: of the loss, see `gaps.expected_gap`.
-        days, run_bytes: of the whole run, all steps; None where its length is not known.
+        expected_gap, no_gap: gap of the loss, or why none is known (`gaps.expected_gap`).
+        days, run_bytes: duration and bytes of the whole run; None where its length is not known.
     """
 
     name: str

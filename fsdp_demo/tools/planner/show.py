@@ -20,11 +20,11 @@ _SPARED = "line use|GB host|mean Gbit/s|peak Gbit/s|bytes/exchange|bytes of the 
 
 
 def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
-    """All rows; chosen settings below the presets.
+    """The table of all rows, chosen settings below the presets.
 
     Args:
-        width: of the terminal; the least important columns are left out until a line fits, and
-            the text says so. None: all columns.
+        width: columns of the terminal; the least important columns of the table are left out until
+            a line fits, and the text says so. None: all columns.
     """
     days = any(r.days is not None for r in rows)
     head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
@@ -62,7 +62,7 @@ def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def summary(found: Sequence[tuple[Situation, Row]]) -> str:
-    """One line for each case: what comes first there, and what it costs."""
+    """A table with a line for each case: its recommended setting and what that costs."""
     body = ["islands, link|settings|bytes/step|exposed s/step|compute".split("|")]
     for s, r in found:
         cells = [f"{s.islands}, {said(s).removeprefix('a link of ')}", f"{r.name} ({r.settings})"]

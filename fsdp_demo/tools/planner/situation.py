@@ -142,20 +142,22 @@ class Situation:
     Attributes:
         tensors: names and whole shapes of the trained parameters, ties once (`models.load`,
             `models.equal_layers`, or [(n, tuple(p.shape)) for n, p in model.named_parameters()]).
-        islands: replicas. shards: FSDP2 shards (ranks) of each.
-        link: of one island, shared by its ranks; of a site where several islands share an uplink.
-        model, step_source: what the model is called, and where `step_seconds` is from, in words.
-        islands_per_uplink: islands of a site that share its link. What they send each other does
-            not cross it, and is taken to need no time.
-        step_seconds: of a step without any exchange between islands.
+        islands: number of islands. shards: FSDP2 shards (ranks) of each.
+        link: link of one island, shared by its ranks; or of a site, where several islands share an
+            uplink.
+        step_seconds: seconds of a step without any exchange between islands.
         device: name in `DEVICES`; its times of compression count.
-        compression: seconds per value that take the place of the device's, or None.
-        memory_bytes: of one rank's device for state (parameters, gradients, inner optimizer,
+        compression: seconds of compression per value, in place of the device's; None: those.
+        memory_bytes: bytes of one rank's device for state (parameters, gradients, inner optimizer,
             exchange, workspace), or None for no limit.
-        tokens: of the run, all islands together, or None. tokens_per_step: of one island.
-        steps: of the run, or None: then they follow from the tokens, if those are known.
+        tokens: tokens of the run, all islands together, or None.
+        tokens_per_step: tokens of one island's step, or None.
         target: compute utilisation that is wanted.
         system: how line and machines behave.
+        islands_per_uplink: number of islands of a site that share its link. What they send each
+            other does not cross it, and is taken to need no time.
+        steps: steps of the run; None: they follow from the tokens, if those are known.
+        model, step_source: name of the model, and source of `step_seconds` in words.
 
     Raises:
         ValueError: one island, a step of no time, a target that cannot be.

@@ -85,7 +85,7 @@ def test_doctor_command_words_refused(capsys, words, message) -> None:
 def test_doctor_command_missing_model_refused(capsys, monkeypatch) -> None:
     """A model that is not there is refused."""
     pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["doctor", "--no-disk", "--model", "no/such-model"]) == 2
     assert "--model no/such-model: expected a config.json" in capsys.readouterr().err
 

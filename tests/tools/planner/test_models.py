@@ -89,7 +89,7 @@ def test_planner_models_unknown_names_nearest(monkeypatch: pytest.MonkeyPatch) -
     """The error of an unknown model names the nearest ones."""
     with pytest.raises(ValueError, match="'lama-3.2-1b' is not known: the nearest known are llama"):
         load("lama-3.2-1b")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="the hub did not give it .*nearest known are .*qwen3-8b"):
         load("nobody-at-all/qwen3-8c")
 
