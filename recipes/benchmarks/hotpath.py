@@ -88,7 +88,7 @@ def here(device: str) -> dict[str, str]:
     if device.startswith("cuda"):
         return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
     cpu = f"{cpu_name()} ({kernels()})"
-    selection = "torch" if selecting._topk is None else "C"
+    selection = "torch" if selecting._kernels is None else "C"
     return {"torch": torch.__version__, "device": device, "cpu": cpu, "selection": selection}
 
 
