@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..config.parts import BLOCK, Codec
+from ..config.parts import Codec
 from . import formats as values
 from .blocks import Layout
 from .formats import pack, unpack
@@ -151,27 +151,6 @@ def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
     dense = values.encode(dense_code(codec), layout.dense_part(work).view(1, -1))
     data[data.numel() - dense.numel() :] = dense
     return data
-
-
-def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions in the workspace (int64 [m], distinct), their values (fp32 [m]) and the dense part
-    (fp32 [num_dense]).
-    """
-    places, found = (
-        [torch.empty(0, dtype=torch.int64, device=data.device)],
-        [torch.empty(0, device=data.device, dtype=torch.float32)],
-    )
-    of = split(layout, codec, [data])
-    for s in stretches(layout.windows(data.device), data.device, codec.topk):
-        assert s.group is not None
-        place, value = decode_window(s, of[s.group], codec)
-        places.append(
-            place[0]
-            .add_(torch.arange(s.begin, s.end, BLOCK, device=place.device)[:, None])
-            .view(-1)
-        )
-        found.append(value.view(-1))
-    return torch.cat(places), torch.cat(found), decode_dense(layout, codec, data)
 
 
 def decode_dense(layout: Layout, codec: Codec, data: Tensor) -> Tensor:
