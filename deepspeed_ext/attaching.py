@@ -85,12 +85,12 @@ def attach(
             batch=batch
             or (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
             catch_up=catch_up,
-            fresh=True,  # `warn` says it in the words of an engine
+            fresh=fresh,
         )
     except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
         host.partitions.clip_again()
         raise
-    warn(engine, topology, anew=checkpoints and state is None and not fresh)
+    warn(engine)
     if exchange.newcomer:
         advance(engine, exchange.step)
     if checkpoints:

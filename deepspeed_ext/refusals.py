@@ -1,8 +1,7 @@
 """What the exchange does not go with: one sentence each, with the cure, before anything is sent.
 
 Two kinds: what cannot work (a partition is stepped as a whole; masters must be fp32), and what was
-never tried. What works and is seldom meant is warned of. Names are those of deepspeed 0.19.8, whose
-engine answers for its configuration.
+never tried. Names are those of deepspeed 0.19.8, whose engine answers for its configuration.
 """
 
 from __future__ import annotations
@@ -305,36 +304,11 @@ def _named(channels: list[str]) -> str:
     return f"channel {channels[0]!r}" if len(channels) == 1 else f"channels {', '.join(channels)}"
 
 
-# ---- what works, and is seldom meant -----------------------------------------------------------
-
-
-def warn(engine: Any, topology: Topology, anew: bool) -> None:
-    """Log what is seldom meant, once per replica.
-
-    Args:
-        anew: nothing of an exchange was given, though `engine.load_checkpoint` could bring it.
+def warn(engine: Any) -> None:
+    """Log a warning, once per replica, of embeddings and heads that DeepSpeed's Muon steps: presets
+    of this package leave them to AdamW.
     """
-    if replica(engine).rank:
-        return
-    for text in (*_loaded(engine, topology, anew), *_muon(engine)):
-        log.warning("deepspeed_ext.attach found %s", text)
-
-
-def _loaded(engine: Any, topology: Topology, anew: bool) -> Iterator[str]:
-    """A checkpoint that was loaded before `attach`, which is right only to begin from a model that
-    was trained before.
-    """
-    if anew and engine.global_steps and topology.islands > 1:
-        yield (
-            f"an engine at step {engine.global_steps}, and no state of an exchange: parameters "
-            "come from one replica, anchors and outer momenta begin anew. To resume a run, call "
-            "engine.load_checkpoint(DIR) after attach, not before"
-        )
-
-
-def _muon(engine: Any) -> Iterator[str]:
-    """Embeddings and heads, in this package's sense, that DeepSpeed's Muon steps."""
-    if not is_muon(engine.optimizer.optimizer):
+    if replica(engine).rank or not is_muon(engine.optimizer.optimizer):
         return
     stepped = [
         plain_name(n)
@@ -343,8 +317,10 @@ def _muon(engine: Any) -> Iterator[str]:
     ]
     names = [name for name in stepped if matches(name, EMBEDDINGS)]
     if names:
-        yield (
-            f"DeepSpeed's Muon at {', '.join(names[:3])}{' ...' * (len(names) > 3)}, which "
-            "fsdp_demo leaves to AdamW: embeddings and heads. DeepSpeed goes by names with 'embed' "
-            "or 'lm_head': call the module so, or pass a MuonWithAuxAdam with groups of your own"
+        log.warning(
+            "deepspeed_ext.attach found DeepSpeed's Muon at %s%s, which fsdp_demo leaves to AdamW: "
+            "embeddings and heads. DeepSpeed goes by names with 'embed' or 'lm_head': call the "
+            "module so, or pass a MuonWithAuxAdam with groups of your own",
+            ", ".join(names[:3]),
+            " ..." * (len(names) > 3),
         )

@@ -27,7 +27,7 @@ die() { say "$*"; exit 1; }
 
 # What the environment was made from. The path counts: scripts in an environment hold it.
 digest() {
-    { echo "$root|${FSDP_DEMO_TORCH:-}"; cat pyproject.toml "$constraints" fsdp_demo/version.py fsdp_demo/compression/_topk.c; } |
+    { echo "$root|${FSDP_DEMO_TORCH:-}"; cat pyproject.toml "$constraints" fsdp_demo/version.py fsdp_demo/compression/_kernels.c; } |
         { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; } | cut -d ' ' -f 1
 }
 

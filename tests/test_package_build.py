@@ -143,7 +143,7 @@ def test_package_build_wheel_holds_the_packages_only(built: tuple[Path, Path]) -
         for p in (ROOT / top).rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == modules
-    compiled = {f"fsdp_demo/compression/_topk.{ending}" for ending in ("c", "abi3.so")}
+    compiled = {f"fsdp_demo/compression/_kernels.{ending}" for ending in ("c", "abi3.so")}
     assert {name for name in names if name.endswith((".so", ".c"))} <= compiled
     assert "fsdp-demo = fsdp_demo.cli:main" in entries and "deepspeed = deepspeed_ext" in entries
     assert (
@@ -166,7 +166,7 @@ def test_package_build_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> N
         "CHANGELOG.md",
         "CITATION.cff",
         "fsdp_demo/py.typed",
-        "fsdp_demo/compression/_topk.c",
+        "fsdp_demo/compression/_kernels.c",
         "docs/storm.svg",
     ]
     wanted += [

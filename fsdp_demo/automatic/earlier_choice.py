@@ -1,5 +1,5 @@
-"""What was settled when this run began: the method that `auto` has chosen, and the steps at which
-phases begin. It stands in a state to resume from, and in the store.
+"""The method that `auto` has chosen when this run began, and the steps at which phases begin: they
+stand in a state to resume from, and in the store.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def read(told: Mapping[str, Any]) -> tuple[ExchangeConfig, AutoChoice | None] | 
 
 
 def _under_way(topology: Topology) -> bool:
-    """The same on all ranks of the island. No, if the store is silent: joining says it better."""
+    """Whether the run is under way, the same on all ranks of the island. False where the store is
+    silent: the error of joining says it better.
+    """
     try:
         return topology.under_way()
     except PeerLost:
@@ -95,7 +97,7 @@ def _under_way(topology: Topology) -> bool:
 
 
 def _in_store(topology: Topology) -> Any:
-    """What an island has put there; {} if nothing, or if the store does not answer."""
+    """The `method_note` in the store; {} if there is none, or if the store does not answer."""
     try:
         store = topology.open_store(topology.question)
         key = f"{topology.prefix()}/{KEY}"

@@ -58,7 +58,8 @@ def quick_probe(
 
     Args:
         peers: None on a rank that exchanges nothing; it takes part in what the island decides.
-        seconds: that it may take. A link on which 16 KiB take longer is measured with those.
+        seconds: seconds that the measurement may take. A link on which 16 KiB take longer is
+            measured with those.
         island: the ranks of this island. A message is complete when all of them hold theirs, so
             all send equally many.
 
@@ -111,7 +112,7 @@ def _slowest(peers: PeerGroup, size: int) -> float:
 
 
 def _rehearsed(peers: PeerGroup, rate: float, rtt: float) -> Link:
-    """What a rehearsed link leaves of what was measured."""
+    """The measured link, bounded by the rehearsed one where there is one."""
     if peers.link is None:
         return Link(rate, rtt)
     limit = peers.link.bits_per_second
@@ -203,8 +204,8 @@ def device_name(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Of a GPU: what is left for parameters, states and the exchange beside activations, at their
-    largest in the measured steps. 0: not known.
+    """Bytes of a GPU that are left for parameters, states and the exchange beside activations, at
+    their largest in the measured steps. 0: not known.
     """
     if device.type != "cuda":
         return 0.0
@@ -227,7 +228,7 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
     All ranks of all islands call it behind `attach`.
 
     Args:
-        steps: of the job, if they are known.
+        steps: steps of the job, or None.
     """
     config = exchange.config
     if not isinstance(config, AutoConfig):
@@ -392,7 +393,7 @@ class LinkHealth:
     Called at the end of every step; no communication. It never changes the method.
 
     Args:
-        situation: that the method was chosen for.
+        situation: situation that the method was chosen for.
 
     Attributes:
         planned: seconds of an exchange by that plan.

@@ -27,16 +27,16 @@ from .state import LocalChannel, less
 
 @dataclass(frozen=True)
 class Arrival:
-    """What else there is to know when a mean arrives.
+    """The circumstances of a mean that has arrived.
 
     Attributes:
-        own: what this replica sent for it itself, where the channel needs it (`Channel.needs_own`).
-        flying: the replica's own part of what is still under way.
-        present: for which of the covered tensors any replica had a gradient; of gradient channels.
+        own: this replica's contribution to the mean, where the channel needs it
+            (`Channel.needs_own`). flying: its contributions to messages still under way.
+        present: for each covered tensor whether any replica had a gradient; gradient channels only.
         mix: share of the local parameters that stays.
         number: of this round of the channel's schedule; None: a part of a round, at the end, which
             has neither rate nor momentum.
-        last: nothing comes after it.
+        last: whether this is the channel's last message of the run.
     """
 
     own: Tensor | None = None
@@ -60,14 +60,15 @@ def as_gradient(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> 
 def replace(
     c: LocalChannel, mean: DecodedMean | None, arrival: Arrival
 ) -> tuple[float, float] | None:
-    """Parameters theta, or a state, become the mean, mixed with `mix` of the local ones.
+    """Set parameters theta, or an optimizer state, to the mean, mixed with `mix` of the local
+    values.
 
-    After a delay theta += mean - own instead, unless it is the last one, and what is in flight
-    counts as corrected (in place).
+    After a delay theta += mean - own instead, unless the message is the last one; the contributions
+    in flight are corrected alike, in place.
 
     Returns:
-        Squared norms of the change and of the mean, of this copy, where parameters come after a
-        delta channel.
+        Squared norms of the change and of the mean, on this copy, for parameters that are averaged
+        after a delta channel; else None.
     """
     own = None if arrival.last else arrival.own
     mix = arrival.mix
@@ -94,8 +95,8 @@ def replace(
 
 def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
     """Step the anchor, then set the parameters to anchor - P, mixed with `mix` of the local ones; P
-    is the sum of what is in flight, of which `own_share` stays. A channel that keeps steps sets
-    them to anchor - P - W, where W is what they have changed since this replica has sent last.
+    is the sum of the deltas in flight, of which `own_share` stays. A channel that keeps steps sets
+    the parameters to anchor - P - W, where W is their change since this replica has sent last.
     """
     tensors, flying, mix = c.tensors("parameter"), arrival.flying, arrival.mix
     keeps, share = c.channel.keeps_steps and not arrival.last, c.channel.applier.own_share
@@ -127,8 +128,8 @@ def outer(c: LocalChannel, mean: DecodedMean | None, arrival: Arrival) -> None:
 def _since_sent(
     c: LocalChannel, window: Window, tensors: Sequence[Tensor | None], flying: Sequence[Tensor]
 ) -> Tensor:
-    """A window of anchor - P - parameters, before the anchor steps; `flying` has what arrives,
-    too.
+    """A window of anchor - P - parameters, before the anchor steps; `flying` includes the delta
+    whose mean arrives.
     """
     before = window.of(c.written) if c.written is not None else c.fetch(c.anchor, window)
     assert before is not None
@@ -221,13 +222,17 @@ def deliver(
     sign: bool = False,
     only_reads: bool = False,
 ) -> None:
-    """Write what `change` makes of the mean, or its `sign`, part by part into `tensors`; then, if
-    the channel keeps what was `wrote`, note it.
+    """Write the changed mean part by part into `tensors`. Without a mean (a copy that is not
+    active) the island's other copies complete the tensors.
 
-    `change` gets the mean in the element domain if it is `made` so, else as it is; the part's room
-    is its to use up, unless it `only_reads`, as where there is none: then a mean that lies in
-    memory is not copied first. Without a mean (a copy that is not active) the island's other copies
-    complete the tensors."""
+    Args:
+        change: makes the values to write from a part of the mean, whose memory it may use up; None:
+            the mean is written as it is. only_reads: it leaves that memory as it is, so a mean that
+            lies in memory is not copied first.
+        made: brings the mean to the element domain; None: it stays as it is.
+        wrote: note what rounding has added, where the channel keeps `written`.
+        sign: write the sign of the values.
+    """
     if mean is None:
         c.write(None, tensors)
         return
@@ -313,6 +318,6 @@ APPLIERS: dict[
     "outer_step": outer,
     "replace": replace,
 }
-"""What to do with a mean (transform domain; None on a copy that only receives), by
-`applier.acts_as`. What comes back is how far parameters were moved, where that is of interest:
-squared norms of the change and of the mean."""
+"""The function that applies a mean (transform domain; None on a copy that only receives), by
+`applier.acts_as`. It returns the squared norms of the parameters' change and of the mean, where
+these are compared, else None."""

@@ -23,11 +23,12 @@ from .state import LocalChannel, Placement
 # they are.
 
 NAME = "buffers"
-"""Of the channel. Configurations have no channel of this name: nobody sets it."""
+"""Name of the channel of buffers. No configuration has a channel of this name."""
 
 LIMIT = 1e18
 """The largest magnitude of a buffer that is averaged: the square of a larger one overflows in fp32.
-What holds more, or Inf, is no statistic but a mask: -inf or the smallest number of its dtype.
+A buffer that holds more, or Inf, is no statistic but a mask: -inf or the smallest number of its
+dtype.
 """
 
 EVERY = 100
@@ -141,11 +142,11 @@ def bind(
     """Bind `channels`, those of `config` with every fragment a channel, to the tensors of a rank.
 
     Args:
-        model: whose buffers are averaged; None: nobody's.
+        model: its buffers are averaged; None: no buffers are.
 
     Raises:
-        ValueError: they do not fit the parameters, or leave out some of them where the preset keeps
-            replicas equal.
+        ValueError: the channels do not fit the parameters, or leave out some of them where the
+            preset keeps replicas equal.
     """
     active = [ChannelRunner(c, placement, config.seed) for c in channels]
     parameters = LocalChannel(
@@ -158,8 +159,8 @@ def bind(
 
 
 def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, preset: str) -> None:
-    """`exclude` means never exchanged: refused where the preset promises replicas that end equal,
-    unless the parameter is frozen.
+    """Raise ValueError for trained parameters that no channel covers (`exclude`), where the preset
+    promises replicas that end equal.
     """
     covered = {i for c in channels for i in c.covered if c.channel.equal_at_end}
     left = [

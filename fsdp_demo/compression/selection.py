@@ -25,14 +25,14 @@ from .windows import upload
 # ---- the largest coefficients of a block -------------------------------------------------------
 
 try:
-    from . import _topk  # type: ignore[attr-defined, unused-ignore]
+    from . import _kernels  # type: ignore[attr-defined, unused-ignore]
 except ImportError:  # built without a C compiler
-    _topk = None  # type: ignore[assignment, unused-ignore]
+    _kernels = None  # type: ignore[assignment, unused-ignore]
 
 log = logging.getLogger("fsdp_demo")
 
 MOST = 256
-"""As many of a block `_topk.c` selects at most."""
+"""As many of a block `_kernels.c` selects at most."""
 _SAID: list[bool] = []
 
 
@@ -55,19 +55,19 @@ def top_k(a: Tensor, k: int) -> Tensor:
         return _exact(a, k)
     if a.device.type != "cpu":
         return _grouped(a, k) if k <= 64 else _exact(a, k)
-    return _in_c(a, k) if _topk is not None and k <= MOST and a.is_contiguous() else _exact(a, k)
+    return _in_c(a, k) if _kernels is not None and k <= MOST and a.is_contiguous() else _exact(a, k)
 
 
 def _in_c(a: Tensor, k: int) -> Tensor:
     """`top_k` of contiguous blocks fp32 [n, 4096] on a CPU and 1 <= k <= MOST."""
     out = torch.empty(len(a), k, dtype=torch.int64, device="cpu")
-    _topk.top_k(a.data_ptr(), len(a), k, out.data_ptr())
+    _kernels.top_k(a.data_ptr(), len(a), k, out.data_ptr())
     return out
 
 
 def say_what_selects() -> None:
     """Log, once in a process, where the extension module is missing."""
-    if _topk is None and not _SAID:
+    if _kernels is None and not _SAID:
         _SAID.append(True)
         log.info(
             "compression on this CPU selects by torch, with the same result and more slowly: the "

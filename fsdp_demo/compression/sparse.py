@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..config.parts import BLOCK, Codec
+from ..config.parts import Codec
 from . import formats as values
 from .blocks import Layout
 from .formats import pack, unpack
@@ -153,27 +153,6 @@ def encode_sparse(layout: Layout, codec: Codec, work: Tensor) -> Tensor:
     return data
 
 
-def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions in the workspace (int64 [m], distinct), their values (fp32 [m]) and the dense part
-    (fp32 [num_dense]).
-    """
-    places, found = (
-        [torch.empty(0, dtype=torch.int64, device=data.device)],
-        [torch.empty(0, device=data.device, dtype=torch.float32)],
-    )
-    of = split(layout, codec, [data])
-    for s in stretches(layout.windows(data.device), data.device, codec.topk):
-        assert s.group is not None
-        place, value = decode_window(s, of[s.group], codec)
-        places.append(
-            place[0]
-            .add_(torch.arange(s.begin, s.end, BLOCK, device=place.device)[:, None])
-            .view(-1)
-        )
-        found.append(value.view(-1))
-    return torch.cat(places), torch.cat(found), decode_dense(layout, codec, data)
-
-
 def decode_dense(layout: Layout, codec: Codec, data: Tensor) -> Tensor:
     """The elements that are sent whole, fp32 [num_dense], from the bytes of a section."""
     size = values.num_bytes(dense_code(codec), 1, layout.num_dense)
@@ -290,8 +269,11 @@ def encode_positions(f: Form, index: Tensor) -> list[Tensor]:
 
 
 def _symbols(flag: Tensor, inside: Tensor) -> Tensor:
-    """What is said of each position, by the flag of its three (int16, modulo 2^16) and where it
-    lies in it (uint8, used up).
+    """The symbol of each position (uint8).
+
+    Args:
+        flag: number of the three bits in which its one lies (int16, modulo 2^16).
+        inside: place of its one in the three (uint8, used up).
     """
     # 1 where a position lies in the three of the one before
     again = (flag[1:] - flag[:-1]).clamp_(max=1).to(torch.uint8).bitwise_xor_(1)
@@ -347,7 +329,9 @@ def _set(data: Tensor, count: int) -> Tensor:
 
 
 def _inside(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Where among its three each symbol's one lies, and 1 where it is the first of them (uint8)."""
+    """The place of each symbol's one among its three bits, and 1 where it is the first of them
+    (uint8 each).
+    """
     byte = data.to(torch.int32)
     key = byte << 4
     key[1:] |= byte[:-1] >> 4
@@ -358,8 +342,8 @@ def _inside(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _of_bytes(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each byte the number of its ones (int32 [256]), and three times the place of the first,
-    second, ... (int32 [256 x 8]).
+    """A table of bytes: the number of ones (int32 [256]), and three times the place of the first,
+    second, ... of them (int32 [256 x 8]).
     """
     bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
     # ones first, in their order
@@ -369,9 +353,9 @@ def _of_bytes(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _of_symbols(device: torch.device) -> Tensor:
-    """What four symbols mean, by the last two before them, themselves and the one after them (14
-    bits): of each in a byte where its one lies, and 4 if it is the first of its three; the first
-    in the lowest byte (int32 [2^14]).
+    """A table of four symbols (int32 [2^14]), by a key of 14 bits: the last two symbols before
+    them, themselves and the one after them. An entry has a byte for each of the four, the first in
+    the lowest: the place of its one, and 4 if that is the first of its three bits.
     """
     s = [torch.arange(1 << 14, device="cpu") >> 2 * i & 3 for i in range(7)]
     found = []

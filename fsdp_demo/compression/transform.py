@@ -116,8 +116,8 @@ class Transform:
     To be used as a context, which sets the precision of products.
 
     Args:
-        name: of the transform, one of `MATRICES`; "none" where no block is one to be transformed.
-        device: of the workspaces.
+        name: name of the transform, one of `MATRICES`; "none" where no block is transformed.
+        device: device of the workspaces.
         products: "fp32" or "bf16".
     """
 

@@ -58,7 +58,7 @@ class Box:
         tensor: index of the tensor.
         offset: element of the tensor with which the first block begins.
         shape: [y, x, r, s]: y x `x` blocks of r x s elements.
-        strides: of `shape`, in elements of the tensor.
+        strides: strides of `shape`, in elements of the tensor.
         lo, hi: numbers of the blocks in the window.
     """
 

@@ -97,7 +97,7 @@ class AutoChoice:
     steps: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """The choice as plain data."""
         return dataclasses.asdict(self)
 
 

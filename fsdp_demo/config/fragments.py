@@ -1,5 +1,5 @@
-"""From channels as configured to channels as they run on one model: fragments of layers, each with
-an offset of its own.
+"""The channels of a configuration as they run on one model: fragments of layers, each with an
+offset of its own.
 
 A pure function of the configuration and the parameter names, so that it gives the same on all
 replicas.

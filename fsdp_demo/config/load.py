@@ -1,5 +1,5 @@
-"""From a name or a file, and changes, to a configuration: what `attach("diloco", period=50)`,
-`--exchange` and `--set` go through.
+"""A configuration from the name of a preset or a yaml file, and changes, as in
+`attach("diloco", period=50)`, `--exchange` and `--set`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def load_config(source: str, overrides: Iterable[str] | Mapping[str, Any] = ()) 
 
 
 def _in_file(source: str, read: Callable[[], Any]) -> Any:
-    """What `read` makes of the file alone; its errors name the file."""
+    """The result of `read`, which reads the file alone; errors name the file."""
     try:
         return read()
     except ValueError as error:

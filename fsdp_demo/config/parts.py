@@ -66,7 +66,7 @@ class SyncSchedule:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a channel keeps between exchanges: a = beta * a + gain * T(source), where T is the
+    """The memory of a channel between exchanges: a = beta * a + gain * T(source), where T is the
     transform of the codec.
 
     Attributes:
@@ -96,8 +96,8 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the source becomes bytes: a transform, a selection among the coefficients of each block
-    of 4096, and a number format.
+    """The way from the source to bytes: a transform, a selection among the coefficients of each
+    block of 4096, and a number format.
 
     Attributes:
         transform: orthonormal transform of each block.
@@ -174,7 +174,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Reducer:
-    """How the decoded messages of all islands become one mean.
+    """The rule by which the decoded messages of all islands become one mean.
 
     Attributes:
         mean_over: the mean goes over all islands (`replicas`), or over those that sent a value at
@@ -203,7 +203,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Applier:
-    """How the mean acts on the model.
+    """The rule by which the mean acts on the model.
 
     Attributes:
         acts_as: `gradient`: the mean becomes the gradient of your optimizer; `outer_step`: a step
@@ -274,7 +274,7 @@ class Applier:
 
 @dataclass(frozen=True)
 class Fragments:
-    """How a channel is cut into fragments of layers, which are exchanged one after the other within
+    """The cut of a channel into fragments of layers, which are exchanged one after the other within
     a period (Streaming DiLoCo, arXiv 2501.18512).
 
     What is in no layer (embedding, head, last norm) is the last fragment.

@@ -245,7 +245,7 @@ def refuse_unused(
     """Refuse changes that change nothing. A path for all channels is one that any of them uses.
 
     Args:
-        channels, clips_mean: of the configuration with the changes made.
+        channels, clips_mean: those of the configuration with the changes made.
         changes: paths as `ExchangeConfig.changed` takes them, and their values.
 
     Raises:
@@ -293,7 +293,7 @@ def _unused(c: Channel) -> dict[str, str]:
 
 
 def _unused_above(channels: Sequence[Channel], clips_mean: bool) -> dict[str, str]:
-    """The same for keys of the top level."""
+    """The keys of the top level without effect -> why."""
     found: dict[str, str] = {}
     if not any(c.codec.seeded for c in channels):
         found["seed"] = "no channel draws positions (codec.select='random' or 'stride')"

@@ -330,6 +330,12 @@ class Following:
         self._ticks.end()
         return from_bytes(part, Tick, "a tick")
 
+    def arrived(self, expected: Expected) -> ReceivedMessage:
+        """`followed`, of a message in which this island takes no part: it was under way before."""
+        found = self.followed(expected)
+        assert found is not None, "what was under way before this island came does not wait for it"
+        return found
+
     def followed(self, expected: Expected) -> ReceivedMessage | None:
         """The next message that the others have agreed on, waited for; None where this island takes
         part in it: it is the first one of a step from the base on, as the donor says when it

@@ -25,30 +25,26 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
     """Within this context `model` holds the replica's own "parameters", the "anchor" of its delta
     channels, or the "mean" over the replicas."""
     parameters, host = runtime.parameters, runtime.host
-    if what == "parameters":
-        try:
-            yield
-        finally:
-            host.commit(model)
-        return
-    own = [t for t in host.tensors("parameter") if t is not None]
-    kept = [t.clone() for t in own]
-    with torch.no_grad():
-        if what == "anchor":
-            for c in (c for c in runtime.channels if c.channel.source == "delta"):
-                c.show_anchor()
-        else:
-            parameters.write(mean_parameters(runtime), parameters.tensors("parameter"))
-    host.commit(model)
+    kept: list[Tensor] = []
+    if what != "parameters":
+        kept = [t.clone() for t in host.tensors("parameter") if t is not None]
+        with torch.no_grad():
+            if what == "anchor":
+                for c in (c for c in runtime.channels if c.channel.source == "delta"):
+                    c.show_anchor()
+            else:
+                parameters.write(mean_parameters(runtime), parameters.tensors("parameter"))
+        host.commit(model)
     try:
         yield
     finally:
         host.commit(model)
-        own = [t for t in host.tensors("parameter") if t is not None]
-        with torch.no_grad():
-            for t, old in zip(own, kept, strict=True):
-                t.copy_(old)
-        host.commit(model)
+        if kept:
+            own = [t for t in host.tensors("parameter") if t is not None]
+            with torch.no_grad():
+                for t, old in zip(own, kept, strict=True):
+                    t.copy_(old)
+            host.commit(model)
 
 
 def mean_parameters(runtime: StepRuntime) -> Tensor | None:

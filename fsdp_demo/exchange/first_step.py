@@ -124,14 +124,10 @@ class FirstStep:
         """Ahead of the first step; called again as long as it raises."""
         self.catch_up()
         self.check()
-        self._runtime.ahead = self._second if self._frozen.sums else None
+        # a loop that moves frozen parameters has done so once ahead of its second step
+        self._runtime.ahead = self.look_at_frozen if self._frozen.sums else None
         if self._runtime.config.needs_gradients:
             refuse_sparse(self._runtime.host)
-
-    def _second(self) -> None:
-        """Ahead of the second step: a loop that moves frozen parameters has done so once."""
-        self._runtime.ahead = None
-        self.look_at_frozen()
 
     def check(self, stepped: bool = True) -> None:
         """Raise ValueError on all ranks for parameters that were changed since attach, but by steps
@@ -163,6 +159,7 @@ class FirstStep:
         it together.
         """
         runtime = self._runtime
+        runtime.ahead = None
         moved = self._frozen.moved() if self._frozen.sums else []
         if not self._frozen.sums or not runtime.island.any(bool(moved)):
             return

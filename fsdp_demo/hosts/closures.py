@@ -1,5 +1,5 @@
-"""What an optimizer's step does with a closure, and what stands in its place where the exchange has
-called it ahead of the step.
+"""Closures that the exchange calls ahead of an optimizer's step, and the gradients of a round of
+several optimizers' steps.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class RoundGradients:
         self._noted: dict[int, list[tuple[Tensor, Tensor | None, int]]] = {}
 
     def note(self) -> None:
-        """The gradients as they are now are those of this round."""
+        """Note the gradients as they are now as those of this round."""
         self._noted = {
             i: [(p, p.grad, version(p.grad)) for g in o.param_groups for p in g["params"]]
             for i, o in enumerate(self._optimizers)
         }
 
     def forget(self, index: int) -> None:
-        """This optimizer has stepped."""
+        """Drop the gradients of an optimizer that has stepped."""
         self._noted.pop(index, None)
 
     def clear(self) -> None:
-        """The round is over."""
+        """Drop all gradients: the round is over."""
         self._noted.clear()
 
     def refuse_new(self, index: int) -> None:
-        """Raise RuntimeError if an optimizer has gradients that `note` has not seen. One may be
-        gone.
+        """Raise RuntimeError if an optimizer has gradients that `note` has not seen. A noted
+        gradient may be gone.
         """
         for p, noted, then in self._noted.get(index, ()):
             if p.grad is not None and (p.grad is not noted or version(noted) != then):
@@ -76,8 +76,8 @@ class RoundGradients:
 
 
 def version(t: Tensor | None) -> int:
-    """How often the local part of a tensor was written to; asked without work for a DTensor, of
-    which FSDP2 writes to that part.
+    """The number of writes to the local part of a tensor, as torch counts them; 0 for None. FSDP2
+    writes to that part of a DTensor, so `to_local` is not needed.
     """
     return 0 if t is None else getattr(t, "_local_tensor", t)._version
 
@@ -91,11 +91,12 @@ def evaluated(closure: Callable[[], float | Tensor] | None) -> Any:
 
 
 class CalledOnce:
-    """Calls a closure at once, and then stands in its place: gives its loss, to an optimizer that
-    asks once, at the parameters and gradients that it has left.
+    """The stand-in for a closure, which is called when this is made, ahead of the optimizer's step.
+    It returns the loss of that call to an optimizer that asks once, while parameters and gradients
+    are as `ready` has noted them.
 
     Args:
-        optimizer: the one that will ask.
+        optimizer: that is to step with the closure.
     """
 
     def __init__(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer):
@@ -103,7 +104,7 @@ class CalledOnce:
         self._left: list[tuple[Tensor, int, Tensor | None]] = []
 
     def ready(self) -> None:
-        """The gradients are those that the optimizer is to step with."""
+        """Note the parameters and gradients with which the optimizer is to step."""
         groups = self._optimizer.param_groups
         self._left = [(p, version(p), p.grad) for g in groups for p in g["params"]]
 

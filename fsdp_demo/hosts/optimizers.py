@@ -23,8 +23,8 @@ _SAME = {
     "MuonWithAuxAdam": "MuonAdamW",
     "ShardedMuon": "Muon",
 }
-"""Other optimizers by the name of what does the same; Adam with decoupled decay is
-AdamW.
+"""By the class of another optimizer the name of the class that does the same; Adam with decoupled
+decay is AdamW.
 """
 
 
@@ -154,9 +154,9 @@ def fresh_state(
     """What torch's SGD, Adam, AdamW and Muon hold for parameter `p` of `group` before their first
     step; None of others, which make their state at that step.
 
-    SGD's momentum begins as a copy of the first gradient. A buffer of negative zeros is one that
-    adds up to just that, for mu * -0.0 + g is g, whatever g is, and so the first step finds what it
-    would have made. With dampening there is no such buffer: None.
+    SGD's momentum begins as a copy of the first gradient g. A buffer of negative zeros comes to the
+    same at the first step, since mu * -0.0 + g is g for every g. With dampening there is no such
+    buffer: None.
     """
     kind = type(optimizer)  # the class itself: one that inherits from it may keep something else
     is_muon = kind is torch.optim.Muon or kind.__name__ == "ShardedMuon"
@@ -181,7 +181,7 @@ def fresh_state(
 def holders(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """By the id of a parameter the optimizer and the group that step it; of MuonAdamW the part."""
+    """The optimizer and the group that step each parameter, by its id; of MuonAdamW the part."""
     parts = [q for o in optimizers for q in (o.parts if isinstance(o, MuonAdamW) else [o])]
     return {id(p): (o, g) for o in parts for g in o.param_groups for p in g["params"]}
 
@@ -191,7 +191,7 @@ def misfit(
     kinds: Sequence[str] | None,
     saved: Iterable[tuple[str, Tensor, set[str]]],
 ) -> str:
-    """Why saved states are not those of the optimizers here; empty where they are.
+    """A sentence that says why saved states do not fit the optimizers here; empty where they do.
 
     Args:
         kinds: `optimizer_kind` of the optimizers that saved them; None: not known.
@@ -246,8 +246,8 @@ def room(
     dtype: torch.dtype,
     whole: Sequence[int],
 ) -> Tensor:
-    """Where a saved state of `p` that is not there yet goes: laid out and sharded as its parameter
-    if it has the shape `whole`; a step counter where torch keeps it.
+    """A new tensor for a saved state of `p` that the optimizer does not hold yet: laid out and
+    sharded as its parameter if it has the shape `whole`; a step counter lies where torch keeps it.
     """
     if tuple(shape) == tuple(whole) and key != "step":
         return torch.zeros_like(p, dtype=dtype, requires_grad=False)

@@ -1,4 +1,4 @@
-"""What starts islands: launchers, restarts, rehearsals on one machine, the store. `python -m
+"""Starting islands: launchers, restarts, rehearsals on one machine, the store. `python -m
 fsdp_demo.launch` runs one island's launcher.
 
 May import everything but `integrations`, `cli` and `deepspeed_ext`.

@@ -31,8 +31,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse does, but an unknown flag is named before a missing one: it may be that
-        one.
+        """Parse as argparse does, but name an unknown flag before a missing one, which it may be
+        meant for.
         """
         words = list(sys.argv[1:] if args is None else args)
         unseen = iter(words)

@@ -1,4 +1,4 @@
-"""What a rehearsal starts: the devices, variables and command line of each island.
+"""The devices, variables and command line of each island of a rehearsal.
 
 What runs is what runs on separate machines: `accelerate launch`, `torchrun` or `deepspeed` once per
 island, with the `ISLAND_*` variables that a user would set there. Only the addresses (127.0.0.1)

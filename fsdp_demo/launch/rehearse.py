@@ -280,8 +280,8 @@ class Supervisor:
     # End
 
     def drain(self) -> None:
-        """What is still in the pipes; a process left behind may hold one open for ever, so not for
-        long.
+        """Pass on what is still in the pipes, for a second: a process left behind may hold one open
+        for ever.
         """
         until = time.monotonic() + 1
         while self.selector.get_map() and time.monotonic() < until:

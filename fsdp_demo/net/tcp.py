@@ -20,7 +20,7 @@ _LAST_DATA = struct.Struct("=52xI")  # of struct tcp_info: tcpi_last_data_recv, 
 _LEAST_RTT = struct.Struct("=148xI")  # of the same: tcpi_min_rtt, microseconds
 _UNKNOWN = (0, 2**32 - 1)  # what stands there before the first answer, and where it is not counted
 
-_COUNTED = struct.Struct("=16xI40xI16xI16xI52xI8xQQQ")  # of the same, the fields of `Counted`
+_COUNTED = struct.Struct("=16xI40xI36xI52xI8xQQQ")  # of the same, the fields of `Counted`
 
 NAT = 15
 """Seconds between signs of life on a quiet connection: they keep it open on the way."""
@@ -88,7 +88,7 @@ class Counted(NamedTuple):
 
     Attributes:
         mss: bytes of data that a packet carries at most. mtu: bytes of the largest packet that the
-            kernel knows to pass. window: packets that may be under way (congestion window).
+            kernel knows to pass.
         again: packets that were sent again. packets: with data that were sent.
         busy: seconds with data to send. held_there, held_here: of these, seconds that it waited for
             the receiver's window, and for room in its own send buffer.
@@ -96,7 +96,6 @@ class Counted(NamedTuple):
 
     mss: int
     mtu: int
-    window: int
     again: int
     packets: int
     busy: float

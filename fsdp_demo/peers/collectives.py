@@ -21,7 +21,7 @@ from ..compression.formats import EXACT
 from .header import Header
 
 try:
-    from ..compression._topk import mean as mean_in_c  # type: ignore[import-not-found, unused-ignore]
+    from ..compression._kernels import mean as mean_in_c  # type: ignore[import-not-found, unused-ignore]
 except ImportError:  # built without a C compiler
     mean_in_c = None
 

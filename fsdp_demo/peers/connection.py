@@ -132,7 +132,7 @@ class PeerConnection:
         self._paced_until = 0.0
         self._gathers = False
 
-    # ---- the pace of the kernel, in the hub's thread -------------------------------------------
+    # ---- the pace of the kernel, in the poller's thread ----------------------------------------
 
     def keep_pace(self, now: float) -> None:
         """Let the kernel gather pieces of long messages for some seconds: called by the driver at
@@ -289,7 +289,7 @@ class PeerConnection:
         elif not self._address and event & zmq.EVENT_DISCONNECTED:
             self._hello = self._mine
 
-    # ---- in the hub's thread -------------------------------------------------------------------
+    # ---- in the poller's thread ----------------------------------------------------------------
 
     def serve(self, events: int) -> None:
         """Move what can be moved."""
@@ -368,7 +368,12 @@ class PeerConnection:
     def _read(self, frame: PieceHeader) -> bool:
         """Read the piece behind a frame; False if it has to stay where it is."""
         if frame.kind == pieces.HELLO:
-            self._greeted(self.socket.recv(copy=False))
+            greeting = self.socket.recv(copy=False)
+            if greeting.bytes != self._theirs:
+                raise WireError(
+                    "somebody else greets: another peer group, or another start of this run"
+                )
+            self.ready, self._file = True, greeting.get(zmq.SRCFD)
             return True
         if not self.ready:
             raise WireError("a piece came before a greeting")
@@ -407,13 +412,6 @@ class PeerConnection:
                 f"piece {frame.piece} of message {frame.number} has {size} bytes, its frame says "
                 f"{frame.length}"
             )
-
-    def _greeted(self, data: Any) -> None:
-        if data.bytes != self._theirs:
-            raise WireError(
-                "somebody else greets: another peer group, or another start of this run"
-            )
-        self.ready, self._file = True, data.get(zmq.SRCFD)
 
     def _give(self) -> None:
         """Hand pieces to the library until it takes no more."""

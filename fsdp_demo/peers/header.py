@@ -40,7 +40,7 @@ from torch import Tensor
 from ..errors import Mismatch, WireError, see
 
 try:
-    from ..compression._topk import add_up  # type: ignore[import-not-found, unused-ignore]
+    from ..compression._kernels import add_up  # type: ignore[import-not-found, unused-ignore]
 except ImportError:  # built without a C compiler
     add_up = None
 

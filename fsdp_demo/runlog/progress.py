@@ -32,7 +32,7 @@ class Progress:
     Attributes:
         step, steps: optimizer steps done, and of the job (None: nobody knows).
         loss: nats per token; everywhere: it is the mean over all islands, else this island's own.
-        tokens_per_second: of all islands.
+        tokens_per_second: tokens per second of all islands together.
         sent, full: bytes of this island so far, and what a bf16 all-reduce at every step would have
             sent.
     """
@@ -50,8 +50,9 @@ def line(known: Progress, state: str, end: float | None = None, now: float | Non
     """The line of progress as text.
 
     Args:
-        state: of this island, in words. end: when the job will end, in seconds since 1970. now: the
-            same of this moment (None: the clock's).
+        state: state of this island, in words.
+        end: predicted end of the job, in seconds since 1970; None: not known.
+        now: this moment, in seconds since 1970; None: the clock's.
 
     Example:
         >>> from fsdp_demo.runlog.progress import Progress, line

@@ -63,8 +63,8 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """By its name, or, where an engine names it otherwise (DeepSpeed: global_stepN), by the
-    exchange's parts in it.
+    """Whether a folder is a checkpoint by its name, or, where an engine names it otherwise
+    (DeepSpeed: global_stepN), by the exchange's parts in it.
     """
     return _CHECKPOINT.fullmatch(folder.name) is not None or any(folder.glob("exchange/rank*"))
 
@@ -173,7 +173,7 @@ def _by_path(config: ExchangeConfig) -> dict[str, Any]:
 
 
 def _elements(head: Mapping[str, Any], frozen: bool) -> int:
-    """Of whole tensors: ZeRO has one in several shards."""
+    """The number of elements of all whole tensors: under ZeRO one tensor lies in several shards."""
     whole = {p["name"]: p["global_shape"] for p in head["parameters"] if p["frozen"] == frozen}
     return sum(map(math.prod, whole.values()))
 
@@ -217,7 +217,7 @@ def _add_part(
 
 
 def _damage(folder: Path, saved: SavedExchange) -> Iterator[str]:
-    """What is wrong with the files that the heads and the manifest name."""
+    """A text for each damaged or missing file that the heads and the manifest name."""
     wanted = {
         path.with_suffix(".safetensors"): saved.head(rank, island)["file"]
         for (island, rank), path in saved.paths.items()

@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/codec.py [--json FILE] [--device cuda]
 
-The first line names the processor, and what selects on it (`compression/_topk.c` or torch).
+The first line names the processor, and what selects on it (`compression/_kernels.c` or torch).
 The first table: nanoseconds per element of momentum, DCT, top-k, encode, decode and apply on one
 replica (`hotpath.py`), one thread pinned to one core, in the thread's own CPU time (what else runs
 on the machine is left out, but for the caches it shares), medians of `--repeat` rounds in which all

@@ -34,9 +34,10 @@ from fsdp_demo import ExchangeConfig  # noqa: E402
 from fsdp_demo.channels.channel import ChannelPayload, ChannelRunner, Incoming, Received  # noqa: E402
 from fsdp_demo.channels.state import Placement  # noqa: E402
 from fsdp_demo.compression import selection as selecting  # noqa: E402
-from fsdp_demo.compression.sparse import decode_sparse  # noqa: E402
+from fsdp_demo.compression import sparse  # noqa: E402
 from fsdp_demo.compression.transform import cpu_name, kernels, matrix, transform  # noqa: E402
-from fsdp_demo.config.parts import BLOCK, Codec  # noqa: E402
+from fsdp_demo.compression.windows import stretches  # noqa: E402
+from fsdp_demo.config.parts import Codec  # noqa: E402
 from fsdp_demo.hosts.torch_params import TorchHost  # noqa: E402
 
 BETA, LR, EDGE = 0.999, 1e-3, 64
@@ -87,7 +88,7 @@ def here(device: str) -> dict[str, str]:
     if device.startswith("cuda"):
         return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
     cpu = f"{cpu_name()} ({kernels()})"
-    selection = "torch" if selecting._topk is None else "C"
+    selection = "torch" if selecting._kernels is None else "C"
     return {"torch": torch.__version__, "device": device, "cpu": cpu, "selection": selection}
 
 
@@ -280,8 +281,13 @@ class Ours:
         """Places in the blocks, int64 [blocks, k], that were sent last, per tensor."""
         layout, section, body = self.channel.layout, self.channel.section, self._body
         assert layout is not None and section is not None and body is not None
-        places, _, _ = decode_sparse(layout, section.codec, body)
-        places = places.view(layout.num_blocks, -1) % BLOCK
+        coded, codec = sparse.split(layout, section.codec, [body]), section.codec
+        places = torch.cat(
+            [
+                sparse.decode_window(s, coded[s.group], codec)[0][0]  # type: ignore[index]
+                for s in stretches(layout.windows(body.device), body.device, codec.topk)
+            ]
+        )
         found = {p.region.tensor: places[p.start : p.start + p.hi - p.lo] for p in layout.pieces}
         return [found[t] for t in range(len(self.named))]
 

@@ -111,6 +111,22 @@ def medium(steps: int = LONG) -> tuple[Method, ...]:
     )
 
 
+def short(steps: int = STEPS) -> tuple[Method, ...]:
+    """0.49 M, the study's common length: does a second phase hurt where it is not needed?"""
+
+    def by(share: float) -> Any:
+        return lambda lr: switched(share, steps, lr)
+
+    def grid(make: Any, rates: Iterable[float]) -> list[Cell]:
+        return [at(make(lr), steps, w) for lr in rates for w in (24, 48)]
+
+    return (
+        tuned("full", grid(lambda lr: full("", lr), (1.4e-3, 2e-3, 2.8e-3, 4e-3))),
+        tuned("sign_loco switch", grid(by(0.25), (4e-3, 6e-3, 8e-3))),
+        tuned("sign_loco", grid(lambda lr: sign_loco("", lr, steps=steps), (4e-3, 6e-3, 8e-3))),
+    )
+
+
 def large(steps: int = LARGE) -> tuple[Method, ...]:
     """3.3 M: the same with fewer rates, scaled by the root of the width."""
     warmups = (steps // 40, steps // 10)

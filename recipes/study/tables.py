@@ -13,7 +13,7 @@ from typing import Any
 
 from study.cells import Cell, Setting
 from study.front import FRONT
-from study.length import fewer_bytes, large, medium, others
+from study.length import fewer_bytes, large, medium, others, short
 from study.methods import (
     METHODS,
     MUON,
@@ -153,6 +153,7 @@ TABLES: dict[str, Table] = {
     "robust": Table("where the winners hold", ROBUST, seeds=3),
     "text": Table("does the order hold on another text (--data)", {"": winners()}, seeds=1),
     "length": Table("does a second phase close the gap of long runs", methods=medium(), seeds=4),
+    "length_short": Table("the same at 480 steps", methods=short(), seeds=4),
     "length_large": Table("the same at 3.3 M", methods=large(), seeds=2),
     "length_others": Table(
         "a second phase for other methods, and for fewer bytes",

@@ -22,6 +22,7 @@ from ..oracles import quantise as slow_values
 from ..oracles import topk as slow_topk
 from ..oracles import wire as slow_wire
 from ..support.sealed import seal, unseal
+from ..support.sections import decode_sparse
 from ..support.transforms import random, transform
 from .test_codecs_oracle import quick, slots
 
@@ -54,7 +55,7 @@ def test_payload_decodes_to_topk(code, k):
         and data.dtype == torch.uint8
         and data.numel() == sparse.sparse_bytes(layout, codec)
     )
-    positions, found, dense = sparse.decode_sparse(layout, codec, data)
+    positions, found, dense = decode_sparse(layout, codec, data)
     assert len(set(positions.tolist())) == len(positions) == len(found)
     got = torch.zeros(layout.numel)
     got[positions] = found
@@ -91,7 +92,7 @@ def test_payload_empty():
     """A layout without elements has an empty payload."""
     layout = Layout([(0, 5)], ["transform"])
     data = sparse.encode_sparse(layout, Codec("dct", "topk"), layout.new("cpu"))
-    positions, found, dense = sparse.decode_sparse(layout, Codec("dct", "topk"), data)
+    positions, found, dense = decode_sparse(layout, Codec("dct", "topk"), data)
     assert (len(data), len(positions), len(found), len(dense)) == (0, 0, 0, 0)
 
 

@@ -17,6 +17,7 @@ from fsdp_demo.compression.sparse import Form, shortest_form
 from fsdp_demo.config.parts import BLOCK, Codec
 
 from ..oracles import twelve_bits, wire
+from ..support.sections import decode_sparse
 
 quick = settings(deadline=None, max_examples=60, derandomize=True)
 # elements of whole and of edge blocks
@@ -199,7 +200,7 @@ def test_positions_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
             layout.new("cpu"),
         )
         datas.append(sparse.encode_sparse(layout, codec, work))
-        wanted.append(sparse.decode_sparse(layout, codec, datas[-1])[:2])
+        wanted.append(decode_sparse(layout, codec, datas[-1])[:2])
     for window, coded_at_once in ((8, 1), (8, 300), (16, 1 << 17)):
         monkeypatch.setattr(blocks, "WINDOW", window)
         monkeypatch.setattr(windows, "CODED", coded_at_once)
@@ -214,7 +215,7 @@ def test_positions_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
                 found[r].append((place[r] + start).view(-1))
         for r, (place, _) in enumerate(wanted):
             assert torch.equal(torch.cat(found[r]), place)
-            assert torch.equal(sparse.decode_sparse(again, codec, datas[r])[0], place)
+            assert torch.equal(decode_sparse(again, codec, datas[r])[0], place)
 
 
 # ---- what nobody has encoded -------------------------------------------------------------------
@@ -256,8 +257,8 @@ def test_positions_damaged_section_inside_workspace(seed: int) -> None:
         good ^ (torch.randint(256, good.shape, dtype=torch.uint8, generator=generator) & 0x11),
         torch.randint(256, good.shape, dtype=torch.uint8, generator=generator),
     ):
-        places, found, dense = sparse.decode_sparse(layout, codec, data)
-        right, _, _ = sparse.decode_sparse(layout, codec, good)
+        places, found, dense = decode_sparse(layout, codec, data)
+        right, _, _ = decode_sparse(layout, codec, good)
         assert places.shape == right.shape == found.shape and len(dense) == layout.num_dense
         assert 0 <= int(places.min()) and int(places.max()) < layout.num_blocks * BLOCK
         assert torch.equal(places // BLOCK, right // BLOCK)  # each in its own block

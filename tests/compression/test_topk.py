@@ -22,7 +22,7 @@ from ..oracles.topk import topk as oracle
 from ..support.transforms import random
 from .test_codecs_oracle import quick
 
-needs_c = pytest.mark.skipif(selection._topk is None, reason="the build had no C compiler")
+needs_c = pytest.mark.skipif(selection._kernels is None, reason="the build had no C compiler")
 
 
 def blocks(kind: str) -> Tensor:
@@ -55,7 +55,7 @@ def test_topk_c_equals_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
         if kind != "not finite":  # by torch's sort NaN has another place
             assert found.tolist() == [oracle(row, k) for row in rows]
         with monkeypatch.context() as patch:
-            patch.setattr(selection, "_topk", None)
+            patch.setattr(selection, "_kernels", None)
             assert torch.equal(found, selection.top_k(rows, k))
 
 
@@ -85,7 +85,7 @@ def test_topk_missing_extension_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A missing extension is logged once, and torch selects."""
-    monkeypatch.setattr(selection, "_topk", None)
+    monkeypatch.setattr(selection, "_kernels", None)
     monkeypatch.setattr(selection, "_SAID", [])
     caplog.set_level(logging.INFO, "fsdp_demo")
     rows = blocks("random")

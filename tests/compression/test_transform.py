@@ -18,12 +18,12 @@ from fsdp_demo.channels.state import Placement
 from fsdp_demo.compression import blocks as blocks_
 from fsdp_demo.compression import dense as vectors
 from fsdp_demo.compression.blocks import Layout
-from fsdp_demo.compression.sparse import decode_sparse
 from fsdp_demo.compression.transform import Transform, matrix, onednn
 from fsdp_demo.compression.windows import ContiguousViews
 from fsdp_demo.config.parts import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchHost
 
+from ..support.sections import decode_sparse
 from ..support.transforms import random, transform
 
 SHAPES = [(320, 192), (187, 250), (9000,), (70, 65), (5, 7)]

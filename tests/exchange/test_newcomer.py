@@ -18,15 +18,8 @@ import fsdp_demo
 from fsdp_demo import PeerLost, Stopped, WireError, base_optimizer, preset
 from fsdp_demo.exchange import replay
 from fsdp_demo.exchange.message import replica_weights
+from fsdp_demo.peers import join_messages as join
 from fsdp_demo.peers.header import PAYLOAD, STOP, Header
-from fsdp_demo.peers.join_messages import (
-    Expected,
-    Tick,
-    from_bytes,
-    packed,
-    to_bytes,
-    unpacked,
-)
 
 from ..support import joining, threaded
 from ..support.cases import named
@@ -374,7 +367,7 @@ def damaged(change: Any) -> Any:
     def apply(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         head = json.loads(bytes(parts[0].tolist()))
         change(head)
-        return [to_bytes(head), *parts[1:]]
+        return [join.to_bytes(head), *parts[1:]]
 
     return apply
 
@@ -501,17 +494,21 @@ def test_newcomer_ticks_and_messages_refused(run_ranks) -> None:
         good, messages = dict(record.hooks), list(record.messages)
         spoilt = {
             "another step": (
-                to_bytes(Tick(4, from_bytes(good[3], Tick, "a tick").rates)),
+                join.to_bytes(join.Tick(4, join.from_bytes(good[3], join.Tick, "a tick").rates)),
                 WireError,
                 "step 4 came to be made up for, here comes 3",
             ),
             "other groups": (
-                to_bytes(Tick(3, [])),
+                join.to_bytes(join.Tick(3, [])),
                 ValueError,
                 r"rates of \[\] groups came, the optimizers here have \[1\]",
             ),
-            "no rate": (to_bytes(Tick(3, [[{"lr": "x"}]])), ValueError, "lr of another form came"),
-            "no tick": (to_bytes({"step": 3}), WireError, "a tick cannot be read"),
+            "no rate": (
+                join.to_bytes(join.Tick(3, [[{"lr": "x"}]])),
+                ValueError,
+                "lr of another form came",
+            ),
+            "no tick": (join.to_bytes({"step": 3}), WireError, "a tick cannot be read"),
         }
         for name, (tick, kind, message) in spoilt.items():
             record.hooks = good | {3: tick}
@@ -538,7 +535,10 @@ def test_newcomer_ticks_and_messages_refused(run_ranks) -> None:
             with named(name), pytest.raises((WireError, PeerLost), match=message):
                 joins(config, record, 2)
         with pytest.raises(WireError, match="cut off: parts of"):
-            unpacked(packed(messages[0])[:-1], Expected(PAYLOAD, 0, messages[0].bodies[0].numel()))
+            join.unpacked(
+                join.packed(messages[0])[:-1],
+                join.Expected(PAYLOAD, 0, messages[0].bodies[0].numel()),
+            )
 
     run_ranks(run, islands=1, procs=1)
 

@@ -25,6 +25,7 @@ from fsdp_demo.peers import header as frame
 
 from ..support import threaded
 from ..support.sealed import seal, unseal
+from ..support.sections import decode_sparse
 from ..support.threaded import Tap, values
 
 quick = settings(max_examples=60, deadline=None)
@@ -106,9 +107,7 @@ def test_section_golden_bytes(code: str) -> None:
     data = sparse.encode_sparse(LAYOUT, codec, fixed())
     assert bytes(data.tolist()).hex() == SECTIONS[code]
     assert data.numel() == sparse.sparse_bytes(LAYOUT, codec)
-    positions, found, dense = sparse.decode_sparse(
-        LAYOUT, codec, uint8(bytes.fromhex(SECTIONS[code]))
-    )
+    positions, found, dense = decode_sparse(LAYOUT, codec, uint8(bytes.fromhex(SECTIONS[code])))
     block = BLOCK * torch.arange(5).repeat_interleave(3)
     within = [0, 924, 2390, 921, 2387, 2624, 918, 2384, 2621, 915, 2204, 2381, 0, 1, 100]
     assert (positions - block).tolist() == within
@@ -180,7 +179,7 @@ def test_sparse_bytes_is_the_real_length(
         work = layout.pack([torch.randn(s) for s in tensors], layout.new("cpu"))
         coded = sparse.encode_sparse(layout, codec, work)
         assert coded.dtype == torch.uint8 and coded.numel() == sparse.sparse_bytes(layout, codec)
-        positions, found, dense = sparse.decode_sparse(layout, codec, coded)
+        positions, found, dense = decode_sparse(layout, codec, coded)
         assert (
             positions.numel() == found.numel() == positions.unique().numel()
             and dense.numel() == layout.num_dense

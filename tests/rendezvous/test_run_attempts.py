@@ -178,12 +178,12 @@ def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_o
         for exchange in (first, second):  # nobody answers here any more, as after a death
             exchange.detach()
         told = subprocess.run(
-            [sys.executable, "-c", again], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", again], capture_output=True, text=True, timeout=150
         )
         store.set("told", "yes")
         return told.returncode, told.stdout, told.stderr
 
-    status, said, text = run_ranks(fn, 2, 1, env=run, timeout=90)[1]
+    status, said, text = run_ranks(fn, 2, 1, env=run, timeout=180)[1]
     assert (status, said) == (1, ""), text
     assert "its processes begin 2 exchanges" in text and "#several-exchanges" in text
 

@@ -593,7 +593,7 @@ def test_topology_mesh_trains_as_islands(run_ranks) -> None:
     run = f"mesh-{os.getpid()}-{next(runs)}"
     of_islands = run_ranks(islands, 2, 2)
     of_single = run_ranks(islands, 2, 1)
-    in_a_world = run_ranks(world, 1, 4, env={"ISLAND_COUNT": ""})
+    in_a_world = run_ranks(world, 1, 4, env={"ISLAND_COUNT": ""}, timeout=180)
     for rank, (sharded, grouped) in enumerate(in_a_world):
         assert sharded == of_islands[rank]
         assert grouped == of_single[rank // 2]

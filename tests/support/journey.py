@@ -302,7 +302,7 @@ def death(folder: str) -> Journey | None:
     """What an island enters from the death of another one in mid-exchange until it has delivered
     that message, and the next, which is the first without the other one. Of three islands the
     second dies in its fifth step, when it has sent its contribution to the first one only. The
-    training thread only waits for that, and is not followed. Ordinary is the step before, in all
+    training thread only waits for that, and is not followed. Ordinary are the steps before, in all
     threads.
     """
     island, lost, steps = int(os.environ["ISLAND_RANK"]), 1, 4
@@ -320,10 +320,10 @@ def death(folder: str) -> Journey | None:
 
     run = Run("demo")
     watcher = threading.Thread(target=watch, daemon=True)
-    for _ in range(steps - 1):
-        run.step()
+    run.step()
     with run.journey as journey:
-        run.step()
+        for _ in range(steps - 1):
+            run.step()
     if island == lost:
         die_at_second_piece(dying, watching)
     journey.leave_behind()
@@ -360,9 +360,9 @@ def die_at_second_piece(dying: Path, watching: list[Path]) -> None:
 
 def newcomer(folder: str) -> Journey:
     """Two islands train, and a third one joins them. Of the newcomer: what it enters inside
-    `attach`; ordinary are the `attach` of an island that begins the run, and a step. Of the others
-    (the first one is the donor): what they enter in the steps until it takes part; ordinary is the
-    step before it comes.
+    `attach`; ordinary are the `attach` of an island that begins the run, and some steps. Of the
+    others (the first one is the donor): what they enter in the steps until it takes part; ordinary
+    are the steps before it comes.
     """
     os.environ |= {"ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
     begun, end = Path(folder) / "begun", Path(folder) / "end"
@@ -378,11 +378,11 @@ def newcomer(folder: str) -> Journey:
         journey.ordinary = {*json.loads(begun.read_text())}
     else:
         attached = journey.files
-        for _ in range(3):
-            run.step()
+        run.step()
         journey.leave_behind()
         with journey:
-            run.step()
+            for _ in range(3):
+                run.step()
         journey.leave_behind()
         if island == 0:
             write(begun, json.dumps(sorted(attached | journey.ordinary)))

@@ -90,9 +90,11 @@ def _code_once() -> None:
     from fsdp_demo.compression.blocks import Layout
     from fsdp_demo.compression.transform import transform
 
+    from .sections import decode_sparse
+
     codec, layout = preset("demo").channels[0].codec, Layout([(64, 64)], ["transform"])
     work = transform(codec, layout, layout.new("cpu"))
-    sparse.decode_sparse(layout, codec, sparse.encode_sparse(layout, codec, work))
+    decode_sparse(layout, codec, sparse.encode_sparse(layout, codec, work))
 
 
 @functools.cache

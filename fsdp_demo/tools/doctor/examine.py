@@ -44,7 +44,7 @@ def examine(
     """Examine the islands of a run; all of them call it.
 
     Args:
-        topology: of this island; one of a kind that meets at a store, or single.
+        topology: topology of this island, of a kind that meets at a store, or single.
         seconds: seconds that the measurement of the links may take.
         disk_mb_s, step_seconds: measurements of this island's disk and training step, or None.
 
@@ -77,7 +77,7 @@ def examine(
 
 
 def address(topology: Topology) -> str:
-    """Where the others reach this island, as a run would say it; "" for a single replica."""
+    """The address at which the others reach this island in a run; "" for a single replica."""
     if topology.kind != "islands":
         return topology.address
     return topology.address or route_to(topology.endpoint)
@@ -184,8 +184,8 @@ def _measure(
 
 
 def joining_island(topology: Topology) -> Topology:
-    """The same island in a run of its own, `RUN.doctor`, so that the run that is to come, or that
-    trains, is left alone.
+    """The topology of the same island in a run of its own, `RUN.doctor`, so that the run that is to
+    come, or that trains, is left alone.
 
     Raises:
         ValueError: the island would come later than the others.
@@ -204,7 +204,7 @@ class SharedNotes:
     that all of them reach.
 
     Args:
-        topology: of `joining_island`.
+        topology: topology as `joining_island` returns it.
 
     Attributes:
         store: below the keys of this examination.

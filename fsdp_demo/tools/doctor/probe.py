@@ -40,7 +40,7 @@ class Pair:
     """Connections of this island to one other.
 
     Args:
-        meeting: of two ranks, this one and the other.
+        meeting: meeting of two ranks, this one and the other.
         end: `time.monotonic()` after which nothing is waited for.
 
     Raises:

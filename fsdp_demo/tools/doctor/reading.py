@@ -28,7 +28,7 @@ class Reading:
     Attributes:
         link: slowest direction, with as many connections as the exchange uses, and longest round
             trip.
-        step_seconds: of the slowest island, where all were measured; else None.
+        step_seconds: seconds of a step on the slowest island; None unless all were measured.
     """
 
     link: Link

@@ -61,7 +61,7 @@ def quantity(text: str, flag: str, kind: str) -> float:
     """A number above 0 with a unit, as in `1.3B`, `80GB` or `350ms`.
 
     Args:
-        flag: of the command, for errors.
+        flag: flag of the command, for errors.
         kind: "number", "size" (in bytes) or "time" (in seconds).
 
     Raises:

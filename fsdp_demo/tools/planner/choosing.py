@@ -211,7 +211,7 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
     """The row to start with.
 
     Args:
-        rows: of `plan_rows`; where the planner has chosen settings, only these count.
+        rows: rows of `plan_rows`; where the planner has chosen settings, only these count.
         keep_inner: name of an inner optimizer that must stay ("adamw"), or None for any.
 
     Raises:

@@ -29,7 +29,7 @@ LEAST_TIMEOUT = 0.2  # seconds; Linux adds the round trip
 
 @dataclass(frozen=True)
 class System:
-    """How machines and line behave, apart from rate and round trip.
+    """The behaviour of machines and line, apart from rate and round trip.
 
     Attributes:
         overlap_backward: the gradients of a layer leave as soon as its backward has ended, as in

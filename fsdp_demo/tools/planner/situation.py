@@ -148,7 +148,7 @@ class Situation:
         step_seconds: seconds of a step without any exchange between islands.
         device: name in `DEVICES`; its times of compression count.
         compression: seconds of compression per value, in place of the device's; None: those.
-        memory_bytes: of one rank's device for state (parameters, gradients, inner optimizer,
+        memory_bytes: bytes of one rank's device for state (parameters, gradients, inner optimizer,
             exchange, workspace), or None for no limit.
         tokens: tokens of the run, all islands together, or None.
         tokens_per_step: tokens of one island's step, or None.

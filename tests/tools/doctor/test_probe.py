@@ -116,7 +116,7 @@ def test_doctor_probe_kernel_counts(run_ranks) -> None:
         packets = [b.packets - a.packets for a, b in zip(before, after, strict=True)]
         mss = after[0].mss
         assert all(n * mss >= 4 << 20 for n in packets)  # half of the message each
-        assert after[0].mtu >= mss and after[0].busy > 0 and after[0].window > 0
+        assert after[0].mtu >= mss and after[0].busy > 0
         assert lost(before, after)["loss"] < 0.5
 
     alone(run_ranks, run)
@@ -171,7 +171,7 @@ def test_doctor_probe_deadline(run_ranks) -> None:
 
 def test_doctor_probe_losses() -> None:
     """Losses are counted between two readings of the kernel."""
-    before = Counted(1448, 1500, 10, 5, 1000, 1.0, 0.0, 0.0)
+    before = Counted(1448, 1500, 5, 1000, 1.0, 0.0, 0.0)
     after = before._replace(again=15, packets=1500)
     assert lost([before], [after]) == {"loss": 0.02, "mtu": 1500}
     assert lost([before], [before])["loss"] == 0.0

@@ -184,7 +184,7 @@ static PyMethodDef METHODS[] = {
      "of 4096 floats that lie one after the other at the address `block`, int64 [blocks, k] at `out`."},
     {NULL, NULL, 0, NULL}};
 
-static struct PyModuleDef MODULE = {.m_base = PyModuleDef_HEAD_INIT, .m_name = "_topk", .m_size = -1,
+static struct PyModuleDef MODULE = {.m_base = PyModuleDef_HEAD_INIT, .m_name = "_kernels", .m_size = -1,
                                     .m_methods = METHODS};
 
-PyMODINIT_FUNC PyInit__topk(void) { return PyModule_Create(&MODULE); }
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&MODULE); }
