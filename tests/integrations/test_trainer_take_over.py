@@ -277,11 +277,24 @@ def test_take_over_facts_of_donor(tmp_path):
 
 
 def test_trainer_resume_of_sharded_files_without_fsdp_is_refused(tmp_path):
+    alone = SimpleNamespace(kind="islands", world=1)
     (tmp_path / "model.safetensors").touch()
-    refuse_sharded(tmp_path)
+    refuse_sharded(tmp_path, alone)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     with pytest.raises(NeedsDecision, match="start two ranks per island or more"):
-        refuse_sharded(tmp_path)
+        refuse_sharded(tmp_path, alone)
+
+
+def test_trainer_resume_of_zero_by_other_ranks_is_refused(tmp_path):
+    """DeepSpeed under the Trainer loads what as many ranks have saved."""
+    (tmp_path / "global_step4").mkdir()
+    for rank in range(2):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        (tmp_path / "global_step4" / name).touch()
+    for world, kind in ((2, "islands"), (4, "mesh")):
+        refuse_sharded(tmp_path, SimpleNamespace(kind=kind, world=world))
+    with pytest.raises(NeedsDecision, match="saved by 2 ranks with ZeRO, and 1 load it"):
+        refuse_sharded(tmp_path, SimpleNamespace(kind="islands", world=1))
 
 
 @pytest.mark.parametrize(

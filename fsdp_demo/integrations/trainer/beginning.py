@@ -76,7 +76,7 @@ class Beginning:
         joins, manager = topology.under_way(), manager_of(trainer, topology)
         where = None if joins else find_checkpoint(wanted, manager, fresh)
         if isinstance(where, str) and not trainer.is_fsdp_enabled:
-            refuse_sharded(Path(where))
+            refuse_sharded(Path(where), topology)
         taken = where if isinstance(where, TakeOver) else None
         after = ExitStack()
         after.callback(manager.close)
@@ -248,10 +248,17 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
     return _with_others(found, int(step[1]), manager.registry)
 
 
-def refuse_sharded(checkpoint: Path) -> None:
+def refuse_sharded(checkpoint: Path, topology: Topology) -> None:
     """Raise NeedsDecision for a checkpoint that the Trainer loads with FSDP alone, as transformers
-    does with a ValueError.
+    does with a ValueError, and for one that DeepSpeed loads with as many ranks alone.
     """
+    saved = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    if topology.kind != "mesh" and saved not in (0, topology.world):
+        raise NeedsDecision(
+            f"{checkpoint} was saved by {saved} ranks with ZeRO, and {topology.world} load it: "
+            f"start {saved} ranks per island, or begin anew from the model "
+            "(`fsdp-demo export RUN OUT`)"
+        )
     if any(FSDP_MODEL_NAME in path.name for path in checkpoint.iterdir()):
         raise NeedsDecision(
             f"{checkpoint} was saved by ranks with FSDP2, and the Trainer does not shard here: "
