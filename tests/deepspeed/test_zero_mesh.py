@@ -366,7 +366,7 @@ def one_node(me) -> tuple[Any, ...]:
     logging.getLogger("fsdp_demo").addHandler(handler)
     logging.getLogger("fsdp_demo").setLevel(logging.INFO)
     shard_within_node(4)
-    topology = topology_of(zero.engine(zero.settings("zero1"), zero.sgd))
+    topology = topology_of(zero.engine(zero.settings("zero1"), zero.sgd).mpu)
     return topology.kind, topology.islands, topology.world, records
 
 
@@ -675,7 +675,7 @@ def trainer(me, folder: str, stage: str) -> dict[str, Any]:
         "mpu": engine.mpu is installed(),
         "batch": engine.train_batch_size(),
         "steps": (engine.global_steps, made.accelerator.num_processes),
-        "topology": topology_of(engine).name,
+        "topology": topology_of(engine.mpu).name,
         "crossing": seen.crossing(NODE),
         "inside": sum(e.size for e in seen.events if e not in seen.crossing(NODE)),
     }
