@@ -182,11 +182,11 @@ class _Followed(ReplicaCheckpoints):
         their step, and what is returned is a path in its own folder, where nothing is yet, and the
         `client_state` of one of them as far as it is plain JSON. A replica that has joined a run
         under way has what the others have: nothing is loaded. What another number of ranks has
-        saved is loaded as weights, and so the channels start anew.
+        saved is loaded as weights, and so the channels start anew, as from a checkpoint of plain
+        DeepSpeed in `root`.
 
         Raises:
-            ValueError: no checkpoint in common, one that is damaged, of another preset or model, or
-                of plain DeepSpeed.
+            ValueError: no checkpoint in common, one that is damaged, or of another preset or model.
             PeerLost: replicas that did not come in time.
         """
         topology = self.exchange.topology
@@ -199,7 +199,9 @@ class _Followed(ReplicaCheckpoints):
             return None, {}
         if self.exchange.finished:  # nobody to agree with
             return self.load_from(folder, tag, options)
-        chosen = self._choose(manager, root, tag)
+        chosen, plain = self._choose(manager, root, tag)
+        if plain:
+            return self._load(manager, root / plain, None, False, options)
         if chosen is None:
             return self.load_from(folder, tag, options)
         if None in chosen and options["load_module_only"]:
@@ -214,23 +216,30 @@ class _Followed(ReplicaCheckpoints):
         whole = self.ranks.from_first(lambda: manager.whole()[mine.step].name)
         place = folder / (tag or whole)
         manager.verify(place)
-        return self._load(manager, place, None in chosen, options)
+        saved = self.world.together(lambda: load_exchange(place / PARTS), READS)
+        return self._load(manager, place, saved, None in chosen, options)
 
     def _load(
-        self, manager: CheckpointManager, place: Path, tells: bool, options: dict[str, Any]
+        self,
+        manager: CheckpointManager,
+        place: Path,
+        saved: SavedExchange | None,
+        tells: bool,
+        options: dict[str, Any],
     ) -> Any:
-        """Load a checkpoint in this replica's own folder; `tells` others that take over."""
-        saved = self.world.together(lambda: load_exchange(place / PARTS), READS)
+        """Load a checkpoint in this replica's own folder, or one without an exchange's state
+        (`saved` is None); `tells` others that take over.
+        """
         ranks = len(list(place.glob("*optim_states.pt")))
         unlike = self.world.any(ranks != self.ranks.world)
         if unlike:
             options = {**options, "load_optimizer_states": False}
-        fresh = options["load_module_only"] or not options["load_optimizer_states"]
-        if not fresh:
+        without = options["load_module_only"] or not options["load_optimizer_states"]
+        if saved is not None and not without:
             self._go_on(saved.heads[0])
             self.world.together(lambda: self._fitting(saved), READS)
         result, state = self.load_from(place.parent, place.name, options), None
-        if not fresh:
+        if saved is not None and not without:
             state = self.world.together(lambda: saved.state_for(self.exchange), READS)
         elif self.first:
             log.warning(
@@ -238,7 +247,9 @@ class _Followed(ReplicaCheckpoints):
                 place,
                 f"as weights alone, since {ranks} ranks saved it and {self.ranks.world} load it"
                 if unlike
-                else "without optimizer states",
+                else "without optimizer states"
+                if without
+                else "and holds no exchange state",
             )
         if tells:
             self._tell(manager, result[1] or {})
@@ -307,12 +318,13 @@ class _Followed(ReplicaCheckpoints):
 
     def _choose(
         self, manager: CheckpointManager, root: Path, tag: str | None
-    ) -> list[HeldCheckpoint | None] | None:
-        """The checkpoint that each replica goes on from; None where there is none anywhere.
+    ) -> tuple[list[HeldCheckpoint | None] | None, str]:
+        """The checkpoint that each replica goes on from; or None, and the tag of one of plain
+        DeepSpeed in `root`, "" for none.
 
         Raises:
             NeedsDecision: a ValueError: replicas want different tags, or one that not all hold; in
-                a mesh not all hold any; there are none but those of plain DeepSpeed.
+                a mesh not all hold any; they see unlike checkpoints of plain DeepSpeed.
             ValueError: nobody holds the tag that was named.
         """
         held = manager.held(tag or "")
@@ -326,13 +338,7 @@ class _Followed(ReplicaCheckpoints):
                 "that all hold)"
             )
         if not any(n["seen"] for n in notes):
-            _refuse_plain(notes, root)
-            if tag is not None:
-                raise ValueError(
-                    f"no replica sees a whole checkpoint {tag!r}: name one that is there, or none "
-                    "(the newest that all hold)"
-                )
-            return None
+            return None, _agreed_plain(notes, tag)
         named = tag is not None or manager.topology.kind != "islands"
         if named and not all(n["seen"] for n in notes):
             have = "; ".join(
@@ -346,7 +352,7 @@ class _Followed(ReplicaCheckpoints):
                 "over from the others; in a mesh none does)"
                 f"{see('no-common-checkpoint')}"
             )
-        return manager.agree(held, "common" if named else "newest")
+        return manager.agree(held, "common" if named else "newest"), ""
 
 
 def _plain(root: Path, own: Path, tag: str | None) -> str:
@@ -358,11 +364,23 @@ def _plain(root: Path, own: Path, tag: str | None) -> str:
     return name if there and (root != own or not (root / name / PARTS).is_dir()) else ""
 
 
-def _refuse_plain(notes: list[dict[str, Any]], root: Path) -> None:
-    """Raise NeedsDecision where a replica sees a checkpoint of plain DeepSpeed."""
-    if tags := [n["plain"] for n in notes if n["plain"]]:
+def _agreed_plain(notes: list[dict[str, Any]], tag: str | None) -> str:
+    """The tag of plain DeepSpeed that all replicas see; "" where none sees any.
+
+    Raises:
+        NeedsDecision: not all see the same.
+        ValueError: nobody sees the tag that was named.
+    """
+    seen = {n["plain"] for n in notes}
+    if len(seen) > 1:
+        have = "; ".join(f"{n['name']}: {n['plain'] or 'none'}" for n in notes)
         raise NeedsDecision(
-            f"{root / tags[0]} holds no exchange state of these replicas: load it before attach "
-            "(engine.load_checkpoint), which starts the exchange anew from its weights"
-            f"{see('no-common-checkpoint')}"
+            f"replicas do not see the same checkpoint of plain DeepSpeed ({have}): copy or mount "
+            f"it for all{see('no-common-checkpoint')}"
         )
+    if tag is not None and seen == {""}:
+        raise ValueError(
+            f"no replica sees a whole checkpoint {tag!r}: name one that is there, or none (the "
+            "newest that all hold)"
+        )
+    return str(seen.pop())

@@ -284,12 +284,13 @@ class ChannelRunner(LocalChannel):
             sign: -1 puts it back.
         """
         if self.accumulator is not None and self.section is not None and self._sent_here(out):
-            alpha, only = sign * self.channel.taken, self.section.taken_at_once(out.present)
+            alpha, only = sign * self.section.taken, self.section.taken_at_once(out.present)
             self.section.subtract(self.accumulator, out.body, out.vectors, out.step, alpha, only)
 
     def _sent_here(self, out: ChannelPayload) -> bool:
         """Whether a payload holds a code that is to leave the accumulator."""
-        return self.channel.taken > 0 and (out.body is not None or bool(out.vectors))
+        sent = out.body is not None or bool(out.vectors)
+        return sent and self.section is not None and self.section.taken > 0
 
     def release(self, out: ChannelPayload) -> None:
         """Free the code of a payload whose mean has come, as large as the model where everything is
@@ -310,7 +311,7 @@ class ChannelRunner(LocalChannel):
         assert then.section is not None
         late = [there and not own for there, own in zip(present, here, strict=True)]
         then.section.subtract(
-            self.accumulator, out.body, out.vectors, out.step, then.channel.taken, late
+            self.accumulator, out.body, out.vectors, out.step, then.section.taken, late
         )
         self.present = [a or b for a, b in zip(self.present, late, strict=True)]
         out.body, out.vectors = None, []

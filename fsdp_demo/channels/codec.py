@@ -42,6 +42,7 @@ class ChannelCodec:
     Attributes:
         spans: length and code of each of its vectors; empty if indexed.
         gathered: whether it travels in the body.
+        taken: the share of the values sent that leaves the accumulator (`Channel.taken`).
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ChannelCodec:
     ):
         self.layout = layout
         self.channel = channel
-        self.codec = channel.codec
+        self.codec, self.taken = channel.codec, channel.taken
         self.size = size
         self.seed = seed
         self.device = torch.device(device)

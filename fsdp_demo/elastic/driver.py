@@ -265,7 +265,9 @@ class Driver(NetworkLoop):
 
     def _look_for_joins(self) -> None:
         """Hear the joining island, and the records of joins that others announce."""
-        newcomer = self.join_server.look() if self.join_server is not None else None
+        server, newcomer = self.join_server, None
+        if server is not None and server.joining_island is not None:
+            newcomer = server.look()
         members = self.machine.record.members
         donor = self.machine.rank == 0 and members[0] == self.machine.me
         if newcomer is not None and donor and newcomer.slot not in [m.slot for m in members]:

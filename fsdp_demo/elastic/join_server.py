@@ -291,7 +291,8 @@ class DonorFeed:
     """What the training of a donor hands to a joining island, in one peer group.
 
     `wanted`, `brings`, `follows`, `hand` and `tick` are called in the thread that trains and return
-    at once, the others in the thread that exchanges.
+    at once, the others in the thread that exchanges: `launching` and `message` while it is
+    `feeding`.
 
     Args:
         submit: runs a job in the thread that exchanges, after
@@ -328,8 +329,14 @@ class DonorFeed:
         """Whether an island has a snapshot and wants ticks. Asked on the first rank of the island
         only.
         """
-        return self._join_server.first and self._served() is not None
+        return self._join_server.first and self._served is not None
 
+    @property
+    def feeding(self) -> bool:
+        """Whether an island has been sent its snapshot, and is there: messages follow it."""
+        return self._served is not None and self._served.following
+
+    @property
     def _served(self) -> JoiningIsland | None:
         """The island that got a snapshot, while it is there."""
         return self._for if self._for is self._join_server.joining_island else None
@@ -370,14 +377,14 @@ class DonorFeed:
 
     def launching(self, message: RoundMessage) -> None:
         """A message is sent here now: a newcomer may begin with it, if it is of a step."""
-        island = self._served()
-        if island is not None and island.following and message.header.kind in WITHIN:
+        island = self._served
+        if island is not None and message.header.kind in WITHIN:
             self._put(island, "messages", bulk_stream.ItemHead("launch", message.n), [])
 
     def message(self, n: int, arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> None:
         """A message has been delivered here; `coded`: see `packed`."""
-        island = self._served()
-        if island is not None and island.following:
+        island = self._served
+        if island is not None:
             head = bulk_stream.ItemHead("message", n)
             self._put(island, "messages", head, packed(arrived, coded))
 

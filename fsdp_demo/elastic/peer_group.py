@@ -200,7 +200,7 @@ class PeerGroup:
             raise PeerLost(f"{lost} was lost while the islands came together")
         self.alike, self.something = message.alike, message.something
         self._account(message.sent, message.received, bool(vectors), setup)
-        if self.donor_feed is not None:
+        if self.donor_feed is not None and self.donor_feed.feeding:
             arrived = ReceivedMessage(*out, slots=self.slots)
             self.donor_feed.message(message.n, arrived, message.coded(due))
         return out
@@ -240,7 +240,7 @@ class PeerGroup:
         if self._driver is None:
             raise PeerLost("the connections were closed")
         self._next += 1
-        if self.donor_feed is not None:
+        if self.donor_feed is not None and self.donor_feed.feeding:
             self.donor_feed.launching(message)
         self._driver.launch(message)
         return self._finished(message)

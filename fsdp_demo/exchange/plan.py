@@ -320,7 +320,7 @@ def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precisi
         kept += (0 if offloaded else _outer(section)) + work * low_precision
     own, payload = work * channel.needs_own, _payload(section)
     if channel.accumulator is not None:  # the values subtracted from it are rounded first
-        sending = 4 * section.spans[0][0] if section.codec.seeded and channel.taken else 0
+        sending = 4 * section.spans[0][0] if section.codec.seeded and section.taken else 0
     elif section.codec.sparse:
         sending = work
     else:  # the vector is what is sent, or what the sender needs again

@@ -7,6 +7,8 @@ Keys of a run in the store:
     <run>/<n>/slot/<island>   who plays this island in attempt n, and how often its place was taken anew: compare_set
     <run>/<n>/begun           which meeting of the islands is under way: who takes a place anew joins them
     <run>/<n>/beat/<island>   another value every second while that process lives, until the islands have met
+    <run>/<n>/asked           another value whenever an island that reaches none of the others asks whether they train
+    <run>/<n>/trains/<island> the newest of these questions that this island has seen while it trains
     <run>/<n>/came, starters  who begins the attempt (`starting.py`)
     <run>/<n>/ended           island that left attempt n (it was told to stop, or lost a peer), or whose process was found dead
     <run>/<n>/finished        island that came to the end of the run
@@ -220,7 +222,7 @@ def _take(topology: Replica, store: Store) -> Taken:
             raise ValueError(f"{once}, which still runs: {cure}")
         life, others = _lives(before) + 1, [j for j in range(t.islands) if j != t.island]
         waits = _waits(t, at)  # else: do the others train?
-        if waits or (at.get("begun") and _live(t, at, others)):
+        if waits or (at.get("begun") and (_live(t, at, others) or _train(t, at, others))):
             if at.compare_set(slot, before, f"{me} {life}") == f"{me} {life}":
                 starting.beat(at, t.island)
                 return Taken(int(text), life, late=not waits)
@@ -265,11 +267,26 @@ def _live(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
         among = [m for m in record.members if m.slot in islands] if record else []
         found = listeners(below, among, topology.token)
         return any(answer is not None for _, answer in found)
-    keys, end = [f"beat/{i}" for i in islands], time.monotonic() + starting.BEATS * starting.BEAT
-    first = at.get_all(keys)
+    return _changes(at, [f"beat/{i}" for i in islands])
+
+
+def _train(topology: Replica, at: Store, islands: Sequence[int]) -> bool:
+    """Whether any of these islands says through the store that it trains. Asked where no listener
+    answers: the links of this island may be cut while those of the others are not.
+    """
+    ask = partial(at.set, "asked", secrets.token_hex(8))
+    if train := _changes(at, [f"trains/{i}" for i in islands], ask):
+        log.info("%s reaches no island, but they train, as they say in the store", topology.name)
+    return train
+
+
+def _changes(at: Store, keys: list[str], ask: Callable[[], None] = lambda: None) -> bool:
+    """Whether one of these keys gets another value within a few beats, once `ask` was called."""
+    before, end = at.get_all(keys), time.monotonic() + starting.BEATS * starting.BEAT
+    ask()
     while time.monotonic() < end and not at.get("ended"):
         time.sleep(starting.BEAT / 5)
-        if at.get_all(keys) != first:
+        if at.get_all(keys) != before:
             return True
     return False
 
@@ -316,6 +333,7 @@ class Pulse:
         self.prefix = prefix = f"{topology.run}/{taken.number}"
         self._open = lambda: topology.open_store(topology.question).under(prefix)
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
+        self._island, self._asked = topology.island, ""
         self._beat: Job = lambda at: starting.beat(at, topology.island)
         self._each: list[Job] = [self._beat] if beats else []
         self._at = None if store is None else store.within(topology.question).under(prefix)
@@ -326,8 +344,16 @@ class Pulse:
         atexit.register(self.stop)
 
     def quiet(self) -> None:
-        """Stop the beats: from now on islands hear each other."""
-        self.no_more(self._beat)
+        """Stop the beats: from now on islands hear each other. An island that reaches none of them
+        is answered through the store (`_train`).
+        """
+        if self._beat in self._each:
+            self._each[self._each.index(self._beat)] = self._answer
+
+    def _answer(self, at: Store) -> None:
+        if (asked := at.get("asked")) != self._asked:
+            self._asked = asked
+            at.set(f"trains/{self._island}", asked)
 
     def every(self, job: Job) -> None:
         """Do `job` once a second from now on."""
@@ -385,7 +411,7 @@ class Pulse:
                 )
                 log.warning(what, str(error).partition(": start there")[0])
             self._at, self.silent = None, True
-            self._pause = min(max(2 * self._pause, 10.0), 600.0)
+            self._pause = min(max(2 * self._pause, 10.0), 60.0)
             return error
         except Exception as error:  # of a callback, or a value that somebody else wrote
             log.warning("presence: %s", error)

@@ -514,30 +514,40 @@ def test_zero_resume_other_number_of_ranks(run_ranks, tmp_path, stage) -> None:
     assert all(torch.equal(whole[n], t) for o in out for n, t in o.value.items())
 
 
-def plain(me: Any, root: Path, config: dict[str, Any]) -> list[str]:
-    """A checkpoint without an exchange, which island 0 alone sees."""
-    made = zero.engine(config)
-    folder = root / str(me.island)
+def plain(me: Any, root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of an engine without an exchange, with which two replicas begin."""
+    logging.basicConfig(level=logging.WARNING, force=True)
+    torch.manual_seed(7)
+    made = zero.engine(config, zero.adamw, zero.Model(130))
+    made.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(made.optimizer.optimizer, 0.9)
+    zero.train(made, range(2), me.rank % 2)  # both islands alike
     if me.island == 0:
-        made.save_checkpoint(str(folder), "start")
-    exchange = deepspeed_ext.attach(made, "diloco")
-    said = []
-    for tag in (None, "start", "other"):
-        with pytest.raises(ValueError) as error:
-            made.load_checkpoint(str(folder), tag)
-        said.append(str(error.value))
-    exchange.detach()
-    return said
+        made.save_checkpoint(str(root), "start")
+        (root / f"written{me.rank}").touch()
+    while len(list(root.glob("written*"))) < 2:
+        pass
+    parts = [deepspeed_ext.ZeroHost(made).partitions.masters(), zero.whole(made)]
+    wanted = copied([*parts, list(made.optimizer.optimizer.state.values())])
+    made, exchange = make(config, "diloco", seed=8)
+    path, _ = made.load_checkpoint(str(root))
+    parts = [exchange.host.partitions.masters(), zero.whole(made)]
+    got = copied([*parts, list(made.optimizer.optimizer.state.values())])
+    step = exchange.step
+    made.save_checkpoint(str(root))
+    exchange.finish()
+    return {"path": path, "step": step, "differences": differences(wanted, got)}
 
 
-def test_zero_resume_plain_checkpoint_refused(run_ranks, tmp_path) -> None:
-    """A checkpoint without the state of an exchange is refused on all replicas, with the way to
-    begin from it.
+def test_zero_resume_plain_checkpoint(run_ranks, tmp_path) -> None:
+    """A checkpoint without the state of an exchange is loaded by all replicas, Adam's moments and
+    the step, too, and the channels start anew.
     """
-    for said in run_ranks(plain, args=(tmp_path, zero.settings("zero1"))):
-        assert all("start holds no exchange state of these replicas" in text for text in said[:2])
-        assert "load it before attach" in said[0]
-        assert said[2].startswith("no replica sees a whole checkpoint 'other'")
+    out = run_ranks(plain, args=(tmp_path, zero.settings("zero1")), check=False)
+    assert [o.error for o in out] == [None] * 4
+    assert all(o.value["differences"] == [] and o.value["step"] == 2 for o in out)
+    assert out[2].value["path"].startswith(str(tmp_path / "start"))
+    assert "and holds no exchange state: the channels start anew" in out[0].log
+    assert (tmp_path / "island1" / "latest").exists()
 
 
 def elsewhere(me: Any, root: Path, config: dict[str, Any], tags: list[str]) -> None:
@@ -560,6 +570,14 @@ def test_zero_resume_unseen_checkpoint_refused(run_ranks, tmp_path) -> None:
         assert (
             "NeedsDecision: no checkpoint is seen by all replicas (island0: global_step5; island1: "
             "none): copy"
+        ) in str(o.error)
+    plain = tmp_path / "here" / "start"  # of DeepSpeed alone, which island 1 does not see
+    plain.mkdir()
+    (plain / "mp_rank_00_model_states.pt").touch()
+    for o in run_ranks(elsewhere, args=(tmp_path, config, ["start"] * 2), check=False):
+        assert (
+            "NeedsDecision: replicas do not see the same checkpoint of plain DeepSpeed (island0: "
+            "start; island1: none): copy"
         ) in str(o.error)
     for o in run_ranks(elsewhere, args=(tmp_path, config, ["global_step5", "other"]), check=False):
         assert (

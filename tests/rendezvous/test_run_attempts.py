@@ -188,6 +188,30 @@ def test_attempt_refuses_a_return_into_one_of_two_exchanges(run_ranks, run, at_o
     assert "its processes begin 2 exchanges" in text and "#several-exchanges" in text
 
 
+def test_attempt_goes_on_where_an_island_is_cut_off(run_ranks, run, monkeypatch) -> None:
+    """An island that is started again while its links are cut, but not its way to the store, hears
+    there that the others train: it does not end their attempt, and joins it.
+    """
+
+    def fn(me: Any) -> tuple[bool, str] | None:
+        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
+        if me.island == 1 and os.fork() == 0:  # its first life
+            step(attach())
+            os._exit(9)
+        if me.island == 1:
+            assert os.wait()[1] == 9 << 8
+            monkeypatch.setattr(attempts, "ask_join_server", lambda *_: None)  # nobody is reached
+        exchange = attach()
+        step(exchange)
+        while me.island == 0 and not store.get("told"):
+            step(exchange)
+            time.sleep(0.05)
+        store.set("told", "yes")
+        return exchange.newcomer, exchange.topology.prefix()
+
+    assert run_ranks(fn, 2, 1, env=run)[1] == (True, f"{run['ISLAND_RUN']}/0")
+
+
 def test_attempt_newcomer_has_one_exchange(run_ranks, run) -> None:
     """An island that joins a run under way may begin one exchange only."""
 
