@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import NeedsDecision, PeerLost, StoreSilent, see
+from ..errors import NeedsDecision, StoreSilent, see
 from ..peers.votes import Ranks
+from ..rendezvous import starting
 from ..rendezvous.topology import Topology
 from ..store.client import Store
 from .choice import HeldCheckpoint, alike, choose
@@ -89,8 +89,9 @@ class CheckpointRegistry:
         has the island's name.
 
         Raises:
-            ValueError: the run id was used before.
-            PeerLost: no store, one that does not answer, or islands that did not come in time.
+            ValueError: the run id was used before, or an island has another number of islands.
+            PeerLost: no store, one that does not answer, islands that did not come in time, or the
+                attempt has ended.
         """
         note = {"name": self.topology.name, **note}
         if self.topology.islands == 1:
@@ -118,22 +119,16 @@ class CheckpointRegistry:
                 f"island, or a new ISLAND_RUN on all{see('rank-taken')}"
             )
         store.set(f"note/{t.island}", json.dumps(note))
-        deadline, keys = time.monotonic() + t.timeout, {i: f"note/{i}" for i in t.starters}
-        while missing := [i for i, key in keys.items() if not store.get(key)]:
-            if by := attempt.get("ended"):
-                raise PeerLost(
-                    f"{t.name} waited for islands {missing} to say which checkpoints they hold, "
-                    f"when the attempt ended: the process of island {by} was lost, or left. Start "
-                    "this island again to join the next"
-                )
-            if time.monotonic() > deadline:
-                raise PeerLost(
-                    f"waited {t.timeout:g} s for islands {missing} to say which checkpoints they "
-                    "hold: check that they run, and their "
-                    "ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
-                )
-            time.sleep(0.02)
-        return [store.note(key, f"island {i}", dict[str, Any]) for i, key in keys.items()]
+        notes: dict[int, dict[str, Any]] = {}
+
+        def heard(i: int) -> str:
+            if not store.get(f"note/{i}"):
+                return ""
+            notes[i] = store.note(f"note/{i}", f"island {i}", dict[str, Any])
+            return f"{i} ({notes[i].get('name')})"
+
+        starting.wait_for(attempt, t, t.starters, heard)
+        return [notes[i] for i in t.starters]
 
     def exchange(self, held: Any) -> list[Any]:
         """Say what this island holds, and hear what the others have said last; nothing yet is None.

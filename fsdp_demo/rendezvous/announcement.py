@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from ..elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers
 from ..elastic.peer_group import PeerGroup
-from ..errors import PeerLost, StoreSilent, counted, see
+from ..errors import StoreSilent, counted, see
 from ..net.address import route_to, split_endpoint
 from ..net.link import Link
 from ..peers.zeromq import Meeting
@@ -26,9 +25,6 @@ from . import attempts, environment, starting
 from .position import Replica, ShardPosition, form
 
 log = logging.getLogger("fsdp_demo")
-
-NOTICE, AGAIN = 10.0, 60.0
-"""Seconds of waiting for islands until the log names those that are missing, and between lines."""
 
 # how often this process joined a run: every attach gets keys of its own
 _epochs: Counter[tuple[str, str]] = Counter()
@@ -180,48 +176,19 @@ class Rendezvous:
 
     def _gather(self, store: Store) -> dict[int, Announcement]:
         """The announcements of all islands that begin, as they come."""
-        topology, wanted = self._topology, self._starters
-        infos: dict[int, Announcement] = {}
-        look = time.monotonic()
-        deadline, notice = look + topology.timeout, look + NOTICE
-        while True:
-            for i in wanted:
-                if i not in infos and store.get(self._first(i)):
-                    infos[i] = self._note(store, i)
-            missing = [i for i in wanted if i not in infos]
-            if not missing:
-                return infos
-            now = time.monotonic()
-            if now > deadline:
-                came = {i: f"{i} ({infos[i]['name']} on {infos[i]['host']})" for i in sorted(infos)}
-                # each meeting has keys of its own: one that tries again alone meets nobody
-                number = attached(topology)
-                again = f". This is attach number {number} of this process" if number > 1 else ""
-                raise starting.waited(topology, wanted, came, more=again)
-            if now >= look:
-                look = now + 1.0
-                self._refuse_in_vain(store, missing)
-            if now >= notice:
-                notice = now + AGAIN
-                log.warning(
-                    "waiting for %s %s of run %r at %s, for %.0f s more (ISLAND_TIMEOUT)",
-                    "island" if len(missing) == 1 else "islands",
-                    _listed(missing),
-                    topology.run,
-                    topology.endpoint,
-                    deadline - now,
-                )
-            time.sleep(0.02)
+        topology, infos = self._topology, dict[int, Announcement]()
 
-    def _refuse_in_vain(self, store: Store, missing: Sequence[int]) -> None:
-        """Raise an error where the missing islands will not come to this attempt."""
-        topology = self._topology
-        starting.compare(store.under(self._attempt), topology, list(missing))
-        if by := store.get(f"{self._attempt}/ended"):
-            raise PeerLost(
-                f"{topology.name} waited for islands {_listed(missing)}, when island {by} left "
-                f"the attempt {self._attempt}: start this island again to join the next"
-            )
+        def heard(i: int) -> str:
+            if not store.get(self._first(i)):
+                return ""
+            infos[i] = self._note(store, i)
+            return f"{i} ({infos[i]['name']} on {infos[i]['host']})"
+
+        # each meeting has keys of its own: one that tries again alone meets nobody
+        number = attached(topology)
+        again = f". This is attach number {number} of this process" if number > 1 else ""
+        starting.wait_for(store.under(self._attempt), topology, self._starters, heard, again)
+        return infos
 
     def _compare(self, infos: Mapping[int, Announcement]) -> None:
         """Raise ValueError where other islands do not fit this one."""
@@ -288,7 +255,3 @@ class Rendezvous:
             "stopped, and whether the network reaches it; "
             f"then start all islands again{see('store-silent')}"
         )
-
-
-def _listed(islands: Sequence[int]) -> str:
-    return ", ".join(map(str, islands))

@@ -33,6 +33,9 @@ BEAT = 1.0  # seconds
 BEATS = 3.5
 """How many beats an island listens for, before it takes another one for dead."""
 
+NOTICE, AGAIN = 10.0, 60.0
+"""Seconds of waiting for islands until the log names those that are missing, and between lines."""
+
 
 class Came(TypedDict):
     """The note in which an island says its name and its numbers."""
@@ -111,6 +114,57 @@ def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
     for i in islands:
         if at.get(f"came/{i}"):
             roll.hear(i)
+
+
+def wait_for(
+    at: Store,
+    place: Replica,
+    islands: Sequence[int],
+    heard: Callable[[int], str],
+    more: str = "",
+) -> None:
+    """Wait until all these islands have left a note; the log names those that are missing.
+
+    Args:
+        at: the store, below the keys of the attempt.
+        heard: how an error names an island; empty as long as its note is not there.
+        more: a hint for the error.
+
+    Raises:
+        ValueError: a missing island has other numbers.
+        PeerLost: some did not come within `timeout`, or the attempt has ended.
+    """
+    came: dict[int, str] = {}
+    look = time.monotonic()
+    deadline, notice = look + place.timeout, look + NOTICE
+    while True:
+        came |= {i: heard(i) for i in islands if not came.get(i)}
+        missing = [i for i in islands if not came[i]]
+        names = ", ".join(map(str, missing))
+        now = time.monotonic()
+        if not missing:
+            return
+        if now > deadline:
+            raise waited(place, islands, {i: came[i] for i in islands if came[i]}, more=more)
+        if now >= look:
+            look = now + 1.0
+            compare(at, place, missing)
+            if by := at.get("ended"):
+                raise PeerLost(
+                    f"{place.name} waited for islands {names}, when island {by} left the attempt "
+                    f"{at.prefix.rstrip('/')}: start this island again to join the next"
+                )
+        if now >= notice:
+            notice = now + AGAIN
+            log.warning(
+                "waiting for %s %s of run %r at %s, for %.0f s more (ISLAND_TIMEOUT)",
+                "island" if len(missing) == 1 else "islands",
+                names,
+                place.run,
+                _where(place),
+                deadline - now,
+            )
+        time.sleep(0.02)
 
 
 def decided(at: Store, count: int) -> tuple[int, ...] | None:
@@ -269,10 +323,15 @@ def waited(
     missing = ", ".join(str(i) for i in wanted if i not in came)
     return PeerLost(
         f"waited {place.timeout:g} s for {counted(len(wanted), 'island')}{least} at "
-        f"{place.endpoint}, run {place.run!r}: came {', '.join(came.values()) or 'nobody'}; "
+        f"{_where(place)}, run {place.run!r}: came {', '.join(came.values()) or 'nobody'}; "
         f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise "
         f"ISLAND_TIMEOUT{more}{see('missing-islands')}"
     )
+
+
+def _where(place: Replica) -> str:
+    """Where islands meet, or the nodes of a mesh."""
+    return place.endpoint or "the store of their world"
 
 
 def _or_unset(number: float) -> str:

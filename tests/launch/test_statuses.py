@@ -132,7 +132,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
         ("lost", "PeerLost: island 1"),
         ("no store", "no store answers at ISLAND_ENDPOINT"),
         ("nobody came", "missing 1"),
-        ("no checkpoints", "waited 2 s for islands [1] to say which checkpoints they hold"),
+        ("no checkpoints", "waited 2 s for 2 islands at"),
         ("full", "cannot write its file"),
     ],
 )

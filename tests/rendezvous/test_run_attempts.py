@@ -21,8 +21,10 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import PeerLost, Topology
+from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.exchange import sending
-from fsdp_demo.rendezvous import announcement, attempts, starting, stop_notices
+from fsdp_demo.peers.votes import Ranks
+from fsdp_demo.rendezvous import attempts, starting, stop_notices
 from fsdp_demo.rendezvous.announcement import Rendezvous
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
@@ -421,6 +423,9 @@ def test_rendezvous_last_look_counts() -> None:
     fields = {"name": "n", "host": "h", "shards": 1, "copies": 1}
 
     class Slow:
+        def under(self, prefix: str) -> Slow:
+            return self
+
         def get(self, key: str) -> str:
             time.sleep(0.1)
             return "here"
@@ -436,14 +441,16 @@ def test_rendezvous_says_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names the missing islands while a rank waits for them, not only at the deadline."""
-    monkeypatch.setattr(announcement, "NOTICE", 0.1)
+    monkeypatch.setattr(starting, "NOTICE", 0.1)
     topology = Topology("islands", 0, 3, endpoint="x:1", run="r", timeout=0.4)
     rendezvous = Rendezvous(topology, ShardPosition(), None)
     rendezvous._starters = (0, 1, 2)
-    monkeypatch.setattr(rendezvous, "_refuse_in_vain", lambda *_: None)
     monkeypatch.setattr(rendezvous, "_note", lambda store, island: {"name": "n", "host": "h"})
 
     class First:
+        def under(self, prefix: str) -> First:
+            return self
+
         def get(self, key: str) -> str:
             return "here" if key == rendezvous._first(0) else ""
 
@@ -451,6 +458,24 @@ def test_rendezvous_says_whom_it_waits_for(
         rendezvous._gather(First())  # type: ignore[arg-type]
     (line,) = [r.getMessage() for r in caplog.records]
     assert line == "waiting for islands 1, 2 of run 'r' at x:1, for 0 s more (ISLAND_TIMEOUT)"
+
+
+def test_checkpoint_registry_refuses_unlike_counts(run_ranks, run) -> None:
+    """An island that waits for what the others say of their checkpoints is told at once that one of
+    them has another number of islands, as that one is.
+    """
+
+    def fn(me: Any) -> str:
+        if me.island == 1:
+            time.sleep(0.5)
+            os.environ["ISLAND_COUNT"] = "3"
+        with pytest.raises(ValueError) as error:
+            CheckpointRegistry(Topology.from_env(), Ranks(None, 0, 1)).meet({})
+        return str(error.value)
+
+    first, second = run_ranks(fn, 2, 1, env=run, timeout=60)
+    assert first.startswith("island 1 (island1) has ISLAND_COUNT=3, island0 has 2")
+    assert second.startswith("island 0 (island0) has ISLAND_COUNT=2, island1 has 3")
 
 
 def test_connect_failure_leaves_no_thread(run_ranks, everywhere: Any) -> None:
