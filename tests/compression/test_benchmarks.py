@@ -23,6 +23,7 @@ from .test_topk import by_sorting  # noqa: E402
 
 # ---- the benchmarks ----------------------------------------------------------------------------
 
+pytestmark = pytest.mark.slow
 TINY = ["--hidden", "256", "--shards", "1", "--repeat", "1"]
 KEYS = {
     "published_ns",

@@ -314,10 +314,15 @@ def test_accelerate_tracker_gets_metrics(islands):
         "layers",
         pytest.param(
             "regional",
-            marks=pytest.mark.skipif(
-                not hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"),
-                reason="Accelerate's FSDP2 sets what this torch does not have",
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    not hasattr(
+                        torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"
+                    ),
+                    reason="Accelerate's FSDP2 sets what this torch does not have",
+                ),
+            ],
         ),
         "whole on island 0",
     ],

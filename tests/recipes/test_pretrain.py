@@ -195,6 +195,7 @@ def test_pretrain_islands_send_what_a_mesh_sends(run_ranks, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_pretrain_compiled_run_learns_the_same(run_ranks, tmp_path):
     """A compiled run that recomputes learns the same."""
     source, runs = rows_file(tmp_path, 60), {}
