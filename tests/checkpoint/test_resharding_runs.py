@@ -146,7 +146,6 @@ def mean_losses(outs: list[dict[str, Any]]) -> list[float]:
     return [sum(column) / len(column) for column in zip(*(o["losses"] for o in outs), strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_resharding_run_loss_goes_on(name: str, run_ranks, tmp_path: Path) -> None:
     """The loss of a run goes on without a jump under other numbers. More islands send more

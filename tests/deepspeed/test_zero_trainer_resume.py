@@ -29,10 +29,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n == "zero3, sub-groups" else n for n in RESUMED],
-)
+@pytest.mark.parametrize("name", RESUMED)
 def test_zero_trainer_resume_bit_for_bit(run_ranks, name):
     """Every preset resumes bit for bit."""
     stage, preset, changes, trainer = RESUMED[name]
