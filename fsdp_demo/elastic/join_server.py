@@ -313,8 +313,11 @@ class DonorFeed:
         """Whether an island asks for a snapshot here and has not got one. Read once at the end of
         each step: a snapshot is taken when the feeds of all ranks of the island say so.
         """
-        island = self._join_server.joining_island
-        return island is not None and island.asked and self._for is not island
+        return (
+            (island := self._join_server.joining_island) is not None
+            and island.asked
+            and island is not self._for
+        )
 
     @property
     def brings(self) -> Mapping[str, str]:
@@ -334,7 +337,8 @@ class DonorFeed:
     @property
     def feeding(self) -> bool:
         """Whether an island has been sent its snapshot, and is there: messages follow it."""
-        return self._served is not None and self._served.following
+        # read once: the network thread may drop it meanwhile
+        return (island := self._served) is not None and island.following
 
     @property
     def _served(self) -> JoiningIsland | None:

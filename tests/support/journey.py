@@ -52,6 +52,7 @@ FOLLOW = getattr(threading, "setprofile_all_threads", threading.setprofile)  # o
 BY_THE_CLOCK = ("presence",)
 """Threads that tell the store, by the clock, that the island lives: they have no part in a step."""
 HEARTBEATS = {"net/tcp.py"}  # entered twice a second, whatever a step does
+OF_THE_LOG = "Voice."  # the handler that writes lines of the log has no part in what they say
 
 
 class Journey:
@@ -112,7 +113,7 @@ class Journey:
             way += self._entered[thread]
         for file, name, line in dict.fromkeys(way):
             where = short(file)
-            if line not in works(file) or where in HEARTBEATS:
+            if line not in works(file) or where in HEARTBEATS or name.startswith(OF_THE_LOG):
                 continue
             if not out or out[-1][0] != where:
                 out.append((where, []))
