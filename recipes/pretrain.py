@@ -93,7 +93,7 @@ def main() -> None:
         state.restore(resume, args.take_over, args.fresh_exchange)
     except fsdp_demo.NeedsDecision as error:
         fsdp_demo.undecided(error, topology.rank)  # (*) status 78: another start is no use
-    start.mark("restoring")
+    start.mark("resuming, with the wait for the others")
 
     exchange = fsdp_demo.attach(  # (*)
         optimizer,

@@ -18,6 +18,7 @@ from fsdp_demo.channels import apply
 from fsdp_demo.compression import formats, selection, transform
 from fsdp_demo.config import channel, names, parts
 
+from .oracles import dense
 from .support import threaded
 
 PACKAGE = Path(fsdp_demo.__file__).parent
@@ -32,6 +33,8 @@ def test_registry_names_and_functions_agree() -> None:
     assert set(formats.CODERS) == set(names.FORMATS) - exact, (
         "a format with scales is a coder in compression/formats.py"
     )
+    narrow = {name for name, form in names.FORMATS.items() if form.bits < 8}
+    assert set(dense.BYTES) == narrow, "bytes of a value in BYTES of tests/oracles/dense.py"
     assert set(transform.MATRICES) == set(names.TRANSFORMS) - {"none"}
     by = {
         who: {name for name, chosen in names.SELECTIONS.items() if chosen.by == who}

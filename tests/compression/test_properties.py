@@ -256,7 +256,7 @@ def test_property_nothing_lost_and_equal_bits(run_ranks, feedback, selection) ->
 
 
 def bound(v: torch.Tensor, code: str) -> torch.Tensor:
-    """The documented largest error of each value of one group (`codecs/values.py`), from the group
+    """The documented largest error of each value of one group (`compression/formats.py`), from the group
     alone.
     """
     size = v.abs().double()
