@@ -256,8 +256,8 @@ def test_property_nothing_lost_and_equal_bits(run_ranks, feedback, selection) ->
 
 
 def bound(v: torch.Tensor, code: str) -> torch.Tensor:
-    """The documented largest error of each value of one group (`compression/formats.py`), from the group
-    alone.
+    """The documented largest error of each value of one group, from the group alone
+    (`compression/formats.py`).
     """
     size = v.abs().double()
     top = float(size.max())
