@@ -218,20 +218,16 @@ def members_of(store: Store, run: str, token: str = "") -> dict[str, Any]:
     return found
 
 
-_SILENT = {
-    "finished": "has ended with the run",
-    "left": "has ended before the end of the run, and can be started again",
-}
-"""What it means in each state of a run that an island does not answer."""
-
-
 def status_text(found: dict[str, Any]) -> str:
     """The result of `members_of` as lines of text."""
     head = f"run {found['run']}, attempt {found['attempt'] or '-'}: {found['state']}"
     if found["epoch"] is None:
         return head
     lines = [f"{head}; epoch {found['epoch']}, {counted(len(found['members']), 'island')}"]
-    silent = _SILENT.get(found["state"], "its listener does not answer")
+    silent = {
+        "finished": "has ended with the run",
+        "left": "has ended before the end of the run, and can be started again",
+    }.get(found["state"], "its listener does not answer")
     for one in found["members"]:
         name = f"  island {one['slot']}" + (f" (life {one['life']})" if one["life"] else "")
         if "heard" not in one:

@@ -45,7 +45,7 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
     leave(DECIDE)
 
 
-def start_again(topology: Topology, command: str, status: int = SAVED) -> str:
+def start_again(topology: Topology, command: str, status: int) -> str:
     """How training goes on after this island has ended with `status`, for the log."""
     who = "all islands "
     if topology.islands == 1:
@@ -193,9 +193,8 @@ def _leave(
         deadline.end()
         if topology.rank == 0:
             done = "saved" if save is not None else "nothing was saved"
-            command = resume or "the same command"
             when = "to resume" if status == SAVED else "once that is mended"
-            again = start_again(topology, command, status)
+            again = start_again(topology, resume or "the same command", status)
             log.log(level, "%s: %s; %s, %s", where, done, when, again)
             if save is not None and topology.islands > 1:
                 log.log(level, "%s: for the steps of the others see fsdp-demo inspect", where)

@@ -217,8 +217,7 @@ class InFlightQueue:
         )
         if failed:
             self.broken = True
-            lost = PeerLost("another rank of this island lost its peer")
-            raise error if error is not None else lost
+            raise error or PeerLost("another rank of this island lost its peer")
         self.watch.hear(headers, int(stop))
         if rewritten:
             self.watch.warn_of_rewritten()

@@ -212,14 +212,9 @@ def _why_out_of_reach(host: str, port: int, end: float, absent: str, cure: str) 
                 return first_line(error)
             if time.monotonic() >= notice:
                 notice = math.inf
-                log.warning(
-                    "%s so far (%s): this rank waits for it, for %.0f s more. If none comes, %s%s",
-                    absent,
-                    first_line(error),
-                    left,
-                    cure,
-                    see("no-store"),
-                )
+                then = f"If none comes, {cure}{see('no-store')}"
+                waits = f"this rank waits for it, for {left:.0f} s more. {then}"
+                log.warning("%s so far (%s): %s", absent, first_line(error), waits)
         time.sleep(0.2)
 
 

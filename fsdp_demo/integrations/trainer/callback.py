@@ -231,11 +231,9 @@ class ExchangeCallback(TrainerCallback):
             tell_launcher(trainer.args.process_index, SAVED)
 
     def _to_resume(self, trainer: Trainer, status: int) -> str:
-        """What is saved, and how training goes on after an end with `status`, for the log; empty on
-        ranks that do not log, which may lack the folder.
-        """
+        """What is saved, and how training goes on after `status`; empty where nothing is logged."""
         if trainer.args.process_index != 0:
-            return ""
+            return ""  # it may lack the folder
         last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
         command = "the same command, with resume_from_checkpoint=True (auto)"
         again = start_again(self._topology, command, status)
