@@ -115,7 +115,7 @@ class SavedExchange(PartSet):
             state = reshard(self, island, exchange, mine, shared)
         if mine["rank"] == 0:
             part = "what replicas share; the rest begins anew" if shared else "all of it"
-            _say(head, mine, [f.step for f in saved.in_flight], part)
+            _say(head, mine, [f.step + 1 for f in saved.in_flight], part)
         return state.to_tree()
 
     def check(self, exchange: Exchange) -> dict[str, Any]:

@@ -342,8 +342,6 @@ class CheckpointManager:
         self.ranks.from_first(self.adopt)
         # all that this island holds is older than what the others have
         if self.topology.under_way():
-            text = "%s: the run is under way: this island joins it, and agrees on no step to resume"
-            log.info(text, self.topology.name)
             self.own()
             return None
         held = self.held()

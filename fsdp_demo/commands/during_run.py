@@ -224,8 +224,10 @@ def status_text(found: dict[str, Any]) -> str:
     if found["epoch"] is None:
         return head
     lines = [f"{head}; epoch {found['epoch']}, {counted(len(found['members']), 'island')}"]
-    over = found["state"] == "finished"
-    silent = "has ended with the run" if over else "its listener does not answer"
+    silent = {
+        "finished": "has ended with the run",
+        "left": "has ended before the end of the run, and can be started again",
+    }.get(found["state"], "its listener does not answer")
     for one in found["members"]:
         name = f"  island {one['slot']}" + (f" (life {one['life']})" if one["life"] else "")
         if "heard" not in one:

@@ -71,6 +71,7 @@ class Driver(NetworkLoop):
         self._early: list[tuple[int, Event]] = []  # of epochs whose record is not here yet
         self._fetched = machine.record.epoch
         self._frozen_at = 0.0
+        self._stopped: set[Member] = set()  # have said that they leave in order
         self.traffic = Traffic(poller, self, self._take_later, self.refuse)
         self.early_pieces = EarlyPieces(self, self.traffic)
         self.stopping = Stopping(self)
@@ -95,14 +96,14 @@ class Driver(NetworkLoop):
         if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
 
-    def leave(self) -> None:
-        """Tell the others that this island goes on no more; they settle what is open without
-        waiting for a timer.
+    def leave(self, stopped: bool = False) -> None:
+        """Tell the others that this island goes on no more, and whether it was `stopped` in order
+        on all its ranks; they settle what is open without waiting for a timer.
         """
         self._let_land()
 
         def job() -> None:
-            self.detector.say(["leave"], self.notes.values())
+            self.detector.say(["leave", stopped], self.notes.values())
             self._step(protocol_events.Leave())
             self._left = True
 
@@ -316,8 +317,8 @@ class Driver(NetworkLoop):
         self.later(0.0, self.early_pieces.offer)
         if self.machine.rank == 0:
             left = ", ".join(self.labels(m.slot) for m in record.members)
-            lost = ", ".join(self.labels(m.slot) for m in gone) or "nobody"
-            what = "epoch %d: %s lost, training goes on with %s" + see("island-lost")
+            lost = ", ".join(self._how_it_went(m) for m in gone) or "nobody is lost"
+            what = "epoch %d: %s, training goes on with %s" + see("island-lost")
             log.warning(what, record.epoch, lost, left)
 
     def _gone(self, action: protocol_events.Expelled) -> None:
@@ -380,7 +381,9 @@ class Driver(NetworkLoop):
         elif what == "bye":
             self.detector.leaving.add(member)
         elif what == "leave":
-            self._lost(member, "has left")
+            if word[1:] == [True]:
+                self._stopped.add(member)
+            self._lost(member, "it was stopped" if member in self._stopped else "it has ended")
         elif what == "refused":
             self.refused(member, f"it has refused what this island sent: {word[1]!s:.300}")
         elif what == "stands":
@@ -406,6 +409,11 @@ class Driver(NetworkLoop):
         """Log why a peer has refused a piece of this island, which is about to be expelled."""
         log.error("%s: %s", self.labels(member.slot), why)
 
+    def _how_it_went(self, member: Member) -> str:
+        """A peer that takes part no more, and whether it was stopped in order, for the log."""
+        how = "has left" if member in self._stopped else "is lost"
+        return f"{self.labels(member.slot)} {how}"
+
     def _lost(self, member: Member, why: str) -> None:
         self._lose({member: why})
 
@@ -421,7 +429,7 @@ class Driver(NetworkLoop):
             and not self.stopping.departed(m)
         ]
         for member in lost:
-            log.warning("%s is lost: %s", self.labels(member.slot), found[member])
+            log.warning("%s: %s", self._how_it_went(member), found[member])
         if lost:
             # The machine freezes, and writes its report, at the first loss that it is told: so it
             # must know the others before.

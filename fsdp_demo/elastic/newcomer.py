@@ -7,7 +7,6 @@ Until then it has connections and no driver: whoever waits for something moves t
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,8 +37,6 @@ from ..peers.poller import Poller
 from ..store.client import Store
 from .failure_detector import BEAT, say
 from .store_session import newest, record_key
-
-log = logging.getLogger("fsdp_demo")
 
 AGAIN = 1.0  # seconds between two questions to somebody who is busy
 TO_CONNECT = 15.0  # seconds after which connections that do not stand are given up, and made again
@@ -394,9 +391,6 @@ class Following:
         self._caught_up = step
         self._become(self._record)
         self.base = self._record.base[self._record.members.index(self._me)]
-        log.info(
-            "this island goes on from step %d, and takes part from message %d on", step, self.base
-        )
 
     def over(self) -> None:
         """This island takes part from here on, and follows no more. In the network thread."""

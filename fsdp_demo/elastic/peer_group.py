@@ -362,10 +362,10 @@ class PeerGroup:
             return applied_at
         return self._driver.stopping.stop_with_all(applied_at, seconds)
 
-    def leave(self) -> None:
-        """Tell the others that this island goes on no more."""
+    def leave(self, stopped: bool = False) -> None:
+        """Tell the others that this island goes on no more, and whether it was told to stop."""
         if self._driver is not None:
-            self._driver.leave()
+            self._driver.leave(stopped)
 
     def expel(self, why: str) -> None:
         """This island has gone wrong and comes back as a newcomer: end its process, and save

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
 from ..rendezvous.island import TORN
+from ..rendezvous.topology import Topology
 from ..status import DECIDE, SAVED, leave, tell_launcher
 from .exchange import Exchange
 
@@ -42,6 +43,16 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
         log.error("%s", error)
     tell_launcher(rank, DECIDE)
     leave(DECIDE)
+
+
+def start_again(topology: Topology, command: str, status: int) -> str:
+    """How training goes on after this island has ended with `status`, for the log."""
+    who = "all islands "
+    if topology.islands == 1:
+        who = ""
+    elif status == SAVED and topology.elastic:  # the others may train on
+        who = "this island (and each other one that has ended) "
+    return f"start {who}again with: {command}"
 
 
 @contextmanager
@@ -123,7 +134,7 @@ class _Deadline:
             topology.name,
             topology.rank,
             topology.stop_timeout,
-            self.unfinished or f"step {exchange.step} still {verb}",
+            self.unfinished or f"step {exchange.step + 1} still {verb}",
         )
         tell_launcher(topology.rank, self.status)
         leave(self.status)
@@ -182,14 +193,9 @@ def _leave(
         deadline.end()
         if topology.rank == 0:
             done = "saved" if save is not None else "nothing was saved"
-            command = resume or "the same command"
             when = "to resume" if status == SAVED else "once that is mended"
-            who = "all islands "
-            if topology.islands == 1:
-                who = ""
-            elif status == SAVED and topology.elastic:  # the others may train on
-                who = "this island (and each other one that has ended) "
-            log.log(level, "%s: %s; %s, start %sagain with: %s", where, done, when, who, command)
+            again = start_again(topology, resume or "the same command", status)
+            log.log(level, "%s: %s; %s, %s", where, done, when, again)
             if save is not None and topology.islands > 1:
                 log.log(level, "%s: for the steps of the others see fsdp-demo inspect", where)
     except PeerLost as lost:

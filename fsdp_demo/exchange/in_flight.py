@@ -217,8 +217,7 @@ class InFlightQueue:
         )
         if failed:
             self.broken = True
-            lost = f"another rank of this island lost its peer at step {flight.step}"
-            raise error if error is not None else PeerLost(lost)
+            raise error or PeerLost("another rank of this island lost its peer")
         self.watch.hear(headers, int(stop))
         if rewritten:
             self.watch.warn_of_rewritten()
@@ -268,7 +267,7 @@ class InFlightQueue:
             flight = self.unsent.pop(0)
             log.info(
                 "the payload of step %d was under way when the state was saved: sent once more",
-                flight.step,
+                flight.step + 1,
             )
             self.sender.send_again(flight)
 

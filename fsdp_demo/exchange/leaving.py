@@ -286,7 +286,7 @@ class Departures:
             runtime.queue.note_unsent()
         alone = together or peers is None or len(peers.alive) == 1
         if peers is not None:
-            peers.leave()
+            peers.leave(stopped)
         if alone and topology.rank == 0:
             self._presence.end("left")
 

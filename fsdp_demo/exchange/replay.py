@@ -65,7 +65,7 @@ def join(
     if runtime.peers is not None:
         runtime.peers.digest = runtime.config.digest()
     log.info(
-        "%s: the run is under way: this island goes on with the state that the others have now",
+        "%s: the run is under way: this island joins it, with the state that the others have now",
         runtime.topology.name,
     )
     while True:
@@ -83,13 +83,15 @@ def join(
     if following is not None:
         following.caught_up(runtime.step)
         log.info(
-            "%s: step %d from a snapshot, %s made up for, %.1f MiB fetched",
+            "%s goes on from step %d, and takes part from message %d on: step %d from a snapshot, "
+            "%s made up for, %.1f MiB fetched",
             runtime.topology.name,
+            runtime.step,
+            following.base,
             stand.step,
             counted(taken, "step"),
             following.fetched / 2**20,
         )
-    log.info("%s goes on from step %d", runtime.topology.name, runtime.step)
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:

@@ -162,7 +162,7 @@ def _drop(queue: InFlightQueue, apart: bool) -> None:
             "(fsdp-demo inspect shows them)"
         )
     if queue.flights:
-        steps = [f.step for f in queue.flights]
+        steps = [f.step + 1 for f in queue.flights]
         log.warning(
             "payloads of steps %s were under way when the state was saved, not all islands have "
             "them: dropped",

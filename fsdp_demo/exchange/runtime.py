@@ -191,9 +191,9 @@ class StepRuntime:
         self.check_usable()
         if self.acted == self.step:
             raise RuntimeError(
-                f"step {self.step} was begun again, after its optimizer had failed: its gradients "
-                "were exchanged, and are not sent twice. End this island, and resume from a "
-                f"checkpoint{see('step-failed')}"
+                f"step {self.step + 1} was begun again, after its optimizer had failed: its "
+                "gradients were exchanged, and are not sent twice. End this island, and resume "
+                f"from a checkpoint{see('step-failed')}"
             )
         if self.ahead is not None:
             with torch.no_grad():
@@ -285,8 +285,8 @@ class StepRuntime:
         if self.hooks.partial:
             of = len(self.host.optimizers)
             raise RuntimeError(
-                f"skip() in step {self.step}, when {self.hooks.partial} of {of} optimizers have "
-                "stepped"
+                f"skip() in step {self.step + 1}, when {self.hooks.partial} of {of} optimizers "
+                "have stepped"
             )
         self.status.skipping = True
         try:

@@ -337,7 +337,7 @@ class Pulse:
         self._beat: Job = lambda at: starting.beat(at, topology.island)
         self._each: list[Job] = [self._beat] if beats else []
         self._at = None if store is None else store.within(topology.question).under(prefix)
-        self._pause, self.silent = starting.BEAT, False
+        self._pause, self.silent, self._met = starting.BEAT, False, False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
         # a daemon thread inside torch when the interpreter ends can abort the process
@@ -347,6 +347,7 @@ class Pulse:
         """Stop the beats: from now on islands hear each other. An island that reaches none of them
         is answered through the store (`_train`).
         """
+        self._met = True
         if self._beat in self._each:
             self._each[self._each.index(self._beat)] = self._answer
 
@@ -406,10 +407,10 @@ class Pulse:
             job(self._at)
         except PeerLost as error:
             if not self.silent:
-                what = "%s; training goes on, but an island that is lost cannot come back" + see(
-                    "store-silent"
-                )
-                log.warning(what, str(error).partition(": start there")[0])
+                goes_on = "training goes on, but an island that is lost cannot come back"
+                then = goes_on if self._met else "this island has not met the others: it waits"
+                what = str(error).partition(": start there")[0]
+                log.warning("%s; %s%s", what, then, see("store-silent"))
             self._at, self.silent = None, True
             self._pause = min(max(2 * self._pause, 10.0), 60.0)
             return error

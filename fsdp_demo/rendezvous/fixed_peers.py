@@ -67,7 +67,7 @@ class MeshPeerGroup(PeerGroup):
         """
         raise PeerLost(why)
 
-    def leave(self) -> None:
+    def leave(self, stopped: bool = False) -> None:
         """Nobody goes on without this replica: there is nothing to tell."""
 
     def _finished(self, message: RoundMessage) -> Due:

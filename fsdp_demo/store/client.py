@@ -174,7 +174,12 @@ def connect(endpoint: str, limit: float, deadline: float, token: str = "") -> St
         ValueError: whoever answers is no such store, or has another token.
     """
     place, end = split_endpoint(endpoint), time.monotonic() + limit
-    reason = _why_out_of_reach(place.host, place.port, end)
+    absent = f"no store answers at ISLAND_ENDPOINT={endpoint}"
+    cure = (
+        f"start there `fsdp-demo store --bind {join_address(place.host, place.port)}` and check "
+        "that this port is open"
+    )
+    reason = _why_out_of_reach(place.host, place.port, end, absent, cure)
     if not reason:
         store = StoreClient(endpoint, token, deadline)
         try:
@@ -189,16 +194,12 @@ def connect(endpoint: str, limit: float, deadline: float, token: str = "") -> St
         except BaseException:
             store.close()
             raise
-    raise StoreSilent(
-        f"no store answers at ISLAND_ENDPOINT={endpoint} after {limit:g} s: start there `fsdp-demo "
-        f"store --bind {join_address(place.host, place.port)}` and check that this port is open "
-        f"({reason}){see('no-store')}"
-    )
+    raise StoreSilent(f"{absent} after {limit:g} s: {cure} ({reason}){see('no-store')}")
 
 
-def _why_out_of_reach(host: str, port: int, end: float) -> str:
-    """Wait until somebody listens there; why nobody does, "" if somebody does. ZeroMQ says nothing
-    of names that are not known.
+def _why_out_of_reach(host: str, port: int, end: float, absent: str, cure: str) -> str:
+    """Wait until somebody listens there, and warn once with `absent` and `cure`; why nobody does,
+    "" if somebody does. ZeroMQ says nothing of names that are not known.
     """
     notice = time.monotonic() + NOTICE
     while True:
@@ -211,12 +212,9 @@ def _why_out_of_reach(host: str, port: int, end: float) -> str:
                 return first_line(error)
             if time.monotonic() >= notice:
                 notice = math.inf
-                log.warning(
-                    "no store answers at %s (%s); this rank waits for it, for %.0f s more",
-                    join_address(host, port),
-                    first_line(error),
-                    left,
-                )
+                then = f"If none comes, {cure}{see('no-store')}"
+                waits = f"this rank waits for it, for {left:.0f} s more. {then}"
+                log.warning("%s so far (%s): %s", absent, first_line(error), waits)
         time.sleep(0.2)
 
 

@@ -203,7 +203,7 @@ def test_resharding_drops_messages_in_flight(
     (flight,) = saved[0][0].state["in_flight"]
     with caplog.at_level(logging.INFO, "fsdp_demo"):
         new = moved(saved, after, conf, tmp_path)
-    assert "messages in flight (steps [11]) are dropped" in caplog.text
+    assert "messages in flight (steps [12]) are dropped" in caplog.text
     for rank in (r for island in new for r in island):
         assert rank.state["in_flight"] == [] and "history" not in rank.state
         assert all(rank.state["last"][channel] == -1 for channel in flight["parts"])

@@ -119,6 +119,7 @@ def test_returning_island_keeps_own_moments(run_ranks, case: str) -> None:
     own, said = comes_back(run_ranks, case)
     assert own == (case == "diloco")
     assert len(said) == 2 and "go on from checkpoint-4" in said[0], said
+    assert "goes on from step" in said[1] and "takes part from message" in said[1]
     assert "from a snapshot" in said[1]
 
 

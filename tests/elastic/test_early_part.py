@@ -279,6 +279,38 @@ def test_early_part_beyond_its_size_is_refused(run_ranks) -> None:
     alone(run_ranks, run)
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_leave_is_no_loss_in_the_log_of_the_others(run_ranks, stopped: bool) -> None:
+    """The others log of an island that was stopped in order that it has left, and of one that
+    could not go on that it is lost.
+    """
+
+    def run() -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+        of = Islands(2)
+
+        def fn(line: Any) -> None:
+            message(line, 0, True)
+            if line.slot == 1:
+                line.leave(stopped)
+                return
+            while 1 in line.alive:
+                time.sleep(0.01)
+            while not any("training goes on" in text for text in said):
+                time.sleep(0.01)
+
+        of.run(fn)
+        return said
+
+    how, why = ("has left", "it was stopped") if stopped else ("is lost", "it has ended")
+    told, record = (t for t in alone(run_ranks, run) if t.startswith(("island 1", "epoch 1")))
+    assert told == f"island 1 (island1) {how}: {why}"
+    assert record.startswith(f"epoch 1: island 1 (island1) {how}, training goes on with island 0")
+
+
 def test_leave_logs_no_loss_of_the_others(run_ranks) -> None:
     """An island that has left logs no loss of the others: they close their connections while it
     still saves.

@@ -257,8 +257,12 @@ def test_log_run_status_counts_islands() -> None:
 
 
 def test_log_run_status_of_a_finished_run() -> None:
-    """The islands of a finished run have ended; in a run under way their listener is silent."""
+    """The islands of a finished run have ended, and those that were stopped can be started again;
+    in a run under way their listener is silent.
+    """
     members = [{"slot": 0, "life": 0, "silent": True}]
     found = {"run": "a", "attempt": "0", "state": "finished", "epoch": 1, "members": members}
     assert "island 0: has ended with the run" in during_run.status_text(found)
     assert "does not answer" in during_run.status_text(found | {"state": "members"})
+    stopped = during_run.status_text(found | {"state": "left"})
+    assert "island 0: has ended before the end of the run, and can be started again" in stopped

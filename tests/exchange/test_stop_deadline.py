@@ -55,7 +55,7 @@ def told(me: Any, strike: str) -> None:
         ("comes", [75, 75], "saved; to resume, start again with"),
         ("hangs", [75, 75], "another rank of the island did not come to it"),
         ("dies", [75, -signal.SIGKILL], "nothing was saved: a rank of this island is gone"),
-        ("stands", [75, 75], "step 3 still is under way: it ends, and nothing is saved"),
+        ("stands", [75, 75], "step 4 still is under way: it ends, and nothing is saved"),
     ],
 )
 def test_stop_ends_within_island_stop(

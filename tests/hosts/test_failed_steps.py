@@ -205,7 +205,7 @@ def test_failed_step_begun_again_sends_nothing_twice() -> None:
         net.loss(0).backward()
         runtime = exchange._runtime
         if runtime.before():
-            with pytest.raises(RuntimeError, match="step 0 was begun again.*not sent twice"):
+            with pytest.raises(RuntimeError, match="step 1 was begun again.*not sent twice"):
                 runtime.before()
         else:
             assert config in DELTAS.values() and not runtime.before()

@@ -179,16 +179,27 @@ class Late(TrainerCallback):
 
 
 def test_trainer_sigterm_during_exchange(run_ranks):
-    """An island that gets SIGTERM in an exchange saves and leaves, and the others train on."""
+    """An island that gets SIGTERM in an exchange saves and leaves, and the others train on. Its log
+    ends with how to resume, and with the status.
+    """
 
     def work(rank):
+        handler, lines = logging.Handler(), []
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("fsdp_demo").addHandler(handler)
         try:
             made(rank, [Late(rank)], max_steps=9, save_steps=100).train()
         except SystemExit as end:
-            return end.code, script.whole_steps(own(rank))
-        return None, script.whole_steps(own(rank))
+            return end.code, script.whole_steps(own(rank)), lines
+        return None, script.whole_steps(own(rank)), lines
 
-    assert run_ranks(work, islands=2, procs=1) == [(75, [4]), (None, [9])]
+    zero, one = run_ranks(work, islands=2, procs=1)
+    assert (zero[:2], one[:2]) == ((75, [4]), (None, [9]))
+    (line,) = (line for line in zero[2] if "to resume" in line)
+    assert line == zero[2][-1] and "checkpoint-4; to resume, start this island (and each" in line
+    assert line.endswith("resume_from_checkpoint=True (auto). It ends with status 75")
+    assert any("has left: it was stopped" in line for line in one[2])
+    assert not any("to resume" in line for line in one[2])
 
 
 @pytest.mark.parametrize("full", [False, True])

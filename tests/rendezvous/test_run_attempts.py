@@ -500,7 +500,7 @@ def test_connect_failure_leaves_no_thread(run_ranks, everywhere: Any) -> None:
 
 def test_attempt_silent_store_is_said_once(run_ranks, run) -> None:
     """A store that stops answering is said once: the thread of the attempt tries again, and a job
-    waits no longer than it may.
+    waits no longer than it may. Training goes on only where the islands have met.
     """
 
     def fn(me: Any) -> list[str]:
@@ -520,10 +520,14 @@ def test_attempt_silent_store_is_said_once(run_ranks, run) -> None:
         done = [pulse.ask(silent, 5.0), pulse.ask(silent, 5.0)]
         assert done == [False, False]
         assert pulse.ask(lambda at: None, 5.0) and not pulse.silent
+        pulse.quiet()  # as when the islands have met
+        assert not pulse.ask(silent, 5.0)
         return lines
 
     (lines,) = run_ranks(fn, 1, 1, env={**run, "ISLAND_COUNT": "2"})
-    assert len([line for line in lines if "does not answer; training goes on" in line]) == 1
+    before, after = (line for line in lines if "does not answer" in line)
+    assert "does not answer; this island has not met the others: it waits" in before
+    assert "does not answer; training goes on" in after
 
 
 # ---- islands that come and go, and attempts ----------------------------------------------------

@@ -684,4 +684,6 @@ def test_store_absent_is_told_while_it_is_waited_for(
         with pytest.raises(StoreSilent, match="no store answers"):
             connect(endpoint, 1.2, 1.0)
     (line,) = [r.getMessage() for r in caplog.records]
-    assert line.startswith(f"no store answers at {endpoint} (") and "this rank waits" in line
+    assert line.startswith(f"no store answers at ISLAND_ENDPOINT={endpoint} so far (")
+    assert "this rank waits" in line and f"fsdp-demo store --bind {endpoint}" in line
+    assert line.endswith("(docs/troubleshooting.md#no-store)")

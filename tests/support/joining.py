@@ -45,6 +45,7 @@ class Record:
     """
 
     wanted = follows = True
+    feeding = False  # it notes messages by itself
 
     def __init__(self, exchange: Any, brings: dict[str, str] | None = None):
         self.brings = brings or {}
@@ -76,12 +77,6 @@ class Record:
 
         line.exchange, line.all_gather = exchanged, gathered
 
-    def launching(self, message: Any) -> None:
-        """Nothing: a message is noted when it has come."""
-
-    def message(self, n: int, arrived: ReceivedMessage, coded: Any = ()) -> None:
-        """Nothing: `exchange` of the line notes it."""
-
     def hand(self, snapshot: DonorSnapshot, under_way: list[Future[ReceivedMessage]]) -> None:
         self.snapshots[snapshot.head.stand.step] = (
             [part.clone() for part in snapshot.pack()],
@@ -112,7 +107,7 @@ class Fed:
     brought: what it has.
     """
 
-    fetched = 0
+    fetched, base = 0, 0
 
     def __init__(self, record: Record, step: int, until: int | None = None):
         self.record, self.until, self.at = record, until, step

@@ -27,8 +27,9 @@ from ...config.load import changed, load_config
 from ...config.schema import ExchangeConfig
 from ...errors import Mismatch, PeerLost, WireError
 from ...exchange.exchange import Exchange
+from ...exchange.guard import start_again
 from ...rendezvous.topology import Topology
-from ...status import SAVED, tell_launcher
+from ...status import DECIDE, SAVED, tell_launcher
 from .beginning import Beginning, refuse_elsewhere
 from .session import Session
 from .setup import (
@@ -210,7 +211,7 @@ class ExchangeCallback(TrainerCallback):
                 self._lost(trainer, error)
                 raise
         if self._stops.left:
-            self._stops.leave(trainer.args.process_index)
+            self._stops.leave(trainer.args.process_index, self._to_resume(trainer, SAVED))
         return result
 
     def _lost(self, trainer: Trainer, error: PeerLost | WireError) -> None:
@@ -223,15 +224,20 @@ class ExchangeCallback(TrainerCallback):
         self._stops.unsaved = False
         if self._session is not None:
             self._session.save_lost()
-        last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
-        self._warn(
-            f"the last checkpoint here is {last}; start all islands again with "
-            "resume_from_checkpoint=True (auto)"
-        )
+        self._warn(self._to_resume(trainer, DECIDE if isinstance(error, Mismatch) else SAVED))
         if isinstance(error, PeerLost):
             error.unsaved = self._stops.unsaved
         if not isinstance(error, Mismatch) and not self._stops.unsaved:
             tell_launcher(trainer.args.process_index, SAVED)
+
+    def _to_resume(self, trainer: Trainer, status: int) -> str:
+        """What is saved, and how training goes on after `status`; empty where nothing is logged."""
+        if trainer.args.process_index != 0:
+            return ""  # it may lack the folder
+        last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
+        command = "the same command, with resume_from_checkpoint=True (auto)"
+        again = start_again(self._topology, command, status)
+        return f"the last checkpoint here is {last}; to resume, {again}"
 
     def _in_session(
         self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any

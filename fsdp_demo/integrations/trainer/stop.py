@@ -88,11 +88,11 @@ class Stops:
             self.left = True
             exchange.leave(stopped=True)
 
-    def leave(self, rank: int) -> None:
+    def leave(self, rank: int, to_resume: str) -> None:
         """End the process as a plain loop does under `guard`; launchers hear that it can go on.
 
         Args:
-            rank: inside the island.
+            rank: inside the island. to_resume: how training goes on, for the log.
 
         Raises:
             SystemExit: with status 75; with 1 where the last save has failed.
@@ -100,6 +100,7 @@ class Stops:
         if self.unsaved:
             self._warn("its last save failed (above: why): free the disk, then start it again")
             raise SystemExit(1)
+        self._warn(f"{to_resume}. It ends with status {SAVED}")
         tell_launcher(rank, SAVED)
         raise SystemExit(SAVED)
 
