@@ -12,11 +12,4 @@ from .checkpoints import advance
 from .node_mesh import installed, shard_within_node, topology
 from .zero_params import ZeroHost
 
-__all__ = [
-    "ZeroHost",
-    "advance",
-    "attach",
-    "installed",
-    "shard_within_node",
-    "topology",
-]
+__all__ = ["ZeroHost", "advance", "attach", "installed", "shard_within_node", "topology"]

@@ -132,10 +132,7 @@ def _together(
 
 def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, Any]:
     """Configuration and choice as JSON values; `read` is the inverse."""
-    return {
-        "config": config.to_dict(),
-        "auto_choice": None if choice is None else choice.to_dict(),
-    }
+    return {"config": config.to_dict(), "auto_choice": None if choice is None else choice.to_dict()}
 
 
 def tell(topology: Topology, config: ExchangeConfig, choice: AutoChoice | None = None) -> None:

@@ -313,11 +313,7 @@ def _note(
 
 APPLIERS: dict[
     str, Callable[[LocalChannel, DecodedMean | None, Arrival], tuple[float, float] | None]
-] = {
-    "gradient": as_gradient,
-    "outer_step": outer,
-    "replace": replace,
-}
+] = {"gradient": as_gradient, "outer_step": outer, "replace": replace}
 """The function that applies a mean (transform domain; None on a copy that only receives), by
 `applier.acts_as`. It returns the squared norms of the parameters' change and of the mean, where
 these are compared, else None."""

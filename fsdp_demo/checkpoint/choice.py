@@ -170,10 +170,7 @@ def _step(held: HeldCheckpoint) -> int:
 
 
 def choose(
-    names: Sequence[str],
-    held: Held,
-    how: str,
-    slots: Sequence[int] | None = None,
+    names: Sequence[str], held: Held, how: str, slots: Sequence[int] | None = None
 ) -> list[HeldCheckpoint | None] | None:
     """The state from which each island goes on; None for one that takes over from the others. None
     in all where nobody holds any.

@@ -160,9 +160,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _plans(
-    args: argparse.Namespace,
-    situations: list[Situation],
-    chosen: list[ExchangeConfig | str] | None,
+    args: argparse.Namespace, situations: list[Situation], chosen: list[ExchangeConfig | str] | None
 ) -> None:
     """Print the plan of each situation, and write the recommendation of one where it is wanted."""
     from ..tools.planner import choose, plan_rows, show

@@ -247,11 +247,7 @@ class Starter:
             lambda record: expelled(place, record),
         )
         driver.join_server = self.join_server = JoinServer(
-            self.poller,
-            meeting.prefix,
-            meeting.address,
-            driver,
-            place.names,
+            self.poller, meeting.prefix, meeting.address, driver, place.names
         )
         self.peers.drive(driver, max((len(w) for w in connections.values()), default=1))
 

@@ -30,14 +30,7 @@ from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
-from ..peers.join_messages import (
-    DonorSnapshot,
-    JoinConnections,
-    Request,
-    Tick,
-    packed,
-    to_bytes,
-)
+from ..peers.join_messages import DonorSnapshot, JoinConnections, Request, Tick, packed, to_bytes
 from ..peers.poller import Poller
 from ..peers.zeromq import bound
 from .chunks import most_streams
@@ -107,12 +100,7 @@ class JoinServer:
     """
 
     def __init__(
-        self,
-        poller: Poller,
-        prefix: str,
-        address: str,
-        loop: NetworkLoop,
-        names: dict[int, str],
+        self, poller: Poller, prefix: str, address: str, loop: NetworkLoop, names: dict[int, str]
     ):
         self._poller, self._prefix, self._address = poller, prefix, address
         self.loop, self._names = loop, names

@@ -55,11 +55,7 @@ class NetworkLoop:
     """
 
     def __init__(
-        self,
-        poller: Poller,
-        machine: Rank,
-        detector: FailureDetector,
-        labels: Callable[[int], str],
+        self, poller: Poller, machine: Rank, detector: FailureDetector, labels: Callable[[int], str]
     ):
         self._poller, self.machine, self.detector, self.labels = poller, machine, detector, labels
         self._jobs: deque[Callable[[], None]] = deque()

@@ -24,13 +24,7 @@ from ..errors import PeerLost, StoreSilent
 from ..files import from_json, to_json
 from ..membership import protocol_events
 from ..membership.protocol_events import Event
-from ..membership.protocol_types import (
-    Member,
-    Record,
-    Report,
-    read_record,
-    record_text,
-)
+from ..membership.protocol_types import Member, Record, Report, read_record, record_text
 from ..store.client import Store
 
 log = logging.getLogger("fsdp_demo")

@@ -59,11 +59,7 @@ class InFlightQueue:
     """
 
     def __init__(
-        self,
-        connections: ExchangeConnections,
-        device: torch.device,
-        islands: int,
-        speaks: bool,
+        self, connections: ExchangeConnections, device: torch.device, islands: int, speaks: bool
     ):
         self.device = device
         self.connections = connections

@@ -27,17 +27,7 @@ from ..config.channel import Channel
 from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
 from ..peers.collectives import ReceivedMessage, legs
-from ..peers.header import (
-    COUNTED,
-    EARLY,
-    FAR,
-    HEADER,
-    LEAVING,
-    NOT_FINITE,
-    SKIPPED,
-    STOP,
-    Header,
-)
+from ..peers.header import COUNTED, EARLY, FAR, HEADER, LEAVING, NOT_FINITE, SKIPPED, STOP, Header
 from ..rendezvous.island import IslandGroup
 from .watch import give_up
 

@@ -240,11 +240,7 @@ class Readings:
         meter, seen, island = self._meter, self._queue.watch, self._runtime.island
         known = not math.isnan(seen.loss)
         sent, received, tokens, losses, ranks = island.sum(
-            meter.bytes_sent,
-            meter.bytes_received,
-            self.tokens,
-            seen.loss if known else 0.0,
-            known,
+            meter.bytes_sent, meter.bytes_received, self.tokens, seen.loss if known else 0.0, known
         )
         waited, count, left_out, far = island.max(
             meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far

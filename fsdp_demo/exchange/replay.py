@@ -44,11 +44,7 @@ def newcomer(runtime: StepRuntime) -> bool:
     return runtime.island.any(mine) if runtime.island.position.num_copies > active_copies else mine
 
 
-def join(
-    runtime: StepRuntime,
-    model: torch.nn.Module | None,
-    told: Mapping[str, Any],
-) -> None:
+def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
     """Start from a donor's snapshot and repeat its steps since. All ranks of the island call it
     together, with the engine's step hooks paused.
 
@@ -99,8 +95,7 @@ def _follow_another(runtime: StepRuntime, following: Following | None, error: Pe
     name = runtime.topology.name
     log.warning("%s: %s: another island is asked for its state", name, error)
     runtime.island.together(
-        following.another if following is not None else lambda: None,
-        f"{name}: another donor",
+        following.another if following is not None else lambda: None, f"{name}: another donor"
     )
     resume.forget(runtime)
     runtime.queue.broken = False

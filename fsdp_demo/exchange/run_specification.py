@@ -40,12 +40,7 @@ def specification(
     config: ExchangeConfig, host: TrainingHost, told: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The facts that all islands compare before the first step, flat. told: further ones."""
-    return {
-        **told,
-        **machine(host.device),
-        **optimizers(host),
-        **_flat(config.to_dict()),
-    }
+    return {**told, **machine(host.device), **optimizers(host), **_flat(config.to_dict())}
 
 
 def _flat(node: Any, prefix: str = "config") -> dict[str, Any]:

@@ -65,10 +65,7 @@ def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
 
 
 def expected(
-    runtime: StepRuntime,
-    model: torch.nn.Module | None,
-    told: Mapping[str, Any],
-    data: Tensor,
+    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any], data: Tensor
 ) -> tuple[DonorPosition, Listed]:
     """The position of a snapshot's donor, and the list of its tensors, from its head `data`, uint8
     [n], which is compared with the run of this rank.

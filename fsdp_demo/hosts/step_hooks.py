@@ -32,10 +32,7 @@ class StepHooks(ABC):
     """
 
     def __init__(
-        self,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        gradients: Callable[[], bool],
+        self, before: Callable[[], bool], after: Callable[[], None], gradients: Callable[[], bool]
     ):
         self._run_before, self._run_after, self._gradients = before, after, gradients
         self._off = 0

@@ -278,13 +278,7 @@ class JoinConnections:
     listens: bool
 
     def __init__(
-        self,
-        poller: Poller,
-        prefix: str,
-        peer_group: int,
-        me: Member,
-        member: Member,
-        count: int,
+        self, poller: Poller, prefix: str, peer_group: int, me: Member, member: Member, count: int
     ):
         def greeting(k: str, sender: Member, receiver: Member) -> bytes:
             text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"

@@ -88,9 +88,7 @@ class Rendezvous:
         topology = self._topology
         if topology.rank == 0:
             environment.warn_of_open(
-                split_endpoint(topology.endpoint),
-                topology.address,
-                topology.token,
+                split_endpoint(topology.endpoint), topology.address, topology.token
             )
         store = topology.open_store()
         store.deadline = topology.timeout

@@ -166,11 +166,7 @@ def _from_first(topology: Replica, decide: Callable[[], Taken]) -> Taken:
     return cast(Taken, told)
 
 
-_ERRORS: dict[str, type[Exception]] = {
-    "finished": Finished,
-    "lost": PeerLost,
-    "wrong": ValueError,
-}
+_ERRORS: dict[str, type[Exception]] = {"finished": Finished, "lost": PeerLost, "wrong": ValueError}
 """What rank 0 tells the other ranks of an error: the first of these that it is."""
 
 

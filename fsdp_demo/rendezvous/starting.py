@@ -117,11 +117,7 @@ def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
 
 
 def wait_for(
-    at: Store,
-    place: Replica,
-    islands: Sequence[int],
-    heard: Callable[[int], str],
-    more: str = "",
+    at: Store, place: Replica, islands: Sequence[int], heard: Callable[[int], str], more: str = ""
 ) -> None:
     """Wait until all these islands have left a note; the log names those that are missing.
 

@@ -238,10 +238,7 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
             else transformers.AutoModelForCausalLM.from_config(config)
         )
     model.tie_weights()
-    tensors = _untied(
-        model,
-        outer_tensors(chosen.kind, chosen.parts),
-    )
+    tensors = _untied(model, outer_tensors(chosen.kind, chosen.parts))
     foreign = sorted(set(tensors) - set(model.state_dict()))
     if foreign:
         raise ValueError(

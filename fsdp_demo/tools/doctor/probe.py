@@ -303,7 +303,4 @@ def lost(before: Sequence[Counted], after: Sequence[Counted]) -> dict[str, objec
         return {}
     packets = sum(b.packets - a.packets for a, b in zip(before, after, strict=True))
     again = sum(b.again - a.again for a, b in zip(before, after, strict=True))
-    return {
-        "loss": again / packets if packets > 0 else 0.0,
-        "mtu": min(b.mtu for b in after),
-    }
+    return {"loss": again / packets if packets > 0 else 0.0, "mtu": min(b.mtu for b in after)}

@@ -13,16 +13,7 @@ from ...errors import size
 from ...runlog.files import Run
 from .figures import curve, far_apart, marks, still, still_everywhere, timeline_rows
 
-COLOURS = (
-    "#0b6e99",
-    "#c2570c",
-    "#2a7d3f",
-    "#a63d97",
-    "#b3261e",
-    "#6b6f00",
-    "#5151cf",
-    "#7a4b2b",
-)
+COLOURS = ("#0b6e99", "#c2570c", "#2a7d3f", "#a63d97", "#b3261e", "#6b6f00", "#5151cf", "#7a4b2b")
 TEXT, GRID, STILL = "#5a6775", "#e3e8ee", "#1c2733"
 BY_NAME = {
     **{colour: f"var(--c{n})" for n, colour in enumerate(COLOURS)},
