@@ -256,7 +256,8 @@ def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
     """The beginning of a line; empty where no batch was told."""
     if len(batch) != 2:
         return ""
-    world, islands = runtime.topology.world, runtime.topology.count
+    world, peers = runtime.topology.world, runtime.peers
+    islands = runtime.topology.count if peers is None else len(peers.alive)
     here = batch[0] * batch[1] * world
     factors = f"{batch[0]} x {batch[1]} accumulation x {counted(world, 'rank')}"
     if runtime.rows_differ:
