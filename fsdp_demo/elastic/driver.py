@@ -98,7 +98,7 @@ class Driver(NetworkLoop):
 
     def leave(self, stopped: bool = False) -> None:
         """Tell the others that this island goes on no more, and whether it was `stopped` in order
-        on all its ranks; they settle what is open without waiting for a timer.
+        on all its ranks; they settle without waiting for a timer. This is said at the return.
         """
         self._let_land()
 
@@ -108,6 +108,7 @@ class Driver(NetworkLoop):
             self._left = True
 
         self.do(job)
+        self._wait(lambda: self._closed or (self._left and self._is_said()), LAST_WORD)
 
     def expel(self, why: str) -> None:
         """End this island as one that the others have expelled. In the network thread."""

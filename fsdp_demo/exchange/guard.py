@@ -47,12 +47,11 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
 
 def start_again(topology: Topology, command: str, status: int) -> str:
     """How training goes on after this island has ended with `status`, for the log."""
-    who = "all islands "
     if topology.islands == 1:
-        who = ""
-    elif status == SAVED and topology.elastic:  # the others may train on
-        who = "this island (and each other one that has ended) "
-    return f"start {who}again with: {command}"
+        return f"start again with: {command}"
+    apart = status == SAVED and topology.elastic  # the others may train on
+    who = "this island (and each other one that has ended)" if apart else "all islands"
+    return f"start {who} again with: {command}"
 
 
 @contextmanager

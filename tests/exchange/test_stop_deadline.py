@@ -69,3 +69,37 @@ def test_stop_ends_within_island_stop(
     whole = tmp_path.glob("*/checkpoint-*/manifest.json")
     steps = sorted(int(p.parent.name.split("-")[1]) for p in whole)
     assert steps[0] == 2 and len(steps) == (2 if strike == "comes" else 1)
+
+
+def stopped_alone(me: Any, how: int) -> None:
+    """Two islands train; rank 1 of the second one gets the signal `how`. Nothing is saved, so the
+    process ends as soon as it has left.
+    """
+    logging.basicConfig(level=logging.INFO, force=True)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model)
+    with fsdp_demo.guard(exchange):
+        for t in range(100):
+            if t == 10 and (me.island, me.proc) == (1, 1):
+                os.kill(os.getpid(), how)
+            time.sleep(0.05)
+            backward(model, me.island, t)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "never"),
+    [(signal.SIGTERM, "has left", "is lost"), (signal.SIGKILL, "is lost", "has left")],
+)
+def test_stop_in_order_is_no_loss_for_the_others(
+    run_ranks: Any, how: int, says: str, never: str
+) -> None:
+    """The others log that an island has left where all its ranks were stopped, and that it is lost
+    where one of them was killed.
+    """
+    found = run_ranks(stopped_alone, 2, 2, args=(how,), check=False, timeout=60)
+    for log in (f.log for f in found[:2]):
+        assert f"island 1 (island1) {says}: " in log and f"island 1 (island1) {never}" not in log
+    assert f"epoch 1: island 1 (island1) {says}, training" in found[0].log
