@@ -35,6 +35,8 @@ def test_registry_names_and_functions_agree() -> None:
     )
     narrow = {name for name, form in names.FORMATS.items() if form.bits < 8}
     assert set(dense.BYTES) == narrow, "bytes of a value in BYTES of tests/oracles/dense.py"
+    one_scale = {name for name in formats.CODERS if names.FORMATS[name].bits > 2}
+    assert set(dense.LARGEST) == one_scale, "largest code in LARGEST of tests/oracles/dense.py"
     assert set(transform.MATRICES) == set(names.TRANSFORMS) - {"none"}
     by = {
         who: {name for name, chosen in names.SELECTIONS.items() if chosen.by == who}
