@@ -348,6 +348,7 @@ class Pulse:
             self._each[self._each.index(self._beat)] = self._answer
 
     def _answer(self, at: Store) -> None:
+        """Say to an island that asks in the store that this one trains, once for each question."""
         if (asked := at.get("asked")) != self._asked:
             self._asked = asked
             at.set(f"trains/{self._island}", asked)

@@ -195,14 +195,15 @@ def test_attempt_goes_on_where_an_island_is_cut_off(run_ranks, run, monkeypatch)
     there that the others train: it does not end their attempt, and joins it.
     """
 
-    def fn(me: Any) -> tuple[bool, str] | None:
-        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
-        if me.island == 1 and os.fork() == 0:  # its first life
-            step(attach())
-            os._exit(9)
+    def fn(me: Any) -> tuple[bool, str]:
         if me.island == 1:
+            assert threading.active_count() == 1  # a fork has no other threads
+            if os.fork() == 0:  # its first life
+                step(attach())
+                os._exit(9)
             assert os.wait()[1] == 9 << 8
             monkeypatch.setattr(attempts, "ask_join_server", lambda *_: None)  # nobody is reached
+        store = Topology.from_env().open_store().under(run["ISLAND_RUN"])
         exchange = attach()
         step(exchange)
         while me.island == 0 and not store.get("told"):
