@@ -126,7 +126,7 @@ class Streams:
         """
         wires, touched = self._connections[to][: message.num_connections], []
         first, rest = _cut(data.body)
-        with self._poller.changed:
+        with self._poller.lock:
             for i, part in enumerate([torch.cat([data.head, first]), *rest]):
                 wire = wires[i % len(wires)]
                 wire.post_send(Moving(self._poller, part), _number(message.n, piece))

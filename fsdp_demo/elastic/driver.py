@@ -157,16 +157,20 @@ class Driver(NetworkLoop):
         self.traffic.look()
         self._look_for_joins()
         self.stopping.look()
-        if not self.stopping.gave_up and (message := self._last) is not None:
-            waits = any(e.n == message.n and not e.delivered for e in self.machine.open)
-            if waits and self.stopping.abandoned(message.n):
-                self.stopping.give_up(message)
+        if self.stopping.together and not self.stopping.gave_up:
+            self._give_up_last()
         if stopped:
             self.detector.forgive(now)
         self._lose(self.detector.lost(now))
         longest = self.detector.dead + self.detector.meeting
         if self.machine.state == "frozen" and now - self._frozen_at > longest:
             self.fail(f"a change of members has not come to an end within {longest:g} s")
+
+    def _give_up_last(self) -> None:
+        message = self._last
+        if message is not None and self.stopping.abandoned(message.n):
+            if any(e.n == message.n and not e.delivered for e in self.machine.open):
+                self.stopping.give_up(message)
 
     def beat(self, now: float) -> None:
         """Say that this rank lives and how far it is, and look which peers stand."""
@@ -274,7 +278,7 @@ class Driver(NetworkLoop):
         donor = self.machine.rank == 0 and members[0] == self.machine.me
         if newcomer is not None and donor and newcomer.slot not in [m.slot for m in members]:
             self._step(protocol_events.JoinPlanned(newcomer))
-        newest = max((w.record for w in self.detector.wires), default=0)
+        newest = max([w.record for w in self.detector.wires], default=0)
         if newest > self.machine.record.epoch:
             self._fetch(self.machine.record.epoch + 1)
 

@@ -35,7 +35,7 @@ def say(poller: Poller, word: list[Any], wires: Iterable[PeerConnection]) -> Non
     """Send a short word, as JSON, over each of these connections."""
     data = bytearray(json.dumps(word, separators=(",", ":")).encode())
     for wire in wires:
-        with poller.changed:
+        with poller.lock:
             wire.post_note(QueuedPiece(poller, torch.frombuffer(data, dtype=torch.uint8)))
         poller.nudge(wire)
 
@@ -155,7 +155,7 @@ class FailureDetector:
         return [
             m
             for m in self.notes
-            if (unheard or m in self.next_of) and now - self._heard_at(m) > limit
+            if (unheard or m in self.next_of) and now - self._heard_at(self.of(m)) > limit
         ]
 
     def lost(self, now: float) -> dict[Member, str]:
@@ -163,18 +163,18 @@ class FailureDetector:
         found: dict[Member, str] = {}
         silent = False
         for member in self.notes:
-            if why := self._gone(member, now, bool(self.began)):
-                found[member] = why
-            elif any(w.gone for w in self.of(member)):
-                continue
-            elif now - self._heard_at(member) > (limit := self._silence(member)):
+            wires = self.of(member)
+            if gone := [w.gone for w in wires if w.gone]:
+                if self._counts_as_gone(member, now):
+                    found[member] = gone[0]
+            elif now - self._heard_at(wires) > (limit := self._silence(member)):
                 found[member], silent = f"silent for {limit:g} s", True
-            elif any(w.heard_at <= w.doubted < now - self.dead for w in self.of(member)):
+            elif any([w.heard_at <= w.doubted < now - self.dead for w in wires]):
                 found[member] = (
                     "what came from it could not be decrypted, and nothing came behind it for "
                     f"{self.dead:g} s: damaged on the way"
                 )
-            elif any(now - self._standing.get(w, now) > self.dead for w in self.of(member)):
+            elif any([now - self._standing.get(w, now) > self.dead for w in wires]):
                 found[member] = (
                     f"one of its connections has stood for {self.dead:g} s while others move"
                 )
@@ -195,17 +195,17 @@ class FailureDetector:
         """Whether the end of a connection waits for its reason."""
         return bool(self._ended)
 
-    def _gone(self, member: Member, now: float, waiting: bool) -> str:
-        """Why a peer's connections are gone, told a moment later, since its last word may come on
-        another one. Empty where the peer has announced its end and no message waits for it.
+    def _counts_as_gone(self, member: Member, now: float) -> bool:
+        """Whether a peer is lost whose connection is gone: a moment later, since its last word may
+        come on another one, and not where it has announced its end and no message waits for it.
         """
-        why = next((w.gone for w in self.of(member) if w.gone), "")
-        if not why or (member in self.leaving and not waiting):
-            return ""
-        return why if now >= self._ended.setdefault(member, now + SOON) else ""
+        if member in self.leaving and not self.began:
+            return False
+        return now >= self._ended.setdefault(member, now + SOON)
 
-    def _heard_at(self, member: Member) -> float:
-        return max(w.heard_at for w in self.of(member))
+    @staticmethod
+    def _heard_at(wires: Sequence[PeerConnection]) -> float:
+        return max([w.heard_at for w in wires])
 
     def patience_with(self, member: Member) -> float:
         """Seconds that a peer may stand."""

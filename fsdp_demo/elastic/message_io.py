@@ -263,7 +263,7 @@ class Traffic:
             if m not in self._detector.connections:  # lost meanwhile
                 wire.close(0)
                 continue
-            with self._poller.changed:
+            with self._poller.lock:
                 wire.renew(self._loop.machine.record.view)
             self._detector.connections[m].append(wire)
 
@@ -275,7 +275,7 @@ class Traffic:
         """A view begins: its frames pass from now on, and what others forward is waited for from
         them.
         """
-        with self._poller.changed:
+        with self._poller.lock:
             for wires in self._detector.connections.values():
                 for wire in wires:
                     wire.renew(record.view)

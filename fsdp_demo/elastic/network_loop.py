@@ -137,7 +137,6 @@ class NetworkLoop:
         if now - self._beat_at >= BEAT:
             self._beat_at = now
             self.beat(now)
-        self._poller.tell()  # other threads that wait look again
 
     def _has_failed(self, error: BaseException) -> None:
         why, regular = f"the network thread has failed: {error!r:.200}", self._closed

@@ -63,7 +63,7 @@ class Reached(JoinConnections):
 
         def job() -> None:
             for w in self.every:
-                with poller.changed:
+                with poller.lock:
                     w.gone = w.gone or "closed"
                 w.close(0)
 

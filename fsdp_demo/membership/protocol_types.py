@@ -83,7 +83,7 @@ class Settlement(NamedTuple):
     @property
     def owners(self) -> tuple[Member, ...]:
         """The contributors that exchange the message: each owns a part of the mean."""
-        return tuple(m for m in self.contributors if m not in self.early)
+        return tuple([m for m in self.contributors if m not in self.early])
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Record:
 
     def contributors(self, n: int) -> tuple[Member, ...]:
         """The members that take part in message n."""
-        return tuple(m for m, base in zip(self.members, self.base, strict=True) if base <= n)
+        return tuple([m for m, base in zip(self.members, self.base, strict=True) if base <= n])
 
     def default(self, n: int) -> Settlement:
         """How message n is settled if the record says nothing: all members that take part, in this

@@ -47,7 +47,7 @@ def put(poller: Poller, wire: PeerConnection, head: ItemHead, parts: Sequence[Te
     pieces = [torch.frombuffer(bytearray(to_json(head).encode()), dtype=torch.uint8)]
     for part in parts:
         pieces += part.split(LONGEST) if part.numel() else []
-    with poller.changed:
+    with poller.lock:
         for piece in pieces:
             wire.post_note(QueuedPiece(poller, piece))
     poller.nudge(wire)

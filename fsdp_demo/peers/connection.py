@@ -35,6 +35,7 @@ AT_ONCE, BRIEF, LONG = range(3)
 
 # plain numbers: those of an enum take five times as long, and every turn asks
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 NOT_THERE = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -52,29 +53,25 @@ class QueuedPiece:
 
     Attributes:
         size: bytes to send, or bytes of the room of a piece to come. came: bytes received.
-        view: the bytes; None until they have come, where they have no room here.
+        view: the bytes; None until they have come, where they have no room here. there: they have
+            come, or the library has them.
     """
 
     def __init__(self, poller: Any, data: Tensor | None):
         self._poller, self.came = poller, 0
         self.size = pieces.LARGEST if data is None else data.numel()
-        # it keeps the tensor: the library may read from it when nobody waits any more
+        # it keeps the tensor: the library reads from it when nobody waits any more
         self.view: Any = None if data is None else memoryview(memory(data)).cast("B")
-        self.tracker: Any = None  # of what the library reads from
         self.there = False
         self.error: Exception | None = None
 
-    @property
-    def handed(self) -> bool:
-        """Whether the library has it, and reads from it."""
-        return self.tracker is not None
-
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        return self.there or self.error is not None or (self.handed and self.tracker.done)
+        return self.there or self.error is not None
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until the piece is here, or until the memory of one that is sent may be reused.
+        """Wait until the piece is here, or is handed to the library, which may read from its memory
+        for as long as the connection stands.
 
         Raises:
             WireError: the piece that came is refused. RuntimeError: the peer is gone, or was silent
@@ -126,7 +123,6 @@ class PeerConnection:
         self.said = (0, 0)
         self.most: int | None = None
         self._queue: list[tuple[int, int, PieceHeader, QueuedPiece]] = []
-        self._lent: list[QueuedPiece] = []
         self._order, self._late = 0, dict[int, bool]()
         self._head: PieceHeader | None = None  # of a piece that is not read yet
         self._paced_until = 0.0
@@ -204,21 +200,16 @@ class PeerConnection:
             if (data := self.inbox.wait_for(number, piece)) is not None:
                 piece.fill(data, len(data))
             elif self.gone and (self.socket.closed or not self.stuck):
-                self.end(RuntimeError(self.gone), lost=True)
+                self.end(RuntimeError(self.gone))
         except WireError as error:
             piece.error, self.gone = error, str(error)
 
-    def end(self, error: Exception, lost: bool = False) -> None:
-        """End all waits with `error`. Where the connection is `lost`, pieces that the library has
-        count as sent: most likely they have arrived (the library tells late that it lets go), and
-        their memory is read no more.
-        """
-        for piece in self._lent:
-            piece.there = piece.there or lost
-        for piece in [*self.inbox.withdraw(), *(piece for *_, piece in self._queue), *self._lent]:
+    def end(self, error: Exception) -> None:
+        """End all waits with `error`. Pieces that the library has count as sent."""
+        for piece in [*self.inbox.withdraw(), *(piece for *_, piece in self._queue)]:
             if not piece.is_completed():
                 piece.error = error
-        self._queue, self._lent = [], []
+        self._queue = []
 
     @property
     def waiting(self) -> int:
@@ -252,9 +243,8 @@ class PeerConnection:
         if self.socket.closed or not self._theirs:
             return 0
         full = self.most is not None and len(self.notes) >= self.most
-        return POLLIN * (not self.stuck and not self.gone and not full) | POLLOUT * bool(
-            self._queue or self._hello
-        )
+        reads = self._head is None and not self.gone and not full
+        return POLLIN * reads | POLLOUT * bool(self._queue or self._hello)
 
     # ---- meeting -------------------------------------------------------------------------------
 
@@ -307,7 +297,7 @@ class PeerConnection:
         """Take what libzmq has to say of the connection: established, refused, closed."""
         with suppress(zmq.Again):
             while not self.monitor.closed:
-                message = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+                message = recv_monitor_message(self.monitor, NOBLOCK)
                 if not self.ready:
                     self._not_there(message["event"])
                 elif message["event"] & zmq.EVENT_DISCONNECTED and message["value"] == self._file:
@@ -321,7 +311,7 @@ class PeerConnection:
         waits end.
         """
         self._drain()
-        with self.poller.changed:
+        with self.poller.lock:
             self.gone = self.gone or reason
         self.settle()
 
@@ -329,8 +319,8 @@ class PeerConnection:
         """End the waits of a connection that is gone, after what is still there was read."""
         if self.stuck:
             self._drain()
-        with self.poller.changed:
-            self.end(RuntimeError(self.gone), lost=True)
+        with self.poller.lock:
+            self.end(RuntimeError(self.gone))
 
     def _drain(self) -> None:
         with suppress(WireError, zmq.ZMQError):
@@ -338,9 +328,9 @@ class PeerConnection:
                 pass
 
     def _refuse(self, error: WireError) -> None:
-        with self.poller.changed:
+        with self.poller.lock:
             self.gone = str(error)
-            self.end(error, lost=True)
+            self.end(error)
         self.close(0)
 
     def _take(self) -> bool:
@@ -348,7 +338,7 @@ class PeerConnection:
         for n in range(TURN):
             if self._head is None:
                 try:
-                    data = self.socket.recv(zmq.NOBLOCK)
+                    data = self.socket.recv(NOBLOCK)
                 except zmq.Again:
                     return n > 0
                 if not self.socket.get(zmq.RCVMORE):
@@ -382,7 +372,7 @@ class PeerConnection:
             self._fits(frame, len(data))
             self.notes.append(data)
             return True
-        with self.poller.changed:
+        with self.poller.lock:
             room: Any = self.inbox.place(frame)
         if room is NoRoom.LATER:
             return False
@@ -398,7 +388,7 @@ class PeerConnection:
             if isinstance(room, QueuedPiece):  # it waits in no list any more
                 room.error = WireError(str(error))
             raise
-        with self.poller.changed:
+        with self.poller.lock:
             if room is NoRoom.ASIDE:
                 room = self.inbox.keep(frame.number, data, frame.length)
             if isinstance(room, QueuedPiece):
@@ -415,28 +405,26 @@ class PeerConnection:
 
     def _give(self) -> None:
         """Hand pieces to the library until it takes no more."""
-        with suppress(zmq.Again):
-            if self._hello:
-                frame = PieceHeader(pieces.HELLO, self.inbox.epoch, 0, 0, len(self._hello))
-                self.socket.send_multipart([frame.pack(), self._hello], zmq.NOBLOCK)
+        if self._hello:
+            frame = PieceHeader(pieces.HELLO, self.inbox.epoch, 0, 0, len(self._hello))
+            with suppress(zmq.Again):
+                self.socket.send_multipart([frame.pack(), self._hello], NOBLOCK)
                 self._hello = b""
-            for _ in range(TURN):
-                with self.poller.changed:
-                    if not self._queue:
-                        return
-                    entry = heapq.heappop(self._queue)
-                _, _, frame, piece = entry
-                try:
-                    self.socket.send(
-                        frame._replace(record=self.said[0], landed=self.said[1]).pack(),
-                        zmq.NOBLOCK | zmq.SNDMORE,
-                    )
-                except zmq.Again:
-                    with self.poller.changed:
-                        heapq.heappush(self._queue, entry)
-                    raise
-                piece.tracker = self.socket.send(piece.view, zmq.NOBLOCK, copy=False, track=True)
-                self._lent = [lent for lent in self._lent if not lent.tracker.done] + [piece]
+        for _ in range(0 if self._hello else TURN):
+            with self.poller.lock:
+                if not self._queue:
+                    return
+                entry = heapq.heappop(self._queue)
+            _, _, frame, piece = entry
+            try:
+                head = PieceHeader(*frame[:5], *self.said)
+                self.socket.send(head.pack(), NOBLOCK | SNDMORE)
+            except zmq.Again:
+                with self.poller.lock:
+                    heapq.heappush(self._queue, entry)
+                return
+            self.socket.send(piece.view, NOBLOCK, copy=False)
+            piece.there = True
 
     def close(self, linger: float) -> None:
         """Close the sockets; what was handed over leaves within `linger` seconds, in the

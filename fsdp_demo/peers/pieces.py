@@ -59,8 +59,7 @@ class PieceHeader(NamedTuple):
 
     def pack(self) -> bytes:
         """The 36 bytes."""
-        kind, *rest = self
-        return FRAME.pack(MAGIC, VERSION, kind, 0, *rest)
+        return FRAME.pack(MAGIC, VERSION, self[0], 0, *self[1:])
 
 
 def read(data: bytes) -> PieceHeader:

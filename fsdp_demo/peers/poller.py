@@ -40,14 +40,16 @@ class Poller:
         keys: `curve.Keys`, or None.
 
     Attributes:
-        changed: lock of all that waits and is queued; told when something has moved. keys: as
-            given. context: of ZeroMQ. thread: the network thread. between: called in it after each
-            look at the sockets. pause: asked there for the seconds until the next look where
-            nothing wakes it. failed: called there with the error that has ended it.
+        lock: of all that waits and is queued. changed: the condition on this lock, told when
+            something has moved. keys: as given. context: of ZeroMQ. thread: the network thread.
+            between: called in it after each look at the sockets. pause: asked there for the seconds
+            until the next look where nothing wakes it. failed: called there with the error that has
+            ended it.
     """
 
     def __init__(self, keys: Any = None):
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # entered a hundred times in a step: a condition takes longer
+        self.changed = threading.Condition(self.lock)
         self.wires: list[PeerConnection] = []
         self.keys = keys
         self.context: Any = zmq.Context(io_threads=min(4, os.cpu_count() or 1))
@@ -116,7 +118,7 @@ class Poller:
 
     def forget(self, wire: PeerConnection) -> None:
         """Wait for a connection no more."""
-        with self.changed:
+        with self.lock:
             self.wires = [w for w in self.wires if w is not wire]
         for end in (wire.socket, wire.monitor):
             if end in self._owners:
@@ -150,7 +152,7 @@ class Poller:
     def post(self, job: Callable[[], T]) -> Future[T]:
         """`run` without waiting."""
         future: Future[T] = Future()
-        with self.changed:
+        with self.lock:
             if self.closed:
                 raise RuntimeError(CLOSED)
             self._jobs.append((job, future))
@@ -168,8 +170,7 @@ class Poller:
             left = end - time.monotonic()
             if left <= 0:
                 raise RuntimeError(f"nothing came for {seconds:g} s")
-            # nobody tells when the library lets go
-            self.wait_until(piece.is_completed, min(left, 0.001) if piece.handed else left)
+            self.wait_until(piece.is_completed, left)
 
     def wait_until(self, reached: Callable[[], bool], seconds: float) -> None:
         """Wait for what the network thread brings about, at most so long.
@@ -178,7 +179,7 @@ class Poller:
             RuntimeError: the connections were closed before.
         """
         end = time.monotonic() + seconds
-        with self.changed:
+        with self.lock:
             while not reached() and (left := end - time.monotonic()) > 0:
                 if self.closed:
                     raise RuntimeError(CLOSED)
@@ -186,7 +187,7 @@ class Poller:
 
     def post_recv(self, wire: PeerConnection, piece: QueuedPiece, number: int) -> None:
         """Wait on a connection for the next piece of a message."""
-        with self.changed:
+        with self.lock:
             wire.post_recv(piece, number)
             idle = not (wire.gone or wire.stuck)
         if not idle:
@@ -203,7 +204,7 @@ class Poller:
 
     def tell(self) -> None:
         """Let all who wait look again."""
-        with self.changed:
+        with self.lock:
             self.changed.notify_all()
             self._wake()
 
@@ -217,7 +218,7 @@ class Poller:
         """Close all connections; waits end with an error, what was handed over has `linger` seconds
         to leave.
         """
-        with self.changed:
+        with self.lock:
             if self.closed:
                 return
             self.closed, self._linger = True, linger
@@ -235,13 +236,15 @@ class Poller:
             while not self.closed:
                 self._turn(self.pause())
                 self.between()
+                with self.lock:
+                    self.changed.notify_all()
         except BaseException as error:
             self.failed(error)
         finally:
             self._shut()
 
     def _turn(self, seconds: float) -> None:
-        with self.changed:
+        with self.lock:
             for wire in self.wires:
                 self._want(wire)
         for end, events in self._poller.poll(min(math.ceil(1e3 * seconds), 10**9)):
@@ -252,8 +255,6 @@ class Poller:
                 wire.serve(0)
                 if wire.gone:
                     wire.settle()
-        with self.changed:
-            self.changed.notify_all()
         while self._jobs:
             self._do(*self._jobs.popleft())
 
@@ -280,7 +281,7 @@ class Poller:
 
     def _shut(self) -> None:
         """Close what there is, and let nobody wait any more."""
-        with self.changed:
+        with self.lock:
             self.closed = True
             for _, future in self._jobs:
                 future.set_exception(RuntimeError(CLOSED))

@@ -102,9 +102,9 @@ class GroupConnections:
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> QueuedPiece:
         """Send tensors[0] (uint8, on the CPU, contiguous, at most `frames.LARGEST` bytes) to `rank`
-        as the next piece of message `tag`. It must stay as it is until `wait` has returned."""
+        as the next piece of message `tag`. Its memory must stay as it is."""
         piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
-        with self._poller.changed:
+        with self._poller.lock:
             wire.post_send(piece, tag)
         self._poller.nudge(wire)
         return piece

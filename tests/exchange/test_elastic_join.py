@@ -131,7 +131,7 @@ def dies_as_a_donor(moment: str, died: Path) -> None:
     def half(poller: Any, wire: Any, head: bulk_stream.ItemHead, parts: Any) -> None:
         seen.append(head.item)
         if moment == head.item == "snapshot":
-            put(SimpleNamespace(changed=poller.changed, nudge=lambda wire: None), wire, head, parts)
+            put(SimpleNamespace(lock=poller.lock, nudge=lambda wire: None), wire, head, parts)
             wire._queue.pop()  # its last part
             poller.nudge(wire)
         else:
