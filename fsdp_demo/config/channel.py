@@ -33,7 +33,7 @@ class Phase:
             when the run starts for the first time, if its steps are known
             (`must_match={"steps": N}`); a phase without a step does not begin.
         accumulator: as of the channel; one that is there stays.
-        codec: as of the channel; `transform` and `select` stay what they are.
+        codec: as of the channel; `transform` stays, and so does whether `select` takes all values.
         feedback: as of the channel.
         reducer: as of the channel; `weight` stays.
         applier: as of the channel; rates, momentum and `sign` may change.

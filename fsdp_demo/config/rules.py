@@ -146,7 +146,8 @@ def _kept_in_phases(a: Channel, b: Channel) -> list[tuple[str, Any, Any]]:
     """The keys that no phase changes, with their values in two channels: how tensors lie, which of
     them are kept and what a message under way means depends on them.
     """
-    codec = ("transform", "select")
+    # blocks are cut alike for all selections of some of their values
+    codec = ("transform",) if a.codec.sparse == b.codec.sparse else ("transform", "select")
     applier = ("acts_as", "local_delta", "mix", "keep_steps", "own_share")
     keys = [("codec", k) for k in codec] + [("applier", k) for k in applier]
     keys.append(("reducer", "weight"))

@@ -186,6 +186,19 @@ def others(steps: int = LONG) -> dict[str, list[Cell]]:
     }
 
 
+def seeded(steps: int = LONG) -> list[Cell]:
+    """From the switch on 1 bit of values at positions that a seed chooses: what the positions of 90
+    values took pays for the signs of 700.
+    """
+
+    def cell(topk: int, lr: float = RATE) -> Cell:
+        late = phase(steps // 4, lr, select="random", topk=topk, value_dtype="1bit")
+        name = f" switch 0.25 then seeded k={topk}" + ("" if lr == RATE else f" outer {lr:g}")
+        return sign_loco(name, 6e-3, steps=steps, **{"delta.later": [late]})
+
+    return [at(c, steps, 96) for c in (cell(700), cell(700, 1.0), cell(1400))]
+
+
 def fewer_bytes(steps: int = LONG) -> list[Cell]:
     """Fewer values from the switch on, and longer rounds."""
     cells = [

@@ -170,3 +170,23 @@ def test_phase_memory_of_larger_one() -> None:
     assert first == late == both == 8.0
     delayed = preset("sign_loco", switch=100, **{"schedule.delay": 2})
     assert plan_memory(delayed, shape, islands=2).per_parameter("device_state") == 12.0
+
+
+def test_phase_positions_by_seed(run_ranks: Any) -> None:
+    """From top-k to positions that a seed chooses: of all values both send the same."""
+
+    def run(me: Any) -> torch.Tensor:
+        trained = []
+        for select in ("topk", "random"):
+            codec = {"select": select, "topk": 4096, "value_dtype": "fp32"}
+            late = {"begin": 4, "codec": codec, "accumulator": {"beta": 1.0}}
+            late |= {"feedback": "subtract", "applier": {"acts_as": "outer_step", "lr": 1.5}}
+            exchange, model, optimizer = begun(None, steps=None, **{"delta.later": [late]})
+            train(exchange, model, optimizer, me.island, 9)
+            assert exchange.channels[0].channel.codec.select == select
+            exchange.detach()
+            trained.append(model.weight.detach())
+        return torch.stack(trained)
+
+    for chosen, seeded in run_ranks(run, 2, 1):
+        assert torch.equal(chosen, seeded)
