@@ -13,8 +13,9 @@ delayed mean of parameters corrects what was sent and keeps the steps taken sinc
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,6 +111,7 @@ class ChannelRunner(LocalChannel):
             a number, or a scalar on the device.
         measures: whether `encode` notes the norm of what it encodes, unless that is `plain`.
             square: the last squared norm, of this copy, until it is taken.
+        new_vector: makes room for a source that is not accumulated, fp32 [n].
         watches_energy: whether `encode` notes the share of what it encodes that leaves. energy:
             squared norms (fp32 [2], on the device) of the last workspace that was encoded and of
             what stayed; None before the first.
@@ -127,6 +129,9 @@ class ChannelRunner(LocalChannel):
         self.measures = self.watches_energy = False
         self.square: Tensor | None = None
         self.energy: Tensor | None = None
+        self.new_vector: Callable[[int], Tensor] = partial(
+            torch.empty, device=device, dtype=torch.float32
+        )
 
     @property
     def section(self) -> ChannelCodec | None:
@@ -171,7 +176,7 @@ class ChannelRunner(LocalChannel):
             keep = torch.empty_like(self.accumulator) if self.channel.needs_own else None
             self._into_accumulator(tensors, flying, settings.beta, settings.gain, keep)
             return keep
-        x = torch.empty(self.layout.numel, device=self.host.device, dtype=torch.float32)
+        x = self.new_vector(self.layout.numel)
         with ContiguousViews(tensors) as memory:
             for part in (part for w in self.windows for part in w.inner):
                 self._source(part, memory, flying, part.of(x))

@@ -171,6 +171,14 @@ class Channel:
         return self.source in ("delta", "gradient") and self.schedule.sync_every > 1
 
     @property
+    def whole_every_step(self) -> bool:
+        """Whether all values travel as they are (fp32) in every step, and their mean acts in it."""
+        codec, schedule = self.codec, self.schedule
+        exact = codec.value_dtype == "fp32" and not codec.sparse
+        passes = self.accumulator is None and not self.needs_own
+        return exact and passes and schedule.sync_every == 1 and schedule.delay == 0
+
+    @property
     def queues(self) -> bool:
         """Whether a delta is sent while earlier ones are under way; these stay in the parameters
         until their means arrive.

@@ -20,6 +20,7 @@ from ..errors import WireError
 from ..membership.protocol_types import Kind, Member, Piece, Settlement
 from ..peers import collectives
 from ..peers.header import EARLY, MEANS, PARTS, PAYLOAD, Header, Sealed
+from ..peers.vector_pool import new_vector
 
 Task = Callable[[], None]
 Vectors = Sequence[tuple[Tensor, str]]
@@ -81,6 +82,7 @@ class RoundMessage:
         n: its number. me: this island. header: sent with it.
         body: uint8; the others' have the same length, unless `longest` is given: bytes at most.
         vectors, weigh, compare: see `PeerGroup.exchange`.
+        new_vector: makes room for the mean of the only vector, fp32 [n].
         num_connections: connections to which its pieces are dealt.
 
     Attributes:
@@ -107,6 +109,7 @@ class RoundMessage:
         longest: int | None = None,
         num_connections: int = 1,
         compare: bool = False,
+        new_vector: Callable[[int], Tensor] = new_vector,
     ):
         self.n, self.me, self.num_connections, self.longest = n, me, num_connections, longest
         self.header = replace(header, number=n % 2**32)
@@ -118,7 +121,7 @@ class RoundMessage:
         self.headers: dict[Member, Header] = {me: self.header}
         self.shares: dict[tuple[Member, int], Sealed] = {}
         self.parts: dict[tuple[Member, int], Sealed] = {}
-        self._means: dict[int, Tensor] = {}
+        self._new_vector, self._means = new_vector, dict[int, Tensor]()
         self.early: dict[Member, EarlyMessage] = {}
         self.making: dict[Piece, tuple[int, tuple[Member, ...]]] = {}
         self.damage: WireError | None = None
@@ -167,8 +170,7 @@ class RoundMessage:
     def _mean(self, attempt: int) -> Tensor:
         """Room for the mean of the only vector, fp32 [n]. Two threads ask for it."""
         if (found := self._means.get(attempt)) is None:
-            new = torch.empty(self.spans[0][0], dtype=torch.float32, device="cpu")
-            found = self._means.setdefault(attempt, new)
+            found = self._means.setdefault(attempt, self._new_vector(self.spans[0][0]))
         return found
 
     def keep(self, piece: Piece, data: Sealed, header: Header) -> None:

@@ -29,6 +29,7 @@ from ..peers.collectives import ReceivedMessage
 from ..peers.connection import PeerConnection
 from ..peers.header import ENDING, SETUP, Header, Meter
 from ..peers.join_messages import Expected
+from ..peers.vector_pool import new_vector
 from .driver import Driver
 from .join_server import DonorFeed
 from .message_state import Due, EarlyMessage, RoundMessage, Vectors, Weigh
@@ -59,6 +60,7 @@ class PeerGroup:
         submit: runs a job in the thread that exchanges, after all that is under way.
         told_to_end: asked in the network thread whether this rank was told to end; the others hear
             of it.
+        new_vector: makes room for the mean of a payload of one vector, fp32 [n].
         longest_early: bytes that an island which leaves may send ahead of a message (`send_early`).
     """
 
@@ -85,6 +87,7 @@ class PeerGroup:
         self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
         self.told_to_end: Callable[[], bool] = lambda: False
         self.num_connections, self.longest_early = 1, 0
+        self.new_vector: Callable[[int], Tensor] = new_vector
         self._message: RoundMessage | None = None  # under way
         self._set(slots)
 
@@ -191,6 +194,7 @@ class PeerGroup:
             longest,
             self.num_connections,
             compare,
+            self.new_vector,
         )
         due = self._taken_part(message)
         out, before = message.result(due), self.slots

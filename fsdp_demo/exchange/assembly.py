@@ -13,8 +13,10 @@ from ..channels.bind import Bound, bind
 from ..channels.state import Placement
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
+from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
+from ..peers.vector_pool import VectorPool
 from ..rendezvous.topology import Topology
 from . import leaving
 from .in_flight import InFlightQueue
@@ -91,4 +93,17 @@ def _bound(
         home="cpu" if config.offload_outer_state else None,
     )
     names = [s.name for s in host.params if not s.frozen]
-    return bind(expand(config, names), config, placement, model)
+    bound = bind(expand(config, names), config, placement, model)
+    if host.device.type == "cpu" and connections.peers is not None:
+        _keep_vectors(bound, connections.peers)
+    return bound
+
+
+def _keep_vectors(bound: Bound, peers: PeerGroup) -> None:
+    """Let the only channel that sends a vector use the memory of vector and mean again, where both
+    are needed in every step.
+    """
+    whole = [c for c in bound.channels if c.section is not None and not c.section.gathered]
+    if len(whole) == 1 and whole[0].channel.whole_every_step and whole[0].layout is not None:
+        pool = VectorPool(whole[0].layout.numel)
+        whole[0].new_vector = peers.new_vector = pool.new_vector

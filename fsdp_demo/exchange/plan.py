@@ -160,7 +160,9 @@ def local_shape(shape: Sequence[int], shards: int, shard: int) -> tuple[int, ...
 #
 # * state: kept all the time. Accumulators on the device; anchors and outer momenta there or, with
 #   `offload_outer_state`, in pinned memory. torch rounds each pinned block up to a power of two
-#   (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again.
+#   (torch 2.13, `CachingHostAllocator.h`), which is not counted: up to as much again. On a CPU a
+#   vector that is sent whole in every step, and its mean, keep their memory (`vector_pool.py`); 4
+#   bytes per element more while the other islands have not said that they have the last message.
 # * in flight: kept between steps while payloads are under way (`schedule.delay`), at its largest.
 # * workspace: taken on top of both by a step with an exchange, at its largest. A sparse or gathered
 #   message is small; a vector that is reduced is a copy of the values, 4 bytes per element.
@@ -227,8 +229,8 @@ def plan_memory(
         return Memory(*(max(getattr(m, f.name) for m in found) for f in fields(Memory)))
     plan = plan_model(config, tensors, islands, shards)[shard]
     offloaded = staged and config.offload_outer_state
-    device = [_on_device(s, staged, offloaded, low_precision) for s in plan.sections]
-    alone = sum(bool(MessageLayout([s]).vectors) for s in plan.sections) == 1
+    alone = sum(not s.gathered for s in plan.sections) == 1
+    device = [_on_device(s, staged, offloaded, low_precision, alone) for s in plan.sections]
     host = [_on_host(s, staged, offloaded, alone) for s in plan.sections]
     pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
@@ -310,7 +312,9 @@ class _Use:
         return self.sent * (schedule.round(last) - schedule.round(first - 1))
 
 
-def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool) -> _Use:
+def _on_device(
+    section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool, alone: bool
+) -> _Use:
     """A channel's use of the device: its workspaces, its payload (coded, or fp32 vectors that are
     reduced), and the values that a sender needs again when the mean arrives.
     """
@@ -330,6 +334,8 @@ def _on_device(section: ChannelCodec, staged: bool, offloaded: bool, low_precisi
         whole = section.layout.num_dense if section.codec.indexed else 0
         whole += sum(n for n, _ in section.spans) if section.codec.seeded else 0
         applying = section.size * section.num_bytes * staged + 4 * whole - payload
+    if _keeps_vector(section, staged, alone):
+        kept, payload = kept + payload, 0
     return _Use(channel, kept, own + payload, sending, applying)
 
 
@@ -348,7 +354,14 @@ def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) 
         coded = max(section.size - 2, 0) * share if in_place else section.size * part
     bodies = section.size * message.num_bytes
     kept = _outer(section) if offloaded else 0
+    if _keeps_vector(section, staged, alone):
+        kept, means = kept + means, 0
     return _Use(section.channel, kept, bodies + means, coded + _payload(section) * staged)
+
+
+def _keeps_vector(section: ChannelCodec, staged: bool, alone: bool) -> bool:
+    """Whether the memory of a vector and of its mean is kept (`assembly.py`)."""
+    return alone and not staged and not section.gathered and section.channel.whole_every_step
 
 
 def _outer(section: ChannelCodec) -> int:

@@ -166,6 +166,8 @@ REDUCED = tuple(
     if not any(c.codec.sparse or c.accumulator for c in CASES[name].channels)
 )
 """They send whole vectors that are summed on the way."""
+KEPT = tuple(n for n in REDUCED if [c.whole_every_step for c in CASES[n].channels] == [True])
+"""Of them those that keep the memory of a vector: it counts as state."""
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name not in REDUCED])
@@ -179,7 +181,7 @@ def test_memory_workspace_of_a_step(name: str, smaller: None) -> None:
     assert own <= found.device_workspace <= own + allowed(TENSORS, SCALE)
 
 
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("name", [name for name in REDUCED if name not in KEPT])
 def test_memory_reduced_vector_held_once(name: str, smaller: None) -> None:
     """A vector that is reduced is held once. The message itself is what these presets send, 4 bytes
     per element of each channel that is due; nothing of that size comes on top.
@@ -193,6 +195,14 @@ def test_memory_reduced_vector_held_once(name: str, smaller: None) -> None:
         for step in range(weighing.steps_of(CASES[name]))
     )
     assert sent <= measured(name, 2).device_workspace <= sent + allowed(TENSORS, SCALE)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_memory_vector_kept(name: str, smaller: None) -> None:
+    """A vector and its mean that come in every step keep their memory, and a step makes none."""
+    found = measured(name, 2)
+    assert found.device_state == found.host_state == 4 * found.parameters
+    assert max(found.device_workspace, found.host_workspace) <= allowed(TENSORS, SCALE)
 
 
 def _vectors(section: ChannelCodec) -> int:
@@ -276,7 +286,9 @@ def test_memory_offload_outer_state(name: str, monkeypatch: pytest.MonkeyPatch) 
             kept["cpu"] += section.known_bytes
     assert (planned.device_state, planned.host_state) == (kept["cpu"], kept["meta"])
     alike = plan_memory(config, TENSORS, 2, staged=False)
-    assert alike.device_state == planned.device_state + planned.host_state and alike.host_state == 0
+    vector = 4 * planned.parameters * (name in KEPT)
+    assert alike.device_state == planned.device_state + planned.host_state + vector
+    assert alike.host_state == vector
 
 
 def test_memory_plan_low_precision() -> None:
