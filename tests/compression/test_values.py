@@ -192,6 +192,8 @@ def test_values_any_offset_and_stride(code):
 # ---- by hand: a change here is a new wire version ----------------------------------------------
 
 GOLDEN = {
+    # 127, 0 (tie), 2 (tie), 2 (tie), -127: two's complement
+    "int8": ([[127, -0.5, 1.5, 2.5, -127]], "803f" + "7f00020281"),
     # 1.0 in bf16 is 0x3f80; 7, -4 (tie), 0 (tie), 2 (tie), 0 and the padding: nibbles 7 c 0 2 0 0
     "int4": ([[7, -3.5, 0.5, 1.5, -0.25]], "803f" + "c72000"),
     # 1, -1 (tie), 0.5, 0 (tie), 2^-6, -0, 2^-4 (tie), -2^-6: 7 f 6 0 1 8 3 9
@@ -213,7 +215,7 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("code", GOLDEN)
+@grouped
 def test_values_golden_bytes(code):
     """The bytes of every code are those written down by hand."""
     rows, expected = GOLDEN[code]
