@@ -23,9 +23,11 @@ class Format:
     Attributes:
         bits: bits of one value.
         group: number of consecutive values that share scales; 0: there are none.
-        error: (a, b); the error of a value v is at most the larger of a |v| and b scales.
-        magnitudes: what |v| / scale may become, ascending; the code is the place in this list. Of
-            two equally near ones that is taken which is an even multiple of their distance.
+        error: (a, b); the error of a value v is at most the larger of a |v| and b scales. That of
+            2bit and 1bit stands in `bound`.
+        magnitudes: what |v| / scale may become, ascending from 0; the code is the place in this
+            list. Of two equally near ones that is taken which is an even multiple of their
+            distance. Empty: a value is itself or a level.
         complement: whether the sign is two's complement; if not, it is the highest bit.
     """
 
@@ -37,6 +39,7 @@ class Format:
 
 
 def multiples(unit: Fraction, *numbers: int) -> tuple[Fraction, ...]:
+    """Magnitudes: a unit times each number."""
     return tuple(unit * n for n in numbers)
 
 
