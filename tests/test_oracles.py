@@ -102,11 +102,15 @@ def test_oracle_bf16_is_torchs():
 
 def test_oracle_int8_by_hand():
     """int8 has the scales and codes computed by hand."""
-    scale, codes = quantise.int8(torch.tensor([127.0, -0.5, 1.5, 2.5, -127.0]))
-    assert scale == 1.0 and codes == [127, 0, 2, 2, -127]  # halves to even
-    assert quantise.int8(torch.zeros(3)) == (0.0, [0, 0, 0])
-    scale, codes = quantise.int8(torch.tensor([1.0, -1.0]))  # the scale is rounded down: clamped
-    assert scale == float(torch.tensor(1 / 127).bfloat16()) and codes == [127, -127]
+
+    def coded(*values: float) -> tuple[list[float], list[int]]:
+        return quantise.scales_and_codes(torch.tensor(values), "int8")
+
+    # halves to even, and two's complement
+    assert coded(127.0, -0.5, 1.5, 2.5, -127.0) == ([1.0], [127, 0, 2, 2, 256 - 127])
+    assert coded(0.0, 0.0, 0.0) == ([0.0], [0, 0, 0])
+    # the scale is rounded down: clamped
+    assert coded(1.0, -1.0) == ([float(torch.tensor(1 / 127).bfloat16())], [127, 256 - 127])
 
 
 def test_oracle_pack12():
@@ -449,9 +453,7 @@ def test_oracle_gradient_channel_with_a_period_gathers():
 # -- codes on whole tensors, error feedback ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "code", ["fp32", "bf16", "int8", "int4", "fp4_e3m0", "fp4_e2m1", "2bit", "1bit"]
-)
+@pytest.mark.parametrize("code", quantise.FORMATS)
 def test_oracle_dense_codes_are_those_of_single_values(code):
     """Whole vectors are coded as one value at a time."""
     generator = torch.Generator().manual_seed(3)

@@ -18,7 +18,7 @@ from fsdp_demo.channels import apply
 from fsdp_demo.compression import formats, selection, transform
 from fsdp_demo.config import channel, names, parts
 
-from .oracles import dense
+from .oracles import quantise
 from .support import threaded
 
 PACKAGE = Path(fsdp_demo.__file__).parent
@@ -33,10 +33,9 @@ def test_registry_names_and_functions_agree() -> None:
     assert set(formats.CODERS) == set(names.FORMATS) - exact, (
         "a format with scales is a coder in compression/formats.py"
     )
-    narrow = {name for name, form in names.FORMATS.items() if form.bits < 8}
-    assert set(dense.BYTES) == narrow, "bytes of a value in BYTES of tests/oracles/dense.py"
-    one_scale = {name for name in formats.CODERS if names.FORMATS[name].bits > 2}
-    assert set(dense.LARGEST) == one_scale, "largest code in LARGEST of tests/oracles/dense.py"
+    assert {name: (form.bits, form.group) for name, form in quantise.FORMATS.items()} == {
+        name: (form.bits, form.group) for name, form in names.FORMATS.items()
+    }, "the oracle of a format is a line of FORMATS in tests/oracles/quantise.py"
     assert set(transform.MATRICES) == set(names.TRANSFORMS) - {"none"}
     by = {
         who: {name for name, chosen in names.SELECTIONS.items() if chosen.by == who}
@@ -58,20 +57,18 @@ def test_registry_names_and_functions_agree() -> None:
 def test_registry_facts_of_the_formats() -> None:
     """The facts of a number format are those of its coder."""
     for name, form in names.FORMATS.items():
-        assert form.bits in (1, 2, 4, 8) or form.exact
         if form.exact:
-            assert 8 * formats.EXACT[name].itemsize == form.bits
+            assert 8 * formats.EXACT[name].itemsize == form.bits, name
             continue
         scales, codes = formats.CODERS[name].encode(
             torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32)
         )
-        assert scales.shape == (2, 3, form.scales) and scales.dtype == torch.bfloat16
-        assert (
-            codes.shape == (2, 3, 32)
-            and codes.dtype == torch.uint8
-            and int(codes.max()) < 2**form.bits
-        )
-        assert formats.CODERS[name].decode(scales.float(), codes).shape == (2, 3, 32)
+        assert scales.shape == (2, 3, form.scales) and scales.dtype == torch.bfloat16, name
+        assert codes.shape == (2, 3, 32) and codes.dtype == torch.uint8, name
+        assert int(codes.max()) < 2**form.bits, f"{name}: a code has more bits than its format"
+        flat = codes.view(-1)
+        assert torch.equal(formats.unpack(formats.pack(flat, form.bits), form.bits), flat), name
+        assert formats.CODERS[name].decode(scales.float(), codes).shape == (2, 3, 32), name
 
 
 def test_registry_transform_matrices_are_orthonormal() -> None:

@@ -1,39 +1,8 @@
 """Number formats: how values become bytes (groups, scales, packed codes), and come back.
 
-A new format is a `Coder` here, a line in `config/names.py` (bits, values of a group, scales) and a
-line in `CODERS`; one whose values stand for themselves is a dtype in `EXACT` and a line in
-`config/names.py`.
-
-A row is cut into groups of consecutive values (`config/names.py` says how many), the last of a row
-may be shorter. First the scales of all groups in bf16, row by row; then the codes of all values,
-row by row without gaps, those under 8 bits together in a byte, the first in its lowest bits; unused
-bits of the last byte are 0. With m = max |v| of the group, s its scale:
-
-========  =====  ==================  =====================================================================  ========================
-code      group  scale               a value is sent as                                                     error at most
-========  =====  ==================  =====================================================================  ========================
-fp32                                 itself                                                                 0
-bf16                                 the nearest bf16, ties to even                                         2^-8 |v|
-int8      4096   bf16(m / 127)       q s, q = v / s rounded, -127..127, ties to even                        s / 2
-int4      256    bf16(m / 7)         the same with -7..7, two's complement                                  s / 2
-fp4_e3m0  4096   bf16(m)             sign and 0, 2^-6, 2^-5, ... 1 times s                                  max(|v| / 3, s / 128)
-fp4_e2m1  32     bf16(m / 6)         sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6 times s                            max(|v| / 5, s / 4)
-2bit      256    two levels, bf16    sign and the mean of the |v| below, or not below, their common mean t  max(t, m - t) + 2^-8 m
-1bit      4096   bf16(t)             sign and the mean t of the |v|                                         max(t, m - t) + 2^-8 m
-========  =====  ==================  =====================================================================  ========================
-
-A bound in s has fp32's rounding on top (2^-16 of it) and holds for normal numbers: scales from
-2^-126, magnitudes that bf16 can hold. The fp4 codes take the nearest magnitude, of two equally near
-ones that which is an even multiple of their distance (e3m0: the larger, and 0 rather than 2^-6);
-their sign bit (the highest) is that of the value also at 0. What lies above the largest magnitude,
-because the scale was rounded down, gets the largest. 2bit and 1bit have no zero: exact zeros count
-as |v| and get the (lower) level; the highest bit is the sign, bit 0 of 2bit the level; a level of no
-values is 0.
-
-A scale of 0 marks a group of zeros. A group that is not finite gets a scale (both levels) that is
-not, and is decoded so as a whole. Little-endian; the same bytes of finite values on CPU and CUDA:
-only operations that IEEE 754 defines, sums in a fixed order.
-"""  # noqa: E501
+The table of formats, with their bytes, scales and error bounds, is docs/wire-format.md#formats. How
+to add one: docs/contributing.md#number-format.
+"""
 
 from __future__ import annotations
 

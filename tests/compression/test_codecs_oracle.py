@@ -201,9 +201,9 @@ def test_codes_int8_scales_before_values():
     """A section in int8 holds all scales, then all values."""
     v = torch.tensor([[127.0, -0.5, 1.5], [0.0, 0.0, 0.0], [1.0, -1.0, 0.25]])
     data = bytes(formats.encode("int8", v).tolist())
-    scales, codes = zip(*(slow_values.int8(row) for row in v), strict=True)
-    as_bf16 = b"".join(struct.pack("<f", s)[2:] for s in scales)
-    assert data == as_bf16 + b"".join(struct.pack("3b", *c) for c in codes)
+    scales, codes = zip(*(slow_values.scales_and_codes(row, "int8") for row in v), strict=True)
+    as_bf16 = b"".join(struct.pack("<f", s)[2:] for (s,) in scales)
+    assert data == as_bf16 + b"".join(map(bytes, codes))
 
 
 @pytest.mark.parametrize("code", ["fp32", "bf16", "int8"])

@@ -30,6 +30,7 @@ from fsdp_demo.config.names import FORMATS
 from fsdp_demo.config.parts import CODES
 
 from ..oracles import dense as slow
+from ..oracles import quantise
 from ..support import threaded
 from ..support.layered import Layered
 from ..support.transforms import transform
@@ -51,8 +52,6 @@ SHAPES = [
     (1, 4096),
     (257, 17),
 ]
-# of the mean on its way back, in units of the largest value of its group
-BITS = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 2.0**-7}
 
 
 class Bag(nn.Module):
@@ -202,12 +201,11 @@ def conserved(history: list[list[dict[str, Any]]], channel: Channel, replicas: i
             if channel.codec.value_dtype in slow.BYTES
             else channel.codec.value_dtype
         )
-        if channel.codec.sparse and not gathers and channel.codec.value_dtype != "fp32":
-            # dense elements come back in bf16, which is closer
-            back = "bf16" if channel.codec.value_dtype == "bf16" else "int8"
         # of what was sent
         taken = {"none": 0.0, "subtract": a.alpha, "put_back": 1.0}[channel.feedback]
-        bound = (4e-6 + taken * BITS[back]) * float(size) * replicas
+        # of the mean on its way back
+        rounding = float(quantise.bound(size.reshape(1), back))
+        bound = (4e-6 * float(size) + taken * rounding) * replicas
         assert (
             float((kept + share * replicas * mean - came).abs().max() if came.numel() else 0.0)
             <= bound
@@ -255,30 +253,6 @@ def test_property_nothing_lost_and_equal_bits(run_ranks, feedback, selection) ->
 # -- codes ---------------------------------------------------------------------------------------
 
 
-def bound(v: torch.Tensor, code: str) -> torch.Tensor:
-    """The documented largest error of each value of one group, from the group alone
-    (`compression/formats.py`).
-    """
-    size = v.abs().double()
-    top = float(size.max())
-    scale = (
-        top / {"int8": 127, "int4": 7, "fp4_e3m0": 1, "fp4_e2m1": 6}.get(code, 1) * (1 + 2.0**-8)
-    )
-    if code in ("fp32", "bf16"):
-        return size * (0 if code == "fp32" else 2.0**-8)
-    if code in ("int8", "int4"):
-        # what lies above the largest code, where the scale was rounded down
-        return torch.full_like(size, scale / 2 + top * 2.0**-8)
-    if code == "fp4_e3m0":
-        return torch.maximum(size / 3, torch.tensor(scale / 128)) + top * 2.0**-8 * (
-            size > 0.7 * top
-        )
-    if code == "fp4_e2m1":
-        return torch.maximum(size / 5, torch.tensor(scale / 4)) + top * 2.0**-8 * (size > 0.9 * top)
-    threshold = float(size.mean())
-    return torch.full_like(size, max(threshold, top - threshold) + 2.0**-8 * top)
-
-
 @quick
 @given(
     st.sampled_from(CODES),
@@ -304,7 +278,7 @@ def test_property_vector_error_bound(code, n, replicas, seed, scale, zeros) -> N
         for at in range(row, min(row + 4096, n), group):
             part = slice(at, min(at + group, row + 4096, n))
             error = (back[part] - v[part]).abs().double()
-            assert bool((error <= bound(v[part], code) * (1 + 1e-5) + 1e-37).all())
+            assert bool((error <= quantise.bound(v[part], code) * (1 + 1e-5) + 1e-37).all())
 
 
 # -- positions that follow from the step ---------------------------------------------------------

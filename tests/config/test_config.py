@@ -29,6 +29,7 @@ from fsdp_demo import (
     presets,
 )
 from fsdp_demo.config.channel import CHANGING
+from fsdp_demo.config.names import FORMATS
 from fsdp_demo.config.parts import BLOCK
 
 PRESETS = sorted(presets())
@@ -79,7 +80,7 @@ def test_config_unknown_preset_offers_nearest() -> None:
             {"codec.value_dtype": "int3"},
             [
                 "codec.value_dtype='int3'",
-                "fp32, bf16, int8, int4, fp4_e3m0, fp4_e2m1, 2bit, 1bit",
+                ", ".join(FORMATS),
                 "did you mean 'int8'",
             ],
         ),

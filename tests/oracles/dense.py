@@ -17,8 +17,7 @@ from . import quantise
 from .blocks import shard_rows
 from .replicas import Tensors, mean
 
-BYTES = {"int4": 0.5, "fp4_e3m0": 0.5, "fp4_e2m1": 0.5, "2bit": 0.25, "1bit": 0.125}
-LARGEST = {"int8": 127, "int4": 7, "fp4_e3m0": 1, "fp4_e2m1": 6}
+BYTES = {code: form.bits / 8 for code, form in quantise.FORMATS.items() if form.bits < 8}
 
 
 def gathers(code: str, replicas: int) -> bool:
@@ -56,16 +55,15 @@ def _group(v: np.ndarray, code: str) -> np.ndarray:
         return sign * np.where(high, levels[1], levels[0])
     if code == "1bit":
         return sign * _bf16(quantise.fold(list(size)) / np.float32(len(v)))
-    scale = _bf16(size.max(initial=np.float32(0)) / np.float32(LARGEST[code]))
+    scale = np.float32(quantise.scale_of(size.max(initial=np.float32(0)), code))
     if scale == 0:
         return np.zeros_like(v)
-    ratio = size / scale
-    if code in ("int8", "int4"):
-        return sign * np.minimum(np.rint(ratio), np.float32(LARGEST[code])) * scale
-    table = np.array([float(m) for m in quantise.MAGNITUDES[code]])
-    # from the middle on, the larger one; but exactly half of the smallest is 0
-    middle = (table[1:] + table[:-1]) / 2
-    nearest = (ratio[:, None] >= middle).sum(1) - (ratio == middle[0])
+    table = np.array([float(m) for m in quantise.FORMATS[code].magnitudes])
+    step = np.diff(table)
+    middle, even = table[:-1] + step / 2, table[1:] / step % 2 == 0
+    # the two differ by one in the middle between two magnitudes
+    low, high = (np.searchsorted(middle, size / scale, side) for side in ("left", "right"))
+    nearest = np.where(np.append(False, even)[high], high, low)
     return sign * (table[nearest] * float(scale)).astype(np.float32)
 
 

@@ -1,5 +1,5 @@
-"""Values on the wire: bf16 by its bits, codes of 8, 4, 2 and 1 bits with bf16 scales per group; one
-value at a time, exact fractions.
+"""Values on the wire: the number formats of docs/wire-format.md, one value at a time, in exact
+fractions.
 
 Only two things are fp32's: the quotient of a value and its scale, and the sums behind the two
 levels of 2bit and the one of 1bit, which are folded in halves.
@@ -7,11 +7,54 @@ levels of 2bit and the one of 1bit, which are folded in halves.
 
 from __future__ import annotations
 
+import bisect
 import struct
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format, with the numbers of its row in docs/wire-format.md.
+
+    Attributes:
+        bits: bits of one value.
+        group: number of consecutive values that share scales; 0: there are none.
+        error: (a, b); the error of a value v is at most the larger of a |v| and b scales. That of
+            2bit and 1bit stands in `bound`.
+        magnitudes: what |v| / scale may become, ascending from 0; the code is the place in this
+            list. Of two equally near ones that is taken which is an even multiple of their
+            distance. Empty: a value is itself or a level.
+        complement: whether the sign is two's complement; if not, it is the highest bit.
+    """
+
+    bits: int
+    group: int
+    error: tuple[float, float] = (0.0, 0.0)
+    magnitudes: tuple[Fraction, ...] = ()
+    complement: bool = False
+
+
+def multiples(unit: Fraction, *numbers: int) -> tuple[Fraction, ...]:
+    """Magnitudes: a unit times each number."""
+    return tuple(unit * n for n in numbers)
+
+
+FORMATS = {
+    "fp32": Format(32, 0),
+    "bf16": Format(16, 0, (2.0**-8, 0.0)),
+    "int8": Format(8, 4096, (0.0, 1 / 2), multiples(Fraction(1), *range(128)), complement=True),
+    "int4": Format(4, 256, (0.0, 1 / 2), multiples(Fraction(1), *range(8)), complement=True),
+    "fp4_e3m0": Format(
+        4, 4096, (1 / 3, 1 / 128), multiples(Fraction(1, 64), 0, 1, 2, 4, 8, 16, 32, 64)
+    ),
+    "fp4_e2m1": Format(4, 32, (1 / 5, 1 / 4), multiples(Fraction(1, 2), 0, 1, 2, 3, 4, 6, 8, 12)),
+    "2bit": Format(2, 256),
+    "1bit": Format(1, 4096),
+}
 
 
 def bf16(value: float) -> float:
@@ -31,71 +74,29 @@ def bf16_all(values: torch.Tensor) -> torch.Tensor:
     return torch.tensor(flat, dtype=torch.float32).reshape(values.shape)
 
 
-def half_even(value: Fraction) -> int:
-    """The nearest integer, halves to the even one (Python's round does just that)."""
-    return round(value)
-
-
-def int8(values: torch.Tensor) -> tuple[float, list[int]]:
-    """(scale, codes) of the selected values of one block.
-
-    scale = bf16(max|v| / 127); code = round-half-even(v / scale), clamped to +-127; both quotients
-    are fp32's. An all-zero block has scale 0 and codes 0.
-    """
-    v = values.float().reshape(-1).numpy()
-    scale = bf16(float(np.float32(np.abs(v).max(initial=0.0)) / np.float32(127)))
-    if scale == 0:
-        return 0.0, [0] * len(v)
-    return scale, [
-        max(-127, min(127, half_even(Fraction(float(x / np.float32(scale)))))) for x in v
-    ]
-
-
 def cut(values: torch.Tensor, code: str) -> list[torch.Tensor]:
     """One row as groups of consecutive values that share a scale; the last may be shorter."""
-    size = {"int8": 4096, "int4": 256, "fp4_e3m0": 4096, "fp4_e2m1": 32, "2bit": 256}.get(
-        code, 4096
-    )
-    row = values.float().reshape(-1)
+    row, size = values.float().reshape(-1), FORMATS[code].group
     return [row[i : i + size] for i in range(0, len(row), size)]
 
 
-def int4(values: torch.Tensor) -> tuple[float, list[int]]:
-    """(scale, codes) of a group: as int8, with 7 for 127."""
-    v = values.float().reshape(-1).numpy()
-    scale = bf16(float(np.float32(np.abs(v).max(initial=0.0)) / np.float32(7)))
-    if scale == 0:
-        return 0.0, [0] * len(v)
-    return scale, [max(-7, min(7, half_even(Fraction(float(x / np.float32(scale)))))) for x in v]
+def scale_of(largest: float, code: str) -> float:
+    """The scale of a group whose largest |v| is given: by it that becomes the largest magnitude."""
+    return bf16(float(np.float32(largest) / np.float32(FORMATS[code].magnitudes[-1])))
 
 
-MAGNITUDES = {
-    "fp4_e3m0": [Fraction(0)] + [Fraction(1, 2 ** (7 - e)) for e in range(1, 8)],
-    "fp4_e2m1": [Fraction(m, 2) for m in (0, 1, 2, 3, 4, 6, 8, 12)],
-}
-
-
-def fp4(values: torch.Tensor, code: str) -> tuple[float, list[tuple[int, int]]]:
-    """(scale, (sign bit, magnitude code) of each value) of a group; scale = bf16(max|v| / largest
-    magnitude).
-
-    The magnitude nearest to |v| / scale; of two equally near ones that which is an even multiple of
-    their distance.
-    """
-    v = values.float().reshape(-1).numpy()
-    magnitudes = MAGNITUDES[code]
-    scale = bf16(float(np.float32(np.abs(v).max(initial=0.0)) / np.float32(magnitudes[-1])))
+def scaled(values: torch.Tensor, code: str) -> tuple[float, list[tuple[int, int]]]:
+    """(scale, (sign bit, place of the nearest magnitude) of each value) of a group."""
+    v, magnitudes = values.float().reshape(-1).numpy(), FORMATS[code].magnitudes
+    scale = scale_of(np.abs(v).max(initial=0.0), code)
     out = []
     for x in v:
         size = Fraction(float(abs(x) / np.float32(scale))) if scale else Fraction(0)
-        best = 0
-        for m in range(1, 8):
-            old, new = abs(size - magnitudes[best]), abs(size - magnitudes[m])
-            if new < old or (
-                new == old and magnitudes[m] / (magnitudes[m] - magnitudes[best]) % 2 == 0
-            ):
-                best = m
-        out.append((int(np.signbit(x)), best))
+        above = min(bisect.bisect(magnitudes, size), len(magnitudes) - 1)
+        low, high = magnitudes[above - 1], magnitudes[above]
+        near = size - low, high - size
+        up = near[0] > near[1] or (near[0] == near[1] and high / (high - low) % 2 == 0)
+        out.append((int(np.signbit(x)), above if up else above - 1))
     return scale, out
 
 
@@ -144,11 +145,11 @@ def scales_and_codes(group: torch.Tensor, code: str) -> tuple[list[float], list[
     if code == "1bit":
         mean, signs = one_bit(group)
         return [mean], signs
-    if code in MAGNITUDES:
-        scale, pairs = fp4(group, code)
-        return [scale], [8 * sign + magnitude for sign, magnitude in pairs]
-    scale, codes = (int8 if code == "int8" else int4)(group)
-    return [scale], [q % (256 if code == "int8" else 16) for q in codes]
+    form = FORMATS[code]
+    scale, pairs = scaled(group, code)
+    if form.complement:
+        return [scale], [(-m if sign else m) % 2**form.bits for sign, m in pairs]
+    return [scale], [2 ** (form.bits - 1) * sign + m for sign, m in pairs]
 
 
 def encoded(rows: torch.Tensor, code: str) -> bytes:
@@ -165,7 +166,7 @@ def encoded(rows: torch.Tensor, code: str) -> bytes:
             s, q = scales_and_codes(group, code)
             scales += s
             codes += q
-    bits = {"int8": 8, "2bit": 2, "1bit": 1}.get(code, 4)
+    bits = FORMATS[code].bits
     # little-endian: all codes are one long number
     number = sum(q << (bits * i) for i, q in enumerate(codes))
     return b"".join(struct.pack("<f", s)[2:] for s in scales) + number.to_bytes(
@@ -184,18 +185,29 @@ def dequantised(values: torch.Tensor, code: str) -> torch.Tensor:
         return bf16_all(values)
     out: list[float] = []
     for group in cut(values, code):
-        if code in ("int8", "int4"):
-            scale, codes = (int8 if code == "int8" else int4)(group)
-            out += [q * scale for q in codes]
-        elif code in MAGNITUDES:
-            scale, pairs = fp4(group, code)
-            out += [
-                (-1.0 if sign else 1.0) * float(MAGNITUDES[code][m]) * scale for sign, m in pairs
-            ]
-        elif code == "2bit":
+        if code == "2bit":
             levels, pairs = two_bit(group)
             out += [(-1.0 if sign else 1.0) * levels[high] for sign, high in pairs]
         elif code == "1bit":
             mean, signs = one_bit(group)
             out += [(-1.0 if sign else 1.0) * mean for sign in signs]
+        else:
+            form = FORMATS[code]
+            scale, pairs = scaled(group, code)
+            for sign, m in pairs:
+                size = float(form.magnitudes[m]) * scale
+                # two's complement has no negative zero
+                out.append(-size if sign and not (form.complement and m == 0) else size)
     return torch.tensor(out, dtype=torch.float32).reshape(values.shape)
+
+
+def bound(group: torch.Tensor, code: str) -> torch.Tensor:
+    """The largest error of each value of one group (float64), as docs/wire-format.md has it."""
+    size, (relative, absolute) = group.double().abs(), FORMATS[code].error
+    if not FORMATS[code].group:
+        return relative * size
+    top, slack = float(size.max()), 1 + 2.0**-16
+    if not FORMATS[code].magnitudes:
+        mean = float(size.mean())
+        return torch.full_like(size, (max(mean, top - mean) + 2.0**-8 * top) * slack)
+    return (relative * size).clamp_min(absolute * scale_of(top, code)) * slack

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from fsdp_demo.compression import dense
+from fsdp_demo.config.parts import CODES
 from fsdp_demo.peers import collectives
 
 from ..support.sealed import part_of_mean
 
-CODES = ["fp32", "bf16", "int8", "int4", "2bit"]
 LENGTHS = [1, 4095, 3 * 4096 + 5, 300_001]
 WEIGHTS = {"equal": [1.0, 1.0, 1.0], "tokens": [3.0, 0.0, 12345.0], "none": [0.0, 0.0, 0.0]}
 
 
-def vectors(seed: int, codes: list[str]) -> list[tuple[Tensor, str]]:
+def vectors(seed: int, codes: Sequence[str]) -> list[tuple[Tensor, str]]:
     made = torch.Generator().manual_seed(seed)
     return [(torch.randn(n, generator=made), code) for n in LENGTHS for code in codes]
 
@@ -47,7 +49,7 @@ def by_the_formula(every: list[list[tuple[Tensor, str]]], weights: list[float]) 
 @pytest.mark.parametrize("codes", [["fp32"], ["bf16"], ["bf16", "fp32"], CODES], ids="-".join)
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=list(WEIGHTS))
 def test_reduce_means_are_those_of_the_formula(
-    codes: list[str], weights: list[float], by: str, monkeypatch: pytest.MonkeyPatch
+    codes: Sequence[str], weights: list[float], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The means of a reduce are those of the plain formula, bit for bit, by C and by torch."""
     if by == "torch":
