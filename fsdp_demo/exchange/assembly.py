@@ -16,7 +16,7 @@ from ..config.schema import ExchangeConfig
 from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
-from ..peers.vector_pool import VectorPool
+from ..peers.vector_pool import VectorPool, new_vector
 from ..rendezvous.topology import Topology
 from . import leaving
 from .in_flight import InFlightQueue
@@ -103,6 +103,7 @@ def _keep_vectors(bound: Bound, peers: PeerGroup) -> None:
     """Let the only channel that sends a vector use the memory of vector and mean again, where both
     are needed in every step.
     """
+    peers.new_vector = new_vector
     whole = [c for c in bound.channels if c.section is not None and not c.section.gathered]
     if len(whole) == 1 and whole[0].channel.whole_every_step and whole[0].layout is not None:
         pool = VectorPool(whole[0].layout.numel)
