@@ -320,6 +320,19 @@ def text(info: Mapping[str, Any]) -> str:
     return "\n".join([info["folder"], *told])
 
 
+def overview(found: Sequence[Mapping[str, Any]]) -> str:
+    """Several checkpoints for people: what the islands hold in common, then a line for each."""
+    lines = [shared(found), ""]
+    for info in found:
+        if "step" not in info:
+            lines.append(f"{info['folder']}: NOT READABLE: {info['problems'][0]}")
+            continue
+        state = "whole" if info["complete"] else f"NOT WHOLE: {'; '.join(info['problems'])}"
+        whose = f"step {info['step']} of {_named(map(int, info['holds']))}"
+        lines.append(f"{info['folder']}: {whose}, {info['preset']}; {state}")
+    return "\n".join([*lines, "", "what one of them holds: fsdp-demo inspect CHECKPOINT"])
+
+
 def shared(found: Sequence[Mapping[str, Any]]) -> str:
     """The steps that the islands of a run hold in common, in words."""
     readable = [info for info in found if "step" in info]
