@@ -288,8 +288,8 @@ def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> str | None:
         )
         if not fits:
             return (
-                f"a message of step {f.step} of channels {f.members[:4]} is under way at step "
-                f"{stand.step}"
+                f"a message of step {f.step + 1} of channels {f.members[:4]} is under way after "
+                f"step {stand.step}"
             )
         before = f.step
     return None

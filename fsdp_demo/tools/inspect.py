@@ -309,7 +309,7 @@ def text(info: Mapping[str, Any]) -> str:
         states = ", ".join(f"{name} {size(count)}" for name, count in kept.items())
         rows.append((f"state {channel}", states or "none between exchanges"))
     for flight in info["in_flight"]:
-        sent = f"sent in step {flight['step']} by {', '.join(flight['channels'])}"
+        sent = f"sent in step {flight['step'] + 1} by {', '.join(flight['channels'])}"
         rows.append(("in flight", f"{sent}: {size(flight['bytes'])}"))
     rows += [
         ("size", f"{size(info['bytes'])} of exchange states"),

@@ -105,7 +105,7 @@ def test_inspect_says_what_is_in_a_run(
         "56, of island 1",
         "sync_every=2",
         "anchor 3.64 kB",
-        "sent in step 3 by delta",
+        "sent in step 4 by delta",
     ):
         assert wanted in text, text
     assert cli.main(["inspect", str(run_folder)]) == 0
