@@ -20,19 +20,17 @@ from fsdp_demo.config.channel import EMBEDDINGS, covers, matches
 from fsdp_demo.hosts.base import plain_name
 
 from .all_ranks import replica
-from .node_mesh import compare_environment, installed, topology_of
+from .node_mesh import installed, topology_of
 
 log = logging.getLogger("fsdp_demo")
 
 
 def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
-    """Raise ValueError for what cannot work or was never tried. All ranks of the world call it
-    together.
+    """Raise ValueError for what cannot work or was never tried.
 
     Args:
         engine: what was given to `attach` as one.
     """
-    compare_environment()
     found = chain(
         _others(engine),
         _kind(engine),
