@@ -100,7 +100,7 @@ def test_inspect_says_what_is_in_a_run(
     text = capsys.readouterr().out
     for wanted in (
         "island1/checkpoint-4",
-        "0 and 1 in the last exchange",
+        "took part         in the last exchange 0 and 1 of 2\n",
         "56, of island 0",
         "56, of island 1",
         "sync_every=2",
@@ -125,6 +125,7 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
         "holds": holds,
         "complete": True,
         "participants": list(range(islands)) if took is None else took,
+        "gone": [],
     }
 
 
@@ -189,6 +190,31 @@ def test_inspect_of_several_begins_with_the_summary() -> None:
     assert "i1/5: step 5 of island 1, demo; NOT WHOLE: i1/5/model.bin is missing" in overview(
         [here[0], lost]
     )
+
+
+def test_inspect_counts_an_early_part(
+    tmp_path: Path, inspected, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An island that has left after an early part took part, as exchanges.jsonl says; a resume
+    counts it as away.
+    """
+    from fsdp_demo import attach
+    from fsdp_demo.checkpoint import save_exchange
+    from fsdp_demo.exchange.saved_state import History
+    from fsdp_demo.tools.inspect import shared
+
+    exchange = attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), "local_sgd")
+    exchange._queue.history = History(2, early=(1,))
+    folder = tmp_path / "checkpoint-0"
+    save_exchange(folder / "exchange", exchange)
+    exchange.detach()
+    _, (found,) = inspected(folder)
+    assert found["participants"] == exchange.participants == [0, 1] and found["gone"] == [1]
+    assert found["held"]["0"][-1] == "[0]"
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert "in the last exchange 0 and 1 of 1; gone since: 1" in capsys.readouterr().out
+    islands = [found | {"islands": 2, "holds": {str(i): f"island{i}"}} for i in range(2)]
+    assert "in step 0, the newest, took part: 0 and 1 of 2; gone since: 1" in shared(islands)
 
 
 def test_inspect_tokens_of_islands() -> None:
