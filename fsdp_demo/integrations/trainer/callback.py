@@ -237,7 +237,7 @@ class ExchangeCallback(TrainerCallback):
         last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
         command = "the same command, with resume_from_checkpoint=True (auto)"
         again = start_again(self._topology, command, status)
-        return f"the last checkpoint here is {last}; to resume, {again}"
+        return f"the last checkpoint here is {last}; {again}"
 
     def _in_session(
         self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
