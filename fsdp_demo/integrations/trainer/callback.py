@@ -212,6 +212,8 @@ class ExchangeCallback(TrainerCallback):
                 raise
         if self._stops.left:
             self._stops.leave(trainer.args.process_index, self._to_resume(trainer, SAVED))
+        if self._stops.cut_off:
+            self._warn(self._to_resume(trainer, SAVED))
         return result
 
     def _lost(self, trainer: Trainer, error: PeerLost | WireError) -> None:
