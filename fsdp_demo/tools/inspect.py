@@ -299,8 +299,6 @@ def ranks(head: Mapping[str, Any]) -> str:
 
 def text(info: Mapping[str, Any]) -> str:
     """`describe_checkpoint`'s answer for people."""
-    if "step" not in info:
-        return f"{info['folder']}\n  NOT READABLE: {info['problems'][0]}"
     here = ", ".join(f"{number} ({name})" for number, name in info["holds"].items())
     changed = ", ".join(f"{key}={value}" for key, value in info["settings"].items())
     frozen = f", and {info['frozen']:,} frozen" if info["frozen"] else ""
