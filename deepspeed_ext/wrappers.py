@@ -247,7 +247,6 @@ def adapter(engine: Any) -> Partitions:
     if lacking:
         raise RuntimeError(
             f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which "
-            "deepspeed_ext needs: take "
-            "deepspeed>=0.19,<0.20 (tried: 0.19.8)"
+            "deepspeed_ext needs: take deepspeed>=0.19,<0.20 (tried: 0.19.8)"
         )
     return kind(engine)

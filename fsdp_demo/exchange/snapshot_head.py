@@ -245,8 +245,7 @@ def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> Snapsho
     if theirs != mine:
         raise refuse(
             f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*theirs)} "
-            "there; one that makes them at its first "
-            "step cannot join a run"
+            "there; one that makes them at its first step cannot join a run"
         )
     if odd := _odd(runtime.queue.channels, stand):
         raise refuse(odd)

@@ -296,8 +296,7 @@ def give_up(
         peers.expel(text)
     raise NotFinite(
         f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. "
-        "The other islands have taken nothing of "
-        f"it{see('not-finite')}"
+        f"The other islands have taken nothing of it{see('not-finite')}"
     )
 
 

@@ -332,8 +332,7 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
         )
     return (
         f"{where}: the islands do not take the same steps. Call skip() for a step that a loop "
-        "drops, and give all islands data with as "
-        f"many rows{see('unlike-steps')}"
+        f"drops, and give all islands data with as many rows{see('unlike-steps')}"
     )
 
 
