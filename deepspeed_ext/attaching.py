@@ -10,6 +10,7 @@ from fsdp_demo.checkpoint import SavedExchange
 
 from . import checkpoints as folders
 from .checkpoints import advance
+from .node_mesh import compare_environment
 from .node_mesh import topology as place
 from .refusals import refuse, warn
 from .zero_params import ZeroHost
@@ -65,7 +66,10 @@ def attach(
         >>> exchange = deepspeed_ext.attach(engine, "demo")  # doctest: +SKIP
     """  # noqa: E501
     config = settled(config, changes)
-    topology = topology or place(engine)
+    if topology is None:
+        topology = place(engine)  # it compares what the ranks were given
+    else:
+        compare_environment()
     refuse(engine, config, topology)
     norm = engine.gradient_clipping()
     _refuse_two_norms(config, changes, norm)

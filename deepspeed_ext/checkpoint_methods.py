@@ -74,10 +74,9 @@ class ReplicaCheckpoints:
         engine = self.engine
         if engine.checkpoint_engine.is_decoupled():
             raise ValueError(
-                "checkpoint.writer.decoupled in DeepSpeed's configuration: files are written while "
-                "training goes on, and the exchange's state "
-                "would be beside files that are not there yet. Set it to false, or attach(..., "
-                "checkpoints=False)"
+                "checkpoint.writer.decoupled in DeepSpeed's configuration: files are written "
+                "while training goes on, and the exchange's state would be beside files that are "
+                "not there yet. Set it to false, or attach(..., checkpoints=False)"
             )
         engine.save_checkpoint = self.save_checkpoint
         engine.load_checkpoint = self.load_checkpoint

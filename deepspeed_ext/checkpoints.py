@@ -347,10 +347,9 @@ class _Followed(ReplicaCheckpoints):
             )
             raise NeedsDecision(
                 f"no checkpoint is seen by all replicas ({have}): copy the folder of one replica "
-                "into the directory of those that lack it, or "
-                "name a tag that all have (without a tag, an island that holds no checkpoint takes "
-                "over from the others; in a mesh none does)"
-                f"{see('no-common-checkpoint')}"
+                "into the directory of those that lack it, or name a tag that all have (without a "
+                "tag, an island that holds no checkpoint takes over from the others; in a mesh "
+                f"none does){see('no-common-checkpoint')}"
             )
         return manager.agree(held, "common" if named else "newest"), ""
 

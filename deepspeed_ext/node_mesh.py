@@ -248,18 +248,15 @@ def topology(engine: Any = None) -> Topology:
             f"one world of {world} ranks over nodes of {local}: ZeRO reduces between the nodes, "
             "and there is nobody to exchange with. Call "
             "deepspeed_ext.shard_within_node(ranks_per_node) before the model is made and "
-            "deepspeed.initialize is called, or launch each "
-            "node as an island (ISLAND_RANK, ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are "
-            "one replica"
-            f"{see('one-world')}"
+            "deepspeed.initialize is called, or launch each node as an island (ISLAND_RANK, "
+            f"ISLAND_COUNT); ISLAND_COUNT=1 says that all nodes are one replica{see('one-world')}"
         )
     if mesh is None or mesh.islands == 1:
         return islands
     if islands.islands > 1:
         raise ValueError(
             f"ISLAND_COUNT={islands.islands} and shard_within_node({mesh.world}) at once: leave "
-            "shard_within_node out, or launch all nodes "
-            "as one world without ISLAND_* variables"
+            "shard_within_node out, or launch all nodes as one world without ISLAND_* variables"
         )
     return mesh
 
@@ -280,8 +277,7 @@ def compare_environment(env: Mapping[str, str] | None = None) -> None:
             continue
         raise ValueError(
             f"ranks of one launch have different {name}: {told(values)}. All need the same "
-            "ISLAND_* variables; a hostfile launch passes "
-            "them on only if they stand in .deepspeed_env (NAME=value lines, in the home directory "
-            "or where `deepspeed` is called)"
-            f"{see('hostfile')}"
+            "ISLAND_* variables; a hostfile launch passes them on only if they stand in "
+            ".deepspeed_env (NAME=value lines, in the home directory or where `deepspeed` is "
+            f"called){see('hostfile')}"
         )

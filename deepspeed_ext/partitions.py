@@ -116,11 +116,10 @@ class Partitions:
                 else "of a parameter on another rank"
             )
             raise RuntimeError(
-                f"the fp32 master {where} is not what the model computes with: load weights before "
-                "deepspeed.initialize or through "
-                "engine.load_checkpoint, take a step after safe_set_full_fp32_param; else "
-                f"deepspeed {VERSION} lays partitions out in a "
-                "way that is not known here (tried: 0.19.8)"
+                f"the fp32 master {where} is not what the model computes with: load weights "
+                "before deepspeed.initialize or through engine.load_checkpoint, take a step after "
+                f"safe_set_full_fp32_param; else deepspeed {VERSION} lays partitions out in a way "
+                "that is not known here (tried: 0.19.8)"
             )
 
     def _agrees(self, master: Tensor, fragment: Fragment, parameter: Any) -> bool:

@@ -20,19 +20,17 @@ from fsdp_demo.config.channel import EMBEDDINGS, covers, matches
 from fsdp_demo.hosts.base import plain_name
 
 from .all_ranks import replica
-from .node_mesh import compare_environment, installed, topology_of
+from .node_mesh import installed, topology_of
 
 log = logging.getLogger("fsdp_demo")
 
 
 def refuse(engine: Any, config: ExchangeConfig, topology: Topology) -> None:
-    """Raise ValueError for what cannot work or was never tried. All ranks of the world call it
-    together.
+    """Raise ValueError for what cannot work or was never tried.
 
     Args:
         engine: what was given to `attach` as one.
     """
-    compare_environment()
     found = chain(
         _others(engine),
         _kind(engine),
@@ -53,14 +51,12 @@ def _others(thing: Any) -> Iterator[str]:
     if isinstance(thing, (list, tuple)):
         yield (
             f"a list of {len(thing)}: an exchange counts the steps of one engine, so pass one "
-            "engine (modules that train together go into "
-            "one model, under one engine)"
+            "engine (modules that train together go into one model, under one engine)"
         )
     elif not isinstance(thing, DeepSpeedEngine):
         yield (
             f"{type(thing).__name__}: pass the engine, the first thing that deepspeed.initialize "
-            "returns (under Accelerate the prepared "
-            "model, under the Trainer trainer.deepspeed)"
+            "returns (under Accelerate the prepared model, under the Trainer trainer.deepspeed)"
         )
 
 
@@ -129,14 +125,12 @@ def _precision(engine: Any) -> Iterator[str]:
     if blind and (zero.dtype == torch.bfloat16 or not zero.compute_grad_norm):
         yield (
             "gradients that nobody looks at, so that a NaN of one replica would reach all: set "
-            "bf16.check_grad_overflow and "
-            "zero_optimization.compute_grad_norm to true"
+            "bf16.check_grad_overflow and zero_optimization.compute_grad_norm to true"
         )
     if engine.bf16_master_weights_and_gradients() or engine.bf16_optimizer_states():
         yield (
             "bf16 masters or optimizer states, where the exchange works on fp32: set "
-            "bf16.bf16_master_weights_and_grads and "
-            "bf16.bf16_optimizer_states to false"
+            "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to false"
         )
 
 
@@ -236,9 +230,8 @@ def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
     if left:
         yield (
             "a gradient channel with a period or a delay that does not cover "
-            f"{', '.join(left[:3])}{' ...' * (len(left) > 3)}, where ZeRO "
-            "steps a whole partition: let it cover every trained parameter, freeze these, or take "
-            "FSDP2"
+            f"{', '.join(left[:3])}{' ...' * (len(left) > 3)}, where ZeRO steps a whole "
+            "partition: let it cover every trained parameter, freeze these, or take FSDP2"
         )
 
 

@@ -113,7 +113,7 @@ class EngineStepHooks(StepHooks):
         log.warning(
             "step %d was skipped: the gradient norm is not finite. This replica takes part in the "
             "exchange with zero weight",
-            steps,
+            steps + 1,
         )
         self._skipped = kwargs.get("lr_kwargs", args[0] if args else None) or {}
         try:

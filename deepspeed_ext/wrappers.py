@@ -33,7 +33,7 @@ def _names(engine: Any) -> dict[Any, str]:
     return _Names({p: n for n, p in engine.module.named_parameters()})
 
 
-class Flat(Partitions):
+class FlatPartitions(Partitions):
     """Masters of stages 1 and 2 and of BF16_Optimizer: the tensors of a parameter group one after
     the other, cut into one equal part per rank.
     """
@@ -69,8 +69,8 @@ class Flat(Partitions):
         self.zero.update_lp_params()
 
 
-class Stage12(Flat):
-    """`DeepSpeedZeroOptimizer`."""
+class Zero12Partitions(FlatPartitions):
+    """The masters of `DeepSpeedZeroOptimizer`: ZeRO-1 and ZeRO-2."""
 
     needs = (
         "_optimizer_step",
@@ -115,9 +115,9 @@ class Stage12(Flat):
         part.data.copy_(self.zero.single_partition_of_fp32_groups[index].data)
 
 
-class Stage3(Partitions):
-    """`DeepSpeedZeroOptimizer_Stage3`: every tensor of a sub-group is cut into equal parts of its
-    elements.
+class Zero3Partitions(Partitions):
+    """The masters of `DeepSpeedZeroOptimizer_Stage3`, ZeRO-3: every tensor of a sub-group is cut
+    into equal parts of its elements.
     """
 
     needs = (
@@ -173,8 +173,8 @@ class Stage3(Partitions):
         self.zero._reassign_or_swap_out_partitioned_parameters(index)
 
 
-class Bf16(Flat):
-    """`BF16_Optimizer`, which steps its inner optimizer once."""
+class Bf16Partitions(FlatPartitions):
+    """The masters of `BF16_Optimizer`, ZeRO-1 in bf16, which steps its inner optimizer once."""
 
     _hook: Any = None
 
@@ -221,9 +221,9 @@ class Bf16(Flat):
 
 
 KINDS: dict[str, type[Partitions]] = {
-    "BF16_Optimizer": Bf16,
-    "DeepSpeedZeroOptimizer": Stage12,
-    "DeepSpeedZeroOptimizer_Stage3": Stage3,
+    "BF16_Optimizer": Bf16Partitions,
+    "DeepSpeedZeroOptimizer": Zero12Partitions,
+    "DeepSpeedZeroOptimizer_Stage3": Zero3Partitions,
 }
 """By the name of DeepSpeed's class."""
 
@@ -247,7 +247,6 @@ def adapter(engine: Any) -> Partitions:
     if lacking:
         raise RuntimeError(
             f"{type(zero).__name__} of deepspeed {VERSION} has no {', '.join(lacking)}, which "
-            "deepspeed_ext needs: take "
-            "deepspeed>=0.19,<0.20 (tried: 0.19.8)"
+            "deepspeed_ext needs: take deepspeed>=0.19,<0.20 (tried: 0.19.8)"
         )
     return kind(engine)

@@ -170,6 +170,5 @@ def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, pres
         names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
         raise ValueError(
             f"preset {preset!r} keeps replicas equal, but no channel covers {names}: freeze these "
-            "parameters, or name them in another "
-            "channel's include"
+            "parameters, or name them in another channel's include"
         )

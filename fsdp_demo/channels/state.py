@@ -154,9 +154,8 @@ class LocalChannel:
         if self._low_precision and channel.queues:
             raise ValueError(
                 f"channel {channel.name!r}: schedule.delay={channel.schedule.delay}, not below "
-                "schedule.sync_every="
-                f"{channel.schedule.sync_every}, needs fp32 parameters: load the model with "
-                "dtype=torch.float32, or shorten the delay"
+                f"schedule.sync_every={channel.schedule.sync_every}, needs fp32 parameters: load "
+                "the model with dtype=torch.float32, or shorten the delay"
             )
 
     def _with_state(self) -> None:
@@ -169,9 +168,8 @@ class LocalChannel:
             name, kept = self.channel.state_name, ", ".join(self.host.states()) or "none yet"
             raise ValueError(
                 f"channel {self.channel.name!r} exchanges the optimizer state {name!r}, but no "
-                f"covered parameter has it (found: {kept}): "
-                "name a state of this optimizer, or, if it makes its state at its first step, take "
-                "one before attach"
+                f"covered parameter has it (found: {kept}): name a state of this optimizer, or, "
+                "if it makes its state at its first step, take one before attach"
             )
 
     def start(self, step: int = 0) -> None:
@@ -318,8 +316,7 @@ class LocalChannel:
         if set(mine) != set(saved):
             raise ValueError(
                 f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
-                f"configuration keeps {sorted(mine)}: resume with the "
-                "preset it was saved with"
+                f"configuration keeps {sorted(mine)}: resume with the preset it was saved with"
             )
         for key, value in saved.items():
             if value.shape != mine[key].shape:

@@ -263,10 +263,9 @@ def _choices(names: Sequence[str], held: Held, how: str) -> str:
         lacking = "; or let those that hold none take over from the others (--resume auto)"
     return (
         f"no checkpoint is held by all islands ({have}){parted}: copy or mount the missing folder "
-        f"there{lacking}; or let all go on from "
-        f"step {newest} of {name}, where what others have done alone is lost (take_over=True; "
-        "recipes/pretrain.py: --take-over; Trainer: "
-        f"name it by its path); or start anew in another folder{see('no-common-checkpoint')}"
+        f"there{lacking}; or let all go on from step {newest} of {name}, where what others have "
+        "done alone is lost (take_over=True; recipes/pretrain.py: --take-over; Trainer: name it "
+        f"by its path); or start anew in another folder{see('no-common-checkpoint')}"
     )
 
 

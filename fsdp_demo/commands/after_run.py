@@ -51,7 +51,7 @@ def add_inspect(commands: Commands) -> None:
     sub.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a checkpoint-N, or the folder of a run for all of its checkpoints",
+        help="a checkpoint-N for all that it holds, or the folder of a run for a line on each",
     )
     sub.add_argument(
         "--json", action="store_true", help="print a list of objects, one per checkpoint"
@@ -62,15 +62,13 @@ def add_inspect(commands: Commands) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """Say what a checkpoint, or every checkpoint of a run, holds; 1 if one of them is not whole."""
     from ..tools.inspect import inspect as look
-    from ..tools.inspect import shared, text
+    from ..tools.inspect import overview, text
 
     found = look(args.checkpoint)
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        print("\n\n".join(map(text, found)))
-        if len(found) > 1:
-            print(f"\n{shared(found)}")
+        print(text(found[0]) if len(found) == 1 else overview(found))
     return 0 if all(one["complete"] for one in found) else 1
 
 

@@ -140,8 +140,7 @@ class Codec:
         if self.transform != "none" and self.select == "dense":
             raise ValueError(
                 f"codec.transform={self.transform!r} with codec.select='dense' has no effect, "
-                "since nothing is dropped: "
-                "use transform='none', or select='topk'"
+                "since nothing is dropped: use transform='none', or select='topk'"
             )
 
     @property

@@ -39,8 +39,7 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
         (
             c.accumulator is not None and c.accumulator.rate and not c.before_step,
             "accumulator.rate=True multiplies gradients by the learning rate, found source "
-            f"{c.source!r}: leave it False; a constant is "
-            "accumulator.gain",
+            f"{c.source!r}: leave it False; a constant is accumulator.gain",
         ),
         (
             c.feedback == "put_back" and not c.codec.sparse,
@@ -55,8 +54,7 @@ def _codec_rules(c: Channel) -> list[tuple[bool, str]]:
         (
             c.reducer.mean_over == "senders" and not c.codec.indexed,
             "reducer.mean_over='senders' needs a selection by the data (codec.select='topk'), "
-            f"with select={select!r} everybody sends: "
-            "use 'replicas'",
+            f"with select={select!r} everybody sends: use 'replicas'",
         ),
         (
             c.reducer.clip == "median_norm" and not c.codec.indexed,

@@ -121,10 +121,9 @@ class ExchangeConfig:
             if c.schedule.in_flight > self.max_in_flight:
                 raise ValueError(
                     f"channel {c.name!r}: schedule.delay={c.schedule.delay} with "
-                    f"schedule.sync_every={c.schedule.sync_every} keeps "
-                    f"{c.schedule.in_flight} payloads in flight, allowed are "
-                    f"max_in_flight={self.max_in_flight}: shorten the delay or "
-                    "exchange less often"
+                    f"schedule.sync_every={c.schedule.sync_every} keeps {c.schedule.in_flight} "
+                    f"payloads in flight, allowed are max_in_flight={self.max_in_flight}: shorten "
+                    "the delay or exchange less often"
                 )
 
     def fixed(self, steps: int | None) -> ExchangeConfig:

@@ -67,7 +67,6 @@ class Driver(NetworkLoop):
         self._expelled = expelled
         self.join_server: JoinServer | None = None
         self.changes = 0
-        self._last: RoundMessage | None = None
         self._early: list[tuple[int, Event]] = []  # of epochs whose record is not here yet
         self._fetched = machine.record.epoch
         self._frozen_at = 0.0
@@ -91,7 +90,7 @@ class Driver(NetworkLoop):
 
     def launch(self, message: RoundMessage) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
-        self._last = message
+        self.stopping.last = message
         self.do(lambda: self._launch(message))
         if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))
@@ -157,20 +156,14 @@ class Driver(NetworkLoop):
         self.traffic.look()
         self._look_for_joins()
         self.stopping.look()
-        if self.stopping.together and not self.stopping.gave_up:
-            self._give_up_last()
+        if self.stopping.together:
+            self.stopping.give_up_last()
         if stopped:
             self.detector.forgive(now)
         self._lose(self.detector.lost(now))
         longest = self.detector.dead + self.detector.meeting
         if self.machine.state == "frozen" and now - self._frozen_at > longest:
             self.fail(f"a change of members has not come to an end within {longest:g} s")
-
-    def _give_up_last(self) -> None:
-        message = self._last
-        if message is not None and self.stopping.abandoned(message.n):
-            if any(e.n == message.n and not e.delivered for e in self.machine.open):
-                self.stopping.give_up(message)
 
     def beat(self, now: float) -> None:
         """Say that this rank lives and how far it is, and look which peers stand."""
@@ -235,22 +228,18 @@ class Driver(NetworkLoop):
         self.detector.say([word], [w for member in self.notes for w in self.detector.of(member)])
         if self.join_server is not None:
             self.join_server.close()
-        self._closed = True
         self.fail(CLOSED)
 
     def fail(self, reason: str) -> None:
         """End all messages with the error `reason`; one that is launched later fails at once."""
         self._failed, self._closed = self._failed or reason, True
-        # the last may wait among the jobs
-        self.traffic.fail(reason, [self._last] if self._last else [])
+        last = self.stopping.last  # it may wait among the jobs
+        self.traffic.fail(reason, [last] if last else [])
         self._poller.tell()
 
     # ---- messages ------------------------------------------------------------------------------
 
     def _launch(self, message: RoundMessage) -> None:
-        if self._failed:
-            message.tasks.put(PeerLost(self._failed))
-            return
         if self.stopping.gave_up or self.stopping.abandoned(message.n):
             self.stopping.give_up(message)
             return
@@ -424,15 +413,10 @@ class Driver(NetworkLoop):
 
     def _lose(self, found: Mapping[Member, str]) -> None:
         """These peers are lost. One report names them all: it is written once in a view."""
-        if self.machine.state in ("left", "expelled"):
-            return  # this rank is nobody's peer any more
-        lost = [
-            m
-            for m in found
-            if m not in self.machine.lost
-            and m in self.machine.record.members
-            and not self.stopping.departed(m)
-        ]
+        if not found or self.machine.state in ("left", "expelled"):
+            return  # nobody, or this rank is nobody's peer any more
+        here = set(self.machine.record.members) - self.machine.lost
+        lost = [m for m in found if m in here and not self.stopping.departed(m)]
         for member in lost:
             log.warning("%s: %s", self._how_it_went(member), found[member])
         if lost:

@@ -163,12 +163,14 @@ class Stopping:
     Attributes:
         wish: asked whether this rank was told to end.
         together: all members are told to end. gave_up: a message of this rank is abandoned.
+        last: the newest message of this rank.
     """
 
     def __init__(self, loop: NetworkLoop):
         self._loop = loop
         self.wish: Callable[[], bool] = lambda: False
         self.together = self.gave_up = False
+        self.last: RoundMessage | None = None
         self._told: set[Member] = set()
         self._ends: dict[Member, int] = {}
         self._applied_at: dict[Member, int] = {}
@@ -230,6 +232,13 @@ class Stopping:
         if applied_at >= 0:
             self._applied_at[rank.me] = applied_at
         self.look()
+
+    def give_up_last(self) -> None:
+        """Wait no longer for the last message, where it is abandoned and not delivered."""
+        message = self.last
+        if message is not None and not self.gave_up and self.abandoned(message.n):
+            if any(e.n == message.n and not e.delivered for e in self._loop.machine.open):
+                self.give_up(message)
 
     def give_up(self, message: RoundMessage) -> None:
         """Wait no longer for the answer to a message that is abandoned."""

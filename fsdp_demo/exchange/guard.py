@@ -47,11 +47,11 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
 
 def start_again(topology: Topology, command: str, status: int) -> str:
     """How training goes on after this island has ended with `status`, for the log."""
-    if topology.islands == 1:
-        return f"start again with: {command}"
-    apart = status == SAVED and topology.elastic  # the others may train on
-    who = "this island (and each other one that has ended)" if apart else "all islands"
-    return f"start {who} again with: {command}"
+    when, who = "to resume" if status == SAVED else "once that is mended", ""
+    if topology.islands > 1:
+        apart = status == SAVED and topology.elastic  # the others may train on
+        who = "this island (and each other one that has ended) " if apart else "all islands "
+    return f"{when}, start {who}again with: {command}"
 
 
 @contextmanager
@@ -192,9 +192,8 @@ def _leave(
         deadline.end()
         if topology.rank == 0:
             done = "saved" if save is not None else "nothing was saved"
-            when = "to resume" if status == SAVED else "once that is mended"
             again = start_again(topology, resume or "the same command", status)
-            log.log(level, "%s: %s; %s, %s", where, done, when, again)
+            log.log(level, "%s: %s; %s", where, done, again)
             if save is not None and topology.islands > 1:
                 log.log(level, "%s: for the steps of the others see fsdp-demo inspect", where)
     except PeerLost as lost:

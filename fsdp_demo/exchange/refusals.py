@@ -273,8 +273,7 @@ def refuse_sparse(host: TrainingHost) -> None:
     if sparse:
         raise ValueError(
             f"sparse gradients: {_first(sparse)}; they are neither exchanged nor clipped: take "
-            "nn.Embedding(sparse=False), or clip=None "
-            "with a preset that exchanges no gradients"
+            "nn.Embedding(sparse=False), or clip=None with a preset that exchanges no gradients"
         )
 
 

@@ -235,8 +235,8 @@ def _take(runtime: StepRuntime, tick: Tick) -> None:
     """Repeat a step of the donor, without a gradient of this replica."""
     if tick.step != runtime.step:
         raise WireError(
-            f"step {tick.step} came to be made up for, here comes {runtime.step}: start this "
-            "island again"
+            f"step {tick.step + 1} came to be made up for, here comes {runtime.step + 1}: start "
+            "this island again"
         )
     run_specification.write_rates(runtime.host, tick.rates)
     runtime.status.skipping = True

@@ -158,8 +158,7 @@ def _drop(queue: InFlightQueue, apart: bool) -> None:
     if apart:
         raise ValueError(
             "islands resume at unlike steps, and not all hold what was under way: resume all from "
-            "a checkpoint of one step "
-            "(fsdp-demo inspect shows them)"
+            "a checkpoint of one step (fsdp-demo inspect shows them)"
         )
     if queue.flights:
         steps = [f.step + 1 for f in queue.flights]

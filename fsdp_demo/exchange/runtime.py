@@ -340,7 +340,7 @@ class StepRuntime:
             applied.append(c)
             del arrived  # as large as the shards: it goes before the next one comes
         self._exchanged |= bool(applied)
-        self.settle(applied)
+        self.settle(applied, 1 + (self.step if now is None else now))
 
     # ---- its parts -----------------------------------------------------------------------------
 
@@ -471,9 +471,9 @@ class StepRuntime:
         )
         return total(anchors, self.host.device) if outer else None
 
-    def settle(self, applied: Sequence[ChannelRunner]) -> None:
+    def settle(self, applied: Sequence[ChannelRunner], at_step: int) -> None:
         """Commit the parameters that these channels have written to the model. The average after a
-        delta channel becomes its anchor; the drift is the way to it."""
+        delta channel becomes its anchor; the drift is the way to it. at_step: counted from 1."""
         if any(c.channel.writes_parameters for c in applied):
             self.host.commit()
             self.rewritten.exchanged()
@@ -488,7 +488,7 @@ class StepRuntime:
                     "%s: drift %.3g before the average of step %d",
                     self.topology.name,
                     self.drift,
-                    self.step,
+                    at_step,
                 )
 
     def base_step(self) -> None:

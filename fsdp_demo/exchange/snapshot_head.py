@@ -245,8 +245,7 @@ def read(runtime: StepRuntime, told: Mapping[str, Any], data: Tensor) -> Snapsho
     if theirs != mine:
         raise refuse(
             f"the inner optimizers keep states {_sentence(*mine)} here, {_sentence(*theirs)} "
-            "there; one that makes them at its first "
-            "step cannot join a run"
+            "there; one that makes them at its first step cannot join a run"
         )
     if odd := _odd(runtime.queue.channels, stand):
         raise refuse(odd)
@@ -288,8 +287,8 @@ def _odd(channels: Sequence[ChannelRunner], stand: DonorPosition) -> str | None:
         )
         if not fits:
             return (
-                f"a message of step {f.step} of channels {f.members[:4]} is under way at step "
-                f"{stand.step}"
+                f"a message of step {f.step + 1} of channels {f.members[:4]} is under way after "
+                f"step {stand.step}"
             )
         before = f.step
     return None

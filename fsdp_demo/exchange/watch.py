@@ -160,8 +160,8 @@ class Watch:
             what = "parameters" if gradients else "outer parameters (anchors)"
             sums = ", ".join(f"{peers.label(j)} {headers[j].total:016x}" for j in odd)
             text = (
-                f"replicas are no longer equal: {what} at step {headers[0].step} have other bits "
-                f"on {sums}"
+                f"replicas are no longer equal: {what} at step {headers[0].at_step} have other "
+                f"bits on {sums}"
             )
             if not self.unlike and peers.elastic and 2 * len(odd) < len(headers):
                 if peers.rank in odd:
@@ -180,8 +180,8 @@ class Watch:
                 )
         if all(h.flags & NOT_FINITE for h in headers) and not gradients:
             raise NotFinite(
-                f"no island has finite parameters (NaN or Inf) at step {headers[0].step}: resume "
-                "from a checkpoint"
+                f"no island has finite parameters (NaN or Inf) at step {headers[0].at_step}: "
+                "resume from a checkpoint"
             )
 
     def _compare_rates(self, peers: PeerGroup, headers: Sequence[Header]) -> None:
@@ -195,7 +195,7 @@ class Watch:
                 "learning rates differ at step %d: %.3g on %s, %.3g on %s (the mean over the "
                 "parameter groups). Step a scheduler on what all islands share: the same steps, "
                 "or a loss from exchange.across_islands.mean%s",
-                headers[0].step + 1,
+                headers[0].at_step,
                 rate_of(headers[low].rate),
                 peers.label(low),
                 rate_of(headers[high].rate),
@@ -296,8 +296,7 @@ def give_up(
         peers.expel(text)
     raise NotFinite(
         f"{text}: look at the loss, the learning rate and the data, and resume from a checkpoint. "
-        "The other islands have taken nothing of "
-        f"it{see('not-finite')}"
+        f"The other islands have taken nothing of it{see('not-finite')}"
     )
 
 

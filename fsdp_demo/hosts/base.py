@@ -22,11 +22,12 @@ from torch import Tensor
 
 from ..rendezvous.position import ShardPosition
 from .optimizers import optimizer_kind
-from .step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
+
+    from .step_hooks import StepHooks
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 

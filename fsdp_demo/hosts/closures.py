@@ -112,10 +112,9 @@ class CalledOnce:
         name = type(self._optimizer).__name__
         if self._asked:
             raise RuntimeError(
-                f"{name} calls its closure more than once in a step, but gradients were "
-                "clipped or exchanged after the first call: "
-                "take an optimizer that calls it once, or clip=None with a preset that exchanges "
-                "no gradients"
+                f"{name} calls its closure more than once in a step, but gradients were clipped "
+                "or exchanged after the first call: take an optimizer that calls it once, or "
+                "clip=None with a preset that exchanges no gradients"
             )
         if any(version(p) != v or (p.grad is None and g is not None) for p, v, g in self._left):
             raise RuntimeError(

@@ -113,8 +113,7 @@ def refuse_hsdp(config: Any) -> None:
             f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}) is HSDP: it "
             "all-reduces every gradient between nodes. Give "
             "fsdp_demo.integrations.mesh.ExchangeParallelismConfig(...) with the same sizes as "
-            "parallelism_config instead"
-            f"{see('plain-hsdp')}"
+            f"parallelism_config instead{see('plain-hsdp')}"
         )
 
 

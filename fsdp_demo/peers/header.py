@@ -157,11 +157,14 @@ class Header:
     rate: int = 0
 
     @property
+    def at_step(self) -> int:
+        """The step at which the sender stands, counted from 1 as in all that users read."""
+        return self.step + (self.kind in WITHIN and not self.flags & ENDING)
+
+    @property
     def when(self) -> str:
-        """Where the sender stands, in words; steps counted from 1."""
-        if self.flags & ENDING:
-            return f"finished at step {self.step}"
-        return f"is at step {self.step + 1 if self.kind in WITHIN else self.step}"
+        """Where the sender stands, in words."""
+        return f"{'finished' if self.flags & ENDING else 'is'} at step {self.at_step}"
 
 
 def _head(header: Header, body: Tensor) -> Tensor:
@@ -329,8 +332,7 @@ def _apart(theirs: Header, mine: Header, sender: str) -> str:
         )
     return (
         f"{where}: the islands do not take the same steps. Call skip() for a step that a loop "
-        "drops, and give all islands data with as "
-        f"many rows{see('unlike-steps')}"
+        f"drops, and give all islands data with as many rows{see('unlike-steps')}"
     )
 
 

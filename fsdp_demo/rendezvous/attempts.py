@@ -215,7 +215,8 @@ def _take(topology: Replica, store: Store) -> Taken:
                 "set a different ISLAND_RANK on each, or a new ISLAND_RUN on all "
                 f"islands{see('rank-taken')}"
             )
-            raise ValueError(f"{once}, which still runs: {cure}")
+            where = starting.where(at, t.island)
+            raise ValueError(f"{once}, which still runs{where}: {cure}")
         life, others = _lives(before) + 1, [j for j in range(t.islands) if j != t.island]
         waits = _waits(t, at)  # else: do the others train?
         if waits or (at.get("begun") and (_live(t, at, others) or _train(t, at, others))):

@@ -101,8 +101,8 @@ class MeshDriver(Driver):
 
     def refuse(self, member: Member, error: WireError) -> None:
         """Damage is the error of the message that is waited for, and both ends hear of it."""
-        if self._last is not None:
-            self._last.damage = error
+        if self.stopping.last is not None:
+            self.stopping.last.damage = error
         super().refuse(member, error)
 
     def refused(self, member: Member, why: str) -> None:

@@ -186,6 +186,14 @@ def beat(at: Store, island: int) -> None:
     at.set(f"beat/{island}", secrets.token_hex(8))
 
 
+def where(at: Store, island: int) -> str:
+    """` (NAME on HOST)` as an island has said of itself; empty where it has said nothing yet."""
+    if not at.get(f"came/{island}"):
+        return ""
+    said = at.note(f"came/{island}", f"island {island}", Came)
+    return f" ({said['name']} on {said['host']})"
+
+
 class _Starters:
     """One island's wait until it is known which islands begin."""
 

@@ -121,7 +121,6 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     first = saved.heads[0]
     config = ExchangeConfig.from_dict(first["config"])
     problems = [f"island {i} lacks the part of rank {r}" for i, r in saved.missing]
-    took_part = {tuple(head["participants"]) for head in saved.heads if head.get("participants")}
     out: dict[str, Any] = {
         "folder": str(folder),
         "problems": problems,
@@ -135,7 +134,8 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
             "torch": first.get("torch"),
         },
         "bytes": 0,
-        "participants": list(took_part.pop()) if len(took_part) == 1 else [],
+        "participants": [],
+        "gone": [],
         "held": _held(saved, folder, problems),
         "method": config.describe(),
         "settings": settings(config),
@@ -204,6 +204,9 @@ def _add_part(
     tensors = _tensor_sizes(beside, problems)
     if tensors and (lacking := sorted(set(_keys(state.to_tree())) - set(tensors))):
         problems.append(f"{beside} lacks {lacking[0]!r:.80}")
+    if present := saved.head(rank, island).get("participants"):  # of an active copy
+        out["participants"] = [int(slot) for slot in state.history.get("slots", present)]
+        out["gone"] = sorted({*out["gone"], *out["participants"]} - set(present))
     out["tokens"] += state.tokens
     out["bytes"] += path.stat().st_size + beside.stat().st_size
     for channel, kept in state.channels.items():
@@ -276,6 +279,15 @@ def of_islands(numbers: Iterable[int]) -> str:
     return f"{'of' if len(known) == 1 else 'the sum over'} {_named(known)}"
 
 
+def _took_part(info: Mapping[str, Any]) -> str:
+    """The islands whose contributions the last exchange has, as in exchanges.jsonl, and those of
+    them that had left early or were lost when the checkpoint was saved; empty where not known.
+    """
+    took_part, gone = info["participants"], info["gone"]
+    who = f"{listed(took_part)} of {info['islands']}" if took_part else ""
+    return f"{who}; gone since: {listed(gone)}" if gone else who
+
+
 def ranks(head: Mapping[str, Any]) -> str:
     """Ranks, shards and copies of an island in words, such as `4 ranks, 2 shards`."""
     shards, copies = int(head["shards"]), int(head["copies"])
@@ -287,17 +299,15 @@ def ranks(head: Mapping[str, Any]) -> str:
 
 def text(info: Mapping[str, Any]) -> str:
     """`describe_checkpoint`'s answer for people."""
-    if "step" not in info:
-        return f"{info['folder']}\n  NOT READABLE: {info['problems'][0]}"
     here = ", ".join(f"{number} ({name})" for number, name in info["holds"].items())
     changed = ", ".join(f"{key}={value}" for key, value in info["settings"].items())
     frozen = f", and {info['frozen']:,} frozen" if info["frozen"] else ""
     versions = (f"{name} {value}" for name, value in info["versions"].items() if value is not None)
-    took_part, tokens = info["participants"], info["tokens"]
+    took_part, tokens = _took_part(info), info["tokens"]
     rows = [
         ("step", info["step"]),
         ("islands", f"{info['islands']}, here {here}"),
-        ("took part", took_part and f"{listed(took_part)} in the last exchange"),
+        ("took part", took_part and f"in the last exchange {took_part}"),
         ("each island", f"{ranks(info)}; {info['topology']}, run {info['run']!r}"),
         ("method", info["method"]),
         ("settings", changed or "those of the preset"),
@@ -309,7 +319,7 @@ def text(info: Mapping[str, Any]) -> str:
         states = ", ".join(f"{name} {size(count)}" for name, count in kept.items())
         rows.append((f"state {channel}", states or "none between exchanges"))
     for flight in info["in_flight"]:
-        sent = f"sent in step {flight['step']} by {', '.join(flight['channels'])}"
+        sent = f"sent in step {flight['step'] + 1} by {', '.join(flight['channels'])}"
         rows.append(("in flight", f"{sent}: {size(flight['bytes'])}"))
     rows += [
         ("size", f"{size(info['bytes'])} of exchange states"),
@@ -318,6 +328,19 @@ def text(info: Mapping[str, Any]) -> str:
     ]
     told = (f"  {label:18}{value}" for label, value in rows if value or label == "step")
     return "\n".join([info["folder"], *told])
+
+
+def overview(found: Sequence[Mapping[str, Any]]) -> str:
+    """Several checkpoints for people: what the islands hold in common, then a line for each."""
+    lines = [shared(found), ""]
+    for info in found:
+        if "step" not in info:
+            lines.append(f"{info['folder']}: NOT READABLE: {info['problems'][0]}")
+            continue
+        state = "whole" if info["complete"] else f"NOT WHOLE: {'; '.join(info['problems'])}"
+        whose = f"step {info['step']} of {_named(map(int, info['holds']))}"
+        lines.append(f"{info['folder']}: {whose}, {info['preset']}; {state}")
+    return "\n".join([*lines, "", "what one of them holds: fsdp-demo inspect CHECKPOINT"])
 
 
 def shared(found: Sequence[Mapping[str, Any]]) -> str:
@@ -337,9 +360,8 @@ def shared(found: Sequence[Mapping[str, Any]]) -> str:
             f"{listed(whole) or 'no step'}",
             f"the folders here say nothing of {them}: look there, too",
         ]
-    if took_part and took_part != list(range(count)):
-        who = f"{listed(took_part)} of {count}"
-        lines.append(f"in step {newest['step']}, the newest, took part: {who}")
+    if took_part and (newest["gone"] or took_part != list(range(count))):
+        lines.append(f"in step {newest['step']}, the newest, took part: {_took_part(newest)}")
     return "\n".join([*lines, *_resumed(held, whole)])
 
 

@@ -283,13 +283,14 @@ def test_zero_skip_by_one_replica(run_ranks, preset, stage):
         made = zero.engine(zero.settings(stage), lambda _: inner, model, lr_scheduler=Rate(inner))
         with zero.another_run():
             exchange = deepspeed_ext.attach(made, preset, **period)
-        skipped = []
+        skipped, warned = [], zero.warnings()
         for t in range(6):
             rows, targets = zero.batch(t, me.rank)
             loss = nn.functional.cross_entropy(made(rows), targets)
             made.backward(loss * (math.nan if poisoned and t == 2 and me.rank == 2 else 1.0))
             made.step()
             skipped.append(not made.was_step_applied())
+            assert skipped[-1] == any(f"step {t + 1} was skipped" in text for text in warned)
             assert exchange.step == made.global_steps == t + 1
         equal = exchange.digests_equal()
         count, rate, exchanges = (

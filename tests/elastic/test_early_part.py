@@ -279,34 +279,36 @@ def test_early_part_beyond_its_size_is_refused(run_ranks) -> None:
     alone(run_ranks, run)
 
 
+def log_of_two(fn: Callable[[Any, Islands, list[str]], None]) -> list[str]:
+    """What is logged while each of two islands runs `fn(line, islands, log so far)`."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_demo").addHandler(handler)
+    of = Islands(2)
+    of.run(lambda line: fn(line, of, said))
+    return said
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_leave_is_no_loss_in_the_log_of_the_others(run_ranks, stopped: bool) -> None:
     """The others log of an island that was stopped in order that it has left, and of one that
     could not go on that it is lost.
     """
 
-    def run() -> list[str]:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        of = Islands(2)
-
-        def fn(line: Any) -> None:
-            message(line, 0, True)
-            if line.slot == 1:
-                line.leave(stopped)
-                return
-            while 1 in line.alive:
-                time.sleep(0.01)
-            while not any("training goes on" in text for text in said):
-                time.sleep(0.01)
-
-        of.run(fn)
-        return said
+    def fn(line: Any, of: Islands, said: list[str]) -> None:
+        message(line, 0, True)
+        if line.slot == 1:
+            line.leave(stopped)
+            return
+        while 1 in line.alive:
+            time.sleep(0.01)
+        while not any("training goes on" in text for text in said):
+            time.sleep(0.01)
 
     how, why = ("has left", "it was stopped") if stopped else ("is lost", "it has ended")
-    told, record = (t for t in alone(run_ranks, run) if t.startswith(("island 1", "epoch 1")))
+    lines = alone(run_ranks, lambda: log_of_two(fn))
+    told, record = (t for t in lines if t.startswith(("island 1", "epoch 1")))
     assert told == f"island 1 (island1) {how}: {why}"
     assert record.startswith(f"epoch 1: island 1 (island1) {how}, training goes on with island 0")
 
@@ -316,27 +318,18 @@ def test_leave_logs_no_loss_of_the_others(run_ranks) -> None:
     still saves.
     """
 
-    def run() -> list[str]:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp_demo").addHandler(handler)
-        of = Islands(2)
-
-        def fn(line: Any) -> None:
-            line.longest_early = 1 << 20
-            message(line, 0, True)
-            if line.slot == 0:
-                line.leave()
-                while (1, 0) not in of.results:
-                    time.sleep(0.01)
-                time.sleep(0.3)
-                return
-            while 0 in line.alive:
+    def fn(line: Any, of: Islands, said: list[str]) -> None:
+        line.longest_early = 1 << 20
+        message(line, 0, True)
+        if line.slot == 0:
+            line.leave()
+            while (1, 0) not in of.results:
                 time.sleep(0.01)
-            line.release()
+            time.sleep(0.3)
+            return
+        while 0 in line.alive:
+            time.sleep(0.01)
+        line.release()
 
-        of.run(fn)
-        return [text for text in said if text.startswith("island 1 (island1) is lost")]
-
-    assert alone(run_ranks, run) == []
+    lines = alone(run_ranks, lambda: log_of_two(fn))
+    assert not [text for text in lines if text.startswith("island 1 (island1) is lost")]

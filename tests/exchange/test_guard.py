@@ -24,6 +24,8 @@ import torch
 
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, PeerLost, WireError, preset
+from fsdp_demo.exchange.guard import start_again
+from fsdp_demo.status import DECIDE, SAVED
 
 from .. import conftest
 from ..support import probe, threaded
@@ -32,6 +34,7 @@ from ..support.world import replica
 
 SILENCE = 3.0  # ISLAND_TIMEOUT here, seconds
 runs = itertools.count()
+ISLANDS, MESH = fsdp_demo.Topology("islands", 0, 2), fsdp_demo.Topology("mesh", 0, 2)
 
 DEMO = preset("demo", value_dtype="fp32")
 DILOCO = preset("diloco", period=2, inner_optimizers="as_is")
@@ -222,6 +225,22 @@ def test_sigterm_one_rank_ends_mesh(run_ranks, tmp_path, name) -> None:
             assert all(
                 torch.equal(a, b) for a, b in zip(saved[r][2], saved[procs + r][2], strict=True)
             )
+
+
+@pytest.mark.parametrize(
+    ("topology", "status", "says"),
+    [
+        (fsdp_demo.Topology(), SAVED, "to resume, start again"),
+        (ISLANDS, SAVED, "to resume, start this island (and each other one that has ended) again"),
+        (ISLANDS, DECIDE, "once that is mended, start all islands again"),
+        (MESH, SAVED, "to resume, start all islands again"),
+    ],
+)
+def test_guard_says_who_starts_again(topology: fsdp_demo.Topology, status: int, says: str) -> None:
+    """The log says when to start again, and which islands: after a `Mismatch` not before a person
+    has mended it.
+    """
+    assert start_again(topology, "train.py", status) == f"{says} with: train.py"
 
 
 def test_guard_handler_restored_and_save_error(run_ranks) -> None:

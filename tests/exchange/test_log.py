@@ -231,6 +231,18 @@ def test_log_outer_rate_like_inner(caplog: pytest.LogCaptureFixture) -> None:
     assert "outer rate" not in caplog.text
 
 
+def test_log_drift_counts_steps_from_one(caplog: pytest.LogCaptureFixture) -> None:
+    """The line on the drift before an average names the step that the user has counted."""
+    caplog.set_level(logging.INFO, "fsdp_demo")
+    feedback = {"rule": "released", "inner_optimizers": "as_is", "clip": None}
+    exchange, optimizer = attached("decoupled_momentum", period=2, average_every=2, **feedback)
+    for _ in range(9):
+        optimizer.step()
+    exchange.detach()
+    drifts = [r.getMessage() for r in caplog.records if "before the average" in r.getMessage()]
+    assert drifts == [f"island0: drift 0 before the average of step {n}" for n in (4, 8)]
+
+
 def test_log_values_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
     """The log says how many values of sparse channels go whole."""
     caplog.set_level(logging.INFO, "fsdp_demo")

@@ -416,11 +416,11 @@ SPOILT = {
     ),
     "old": (
         into("stand", "flights", 0, "step", value=0),
-        "a message of step 0 of channels .* is under way at step 5",
+        "a message of step 1 of channels .* is under way after step 5",
     ),
     "marks": (
         into("stand", "flights", 0, "parts", "momentum", value="01"),
-        "is under way at step 5",
+        "is under way after step 5",
     ),
     "listed": (
         into("tensors", 1, 2, value=1 << 40),
@@ -496,7 +496,7 @@ def test_newcomer_ticks_and_messages_refused(run_ranks) -> None:
             "another step": (
                 join.to_bytes(join.Tick(4, join.from_bytes(good[3], join.Tick, "a tick").rates)),
                 WireError,
-                "step 4 came to be made up for, here comes 3",
+                "step 5 came to be made up for, here comes 4",
             ),
             "other groups": (
                 join.to_bytes(join.Tick(3, [])),

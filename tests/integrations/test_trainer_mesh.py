@@ -2,6 +2,7 @@
 nodes.
 """
 
+import logging
 import os
 import signal
 
@@ -208,9 +209,10 @@ def test_trainer_mesh_resume_bit_for_bit(run_ranks, tmp_path, preset, changes):
         )
 
 
-def test_trainer_mesh_sigterm_to_one_rank(run_ranks):
+@pytest.mark.parametrize("told", [(3,), (0, 1, 2, 3)])
+def test_trainer_mesh_sigterm(run_ranks, told):
     """SIGTERM to one rank stops a mesh. Saving is a collective over all nodes here, so nothing is
-    saved before all have heard of it.
+    saved before all have heard of it. Where the first rank was told, it says how to resume.
     """
 
     class Term(TrainerCallback):
@@ -226,7 +228,7 @@ def test_trainer_mesh_sigterm_to_one_rank(run_ranks):
             "callbacks": [ExchangeCallback("demo")],
             "optimizer_cls_and_kwargs": exchange_optimizer("demo", lr=4e-3),
         }
-        callbacks = [Term()] if rank.rank == 3 else []
+        callbacks = [Term()] if rank.rank in told else []
         trained = script.trainer(
             rank.folder / "out",
             extra,
@@ -235,15 +237,20 @@ def test_trainer_mesh_sigterm_to_one_rank(run_ranks):
             callbacks=callbacks,
             save_steps=50,
         )
+        handler, lines = logging.Handler(), []
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("fsdp_demo").addHandler(handler)
         trained.train()
         return (
             trained.state.global_step,
             script.shards(trained),
             [p.name for p in (rank.folder / "out").glob("checkpoint-*")],
+            [line for line in lines if "to resume, start all islands again" in line],
         )
 
     out = run_ranks(run, islands=1, procs=4, env=WORLD, timeout=120)
     assert [(o[0], o[2]) for o in out] == [(3, ["checkpoint-3"])] * 4
+    assert [len(o[3]) for o in out] == [int(0 in told), 0, 0, 0]
     assert torch.equal(out[0][1], out[2][1]) and torch.equal(out[1][1], out[3][1])
 
 

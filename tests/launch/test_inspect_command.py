@@ -95,19 +95,23 @@ def test_inspect_says_what_is_in_a_run(
         "in_flight"
     ][0]["bytes"] > 0
     assert one["versions"]["format"] == 3 and one["bytes"] > 2 * 910 * 4
-    assert cli.main(["inspect", str(run_folder)]) == 0
+    newest = [run_folder / f"island{i}" / "checkpoint-4" for i in range(2)]
+    assert cli.main(["inspect", str(newest[0])]) == cli.main(["inspect", str(newest[1])]) == 0
     text = capsys.readouterr().out
     for wanted in (
         "island1/checkpoint-4",
-        "0 and 1 in the last exchange",
-        "42, of island 0",
-        "42, of island 1",
+        "took part         in the last exchange 0 and 1 of 2\n",
+        "56, of island 0",
+        "56, of island 1",
         "sync_every=2",
         "anchor 3.64 kB",
-        "sent in step 3 by delta",
-        "whole on all islands: 3 and 4",
+        "sent in step 4 by delta",
     ):
         assert wanted in text, text
+    assert cli.main(["inspect", str(run_folder)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("whole on all islands: 3 and 4\n"), text
+    assert f"\n{newest[1]}: step 4 of island 1, diloco; whole\n" in text, text
 
 
 def described(step: int, island: int, islands: int, took: list[int] | None = None) -> Any:
@@ -121,6 +125,7 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
         "holds": holds,
         "complete": True,
         "participants": list(range(islands)) if took is None else took,
+        "gone": [],
     }
 
 
@@ -160,10 +165,56 @@ def described(step: int, island: int, islands: int, took: list[int] | None = Non
     ],
 )
 def test_inspect_says_of_which_islands_a_step_is_whole(found: list[Any], says: str) -> None:
-    """The last line of `inspect` says which islands share which step."""
+    """The summary of `inspect` says which islands share which step."""
     from fsdp_demo.tools.inspect import shared
 
     assert shared(found).endswith(says), shared(found)
+
+
+def test_inspect_of_several_begins_with_the_summary() -> None:
+    """Of several checkpoints `inspect` says first what the islands share, then a line on each."""
+    from fsdp_demo.tools.inspect import overview
+
+    here = [described(5, i, 2) | {"folder": f"i{i}/5", "preset": "demo"} for i in range(2)]
+    torn = {"folder": "i1/6", "complete": False, "problems": ["i1/6/rank0.json is damaged"]}
+    assert overview([*here, torn]).splitlines() == [
+        "whole on all islands: 5",
+        "",
+        "i0/5: step 5 of island 0, demo; whole",
+        "i1/5: step 5 of island 1, demo; whole",
+        "i1/6: NOT READABLE: i1/6/rank0.json is damaged",
+        "",
+        "what one of them holds: fsdp-demo inspect CHECKPOINT",
+    ]
+    lost = here[1] | {"complete": False, "problems": ["i1/5/model.bin is missing"]}
+    assert "i1/5: step 5 of island 1, demo; NOT WHOLE: i1/5/model.bin is missing" in overview(
+        [here[0], lost]
+    )
+
+
+def test_inspect_counts_an_early_part(
+    tmp_path: Path, inspected, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An island that has left after an early part took part, as exchanges.jsonl says; a resume
+    counts it as away.
+    """
+    from fsdp_demo import attach
+    from fsdp_demo.checkpoint import save_exchange
+    from fsdp_demo.exchange.saved_state import History
+    from fsdp_demo.tools.inspect import shared
+
+    exchange = attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), "local_sgd")
+    exchange._queue.history = History(2, early=(1,))
+    folder = tmp_path / "checkpoint-0"
+    save_exchange(folder / "exchange", exchange)
+    exchange.detach()
+    _, (found,) = inspected(folder)
+    assert found["participants"] == exchange.participants == [0, 1] and found["gone"] == [1]
+    assert found["held"]["0"][-1] == "[0]"
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert "in the last exchange 0 and 1 of 1; gone since: 1" in capsys.readouterr().out
+    islands = [found | {"islands": 2, "holds": {str(i): f"island{i}"}} for i in range(2)]
+    assert "in step 0, the newest, took part: 0 and 1 of 2; gone since: 1" in shared(islands)
 
 
 def test_inspect_tokens_of_islands() -> None:
@@ -175,7 +226,7 @@ def test_inspect_tokens_of_islands() -> None:
 
 
 def test_inspect_says_what_a_resume_does() -> None:
-    """The last line of `inspect` says what a resume does. (The numbers are those of a run that was
+    """The summary of `inspect` says what a resume does. (The numbers are those of a run that was
     rolled back by 320 steps against what `inspect` had said.)
     """
     from fsdp_demo.tools.inspect import shared

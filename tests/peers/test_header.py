@@ -187,6 +187,20 @@ def test_sparse_bytes_is_the_real_length(
         assert bool((work[positions] != 0).logical_or(found == 0).all())
 
 
+def test_header_at_step_counts_from_one() -> None:
+    """A header within a step says in words the step that is under way, another the steps done."""
+    inside, between, end = (
+        frame.Header(0, 4, kind=kind, flags=flags)
+        for kind, flags in (
+            (frame.PAYLOAD, 0),
+            (frame.PARAMETERS, 0),
+            (frame.PAYLOAD, frame.ENDING),
+        )
+    )
+    assert [h.at_step for h in (inside, between, end)] == [5, 4, 4]
+    assert (inside.when, end.when) == ("is at step 5", "finished at step 4")
+
+
 # ---- what is refused ---------------------------------------------------------------------------
 
 

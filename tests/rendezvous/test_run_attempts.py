@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -299,7 +300,7 @@ def test_attempt_refusal_reaches_all_ranks(run_ranks, run) -> None:
 
 
 def test_attempt_refuses_a_second_process_of_a_rank(run_ranks, run) -> None:
-    """A second process with the same ISLAND_RANK is refused."""
+    """A second process with the same ISLAND_RANK is refused, and told where the first one runs."""
 
     def fn(me: Any) -> str:
         if me.island == 1:
@@ -324,9 +325,9 @@ def test_attempt_refuses_a_second_process_of_a_rank(run_ranks, run) -> None:
     assert "in" in (first, second)
     text = first if second == "in" else second
     assert (
-        "which still runs: set a different ISLAND_RANK on each, or a new ISLAND_RUN on all islands"
-        in text
-    )
+        f"which still runs (island0 on {socket.gethostname()}): set a different ISLAND_RANK on "
+        "each, or a new ISLAND_RUN on all islands"
+    ) in text
 
 
 def test_attempt_holds_several_exchanges_in_turn(run_ranks, run) -> None:

@@ -157,10 +157,9 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
         )
     raise ValueError(
         f"step {at} needs all islands, since replicas differ and their mean is the model; not "
-        "there (or not whole): island "
-        f"{listed(lacks[at])}. Bring {'their folders' if len(lacks[at]) > 1 else 'its folder'} "
-        f"beside the others in {run}, or export one "
-        f"replica with --island {min(whole[at])}{because}"
+        f"there (or not whole): island {listed(lacks[at])}. Bring "
+        f"{'their folders' if len(lacks[at]) > 1 else 'its folder'} beside the others in {run}, "
+        f"or export one replica with --island {min(whole[at])}{because}"
     )
 
 

@@ -49,11 +49,10 @@ def read_model(folder: Path) -> dict[str, Tensor]:
         if (folder / ADAPTER).is_file():
             raise ValueError(
                 f"{folder} holds an adapter of peft ({ADAPTER}), not a whole model: load it as it "
-                "is, PeftModel.from_pretrained(BASE, "
-                f"{str(folder)!r}), where BASE is the model named in its adapter_config.json; with "
-                "diloco and other presets that "
-                "have an anchor take a step right after an exchange, or trainer.save_model() at "
-                "the end of the run"
+                f"is, PeftModel.from_pretrained(BASE, {str(folder)!r}), where BASE is the model "
+                "named in its adapter_config.json; with diloco and other presets that have an "
+                "anchor take a step right after an exchange, or trainer.save_model() at the end "
+                "of the run"
             )
         metadata = sorted(folder.glob(f"*/{SHARDED}"), key=lambda path: "optim" in path.parent.name)
         if not metadata:

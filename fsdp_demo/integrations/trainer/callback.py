@@ -212,6 +212,8 @@ class ExchangeCallback(TrainerCallback):
                 raise
         if self._stops.left:
             self._stops.leave(trainer.args.process_index, self._to_resume(trainer, SAVED))
+        if self._stops.cut_off:
+            self._warn(self._to_resume(trainer, SAVED))
         return result
 
     def _lost(self, trainer: Trainer, error: PeerLost | WireError) -> None:
@@ -237,7 +239,7 @@ class ExchangeCallback(TrainerCallback):
         last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
         command = "the same command, with resume_from_checkpoint=True (auto)"
         again = start_again(self._topology, command, status)
-        return f"the last checkpoint here is {last}; to resume, {again}"
+        return f"the last checkpoint here is {last}; {again}"
 
     def _in_session(
         self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any

@@ -104,8 +104,7 @@ def refuse(trainer: Trainer, config: ExchangeConfig) -> None:
         (
             wanted and not trainer.is_deepspeed_enabled,
             "a DeepSpeed configuration that Accelerate has left out, since ACCELERATE_USE_CPU is "
-            "set: unset it, and give "
-            "TrainingArguments(use_cpu=True), which works",
+            "set: unset it, and give TrainingArguments(use_cpu=True), which works",
         ),
         (half, "fp16: its loss scaler skips steps on one island only; take bf16=True, or fp32"),
         (
@@ -339,8 +338,7 @@ def check_optimizer(trainer: Trainer, config: ExchangeConfig) -> None:
         wanted = " or ".join(config.inner_optimizers)
         raise ValueError(
             f"ExchangeCallback: preset {config.preset!r} is defined for {wanted}, found "
-            f"{type(inner).__name__} ({found}): "
-            f"{cure}, or insist with ExchangeCallback(..., "
+            f"{type(inner).__name__} ({found}): {cure}, or insist with ExchangeCallback(..., "
             f"inner_optimizers='as_is'){see('wrong-optimizer')}"
         ) from error
 

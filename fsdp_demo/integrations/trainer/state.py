@@ -127,10 +127,9 @@ def refuse_alone(checkpoint: Any, preset: str) -> None:
     if isinstance(checkpoint, (str, os.PathLike)) and (Path(checkpoint) / "exchange").is_dir():
         raise ValueError(
             f"{checkpoint} was saved by several islands; alone preset {preset!r} exchanges "
-            "nothing, and outer parameters and momentum "
-            "would be left behind. Go on from this island's own parameters with "
-            "ExchangeCallback(..., fresh=True), or from those of all by "
-            "`fsdp-demo export RUN OUT`"
+            "nothing, and outer parameters and momentum would be left behind. Go on from this "
+            "island's own parameters with ExchangeCallback(..., fresh=True), or from those of all "
+            "by `fsdp-demo export RUN OUT`"
         )
 
 

@@ -29,12 +29,13 @@ class Stops:
         ending: the end is agreed, or reached: nothing is held any more.
         left: this island stopped before the end, and the others know: its process ends with status
             75.
+        cut_off: a mesh was told to end by SIGTERM (here), and has stopped before the end.
         unsaved: its newest save has failed.
     """
 
     def __init__(self, live: Callable[[], Exchange | None], warn: Callable[[str], None]):
         self._live, self._warn = live, warn
-        self.ending = self.left = self.unsaved = self._asked = False
+        self.ending = self.left = self.cut_off = self.unsaved = self._asked = False
         self._terminated: float | None = None
 
     def hold(self, control: Any) -> None:
@@ -84,7 +85,9 @@ class Stops:
             else "this island stops"
         )
         self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {saved}")
-        if exchange.leaving and exchange.topology.kind != "mesh":
+        if exchange.topology.kind == "mesh":
+            self.cut_off = self._terminated is not None
+        elif exchange.leaving:
             self.left = True
             exchange.leave(stopped=True)
 
