@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_demo.hosts.step_hooks import StepHooks
+from fsdp_demo.hosts.step_hooks import StepHooks, TickCalls
 
 from .partitions import Partitions
 
@@ -27,22 +27,13 @@ class EngineStepHooks(StepHooks):
 
     Args:
         engine, partitions: the engine and the view of its wrapper.
-        before: run ahead of the inner step. after: run when `engine.step` is done with a step.
-        skip: run instead of both for a step that the engine has skipped.
-        gradients: whether `before` needs or changes gradients, asked at every step.
+        calls: `before` runs ahead of the inner step, `after` when `engine.step` is done with a
+            step, `skip` in place of both for a step that the engine has skipped.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        partitions: Partitions,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        skip: Callable[[], None],
-        gradients: Callable[[], bool],
-    ):
-        super().__init__(before, after, gradients)
-        self._engine, self._partitions, self._run_skip = engine, partitions, skip
+    def __init__(self, engine: Any, partitions: Partitions, calls: TickCalls):
+        super().__init__(calls)
+        self._engine, self._partitions, self._run_skip = engine, partitions, calls.skip
         self._wrapped: Any = None
         # the engine's arguments for its scheduler, in a step that it has skipped
         self._skipped: dict[str, Any] | None = None

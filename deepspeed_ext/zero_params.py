@@ -16,7 +16,7 @@ Padding belongs to no shard: it is neither sent nor compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,6 +33,7 @@ from fsdp_demo.hosts.base import (
     plain_name,
 )
 from fsdp_demo.hosts.optimizers import fresh_state
+from fsdp_demo.hosts.step_hooks import TickCalls
 from fsdp_demo.rendezvous.position import ShardPosition
 
 from .step_hooks import EngineStepHooks
@@ -232,15 +233,9 @@ class ZeroHost(TrainingHost):
             )
         return ShardPosition(shards, shard, 1, 0)
 
-    def hooks(
-        self,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        skip: Callable[[], None],
-        gradients: Callable[[], bool],
-    ) -> EngineStepHooks:
+    def hooks(self, calls: TickCalls) -> EngineStepHooks:
         """Hooks on `engine.step`, which count the steps that the engine counts."""
-        return EngineStepHooks(self.engine, self.partitions, before, after, skip, gradients)
+        return EngineStepHooks(self.engine, self.partitions, calls)
 
 
 def pieces(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, tuple[int, ...]]]:

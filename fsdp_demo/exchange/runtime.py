@@ -38,6 +38,7 @@ from ..elastic.join_server import DonorFeed
 from ..elastic.peer_group import PeerGroup
 from ..errors import PeerLost, Stopped, see
 from ..hosts.base import TrainingHost
+from ..hosts.step_hooks import TickCalls
 from ..peers.header import LEAVING
 from ..peers.join_messages import Tick
 from ..peers.votes import VotePace
@@ -109,9 +110,8 @@ class StepRuntime:
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
-        self.hooks = host.hooks(
-            self.before, self.after, self.skip, gradients=lambda: self.needs_gradients
-        )
+        calls = TickCalls(self.before, self.after, self.skip, lambda: self.needs_gradients)
+        self.hooks = host.hooks(calls)
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
 
-    from .step_hooks import StepHooks
+    from .step_hooks import StepHooks, TickCalls
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -143,23 +143,8 @@ class TrainingHost(ABC):
         """Shard and copy of this rank in an island of `world` ranks."""
 
     @abstractmethod
-    def hooks(
-        self,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        skip: Callable[[], None],
-        gradients: Callable[[], bool],
-    ) -> StepHooks:
-        """Hooks on this engine's steps, which drive the job; not started.
-
-        Args:
-            before, after: run ahead of and behind the base step of every tick. `before` returns
-                True where islands have exchanged what it made of the gradients: it is refused in
-                the same tick then, so a step that failed is taken again on these.
-            skip: run for a step that the engine itself has skipped.
-            gradients: whether `before` needs or changes gradients; asked at every step, since the
-                method may be chosen later.
-        """
+    def hooks(self, calls: TickCalls) -> StepHooks:
+        """Hooks on this engine's steps, which drive the job; not started."""
 
 
 def plain_name(name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,21 +20,33 @@ from ..errors import see
 from .closures import CalledOnce, RoundGradients, version
 
 
-class StepHooks(ABC):
-    """The hooks on an engine's steps: they call `before` ahead of the base step of every tick, and
-    `after` behind it. Nothing counts within `paused`.
+class TickCalls(NamedTuple):
+    """What the hooks on an engine's steps call.
 
-    Args:
-        before, after, gradients: see `TrainingHost.hooks`.
+    Attributes:
+        before, after: run ahead of and behind the base step of every tick. `before` returns True
+            where islands have exchanged what it made of the gradients: it is refused in the same
+            tick then, so a step that failed is taken again on these.
+        skip: run for a step that the engine itself has skipped.
+        gradients: whether `before` needs or changes gradients; asked at every step, since the
+            method may be chosen later.
+    """
+
+    before: Callable[[], bool]
+    after: Callable[[], None]
+    skip: Callable[[], None]
+    gradients: Callable[[], bool]
+
+
+class StepHooks(ABC):
+    """The hooks on an engine's steps. Nothing counts within `paused`.
 
     Attributes:
         aside: whether a step that can move parameters was taken inside `paused`.
     """
 
-    def __init__(
-        self, before: Callable[[], bool], after: Callable[[], None], gradients: Callable[[], bool]
-    ):
-        self._run_before, self._run_after, self._gradients = before, after, gradients
+    def __init__(self, calls: TickCalls):
+        self._run_before, self._run_after, _, self._gradients = calls
         self._off = 0
         self._refusal = ""
         self.aside = False
@@ -94,18 +106,15 @@ class OptimizerStepHooks(StepHooks):
         optimizers: they step in turns, each once per round, behind all backward passes of it.
         check: run ahead of each step with the number of the optimizer that takes it; raises where
             that cannot go on.
-        before, after, gradients: as for `StepHooks`.
     """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        before: Callable[[], bool],
-        after: Callable[[], None],
+        calls: TickCalls,
         check: Callable[[int], None],
-        gradients: Callable[[], bool],
     ):
-        super().__init__(before, after, gradients)
+        super().__init__(calls)
         self._optimizers, self._check = list(optimizers), check
         self._looked: set[int] = set()
         self._forced = self._probing = False

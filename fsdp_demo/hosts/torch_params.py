@@ -7,7 +7,7 @@ are DTensors; all work happens on `to_local()`, a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from .base import (
     strided_offset,
 )
 from .optimizers import materialise
-from .step_hooks import SCALED, OptimizerStepHooks, scales
+from .step_hooks import SCALED, OptimizerStepHooks, TickCalls, scales
 
 
 class TorchHost(TrainingHost):
@@ -180,15 +180,9 @@ class TorchHost(TrainingHost):
         """Free unsharded FSDP2 parameters."""
         reshard(model if model is not None else self._model)
 
-    def hooks(
-        self,
-        before: Callable[[], bool],
-        after: Callable[[], None],
-        skip: Callable[[], None],
-        gradients: Callable[[], bool],
-    ) -> OptimizerStepHooks:
+    def hooks(self, calls: TickCalls) -> OptimizerStepHooks:
         """One tick is one complete round of the optimizers' steps."""
-        return OptimizerStepHooks(self.optimizers, before, after, self.check_trained, gradients)
+        return OptimizerStepHooks(self.optimizers, calls, self.check_trained)
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_demo.hosts.step_hooks import OptimizerStepHooks
+from fsdp_demo.hosts.step_hooks import OptimizerStepHooks, TickCalls
 
 
 def test_compiled_step_calls_hooks_untraced() -> None:
@@ -22,7 +22,9 @@ def test_compiled_step_calls_hooks_untraced() -> None:
     def after() -> None:
         seen.append(("after", torch.compiler.is_compiling()))
 
-    hooks = OptimizerStepHooks([optimizer], before, after, lambda _: None, lambda: True)
+    hooks = OptimizerStepHooks(
+        [optimizer], TickCalls(before, after, lambda: None, lambda: True), lambda _: None
+    )
     hooks.start()
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     for _ in range(2):
