@@ -19,13 +19,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python=.venv/bin/python
 
 "$python" -m ruff check . || { echo "tests/run.sh: ruff found the above; tests were not run" >&2; exit 1; }
-mypy() { "$python" -m mypy || { echo "tests/run.sh: mypy found the above$1" >&2; exit 1; }; }
-if [ "$fast" = 0 ]; then
-    mypy "; tests were not run"
-else # beside the tests, which do not keep two cores busy to their end
-    mypy "" &
-    types=$!
-fi
+# Beside the tests, which do not keep two cores busy all the time.
+"$python" -m mypy &
+types=$!
 
 # A hundred processes import these: compile them once. pytest keeps what it makes of the tests' assertions, too: a third of a collection.
 unset PYTHONDONTWRITEBYTECODE
@@ -50,5 +46,5 @@ if [ "$status" = 1 ] && [ "$again" != 0 ]; then
         [ "$status" != 0 ] || printf 'tests/run.sh: UNSTEADY, failed once and passed alone:\n%s\n' "$names" >&2
     fi
 fi
-[ "$fast" = 0 ] || wait "$types" || status=1
+wait "$types" || { echo "tests/run.sh: mypy found errors, which stand above" >&2; status=1; }
 exit $status

@@ -5,6 +5,7 @@ their own, on the CPU.
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -197,16 +198,18 @@ def test_zero_launch_exit_status(tmp_path):
             run.kill()
 
 
-def test_zero_launch_unknown_flag_refused(tmp_path, capfd):
-    """DeepSpeed's launcher refuses a flag that it does not know."""
+def test_zero_launch_unknown_flag_refused(run_ranks):
+    """DeepSpeed's launcher refuses a flag that it does not know. In a rank, which has DeepSpeed
+    imported.
+    """
     from fsdp_demo.launch import __main__ as launch
 
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_demo.launch", "deepspeed", "--nonsense"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "deepspeed: error" in done.stderr
+    def run():
+        sys.argv = ["launch", "deepspeed", "--nonsense"]
+        runpy.run_module("fsdp_demo.launch", run_name="__main__", alter_sys=True)
+
+    (outcome,) = run_ranks(run, 1, 1, check=False)
+    assert outcome.status == 2 and "deepspeed: error" in outcome.log
     assert set(launch.LAUNCHERS) == {"accelerate", "torchrun", "deepspeed"}
 
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # every engine imports it: 3 s in each fork, once here
 import pytest
 import torch
 import torch.distributed as dist

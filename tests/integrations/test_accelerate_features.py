@@ -6,6 +6,7 @@ Two islands of two ranks, FSDP2 on CPU, real gloo; compilation by dynamo alone (
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -173,16 +174,16 @@ def train(
 DONE: dict[str, list[dict[str, Any]]] = {}  # runs that several tests compare with
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    """What torch imports with the first compilation: here once, instead of in every rank."""
+@functools.cache
+def before_ranks():
+    """What torch imports with the first compilation: once, instead of in every rank."""
     torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
 @pytest.fixture
-def islands(run_ranks, compiler):
+def islands(run_ranks):
     """`islands(...)`: `train(...)` on two islands of two ranks; what all ranks gave, whose
     parameters must be equal bit for bit.
     """

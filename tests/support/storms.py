@@ -183,9 +183,10 @@ class Storm:
         return base
 
     def _behind(self, record: Record) -> Record:
-        """With all questions that come."""
+        """With all questions that come. Only one at a base moves anything."""
         for n in sorted(self.asked):
-            record = record.asked(n)
+            if n in record.base:
+                record = record.asked(n)
         return record
 
     def _may_go_on(self, m: Member) -> bool:

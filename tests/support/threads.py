@@ -32,8 +32,13 @@ LATE = {
         "fsdp_demo.exchange.guard",
         "fsdp_demo.store.server",
     ),
+    "transformers": (
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+    ),
     "accelerate": ("deepspeed",),
     "deepspeed": (
+        "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.runtime.superoffload.superoffload_stage3",
     ),
@@ -69,7 +74,8 @@ def assert_one(who: str) -> None:
 
 def preload() -> None:
     """Import what is there and the modules imported so far import late, once instead of in every
-    rank.
+    rank. What a module of tests would do in each of its ranks, and may do once, is its
+    `before_ranks`, called before each run of ranks from the first on that it takes part in.
     """
     for name, others in LATE.items():
         for other in others if name in sys.modules else ():
@@ -78,6 +84,34 @@ def preload() -> None:
                 importlib.import_module(other)
     if "fsdp_demo.attaching" in sys.modules:
         _code_once()
+    if "transformers" in sys.modules:
+        _names_once()
+    if "accelerate" in sys.modules:
+        _packages_once()
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("tests.") and hasattr(module, "before_ranks"):
+            module.before_ranks()
+
+
+@functools.cache
+def _names_once() -> None:
+    """Make transformers' table of renamed weights, which a rank would make for 0.13 s at the first
+    model that it saves or loads. A version without that table makes it at the first use.
+    """
+    with contextlib.suppress(ImportError):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
+
+
+@functools.cache
+def _packages_once() -> None:
+    """Accelerate reads the metadata of packages again and again to know whether they are there."""
+    from accelerate.utils import imports
+
+    imports._is_package_available = functools.cache(imports._is_package_available)
+    for known in (imports.is_datasets_available, imports.is_deepspeed_available):
+        known()
 
 
 @functools.cache

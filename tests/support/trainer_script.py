@@ -4,6 +4,7 @@ by tests/test_trainer*.py.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -29,6 +30,8 @@ from fsdp_demo.integrations.trainer import ExchangeCallback
 WORDS = (
     "the of and to in a is that for it with as was on be by this are from at or an have not".split()
 )
+
+ROWS = 64  # to train on
 
 
 def tokenizer():
@@ -56,6 +59,23 @@ def texts(rows, seed):
     return out
 
 
+@functools.cache
+def data(rows):
+    """What `trainer` trains on, so many rows, and evaluates on, by name. Made without the threads
+    of the tokenizer, so that the rank server may do it.
+    """
+    words = tokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        made = {"train": words(texts(rows, 1)), "eval": words(texts(16, 2))}
+    return {name: Dataset.from_dict(dict(columns)) for name, columns in made.items()}
+
+
+def before_ranks():
+    """The usual rows are made once for all ranks."""
+    data(ROWS)
+
+
 def model():
     torch.manual_seed(0)
     sizes = {
@@ -81,19 +101,13 @@ def fresh_state():
             os.environ.pop(name, None)
 
 
-def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axes=None, **changes):
+def trainer(
+    folder, extra, *, fsdp=False, split=True, rows=ROWS, callbacks=(), axes=None, **changes
+):
     """What stands above `trainer.train()` in a script. `extra`: keywords that the exchange adds."""
     fresh_state()
     set_seed(1)
-    words = tokenizer()
-    raw = {
-        "train": Dataset.from_dict({"text": texts(rows, 1)}),
-        "eval": Dataset.from_dict({"text": texts(16, 2)}),
-    }
-    data = {
-        name: part.map(lambda row: words(row["text"]), remove_columns=["text"])
-        for name, part in raw.items()
-    }
+    words, made = tokenizer(), data(rows)
     settings = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -127,8 +141,8 @@ def trainer(folder, extra, *, fsdp=False, split=True, rows=64, callbacks=(), axe
     return Trainer(
         model=model(),
         args=args,
-        train_dataset=split_dataset_by_island(data["train"]) if split else data["train"],
-        eval_dataset=data["eval"],
+        train_dataset=split_dataset_by_island(made["train"]) if split else made["train"],
+        eval_dataset=made["eval"],
         processing_class=words,
         data_collator=DataCollatorForLanguageModeling(words, mlm=False),
         callbacks=added,

@@ -16,9 +16,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
-
-# every engine imports it: 3 s in each fork, once here
-from deepspeed.runtime.zero.muon import muon_optimizer
 from torch import nn
 
 # compiled at run time, only for inference
@@ -118,6 +115,9 @@ def muon(model: nn.Module, outside: tuple[str, ...] = ("embed", "head")) -> torc
         }
         for matrices in (True, False)
     ]
+    # 3 s, which the rank server takes once (threads.py), and a collection of the tests never
+    from deepspeed.runtime.zero.muon import muon_optimizer
+
     made: torch.optim.Optimizer = muon_optimizer.MuonWithAuxAdam(halves)
     return made
 
