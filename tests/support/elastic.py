@@ -23,6 +23,7 @@ from fsdp_demo import PeerLost
 from fsdp_demo.elastic import connect, driver
 from fsdp_demo.elastic.connect import PeerPosition
 from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.membership import protocol_events
 from fsdp_demo.peers import collectives
 from fsdp_demo.peers.connection import PeerConnection
 from fsdp_demo.peers.header import PAYLOAD, QUESTION
@@ -190,11 +191,12 @@ class Islands:
         self._replace(PeerConnection, "post_send", post_send)
         return counts
 
-    def kill_in(self, method: str, *victims: tuple[int, int], after: bool = False) -> None:
-        """Kill each of the victims when its driver does this the first time: "_freeze", "_report",
-        "_propose", "_adopted".
+    def kill_in(self, moment: str, *victims: tuple[int, int], after: bool = False) -> None:
+        """Kill each of the victims when its driver does this action of the membership machine the
+        first time: "Freeze", "PostReport", "ProposeRecord", "Adopted".
         """
-        plain, done = getattr(driver.Driver, method), set[tuple[int, int]]()
+        kind, done = getattr(protocol_events, moment), set[tuple[int, int]]()
+        plain = driver._ACTIONS[kind]
 
         def hooked(me: driver.Driver, action: Any) -> None:
             who = self.who(me._poller)
@@ -206,14 +208,7 @@ class Islands:
             if not after:
                 plain(me, action)
 
-        self._replace(
-            driver,
-            "_ACTIONS",
-            {
-                kind: hooked if action is plain else action
-                for kind, action in driver._ACTIONS.items()
-            },
-        )
+        self._replace(driver, "_ACTIONS", {**driver._ACTIONS, kind: hooked})
 
 
 def die(me: driver.Driver) -> None:

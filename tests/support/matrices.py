@@ -181,7 +181,7 @@ KEPT = {
         "test_survivors_train_on": r"^(demo|streaming_diloco)$",
     },
     "elastic/test_lost_islands.py": {
-        "test_lost_island_second_killed_in_the_change": r"False-_freeze|True-_adopted",
+        "test_lost_island_second_killed_in_the_change": r"False-Freeze|True-Adopted",
         "test_lost_island_killed_at_each_piece": r"some",
         "test_lost_island_two_at_once": r"^4$",
         "test_lost_island_killed_within_a_long_message": r"some",
