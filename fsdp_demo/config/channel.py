@@ -174,9 +174,9 @@ class Channel:
     def whole_every_step(self) -> bool:
         """Whether all values travel as they are (fp32) in every step, and their mean acts in it."""
         codec, schedule = self.codec, self.schedule
-        exact = codec.value_dtype == "fp32" and not codec.sparse
-        passes = self.accumulator is None and not self.needs_own
-        return exact and passes and schedule.sync_every == 1 and schedule.delay == 0
+        whole = codec.value_dtype == "fp32" and not codec.sparse and self.accumulator is None
+        at_once = schedule.sync_every == 1 and schedule.delay == 0
+        return whole and at_once and not self.needs_own
 
     @property
     def queues(self) -> bool:

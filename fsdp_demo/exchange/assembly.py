@@ -20,6 +20,7 @@ from ..peers.vector_pool import VectorPool, new_vector
 from ..rendezvous.topology import Topology
 from . import leaving
 from .in_flight import InFlightQueue
+from .message import kept_vector
 from .refusals import refuse, refuse_sparse
 from .runtime import StepRuntime
 from .sending import ExchangeConnections
@@ -100,11 +101,9 @@ def _bound(
 
 
 def _keep_vectors(bound: Bound, peers: PeerGroup) -> None:
-    """Let the only channel that sends a vector use the memory of vector and mean again, where both
-    are needed in every step.
-    """
+    """Let a vector and its mean that every step needs use their memory again (`kept_vector`)."""
     peers.new_vector = new_vector
-    whole = [c for c in bound.channels if c.section is not None and not c.section.gathered]
-    if len(whole) == 1 and whole[0].channel.whole_every_step and whole[0].layout is not None:
-        pool = VectorPool(whole[0].layout.numel)
-        whole[0].new_vector = peers.new_vector = pool.new_vector
+    active = {c.section: c for c in bound.channels if c.section is not None}
+    if (section := kept_vector(list(active))) is not None:
+        pool = VectorPool(section.layout.numel)
+        active[section].new_vector = peers.new_vector = pool.new_vector

@@ -32,6 +32,14 @@ from ..rendezvous.island import IslandGroup
 from .watch import give_up
 
 
+def kept_vector(sections: Sequence[ChannelCodec]) -> ChannelCodec | None:
+    """The section whose vector and mean keep their memory from step to step where islands train on
+    a CPU: the only one with vectors, if every step sends all its values; else None.
+    """
+    reduced = [s for s in sections if not s.gathered]
+    return reduced[0] if len(reduced) == 1 and reduced[0].channel.whole_every_step else None
+
+
 class MessageLayout:
     """The layout of a message of some channels, of one active copy.
 

@@ -20,7 +20,7 @@ from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
 from ..hosts.optimizers import inner_class, materialise
 from ..peers.header import Meter
-from .message import MessageLayout
+from .message import MessageLayout, kept_vector
 
 
 class Plan:
@@ -230,8 +230,9 @@ def plan_memory(
     plan = plan_model(config, tensors, islands, shards)[shard]
     offloaded = staged and config.offload_outer_state
     alone = sum(not s.gathered for s in plan.sections) == 1
-    device = [_on_device(s, staged, offloaded, low_precision, alone) for s in plan.sections]
-    host = [_on_host(s, staged, offloaded, alone) for s in plan.sections]
+    again = None if staged else kept_vector(plan.sections)
+    device = [_on_device(s, staged, offloaded, low_precision, s is again) for s in plan.sections]
+    host = [_on_host(s, staged, offloaded, alone, s is again) for s in plan.sections]
     pairs = zip(_totals(device, plan.cycle), _totals(host, plan.cycle), strict=True)
     parameters = sum(prod(local_shape(shape, shards, shard)) for _, shape in tensors)
     return Memory(parameters, *(figure for pair in pairs for figure in pair))
@@ -313,10 +314,11 @@ class _Use:
 
 
 def _on_device(
-    section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool, alone: bool
+    section: ChannelCodec, staged: bool, offloaded: bool, low_precision: bool, again: bool
 ) -> _Use:
     """A channel's use of the device: its workspaces, its payload (coded, or fp32 vectors that are
-    reduced), and the values that a sender needs again when the mean arrives.
+    reduced, whose memory may be used `again`), and the values that a sender needs again when the
+    mean arrives.
     """
     channel, work = section.channel, 4 * section.layout.numel
     kept = section.known_bytes + (0 if channel.accumulator is None else work)
@@ -334,12 +336,14 @@ def _on_device(
         whole = section.layout.num_dense if section.codec.indexed else 0
         whole += sum(n for n, _ in section.spans) if section.codec.seeded else 0
         applying = section.size * section.num_bytes * staged + 4 * whole - payload
-    if _keeps_vector(section, staged, alone):
+    if again:
         kept, payload = kept + payload, 0
     return _Use(channel, kept, own + payload, sending, applying)
 
 
-def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) -> _Use:
+def _on_host(
+    section: ChannelCodec, staged: bool, offloaded: bool, alone: bool, again: bool
+) -> _Use:
     """A channel's use of the host: the bodies of all islands and the means, until they are applied;
     during the exchange a copy of the payload, or the coded parts of the means. fp32 vectors of one
     channel `alone` are averaged in place, where one share of one part arrives, too: only the
@@ -354,14 +358,9 @@ def _on_host(section: ChannelCodec, staged: bool, offloaded: bool, alone: bool) 
         coded = max(section.size - 2, 0) * share if in_place else section.size * part
     bodies = section.size * message.num_bytes
     kept = _outer(section) if offloaded else 0
-    if _keeps_vector(section, staged, alone):
+    if again:
         kept, means = kept + means, 0
     return _Use(section.channel, kept, bodies + means, coded + _payload(section) * staged)
-
-
-def _keeps_vector(section: ChannelCodec, staged: bool, alone: bool) -> bool:
-    """Whether the memory of a vector and of its mean is kept (`assembly.py`)."""
-    return alone and not staged and not section.gathered and section.channel.whole_every_step
 
 
 def _outer(section: ChannelCodec) -> int:
