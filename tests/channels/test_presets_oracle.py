@@ -149,7 +149,9 @@ def seeded_oracle(
 
 P = 4  # period of the delta presets here
 RANDOM = preset("random", topk=512, clip=None)
-STRIDE = preset("stride", topk=300, sign=False, beta=0.9, clip=None, transform=True)
+STRIDE = preset(
+    "stride", **probe.PLAIN_EMBEDDINGS, topk=300, sign=False, beta=0.9, clip=None, transform=True
+)
 STREAM = {"period": 6, "delay": 2, "mix": 0.5, "layers": 2, "value_dtype": "fp32"}
 
 

@@ -212,7 +212,7 @@ def test_stop_one_dies_meanwhile(run_ranks: Any, tmp_path: Path, case: str) -> N
     args = (tmp_path, case, at, 0.0, True)
     found = run_ranks(run, 3, 1, env=ENV, args=args, check=False)
     assert [f.status for f in found[:2]] == [75, 75], [f.log for f in found]
-    stopped = saved(tmp_path)
+    stopped = saved(tmp_path)[:2]  # the third died behind an earlier checkpoint
     assert [step >= at[i] for i, step in enumerate(stopped)] == [True, True]
     found = run_ranks(run, 3, 1, env=ENV, args=(tmp_path, case, None))
     # where an island takes over, all begin at one step: the furthest
