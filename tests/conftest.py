@@ -37,6 +37,7 @@ torch.set_num_threads(1)
 guard.watch()
 
 GRACE = 5.0  # seconds that the other ranks get to end after one has failed
+GOING_ON = 20.0  # the same where a test expects that, and the others may go on without it
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,7 +93,7 @@ def run_ranks(
     request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer, everywhere: Everywhere
 ) -> Iterator[Callable[..., list[Any]]]:
     """`run_ranks(fn, islands=2, procs=2, timeout=60, *, group=None, env=None, check=True,
-    args=(), grace=GRACE)`.
+    args=(), grace=None)`.
 
     Forks islands x procs processes; `procs` may be a list, one number per island. Each runs
     `fn(rank, *args)` (or `fn()` if it takes nothing) with the ISLAND_* environment of its island
@@ -100,8 +101,8 @@ def run_ranks(
     Returns the values, island by island; they must be picklable. A rank that raises fails the call
     with its traceback; ranks that hang are killed after `timeout` seconds and show where they were.
     `env` adds variables (a function of the Rank, or a dict). With `check=False` the result is a
-    list of `Outcome`, whatever happened; those that outlive a rank that has failed are killed
-    `grace` seconds later.
+    list of `Outcome`, whatever happened. Those that outlive a rank that has failed are killed
+    `grace` seconds later (`GRACE`; `GOING_ON` with `check=False`).
 
     The ranks are forked by another process: what `fn` holds is copied, patches are made by
     `everywhere`, environment and working folder are those of the test. Each call has a run id of
@@ -120,7 +121,7 @@ def run_ranks(
         env: dict[str, str] | Callable[[Rank], dict[str, str]] | None = None,
         check: bool = True,
         args: tuple[Any, ...] = (),
-        grace: float = GRACE,
+        grace: float | None = None,
     ) -> list[Any]:
         counts = [procs] * islands if isinstance(procs, int) else list(procs)
         folder = tmp_path / f"ranks-{secrets.token_hex(4)}"
@@ -141,6 +142,7 @@ def run_ranks(
         common["ISLAND_DEAD"] = "30"
         store = ((env(ranks[0]) if callable(env) else env) or {}).get("ISLAND_RUN", SHARED)
         job = pack(Job(fn, args, env, everywhere.patches, group))
+        grace = grace or (GRACE if check else GOING_ON)
         outcomes = rank_server.run(Call(ranks, job, common, store, timeout, grace))
         if store != SHARED:
             runs.add(store)

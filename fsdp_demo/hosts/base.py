@@ -8,6 +8,7 @@ views, steps the base optimizers, and hooks into the engine's steps.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -301,6 +302,7 @@ def find_host(thing: Any) -> ModuleType | None:
     return None
 
 
+@functools.cache  # the metadata of all installed packages is read, several times a start
 def named(name: str) -> ModuleType | None:
     """The module that attaches to engines of the package `name`; None where no installed package
     offers one.

@@ -154,7 +154,7 @@ TABLES: dict[str, Table] = {
     "text": Table("does the order hold on another text (--data)", {"": winners()}, seeds=1),
     "length": Table("does a second phase close the gap of long runs", methods=medium(), seeds=4),
     "length_short": Table("the same at 480 steps", methods=short(), seeds=4),
-    "length_large": Table("the same at 3.3 M", methods=large(), seeds=2),
+    "length_large": Table("the same at 3.3 M", large(), seeds=2),
     "length_others": Table(
         "a second phase for other methods, and for fewer bytes",
         {**others(), "fewer bytes": fewer_bytes(), "positions by a seed": seeded()},

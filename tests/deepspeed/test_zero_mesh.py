@@ -43,6 +43,12 @@ CASES = {
 }
 
 
+def before_ranks() -> None:
+    """What the ranks import of transformers: once, instead of in every rank."""
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Trainer  # noqa: F401
+    from transformers.integrations import HfDeepSpeedConfig  # noqa: F401
+
+
 @pytest.fixture
 def world(run_ranks):
     """`world(fn, *args)`: `fn(rank, *args)` on the four ranks of one world."""
@@ -270,7 +276,7 @@ def pretrained(me, folder: str, bf16: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_zero_mesh_from_pretrained(world, tmp_path: Path, bf16: bool) -> None:
     """`from_pretrained` loads every replica and cuts parameters inside the node."""
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401  # before the fork
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     small = LlamaConfig(
         vocab_size=37,
@@ -683,7 +689,7 @@ def trainer(me, folder: str, stage: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_zero_mesh_trainer_confined(world, tmp_path: Path, stage: str) -> None:
     """One line confines the Trainer to the node."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer  # noqa: F401  # before the fork
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     small = LlamaConfig(
         vocab_size=37,
