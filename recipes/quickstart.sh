@@ -103,8 +103,9 @@ fit() {
             given schedule.sync_every || given sync_every || given period || echo "period=$period" ;;
         decoupled_momentum | sparse_loco | sign_muloco) # sparser and oftener wins: docs/measured/study.md
             given schedule.sync_every || given sync_every || given period || echo "period=$((period < 5 ? period : 5))" ;;
-        sign_loco) # its momentum rises over half of the rounds
+        sign_loco) # its momentum rises over half of the rounds; its second phase gains in runs of some thousand steps: docs/measured/study-robust.md
             period=$((period < 5 ? period : 5))
+            [ "$steps" -gt 1000 ] || given switch || echo "switch=0"
             given schedule.sync_every || given sync_every || given period || echo "period=$period"
             for word in ${changes[@]+"${changes[@]}"}; do
                 case $word in schedule.sync_every=[1-9]* | sync_every=[1-9]* | period=[1-9]*) period=${word#*=} ;; esac

@@ -37,7 +37,7 @@ CHOICE = {  # those of the README, and for whom each is
     "sparse_loco": "large models and long runs on slow links",
     "decoupled_momentum": "the same, on the slowest links",
     "muloco": "you may take Muon; its paper trained up to 3.1 B parameters",
-    "sign_loco": "short runs of small models; it is ours, from no paper",
+    "sign_loco": "small and frequent exchanges; it is ours, from no paper",
     "sign_muloco": "the same with Muon; nobody has trained a large model with it",
     "demo": "all islands must be equal at every step",
     "full": "the all-reduce, in fp32, for comparison",
@@ -148,6 +148,7 @@ def all_methods() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **{name: partial(the_study.study, *of) for name, of in the_study.STUDY.items()},
+    **{f"study-length-{n}": partial(the_study.study_length, n) for n in the_study.LENGTHS},
     "study-short": the_study.study_short,
     "study-choice": the_study.study_choice,
     "study-front": the_study.study_front,

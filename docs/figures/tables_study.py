@@ -207,6 +207,51 @@ def percent(ours: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{mean:+.1f} %" + (f" +- {half:.1f} %" if len(apart) > 1 else "")
 
 
+LENGTHS = ("long", "short", "large", "large-short")
+"""Tables of study-length.json: `sign_loco` beside an all-reduce of the same machine."""
+
+
+def study_length(name: str) -> Rows:
+    """One of `LENGTHS`: the loss of each seed, and the paired difference to the first row."""
+    (table,) = (t for t in load("study-length.json") if t["table"] == name)
+    seeds = [f"seed {n}" for n in range(max(len(row["losses"]) for row in table["rows"]))]
+    means = ["mean"] if len(seeds) > 1 else []
+    rows = [["method", *seeds, *means, "minus the all-reduce", "fewer bytes"]]
+    for row in table["rows"]:
+        losses, apart = row["losses"], ["-"] * (len(seeds) - len(row["losses"]))
+        mean = [f"{sum(losses) / len(losses):.4f}" for _ in means]
+        cells = [*(f"{loss:.4f}" for loss in losses), *apart, *mean, _apart(table, row)]
+        rows.append([row["method"], *cells, times(row["fewer"])])
+    return rows
+
+
+def _apart(table: dict[str, Any], row: dict[str, Any]) -> str:
+    if row is table["rows"][0]:
+        return "-"
+    mean, half = interval(_pairs(table, row))
+    return f"{mean:+.3f}" + (f" +- {half:.3f}" if half == half else "")
+
+
+def _pairs(table: dict[str, Any], row: dict[str, Any]) -> list[float]:
+    """The difference to the first row of each seed that both have."""
+    return [a - b for a, b in zip(row["losses"], table["rows"][0]["losses"], strict=False)]
+
+
+def _with_phases(name: str) -> dict[str, Any]:
+    """What the planner takes from a table of `LENGTHS`: methods that change in the run."""
+    (table,) = (t for t in load("study-length.json") if t["table"] == name)
+    full = table["rows"][0]["losses"]
+    pairs = {row["is"]: _pairs(table, row) for row in table["rows"] if "is" in row}
+    return {
+        "source": f"our study (docs/figures/study-length.json): {table['steps']} steps, "
+        f"{table['seeds']}",
+        "date": load("about.json")["study-length.json"]["date"],
+        "parameters": parameters(table["model"]),
+        "loss": round(sum(full) / len(full), 6),
+        "difference": {name: round(sum(of) / len(of), 6) for name, of in pairs.items()},
+    }
+
+
 GAPS = ROOT / "fsdp_demo" / "tools" / "planner" / "gaps.json"
 
 
@@ -227,6 +272,7 @@ def planner_gaps() -> dict[str, Any]:
         if (name := _short(method.name or method.published.name)) in table["study"]["difference"]
     }
     table["study"]["larger"] = [_at_size(size) for size in ("0.92 M", "3.3 M")]
+    table["study"]["phases"] = [_with_phases(name) for name in ("long", "large")]
     return table
 
 

@@ -62,7 +62,8 @@ def in_range(where: str, value: float, low: float, high: float = float("inf")) -
 
 def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) -> None:
     """Set one dotted path in a configuration as plain data, in place: a key of the top level, or a
-    key of one channel where the path begins with its name, else of all channels.
+    key of one channel where the path begins with its name, else of all channels. A later phase of
+    the channel that has the same value there gets the new one, too.
 
     Args:
         data: the configuration, as of `ExchangeConfig.to_dict`.
@@ -92,6 +93,10 @@ def set_path(data: dict[str, Any], top: Sequence[str], path: str, value: Any) ->
             leaf not in node and parents not in (["accumulator"], ["fragments"])
         ):
             raise ValueError(_no_key(path, top, by_name))
+        for phase in target["later"]:
+            own = functools.reduce(lambda part, key: (part or {}).get(key), parents, phase)
+            if own and leaf in own and own[leaf] == node.get(leaf):
+                own[leaf] = value
         node[leaf] = value
 
 

@@ -134,7 +134,7 @@ def large() -> dict[str, list[Cell]]:
 
     def cells(steps: int) -> list[Cell]:
         tried = [
-            *(full("", lr) for lr in (2.8e-3, 2e-3)),
+            *(full("", lr) for lr in (2e-3, 1.4e-3, 2.8e-3)),
             sign_loco("", 4e-3, steps=steps),
             *(switched(0.25, steps, lr) for lr in (4e-3, 2.8e-3)),
             switched(0.1, steps, 2.8e-3),

@@ -48,9 +48,9 @@ def sign_loco(
     momentum: float = 0.6,
     **changes: Any,
 ) -> Cell:
-    """The preset of ours. Its momentum rises over half the rounds."""
+    """The preset of ours, without its second phase. Its momentum rises over half the rounds."""
     rise = max(1, steps // (2 * period)) if momentum else 0
-    rule = {"period": period, "topk": topk, "beta": beta}
+    rule = {"period": period, "topk": topk, "beta": beta, "switch": 0.0}
     rule |= {"momentum": momentum, "momentum_warmup": rise}
     return Cell(f"sign_loco H={period} k={topk}{end}", "sign_loco", {**rule, **changes}, lr)
 

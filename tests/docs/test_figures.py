@@ -63,7 +63,8 @@ PLACE = {
         " study-transform-larger study-demo-adamw study-decoupled",
         "docs/measured/study-rounds.md": "study-divisor study-values study-owners study-feedback"
         " study-one-bit study-states study-rise study-rounds",
-        "docs/measured/study-robust.md": "study-replicas study-rates study-longer study-periods"
+        "docs/measured/study-robust.md": "study-length-long study-length-short study-length-large"
+        " study-length-large-short study-replicas study-rates study-longer study-periods"
         " study-delay"
         " study-slow-island study-attached study-precision study-text",
         "docs/measured/study-size.md": "study-size study-size-muloco study-size-ours",

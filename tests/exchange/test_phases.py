@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdp_demo
-from fsdp_demo import ExchangeConfig, automatic, preset
+from fsdp_demo import Accumulator, ExchangeConfig, automatic, preset
 from fsdp_demo.exchange.plan import plan_memory
 
 from ..support.threaded import islands, values
@@ -20,13 +20,13 @@ def test_phase_begin_share_of_run() -> None:
     """The begin of a phase, given as a share of the run, becomes a step when the number of steps is
     known.
     """
-    config = preset("sign_loco", switch=0.25)
+    config = preset("sign_loco")
     assert config.waits_for_steps and ExchangeConfig.from_yaml(config.to_yaml()) == config
     fixed = config.fixed(1000)
     assert fixed.begins == [0, 250] and not fixed.waits_for_steps
     assert fixed.digest() != config.fixed(2000).digest()
-    assert config.fixed(None).at(10**6) == preset("sign_loco")
-    assert fixed.at(249) == preset("sign_loco")
+    assert config.fixed(None).at(10**6) == preset("sign_loco", switch=0.0)
+    assert fixed.at(249) == preset("sign_loco", switch=0.0)
     late = fixed.at(250).channels[0]
     assert (late.accumulator.beta, late.feedback, late.reducer.mean_over) == (
         1.0,
@@ -61,6 +61,22 @@ def test_phase_settings_refused(later: list[dict[str, Any]], said: str) -> None:
         ]
     with pytest.raises(ValueError, match=said):
         ExchangeConfig.from_dict(data)
+
+
+def test_phase_follows_what_it_shares() -> None:
+    """A dotted change reaches a phase where the phase has the channel's value, and not where it has
+    one of its own.
+    """
+    changes = {"codec.topk": 16, "codec.value_dtype": "int4", "applier.lr": 0.5}
+    changes |= {"delta.reducer.weight": "tokens", "accumulator.beta": 0.6}
+    (channel,) = preset("sign_loco", **{**changes, "delta.feedback": "subtract"}).channels
+    (phase,) = channel.later
+    assert channel.codec == phase.codec and phase.codec.topk == 16
+    assert channel.reducer.weight == phase.reducer.weight == "tokens"
+    assert (channel.applier.lr, phase.applier.lr) == (0.5, 1.5)
+    assert (channel.accumulator, phase.accumulator) == (Accumulator(beta=0.6), Accumulator(beta=1))
+    own = preset("sign_loco", late_topk=45, **{"codec.topk": 16}).channels[0].later[0]
+    assert own.codec.topk == 45
 
 
 def test_phase_without_accumulator_refused() -> None:

@@ -257,15 +257,17 @@ def test_quickstart_passes_on_every_option():
 @pytest.mark.parametrize(
     ("options", "fitted"),
     [
-        ([], "period=5 momentum_warmup=20"),
-        (["--steps", "08"], "period=2 momentum_warmup=2"),
-        (["--steps", "3"], "period=2 momentum_warmup=1"),
-        (["--set", "period=10"], "period=10 momentum_warmup=10"),
-        (["--set", "momentum_warmup=4"], "momentum_warmup=4 period=5"),
+        ([], "switch=0 period=5 momentum_warmup=20"),
+        (["--steps", "08"], "switch=0 period=2 momentum_warmup=2"),
+        (["--steps", "3"], "switch=0 period=2 momentum_warmup=1"),
+        (["--steps", "2000"], "period=5 momentum_warmup=200"),
+        (["--set", "switch=0.5"], "switch=0.5 period=5 momentum_warmup=20"),
+        (["--set", "period=10"], "period=10 switch=0 momentum_warmup=10"),
+        (["--set", "momentum_warmup=4"], "momentum_warmup=4 switch=0 period=5"),
     ],
 )
-def test_quickstart_fits_the_momentum_of_sign_loco(options, fitted):
-    """The momentum of `sign_loco` rises over half of the rounds."""
+def test_quickstart_fits_sign_loco(options, fitted):
+    """The momentum of `sign_loco` rises over half of the rounds; a short run has one phase."""
     assert f"--set {fitted}" in " ".join(passed("--exchange", "sign_loco", *options))
 
 

@@ -111,7 +111,7 @@ def sign_loco(
     momentum: float = 0.6,
     momentum_warmup: int = 48,
     value_dtype: str = "1bit",
-    switch: float = 0.0,
+    switch: float = 0.25,
     late_lr: float = 1.5,
     late_topk: int | None = None,
 ) -> ExchangeConfig:
@@ -134,13 +134,13 @@ def sign_loco(
     `switch` (a share of the run, or a step; 0: never) begins a second phase: from there on nothing
     that is not sent is forgotten (`beta` 1), the mean goes over all replicas, and the anchor takes
     plain steps of rate `late_lr`, without momentum. It sends `late_topk` values (default `topk`).
-    With 0.25 it ended 0.7 % above the all-reduce in runs of 1920 steps, without it 3.4 % (four
-    seeds, docs/measured/study-robust.md).
+    It needs the number of steps at `attach` (`must_match={"steps": N}`; the Trainer and the recipes
+    give it), else the first phase stays for the whole run, and a warning says so.
 
-    Where the numbers come from: docs/measured/study.md, on 0.49 M parameters with an inner AdamW at
-    8e-3, eight seeds. It is for short runs of small models: it ended level with the all-reduce
-    there, 0 and 3 % above at 0.92 M parameters (two seeds), 8 and 4 % above at 3.3 M (two). The
-    other setting that did well is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
+    Where the numbers come from: docs/measured/study.md and study-robust.md, four replicas with an
+    inner AdamW. In runs of 1920 steps of 0.49 M parameters it ended 0.7 % above the all-reduce, and
+    without a second phase 3.4 % above (four seeds). The other setting without a second phase that
+    did well is `beta` 0.6, `momentum` 0.5 and an inner AdamW at 4e-3.
     """
     channel = Channel(
         "delta",

@@ -55,10 +55,13 @@ Periods: 30 is the one of the scaling laws for DiLoCo (arXiv 2503.09799) and of 
 Delays up to 5 cost little (2501.18512).
 """
 
-STUDIED: dict[str, _Forms] = {"sign_loco": [{"period": 5}], "sign_muloco": [{"period": 5}]}
+STUDIED: dict[str, _Forms] = {
+    "sign_loco": [{"period": 5, "switch": 0.0}],
+    "sign_muloco": [{"period": 5}],
+}
 """What ended lowest in our study: of all that have AdamW or SGD inside, and with Muon. For runs of
-its kind they come right behind the all-reduce. With longer periods `sign_loco` lost there, and in
-longer runs of larger models.
+its kind they come right behind the all-reduce. With longer periods `sign_loco` lost there, and so
+short a run has no use for its second phase.
 """
 
 VALUES = 360

@@ -36,7 +36,8 @@ def expected_gap(
     name = config.preset
     if name == "demo" and config.inner_optimizers[:1] == ("adamw",):
         name = "demo adamw"
-    known = [s for s in (main, *main["larger"]) if name in s["difference"]]
+    sizes = main["phases"] if any(c.later for c in config.channels) else (main, *main["larger"])
+    known = [s for s in sizes if name in s["difference"]]
     if not known:
         return None, f"nobody has compared {config.preset!r} with an all-reduce"
     study = main | min(known, key=lambda s: abs(math.log(parameters / s["parameters"])))

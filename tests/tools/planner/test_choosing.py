@@ -186,7 +186,7 @@ def test_planner_choice_small_models() -> None:
     short = replace(TINY, steps=SHORT_RUN)
     name, config, _, reached = taken(short)
     assert TINY.parameters < SMALL and reached and name == "sign_loco"
-    assert config == preset("sign_loco", period=5)
+    assert config == preset("sign_loco", period=5, switch=0.0)
     assert taken(short, "sgd")[0] != "sign_loco"
     fast = replace(short, link=Link(1e12))
     rows = [r for r in plan_rows(fast) if r.name != "hsdp"]
@@ -243,8 +243,8 @@ def test_planner_choice_enough_rounds() -> None:
 def test_planner_choice_momentum_warmup() -> None:
     """The outer momentum rises over half of a short run."""
     _, config, _, _ = taken(replace(TINY, steps=200))
-    assert config == preset("sign_loco", period=5, momentum_warmup=20)
-    assert taken(replace(TINY, steps=SHORT_RUN))[1] == preset("sign_loco", period=5)
+    assert config == preset("sign_loco", period=5, switch=0.0, momentum_warmup=20)
+    assert taken(replace(TINY, steps=SHORT_RUN))[1] == preset("sign_loco", switch=0.0)
     (channel,) = rising(preset("sign_loco"), 7).channels
     assert channel.applier.momentum_warmup == 1  # 0 would be a constant one
     assert rising(preset("diloco"), 12) == preset("diloco")

@@ -132,8 +132,9 @@ def test_planner_gap_of_study() -> None:
     rows = json.loads((FIGURES / "study-main.json").read_text(encoding="utf-8"))["rows"]
     own = [r for r in rows if not {"muon", "adamw"} & {*r["name"].split()}]
     tuned = {r["name"].split()[0]: r for r in own if r["name"].endswith(" tuned")}
+    one_phase = {"sign_loco": {"switch": 0.0}}
     for name, row in tuned.items():
-        gap, _ = expected_gap(preset(name), 492_672, 4)
+        gap, _ = expected_gap(preset(name, **one_phase.get(name, {})), 492_672, 4)
         assert gap is not None
         assert gap["percent"] == round(100 * (row["difference"] or 0) / tuned["full"]["loss"], 2)
     larger = json.loads(
@@ -142,12 +143,16 @@ def test_planner_gap_of_study() -> None:
         )
     )["study"]["larger"]
     for size in larger:
-        gap, _ = expected_gap(preset("sign_loco"), size["parameters"], 4)
+        gap, _ = expected_gap(preset("sign_loco", switch=0.0), size["parameters"], 4)
         assert gap is not None and gap["factor"] == 1.0 and gap["extrapolated"] == ""
         assert gap["percent"] == round(100 * size["difference"]["sign_loco"] / size["loss"], 2)
         assert gap["period"] is None  # the preset's own
         gap, _ = expected_gap(preset("muloco"), size["parameters"], 4)
         assert gap is not None and gap["period"] == 20
+    long = json.loads((FIGURES / "study-length.json").read_text(encoding="utf-8"))[0]["rows"]
+    full, ours = (sum(row["losses"]) / 4 for row in long[:2])
+    gap, _ = expected_gap(preset("sign_loco"), 492_672, 4)
+    assert gap is not None and gap["percent"] == round(100 * (ours / full - 1), 2)
     gap, _ = expected_gap(preset("demo"), 1_235_814_400, 2)
     assert gap is not None and "1,344 times as many" in gap["extrapolated"]
     assert "4 islands, not 2" in gap["extrapolated"]
