@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -288,10 +288,8 @@ def find_host(thing: Any) -> ModuleType | None:
     for _ in range(_LEVELS):
         if isinstance(thing, torch.optim.Optimizer) and getattr(thing, "optimizer", None) is None:
             return None
-        for module in {c.__module__.partition(".")[0] for c in type(thing).__mro__} - {
-            "torch",
-            "builtins",
-        }:
+        packages = {c.__module__.partition(".")[0] for c in type(thing).__mro__}
+        for module in packages - {"torch", "builtins"}:
             if (engine_module := named(module)) is not None:
                 return engine_module
         thing = (
@@ -307,7 +305,5 @@ def named(name: str) -> ModuleType | None:
     """The module that attaches to engines of the package `name`; None where no installed package
     offers one.
     """
-    for entry in entry_points(group=GROUP, name=name):
-        engine_module: ModuleType = entry.load()
-        return engine_module
-    return None
+    entry = next(iter(entry_points(group=GROUP, name=name)), None)
+    return cast("ModuleType", entry.load()) if entry else None

@@ -70,10 +70,7 @@ eight with 45 each and sixteen with 22 did as well as with 90, with fewer bytes.
 """
 
 SHORT_RUN = 1000
-"""Steps up to which a run is of that kind: with 480 and 960 steps sign_loco ended where the
-all-reduce did, with 898 of a model twice as large 0 and 3 % above it (two seeds), and below
-sparse_loco, with 3196 of 3.3 M parameters 8 and 4 % above it (two).
-"""
+"""Steps up to which a run is of that kind: with 480 and 960 `sign_loco` ended as the all-reduce."""
 
 SHORTER = (20, 10, 5)
 """Where a run is too short for a ladder's first period, these are tried first: those with `ROUNDS`
