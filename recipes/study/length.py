@@ -120,10 +120,11 @@ def short(steps: int = STEPS) -> tuple[Method, ...]:
     def grid(make: Any, rates: Iterable[float]) -> list[Cell]:
         return [at(make(lr), steps, w) for lr in rates for w in (24, 48)]
 
+    rates = (4e-3, 6e-3, 8e-3, 1.1e-2)
     return (
         tuned("full", grid(lambda lr: full("", lr), (1.4e-3, 2e-3, 2.8e-3, 4e-3))),
-        tuned("sign_loco switch", grid(by(0.25), (4e-3, 6e-3, 8e-3))),
-        tuned("sign_loco", grid(lambda lr: sign_loco("", lr, steps=steps), (4e-3, 6e-3, 8e-3))),
+        tuned("sign_loco switch", grid(by(0.25), rates)),
+        tuned("sign_loco", grid(lambda lr: sign_loco("", lr, steps=steps), rates)),
     )
 
 

@@ -298,7 +298,7 @@ def test_study_keys_follow_the_settings(monkeypatch):
     ("name", "counts"),
     [
         *((name, True) for name in ("data.py", "run.py", "gain.py", "collectives.py")),
-        *((name, True) for name in ("topk.c", "fragments.py", "muon.py", "formats.py")),
+        *((name, True) for name in ("_kernels.c", "fragments.py", "muon.py", "formats.py")),
         *((name, False) for name in ("show.py", "presets.py", "driver.py")),
     ],
 )
