@@ -36,10 +36,11 @@ def expected_gap(
     name = config.preset
     if name == "demo" and config.inner_optimizers[:1] == ("adamw",):
         name = "demo adamw"
-    sizes = main["phases"] if any(c.later for c in config.channels) else (main, *main["larger"])
+    phases = any(c.later for c in config.channels)
+    sizes = main["phases"] if phases else (main, *main["larger"])
     known = [s for s in sizes if name in s["difference"]]
     if not known:
-        return None, f"nobody has compared {config.preset!r} with an all-reduce"
+        return None, f"nobody has compared {name!r}{' with phases' * phases} with an all-reduce"
     study = main | min(known, key=lambda s: abs(math.log(parameters / s["parameters"])))
     difference = study["difference"][name]
     factor = parameters / study["parameters"]

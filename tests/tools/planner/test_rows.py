@@ -161,7 +161,11 @@ def test_planner_gap_of_study() -> None:
 def test_planner_gap_without_source() -> None:
     """Without a source there is no number."""
     gap, why = expected_gap(replace(preset("demo"), preset="own"), 10**9, 4)
-    assert gap is None and "'own'" in why
+    assert gap is None and "'own' with an all-reduce" in why
+    sparse, ours = preset("sparse_loco").channels[0], preset("sign_loco").channels[0]
+    changing = replace(sparse, later=(replace(ours.later[0], codec=sparse.codec),))
+    gap, why = expected_gap(replace(preset("sparse_loco"), channels=(changing,)), 10**9, 4)
+    assert gap is None and "'sparse_loco' with phases" in why
 
 
 def test_planner_row_shared_uplink() -> None:
