@@ -135,7 +135,7 @@ def large() -> dict[str, list[Cell]]:
 
     def cells(steps: int) -> list[Cell]:
         tried = [
-            *(full("", lr) for lr in (2e-3, 1.4e-3, 2.8e-3)),
+            *(full("", lr) for lr in (2e-3, 1e-3, 1.4e-3, 2.8e-3)),
             sign_loco("", 4e-3, steps=steps),
             *(switched(0.25, steps, lr) for lr in (4e-3, 2.8e-3)),
             switched(0.1, steps, 2.8e-3),
@@ -178,6 +178,17 @@ def others(steps: int = LONG) -> dict[str, list[Cell]]:
         ),
         "sign_muloco": pair(sign_muloco(), "delta", bits),
         "demo": pair(demo("", 1.4e-3), "momentum", momentum),
+    }
+
+
+def other_replicas(steps: int = LONG) -> dict[str, list[Cell]]:
+    """Two and eight replicas at the rates of four."""
+    return {
+        f"R = {r}": [
+            at(dataclasses.replace(cell, name=f"{cell.name} R={r}", replicas=r), steps, 96)
+            for cell in (full("", 4e-3), switched(0.25, steps, 6e-3))
+        ]
+        for r in (2, 8)
     }
 
 

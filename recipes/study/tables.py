@@ -13,7 +13,7 @@ from typing import Any
 
 from study.cells import Cell, Setting
 from study.front import FRONT
-from study.length import fewer_bytes, large, medium, others, seeded, short
+from study.length import fewer_bytes, large, medium, other_replicas, others, seeded, short
 from study.methods import (
     METHODS,
     MUON,
@@ -156,8 +156,13 @@ TABLES: dict[str, Table] = {
     "length_short": Table("the same at 480 steps", methods=short(), seeds=4),
     "length_large": Table("the same at 3.3 M", large(), seeds=2),
     "length_others": Table(
-        "a second phase for other methods, and for fewer bytes",
-        {**others(), "fewer bytes": fewer_bytes(), "positions by a seed": seeded()},
+        "a second phase for other methods and other numbers of replicas, and for fewer bytes",
+        {
+            **others(),
+            **other_replicas(),
+            "fewer bytes": fewer_bytes(),
+            "positions by a seed": seeded(),
+        },
         seeds=1,
     ),
     "questions": Table("questions with a number each", QUESTIONS),
