@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +80,9 @@ def test_cli_presets_are_listed_and_printed_as_yaml(capsys: pytest.CaptureFixtur
         "recommended",
         "paper",
     )
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    offered = set(re.findall(r"^\| \*\*`(\w+)`", readme, re.M)) - {"full"}
+    assert offered == {name for name, kind in kinds.items() if kind == "recommended"}
     assert cli.main(["presets", "demo", "--yaml"]) == 0
     assert fsdp_demo.ExchangeConfig.from_yaml(capsys.readouterr().out) == fsdp_demo.preset("demo")
     assert cli.main(["presets", "diloko"]) == 2

@@ -1,10 +1,6 @@
 """Methods by name, published ones and two of ours. Each is a short function that returns an
 `ExchangeConfig`, in a file of its family: a new paper is a new function there, and its name in
-`_PRESETS` here.
-
-Keywords of a function are the numbers its paper talks about; everything else is reached by dotted
-paths, as in `preset("demo", **{"codec.value_dtype": "bf16"})`, `--set codec.value_dtype=bf16` or a
-yaml file with `preset: demo`.
+`_PRESETS` here. Keywords of a function are the numbers its paper talks about.
 """
 
 from __future__ import annotations
@@ -17,7 +13,15 @@ from .demo import demo, random, stride
 from .diloco import diloco, muloco, sign_muloco, streaming_diloco
 from .sparse import decoupled_momentum, sign_loco, sparse_loco
 
-RECOMMENDED = ("sign_muloco", "sign_loco", "muloco", "demo", "diloco", "decoupled_momentum")
+RECOMMENDED = (
+    "sign_muloco",
+    "sign_loco",
+    "muloco",
+    "demo",
+    "diloco",
+    "decoupled_momentum",
+    "sparse_loco",
+)
 """What to start from; the other presets stand for their papers."""
 
 UNPUBLISHED = {"full": "baseline", "sign_loco": "ours", "sign_muloco": "ours"}

@@ -44,11 +44,10 @@ def diloco(
     pseudo-gradient.
 
     Published: inner AdamW 4e-4, weight decay 0.1; outer 0.7 / 0.9; period 500; payload fp32, and
-    fp16 or int8 without loss in later work (OpenDiLoCo, INTELLECT-1). Not published, ours: the
-    outer momentum rises over the first `momentum_warmup` rounds (0: constant), since a constant one
-    did harm in runs of few rounds (docs/measured/study.md), perhaps by its gain
-    lr (1 + momentum / (1 - momentum)) = 7. To compare with a paper set it to 0: at period 500 the
-    rise takes 10 000 steps.
+    fp16 or int8 without loss in later work (OpenDiLoCo, INTELLECT-1). Ours: the outer momentum
+    rises over the first `momentum_warmup` rounds (0: constant), since a constant one did harm in
+    runs of few rounds (docs/measured/study.md). To compare with a paper set it to 0: at period 500
+    the rise takes 10 000 steps.
     """
     outer = outer_step(lr, momentum, momentum_warmup)
     channel = Channel(
@@ -126,8 +125,6 @@ def muloco(
     In both "2bit" is a code of ours: a sign and two levels for each 256 values. The released one
     has four bins over mean +- 3 sigma of a tensor or row, with a table of the bins' means. What
     either loses stays in the feedback.
-
-    `sign_muloco` has the settings that did best in our study (docs/measured/study.md).
     """
     codec = Codec(value_dtype=value_dtype)
     feedback = not codec.format.exact

@@ -86,9 +86,8 @@ def sparse_loco(
     all. Ours does so per block of 4096, with the mean of the middle two norms of an even number;
     the released code per tensor, with the lower of the two (of two replicas it cuts the larger to
     the smaller). The mean divides by the replicas that sent a value, as the released code;
-    Covenant's text divides by all: `reducer.mean_over="replicas"`. Further apart from it: blocks
-    are 4096 values in a row (released: 64 x 64), the 2-bit code is ours (`muloco` says how), and
-    the outer rate is not inside the feedback (released: lr times lr, the same at 1.0).
+    Covenant's text divides by all: `reducer.mean_over="replicas"`. Ours, too: blocks of 4096 values
+    in a row (released: 64 x 64), the 2-bit code (`muloco`), the outer rate outside the feedback.
     """
     channel = Channel(
         "delta",
