@@ -21,7 +21,7 @@ from ..peers.header import WITHIN, Sealed
 from ..peers.poller import Poller
 from .chunks import Stream, Streams
 from .failure_detector import SOON
-from .message_state import Due, EarlyMessage, RoundMessage
+from .message_state import EarlyMessage, RoundMessage
 from .network_loop import NetworkLoop
 
 SHORT = 4 << 20
@@ -70,7 +70,7 @@ class Traffic:
         # those between steps (the start, a question) say nothing of how unlike islands are
         if self._messages[action.n].header.kind in WITHIN:
             self._detector.rounds.append(took)
-        self._messages[action.n].tasks.put(Due(self._loop.machine.record.settlement(action.n)))
+        self._messages[action.n].tasks.put(self._loop.machine.record.settlement(action.n))
 
     def free(self, action: protocol_events.Free) -> None:
         """All have it."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerLost
-from ..membership.protocol_types import Member
+from ..membership.protocol_types import Member, Settlement
 from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
 from ..peers.collectives import ReceivedMessage
@@ -32,7 +32,7 @@ from ..peers.join_messages import Expected
 from ..peers.vector_pool import new_vector
 from .driver import Driver
 from .join_server import DonorFeed
-from .message_state import Due, EarlyMessage, RoundMessage, Vectors, Weigh
+from .message_state import EarlyMessage, RoundMessage, Vectors, Weigh
 from .newcomer import Following
 
 
@@ -196,9 +196,9 @@ class PeerGroup:
             compare,
             self.new_vector,
         )
-        due = self._taken_part(message)
-        out, before = message.result(due), self.slots
-        self._set([m.slot for m in message.counted(due.settled)])
+        settled = self._taken_part(message)
+        out, before = message.result(settled), self.slots
+        self._set([m.slot for m in message.counted(settled)])
         if not self.begun and self.slots != before:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
@@ -206,7 +206,7 @@ class PeerGroup:
         self._account(message.sent, message.received, bool(vectors), setup)
         if self.donor_feed is not None and self.donor_feed.feeding:
             arrived = ReceivedMessage(*out, slots=self.slots)
-            self.donor_feed.message(message.n, arrived, message.coded(due))
+            self.donor_feed.message(message.n, arrived, message.coded(settled))
         return out
 
     def _followed(
@@ -239,7 +239,7 @@ class PeerGroup:
         )
         return arrived.headers, arrived.bodies, arrived.means
 
-    def _taken_part(self, message: RoundMessage) -> Due:
+    def _taken_part(self, message: RoundMessage) -> Settlement:
         """Send the next message, and wait until it is complete."""
         if self._driver is None:
             raise PeerLost("the connections were closed")
@@ -249,13 +249,13 @@ class PeerGroup:
         self._driver.launch(message)
         return self._finished(message)
 
-    def _finished(self, message: RoundMessage) -> Due:
+    def _finished(self, message: RoundMessage) -> Settlement:
         """Do what the message asks for, until it is complete."""
         self._message = message
         try:
             while True:
                 task = message.tasks.get()
-                if isinstance(task, Due):
+                if isinstance(task, Settlement):
                     return task
                 if isinstance(task, BaseException):
                     raise task

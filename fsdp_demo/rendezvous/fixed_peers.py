@@ -19,7 +19,7 @@ from hashlib import blake2b
 from ..elastic.connect import PeerPosition, by_member, new_poller, widen
 from ..elastic.driver import Driver
 from ..elastic.failure_detector import FailureDetector
-from ..elastic.message_state import Due, RoundMessage
+from ..elastic.message_state import RoundMessage
 from ..elastic.peer_group import PeerGroup
 from ..elastic.store_session import StoreSession
 from ..errors import PeerLost, WireError, see
@@ -43,12 +43,12 @@ class LonePeerGroup(PeerGroup):
     def __init__(self, name: str, timeout: float):
         super().__init__(Member(0), {0: name}, [0], timeout)
 
-    def _taken_part(self, message: RoundMessage) -> Due:
+    def _taken_part(self, message: RoundMessage) -> Settlement:
         self._next += 1
-        due = Due(Settlement(message.n, (self._me,), 0))
+        settled = Settlement(message.n, (self._me,), 0)
         if message.vectors:
-            message.average(due.settled)
-        return due
+            message.average(settled)
+        return settled
 
     def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
         """Nothing was sent."""
@@ -70,7 +70,7 @@ class MeshPeerGroup(PeerGroup):
     def leave(self, stopped: bool = False) -> None:
         """Nobody goes on without this replica: there is nothing to tell."""
 
-    def _finished(self, message: RoundMessage) -> Due:
+    def _finished(self, message: RoundMessage) -> Settlement:
         try:
             return super()._finished(message)
         except PeerLost:
