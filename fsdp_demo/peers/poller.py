@@ -84,9 +84,9 @@ class Poller:
         keep_alive(made)
         return made
 
-    def add(self, epoch: int, listens: bool) -> PeerConnection:
+    def add(self, listens: bool) -> PeerConnection:
         """A connection to be. In the network thread."""
-        wire = PeerConnection(self, epoch)
+        wire = PeerConnection(self)
         if listens:
             wire.socket.handshake_ivl = HANDSHAKE_MS
         if self.keys is not None:

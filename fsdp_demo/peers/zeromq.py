@@ -45,8 +45,7 @@ class Meeting:
         address: where the others reach this rank; "" if nobody can: then the others must be
             reachable.
         timeout: seconds to wait for the others, and of silence after which one counts as lost.
-        token: the run's secret, "" for none. epoch: which membership these connections serve; what
-            comes from another is refused.
+        token: the run's secret, "" for none.
         among: the ranks that meet, where they are not all of them. setting: the variable that gives
             `address`, for errors.
     """
@@ -59,7 +58,6 @@ class Meeting:
     address: str
     timeout: float
     token: str = ""
-    epoch: int = 0
     among: tuple[int, ...] | None = None
     setting: str = "ISLAND_ADDRESS"
 
@@ -167,7 +165,7 @@ class ZeroMQ:
         """For each other rank a listening connection, and its address."""
         m, found = self._meeting, dict[int, tuple[PeerConnection, str]]()
         for j in m.others:
-            wire = self._poller.add(m.epoch, True)
+            wire = self._poller.add(True)
             found[j] = wire, bound(wire.socket, m.address, m.names[m.rank], m.setting)
         return found
 
@@ -192,7 +190,7 @@ class ZeroMQ:
             raise ValueError(
                 f"{self._meeting.label(j)} names no port for this rank: use one release everywhere"
             )
-        wire = self._poller.add(self._meeting.epoch, False)
+        wire = self._poller.add(False)
         wire.dial(f"tcp://{join_address(note['host'], port)}")
         return wire
 
@@ -206,10 +204,8 @@ class ZeroMQ:
         return here and (i < j or not there)
 
     def _greeting(self, k: int | str, sender: int, receiver: int) -> bytes:
-        m = self._meeting
-        return hashlib.blake2b(
-            f"{m.prefix} {k} {sender} {receiver} {m.epoch}".encode(), digest_size=16
-        ).digest()
+        text = f"{self._meeting.prefix} {k} {sender} {receiver}"
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def _notes(self, k: int | str, mine: Listens, end: float) -> dict[int, Listens]:
         """Publish where this rank listens, and wait for the same note of the others."""
