@@ -7,11 +7,10 @@ torch. All must stay: the loss of one ends the run on all others, and nothing is
 
 from __future__ import annotations
 
-import fcntl
+import ipaddress
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -25,14 +24,13 @@ from ..elastic.store_session import StoreSession
 from ..errors import PeerLost, WireError, see
 from ..membership.machine import entered
 from ..membership.protocol_types import Member, Record, Settlement, first_record
+from ..net.address import interface_addresses
 from ..net.link import Link
 from ..peers.zeromq import Meeting, ZeroMQ
 from .position import Replica
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the interface over which ranks of a mesh reach each other, as for torch's gloo."""
-
-SIOCGIFADDR = 0x8915  # asks Linux for the IPv4 address of an interface
 
 
 class LonePeerGroup(PeerGroup):
@@ -154,14 +152,10 @@ def address() -> str:
 
 
 def _address_of(interface: str) -> str:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        name = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, name)[20:24])
-    with suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as lines:
-        for line in lines:
-            digits, _, _, scope, _, name_there = line.split()
-            if (name_there, scope) == (interface, "00"):  # neither of this link nor loopback
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    for _, found in interface_addresses([interface]):
+        place = ipaddress.ip_address(found)
+        if place.version == 4 or not (place.is_link_local or place.is_loopback):
+            return found
     known = ", ".join(name for _, name in socket.if_nameindex())
     raise ValueError(
         f"{INTERFACE}={interface}: this machine has no such interface with an address; it has "

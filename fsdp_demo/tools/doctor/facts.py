@@ -4,12 +4,10 @@ training step.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import socket
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -17,13 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ...net.address import interface_addresses
 from ...peers.header import VERSION as WIRE
 from ...version import __version__
 
 SYSCTL = Path("/proc/sys/net/ipv4")
 NETWORK = Path("/sys/class/net")
 BLOCK = 8 << 20  # bytes per write
-_SIOCGIFADDR = 0x8915
 
 
 def versions() -> dict[str, str]:
@@ -44,32 +42,10 @@ def interface(address: str) -> str:
     """The interface that holds an address; "" where none does, or the system does not tell (no
     Linux).
     """
-    for name, held in _addresses():
-        if held == address:
-            return name
-    return ""
-
-
-def _addresses() -> list[tuple[str, str]]:
-    """(interface, address): one of IPv4 each, and all of IPv6."""
     if not sys.platform.startswith("linux"):
-        return []
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, packed)
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-            except OSError:
-                continue  # it has none
-    try:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            fields = line.split()
-            found.append((fields[-1], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))))
-    except OSError:
-        pass
-    return found
+        return ""
+    held = interface_addresses([name for _, name in socket.if_nameindex()])
+    return next((name for name, there in held if there == address), "")
 
 
 def speed(name: str) -> int | None:
