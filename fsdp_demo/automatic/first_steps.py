@@ -261,7 +261,7 @@ def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | 
     All ranks of all islands call it together, before the exchange goes on (`Exchange.rejoin`).
 
     Args:
-        told: the head of a checkpoint, or `exchange_state.method_of`.
+        told: the head of a checkpoint, or a `method_note`.
     """
     if (known := read(told)) is None:
         return
