@@ -235,7 +235,7 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
         return
     if exchange.topology.islands == 1:
         log.info("auto: one island exchanges nothing; the method is full")
-        exchange.choose(config.taken_over(_full()), model)
+        exchange.choose(config.taken_over(preset("full", value_dtype="bf16")), model)
         return
     if steps is not None and steps <= config.measured and exchange.topology.rank == 0:
         log.warning(
@@ -247,10 +247,6 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
     first = _FirstSteps(exchange, config, model, steps)
     exchange._runtime.at_end = first
     first.chosen_meanwhile()
-
-
-def _full() -> ExchangeConfig:
-    return preset("full", value_dtype="bf16")
 
 
 def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | None) -> None:
