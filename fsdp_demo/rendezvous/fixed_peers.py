@@ -49,7 +49,7 @@ class LonePeerGroup(PeerGroup):
         return settled
 
     def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
-        """Nothing was sent."""
+        """Count nothing: nothing was sent."""
 
 
 class MeshPeerGroup(PeerGroup):
@@ -66,7 +66,7 @@ class MeshPeerGroup(PeerGroup):
         raise PeerLost(why)
 
     def leave(self, stopped: bool = False) -> None:
-        """Nobody goes on without this replica: there is nothing to tell."""
+        """Tell nothing: nobody goes on without this replica."""
 
     def _finished(self, message: RoundMessage) -> Settlement:
         try:
@@ -78,7 +78,7 @@ class MeshPeerGroup(PeerGroup):
             raise
 
     def wait_stable(self, seconds: float) -> bool:
-        """What is saved is saved by all, or counts for nothing."""
+        """Wait for nobody: what is saved is saved by all, or counts for nothing."""
         return True
 
     def release(self) -> None:
@@ -105,13 +105,13 @@ class MeshDriver(Driver):
 
     def refused(self, member: Member, why: str) -> None:
         """The member that has refused a piece ends, so this rank does."""
-        self._lost(member, why)
+        self._lose({member: why})
 
     def _watch(self, now: float) -> None:
         """Count a member as lost, too, that sends heartbeats and does not come to a message."""
         n, seconds, behind = self.detector.behind(now)
         if behind and seconds > self.detector.dead:
-            self._lost(behind[0], f"it is alive, but has not come to message {n}")
+            self._lose({behind[0]: f"it is alive, but has not come to message {n}"})
 
 
 class NoStoreSession(StoreSession):
@@ -121,10 +121,10 @@ class NoStoreSession(StoreSession):
         self.epoch = 0
 
     def begin(self, record: Record) -> None:
-        """Nothing is told: all ranks know the first record."""
+        """Tell nothing: all ranks know the first record."""
 
     def close(self) -> None:
-        """Nothing is closed: there is no thread."""
+        """Close nothing: there is no thread."""
 
 
 def meeting_place(ranks: Iterable[int]) -> str:
