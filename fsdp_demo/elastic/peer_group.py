@@ -92,7 +92,7 @@ class PeerGroup:
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
-        """This rank is a member from now on."""
+        """Make this rank a member."""
         self._driver, self.num_connections = driver, num_connections
         driver.traffic.longest = lambda: self.longest_early
         driver.stopping.wish = lambda: self.told_to_end()
@@ -102,7 +102,7 @@ class PeerGroup:
             )
 
     def follow(self, following: Following, slots: Sequence[int]) -> None:
-        """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
+        """Make this rank a newcomer: what the islands at `slots` agree on comes from its donor."""
         self._set(slots)
         self.following, self.begun = following, True
 
@@ -340,19 +340,19 @@ class PeerGroup:
 
     @property
     def all_end(self) -> bool:
-        """Where islands come and go: all of them are told to end."""
+        """Whether all islands are told to end; only where islands come and go."""
         return self._driver is not None and self._driver.stopping.together
 
     @property
     def abandoned(self) -> bool:
-        """A message of this rank comes to nothing, since all islands are told to end and not all
-        send it: it is to be saved as unsent.
+        """Whether a message of this rank comes to nothing, since all islands are told to end and
+        not all send it: it is to be saved as unsent.
         """
         return self._driver is not None and self._driver.stopping.gave_up
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
-        """All islands are told to end, and this rank sends nothing more: wait until all have what
-        all have sent. In the worker's thread, after what is under way.
+        """Wait until all have what all have sent: all islands are told to end, and this rank sends
+        nothing more. In the worker's thread, after what is under way.
 
         Args:
             applied_at: how many steps this rank had taken when it last applied a message.
@@ -372,8 +372,8 @@ class PeerGroup:
             self._driver.leave(stopped)
 
     def expel(self, why: str) -> None:
-        """This island has gone wrong and comes back as a newcomer: end its process, and save
-        nothing. Only where islands come and go.
+        """End the process of this island, which has gone wrong and comes back as a newcomer, and
+        save nothing. Only where islands come and go.
         """
         assert self._driver is not None, "who follows has sent nothing"
         self._driver.expel(why)

@@ -51,7 +51,7 @@ class Activity:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The activity in words."""
         who = ", ".join(map(str, self.islands))
         if self.kind == "sending":
             return f"sending to {who}" if who else "sending"

@@ -253,7 +253,7 @@ class PeerConnection:
         self._theirs = theirs
 
     def dial(self, address: str) -> None:
-        """Connect."""
+        """Connect to an address."""
         self._address = address
         self.socket.ipv6 = "[" in address
         self.socket.connect(address)

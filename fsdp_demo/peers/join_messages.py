@@ -294,7 +294,7 @@ class JoinConnections:
 
     @property
     def met(self) -> bool:
-        """Whether all stand."""
+        """Whether all connections stand."""
         return all(w.met for w in self.every)
 
     @property

@@ -58,7 +58,7 @@ class PieceHeader(NamedTuple):
     landed: int = 0
 
     def pack(self) -> bytes:
-        """The 36 bytes."""
+        """The frame as its 36 bytes."""
         return FRAME.pack(MAGIC, VERSION, self[0], 0, *self[1:])
 
 

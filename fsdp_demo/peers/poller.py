@@ -130,7 +130,7 @@ class Poller:
     # ---- what other threads do -----------------------------------------------------------------
 
     def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises, done in the network thread: for what touches sockets.
+        """Run a job that touches sockets in the network thread; returns or raises what it does.
 
         Raises:
             RuntimeError: the connections were closed.
@@ -150,7 +150,7 @@ class Poller:
         self.run(job)
 
     def post(self, job: Callable[[], T]) -> Future[T]:
-        """`run` without waiting."""
+        """`run` a job without waiting for it."""
         future: Future[T] = Future()
         with self.lock:
             if self.closed:
