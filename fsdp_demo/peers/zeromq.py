@@ -98,21 +98,21 @@ class GroupConnections:
     def __init__(self, poller: Poller, wires: dict[int, PeerConnection]):
         self._poller, self.wires = poller, wires
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> QueuedPiece:
-        """Send tensors[0] (uint8, on the CPU, contiguous, at most `frames.LARGEST` bytes) to `rank`
-        as the next piece of message `tag`. Its memory must stay as it is."""
-        piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
+    def send(self, tensor: Tensor, rank: int, number: int) -> QueuedPiece:
+        """Send a tensor (uint8, on the CPU, contiguous, at most `pieces.LARGEST` bytes) to `rank`
+        as the next piece of message `number`. Its memory must stay as it is."""
+        piece, wire = QueuedPiece(self._poller, tensor), self.wires[rank]
         with self._poller.lock:
-            wire.post_send(piece, tag)
+            wire.post_send(piece, number)
         self._poller.nudge(wire)
         return piece
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> QueuedPiece:
-        """Receive the next piece of message `tag` from `rank` into tensors[0]; it may be shorter,
+    def recv(self, tensor: Tensor, rank: int, number: int) -> QueuedPiece:
+        """Receive the next piece of message `number` from `rank` into a tensor; it may be shorter,
         not longer.
         """
-        piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
-        self._poller.post_recv(wire, piece, tag)
+        piece, wire = QueuedPiece(self._poller, tensor), self.wires[rank]
+        self._poller.post_recv(wire, piece, number)
         return piece
 
     def close(self) -> None:
