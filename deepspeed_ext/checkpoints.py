@@ -25,13 +25,12 @@ from typing import Any
 from fsdp_demo import Exchange, Topology
 from fsdp_demo.checkpoint import CheckpointManager, SavedExchange, load_exchange, save_exchange
 from fsdp_demo.checkpoint.choice import HeldCheckpoint
-from fsdp_demo.checkpoint.exchange_state import method_of
 from fsdp_demo.checkpoint.files import FRESH, refuse_exchange
 from fsdp_demo.checkpoint.folders import MANIFEST
 from fsdp_demo.checkpoint.registry import CheckpointRegistry
 from fsdp_demo.checkpoint.reshard import stretches
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew, forward, small
-from fsdp_demo.config.auto import undecided
+from fsdp_demo.config.auto import method_note, undecided
 from fsdp_demo.errors import NeedsDecision, see
 
 from .checkpoint_methods import ReplicaCheckpoints, latest
@@ -285,16 +284,15 @@ class _Followed(ReplicaCheckpoints):
         if client is None:
             return manager.registry.tell(None)
         told, left = of_users(client)
-        return manager.registry.tell(
-            {"client": told, "left": left, "method": method_of(self.exchange)}
-        )
+        method = method_note(self.exchange.config, self.exchange.auto_choice)
+        return manager.registry.tell({"client": told, "left": left, "method": method})
 
     def _go_on(self, told: dict[str, Any]) -> None:
         """Go on with what was settled when the run began: the method under `auto`, the steps at
         which phases begin.
 
         Args:
-            told: the head of an exchange's state, or `method_of` another replica.
+            told: the head of an exchange's state, or the `method_note` of another replica.
         """
         config = self.exchange.config
         if undecided(config) or any(c.later for c in config.channels):

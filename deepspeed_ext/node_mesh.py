@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -261,17 +260,13 @@ def topology(engine: Any = None) -> Topology:
     return mesh
 
 
-def compare_environment(env: Mapping[str, str] | None = None) -> None:
+def compare_environment() -> None:
     """Raise ValueError, on every rank of the world, unless all ranks have the same ISLAND_*
     variables.
-
-    Args:
-        env: this rank's, by default `os.environ`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    env = os.environ if env is None else env
-    said = all_ranks().everyone([env.get(name, "").strip() for name in NAMES])
+    said = all_ranks().everyone([os.environ.get(name, "").strip() for name in NAMES])
     for name, values in zip(NAMES, zip(*said, strict=True), strict=True):
         if len(set(values)) == 1:
             continue

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from fsdp_demo import ExchangeConfig, Topology
 from fsdp_demo.config.channel import EMBEDDINGS, covers, matches
+from fsdp_demo.errors import first_few
 from fsdp_demo.hosts.base import plain_name
 
 from .all_ranks import replica
@@ -230,7 +231,7 @@ def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
     if left:
         yield (
             "a gradient channel with a period or a delay that does not cover "
-            f"{', '.join(left[:3])}{' ...' * (len(left) > 3)}, where ZeRO steps a whole "
+            f"{first_few(left, 3)}, where ZeRO steps a whole "
             "partition: let it cover every trained parameter, freeze these, or take FSDP2"
         )
 
@@ -311,9 +312,8 @@ def warn(engine: Any) -> None:
     names = [name for name in stepped if matches(name, EMBEDDINGS)]
     if names:
         log.warning(
-            "deepspeed_ext.attach found DeepSpeed's Muon at %s%s, which fsdp_demo leaves to AdamW: "
+            "deepspeed_ext.attach found DeepSpeed's Muon at %s, which fsdp_demo leaves to AdamW: "
             "embeddings and heads. DeepSpeed goes by names with 'embed' or 'lm_head': call the "
             "module so, or pass a MuonWithAuxAdam with groups of your own",
-            ", ".join(names[:3]),
-            " ..." * (len(names) > 3),
+            first_few(names, 3),
         )

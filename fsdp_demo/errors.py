@@ -4,6 +4,8 @@ share. A wrong value given by a user is a plain `ValueError`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 PAGE = "docs/troubleshooting.md"
 
 UNREADABLE = (
@@ -33,6 +35,17 @@ def counted(number: int, word: str, plural: str = "") -> str:
         ('1 copy', '1,000 steps')
     """
     return f"{number:,} {word if number == 1 else plural or f'{word}s'}"
+
+
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """The first names of many.
+
+    Example:
+        >>> from fsdp_demo.errors import first_few
+        >>> first_few(["a", "b"]), first_few(["a", "b", "c"], most=2)
+        ('a, b', 'a, b ...')
+    """
+    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
 
 
 def size(count: float) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.auto import AutoChoice, undecided
+from ..config.auto import AutoChoice, method_note, undecided
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..peers.votes import Ranks
@@ -128,11 +128,6 @@ def _together(
         return next((told for told in heard if told), {})
     except PeerLost:
         return {}
-
-
-def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, Any]:
-    """Configuration and choice as JSON values; `read` is the inverse."""
-    return {"config": config.to_dict(), "auto_choice": None if choice is None else choice.to_dict()}
 
 
 def tell(topology: Topology, config: ExchangeConfig, choice: AutoChoice | None = None) -> None:

@@ -235,7 +235,7 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
         return
     if exchange.topology.islands == 1:
         log.info("auto: one island exchanges nothing; the method is full")
-        exchange.choose(config.taken_over(_full()), model)
+        exchange.choose(config.taken_over(preset("full", value_dtype="bf16")), model)
         return
     if steps is not None and steps <= config.measured and exchange.topology.rank == 0:
         log.warning(
@@ -249,10 +249,6 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
     first.chosen_meanwhile()
 
 
-def _full() -> ExchangeConfig:
-    return preset("full", value_dtype="bf16")
-
-
 def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | None) -> None:
     """Take what was settled when this run began, for an engine that loads its checkpoint behind
     `attach`: the method that `auto` has chosen, or the steps at which phases begin. Nothing where
@@ -261,7 +257,7 @@ def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | 
     All ranks of all islands call it together, before the exchange goes on (`Exchange.rejoin`).
 
     Args:
-        told: the head of a checkpoint, or `exchange_state.method_of`.
+        told: the head of a checkpoint, or a `method_note`.
     """
     if (known := read(told)) is None:
         return

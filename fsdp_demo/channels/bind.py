@@ -11,6 +11,7 @@ from torch import Tensor
 from ..config.channel import Channel, matches
 from ..config.parts import Applier, SyncSchedule
 from ..config.schema import ExchangeConfig
+from ..errors import first_few
 from ..hosts.base import LocalParam, is_foreign, local_part, plain_name
 from .channel import ChannelRunner
 from .state import LocalChannel, Placement
@@ -167,8 +168,7 @@ def _check_covered(channels: Sequence[ChannelRunner], placement: Placement, pres
         s.name for i, s in enumerate(placement.host.params) if i not in covered and not s.frozen
     ]
     if left:
-        names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
         raise ValueError(
-            f"preset {preset!r} keeps replicas equal, but no channel covers {names}: freeze these "
-            "parameters, or name them in another channel's include"
+            f"preset {preset!r} keeps replicas equal, but no channel covers {first_few(left)}: "
+            "freeze these parameters, or name them in another channel's include"
         )

@@ -51,7 +51,7 @@ class ChannelPayload:
     partial: bool = False
 
     def to(self, device: torch.device) -> ChannelPayload:
-        """The same with its tensors on `device`."""
+        """A copy of this payload with its tensors on `device`."""
         body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
         return ChannelPayload(
             self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial

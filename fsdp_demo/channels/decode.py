@@ -64,13 +64,6 @@ class DecodedMean:
         for w in windows:
             w.of(work).add_(self.fill(w, room[: w.numel]), alpha=alpha)
 
-    def clone(self) -> Tensor:
-        """The whole workspace, a new fp32 tensor."""
-        work = torch.empty(self.layout.numel, device=self.device, dtype=torch.float32)
-        for w in self.layout.windows(self.device):
-            self.fill(w, w.of(work))
-        return work
-
 
 class DenseMean(DecodedMean):
     """A mean that is there already as a whole workspace `work`, perhaps on another device."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..config.auto import method_note
 from ..exchange.exchange import Exchange
 from ..exchange.saved_state import ExchangeState
 from ..rendezvous.position import form
@@ -26,15 +27,6 @@ log = logging.getLogger("fsdp_demo")
 PLACE = ("shards", "shard", "copies", "copy", "active_copies")
 
 
-def method_of(exchange: Exchange) -> dict[str, Any]:
-    """The method of a run, and what `auto` planned it with, as JSON."""
-    choice = exchange.auto_choice
-    return {
-        "config": exchange.config.to_dict(),
-        **({"auto_choice": choice.to_dict()} if choice is not None else {}),
-    }
-
-
 def describe_part(exchange: Exchange) -> dict[str, Any]:
     """The head of this rank's part: everything but format, package and file."""
     topology, place = exchange.topology, exchange.channels[0].position
@@ -42,7 +34,7 @@ def describe_part(exchange: Exchange) -> dict[str, Any]:
         "step": exchange.step,
         "preset": exchange.config.preset,
         "digest": exchange.config.digest(),
-        **method_of(exchange),
+        **method_note(exchange.config, exchange.auto_choice),
         "kind": topology.kind,
         "island": topology.island,
         "islands": topology.islands,

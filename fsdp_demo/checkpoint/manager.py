@@ -390,8 +390,8 @@ class CheckpointManager:
         return step
 
     def own(self, step: int | None = None, given_up: bool = False) -> None:
-        """This life owns the folder from now on, and holds nothing newer than `step`. All ranks of
-        the replica come together.
+        """Make this life the owner of the folder, and put aside what is newer than `step`. All
+        ranks of the replica come together.
 
         Args:
             given_up: a person named that step: see `folders.put_aside`.

@@ -155,7 +155,7 @@ class CheckpointRegistry:
         return [said.get(i) for i in range(t.islands) if i in said or i in t.starters]
 
     def close(self) -> None:
-        """Drop the connection."""
+        """Drop the connection to the store."""
         self._store = None
 
     def _attempt(self, seconds: float, absent: float = math.inf) -> Store:

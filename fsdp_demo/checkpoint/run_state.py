@@ -250,7 +250,7 @@ class RunState:
         self.checkpoints.finish()
 
     def _write_beside(self, folder: Path, head: dict[str, Any], state: Any, loop: Any) -> None:
-        """All but the model's tensors."""
+        """Write all of a checkpoint but the model's tensors."""
         rank, config = head["rank"], getattr(unwrap_model(self.model), "config", None)
         if rank == 0:
             facts = json.dumps(self.facts, indent=1) + "\n"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 
 from ..launch.command_line import Commands
 from ..net.link import Link, parse_rtt
@@ -98,22 +99,21 @@ def add_rehearse(commands: Commands) -> None:
 def rehearse(args: argparse.Namespace) -> int:
     """Run N islands on this machine and return the worst exit status."""
     from ..launch.rehearsal import Rehearsal
-    from ..launch.rehearse import rehearse as run
+    from ..launch.rehearse import Supervisor
 
-    return run(
-        Rehearsal(
-            islands=args.islands,
-            procs=args.procs,
-            script=tuple(args.script),
-            launcher=args.launcher,
-            link=_link(args.link, args.rtt),
-            run=args.run,
-            cpu=args.cpu,
-            grace=args.grace,
-            restarts=args.restarts,
-            resume_args=args.resume_args,
-        )
+    plan = Rehearsal(
+        islands=args.islands,
+        procs=args.procs,
+        script=tuple(args.script),
+        launcher=args.launcher,
+        link=_link(args.link, args.rtt),
+        run=args.run,
+        cpu=args.cpu,
+        grace=args.grace,
+        restarts=args.restarts,
+        resume_args=args.resume_args,
     )
+    return Supervisor(plan, sys.stdout).run()
 
 
 def _link(rate: str | None, rtt: str | None) -> Link | None:

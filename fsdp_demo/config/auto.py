@@ -96,9 +96,13 @@ class AutoChoice:
     step_seconds: float
     steps: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The choice as plain data."""
-        return dataclasses.asdict(self)
+
+def method_note(config: ExchangeConfig, choice: AutoChoice | None) -> dict[str, Any]:
+    """The method of a run and, if `auto` has chosen it, its choice, as JSON values: what a saved
+    state says of them, and what islands tell each other.
+    """
+    chosen = {} if choice is None else {"auto_choice": dataclasses.asdict(choice)}
+    return {"config": config.to_dict(), **chosen}
 
 
 def auto(**changes: Any) -> AutoConfig:

@@ -195,12 +195,12 @@ class Streams:
         return True
 
     def forget(self, n: int) -> None:
-        """Wait for nothing of a message any more."""
+        """Wait for no piece of a message any more."""
         for key in [key for key in self._waiting if key[0] == n]:
             del self._waiting[key]
 
     def clear(self) -> None:
-        """Wait for nothing."""
+        """Wait for no piece any more."""
         self._waiting.clear()
 
 

@@ -220,7 +220,7 @@ class Starter:
         notes: Mapping[Member, PeerConnection],
         connections: Mapping[Member, Sequence[PeerConnection]],
     ) -> None:
-        """This rank takes part in `record`, over these connections; the peer group has its
+        """Make this rank a member in `record`, over these connections: give the peer group its
         driver.
         """
         meeting, place, dead = self.meeting, self.place, self.limits.dead

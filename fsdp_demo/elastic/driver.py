@@ -280,7 +280,7 @@ class Driver(NetworkLoop):
             if member in known or self.machine.state not in ("running", "frozen"):
                 continue
             if self.join_server is None or not self.join_server.move_in(member):
-                self._lost(member, "it is a member, but has not reached this rank")
+                self._lose({member: "it is a member, but has not reached this rank"})
 
     def _freeze(self, action: protocol_events.Freeze) -> None:
         self._frozen_at = time.monotonic()
@@ -344,7 +344,7 @@ class Driver(NetworkLoop):
                 self._hear(json.loads(wire.notes.popleft()), member)
             except UNREADABLE as error:
                 if member is not None:
-                    self._lost(member, f"a note that cannot be read ({error!r:.80})")
+                    self._lose({member: f"a note that cannot be read ({error!r:.80})"})
 
     def _hear(self, word: list[Any], member: Member | None) -> None:
         what = word[0]
@@ -377,7 +377,7 @@ class Driver(NetworkLoop):
         elif what == "leave":
             if word[1:] == [True]:
                 self._stopped.add(member)
-            self._lost(member, "it was stopped" if member in self._stopped else "it has ended")
+            self._lose({member: "it was stopped" if member in self._stopped else "it has ended"})
         elif what == "refused":
             self.refused(member, f"it has refused what this island sent: {word[1]!s:.300}")
         elif what == "stands":
@@ -386,8 +386,10 @@ class Driver(NetworkLoop):
                 self._gone(protocol_events.Expelled(others))
 
     def _freeze_too(self, view: int, lost: set[int]) -> None:
-        """Another rank has frozen this view and does not hear `lost`: those of them that are half
-        silent here, too, are lost at once. So nobody waits for a report that will not come."""
+        """Freeze a view that another rank has frozen, which does not hear `lost`. Those of them
+        that are half silent here, too, are lost at once: nobody waits for a report that will not
+        come.
+        """
         quiet = self.detector.quiet(time.monotonic(), unheard=True)
         if view == self.machine.record.view:
             self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
@@ -397,7 +399,7 @@ class Driver(NetworkLoop):
         """Count a peer that has sent damaged data as lost, and tell it why."""
         if member in self.notes:
             self.detector.say(["refused", str(error)], [self.notes[member]])
-        self._lost(member, str(error))
+        self._lose({member: str(error)})
 
     def refused(self, member: Member, why: str) -> None:
         """Log why a peer has refused a piece of this island, which is about to be expelled."""
@@ -408,11 +410,10 @@ class Driver(NetworkLoop):
         how = "has left" if member in self._stopped else "is lost"
         return f"{self.labels(member.slot)} {how}"
 
-    def _lost(self, member: Member, why: str) -> None:
-        self._lose({member: why})
-
     def _lose(self, found: Mapping[Member, str]) -> None:
-        """These peers are lost. One report names them all: it is written once in a view."""
+        """Count peers as lost, for these reasons. One report names them all: it is written once in
+        a view.
+        """
         if not found or self.machine.state in ("left", "expelled"):
             return  # nobody, or this rank is nobody's peer any more
         here = set(self.machine.record.members) - self.machine.lost

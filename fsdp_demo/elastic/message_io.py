@@ -21,7 +21,7 @@ from ..peers.header import WITHIN, Sealed
 from ..peers.poller import Poller
 from .chunks import Stream, Streams
 from .failure_detector import SOON
-from .message_state import Due, EarlyMessage, RoundMessage
+from .message_state import EarlyMessage, RoundMessage
 from .network_loop import NetworkLoop
 
 SHORT = 4 << 20
@@ -59,27 +59,27 @@ class Traffic:
     # ---- messages ------------------------------------------------------------------------------
 
     def open(self, message: RoundMessage) -> None:
-        """This rank launches a message."""
+        """Keep a message that this rank launches."""
         self._messages[message.n] = message
         self._detector.began[message.n] = time.monotonic()
         message.early.update({m: early for (n, m), early in self._early.items() if n == message.n})
 
     def deliver(self, action: protocol_events.Deliver) -> None:
-        """It is complete."""
+        """Hand over a complete message to the thread that waits for it."""
         took = time.monotonic() - self._detector.began.pop(action.n, time.monotonic())
         # those between steps (the start, a question) say nothing of how unlike islands are
         if self._messages[action.n].header.kind in WITHIN:
             self._detector.rounds.append(took)
-        self._messages[action.n].tasks.put(Due(self._loop.machine.record.settlement(action.n)))
+        self._messages[action.n].tasks.put(self._loop.machine.record.settlement(action.n))
 
     def free(self, action: protocol_events.Free) -> None:
-        """All have it."""
+        """Forget a message that all members have."""
         self._messages.pop(action.n, None)
         self._early = {(n, m): early for (n, m), early in self._early.items() if n != action.n}
         self._streams.forget(action.n)
 
     def fail(self, reason: str, more: Iterable[RoundMessage]) -> None:
-        """Nothing more comes: whoever waits is told."""
+        """Tell whoever waits for a message that nothing more comes."""
         for message in [*self._messages.values(), *more]:
             message.tasks.put(PeerLost(reason))
 
@@ -113,8 +113,8 @@ class Traffic:
             )
 
     def expect_all(self) -> None:
-        """The same for all messages, oldest first, and for what others forward of those that came
-        early.
+        """Make room for what is lacking of all messages, oldest first, and for what others forward
+        of those that came early.
         """
         for (n, piece), sender in self._forwards.items():
             if piece.what == "early":
@@ -134,12 +134,12 @@ class Traffic:
             self._streams.expect(EarlyMessage(n, kind, self.longest()), piece, sender)
 
     def look(self) -> None:
-        """Take what has come."""
+        """Take the pieces that have come."""
         for stream in self._streams.done():
             self._arrived(stream)
 
     def _arrived(self, stream: Stream) -> None:
-        """All of a piece is here: check it, here or, if it is long, in the thread that waits."""
+        """Check a piece that has come: here or, if it is long, in the thread that waits."""
         view, label = self._loop.machine.record.view, self._loop.labels(stream.piece.of.slot)
 
         def check() -> None:
@@ -258,7 +258,7 @@ class Traffic:
     # ---- the connections -----------------------------------------------------------------------
 
     def widen(self, connections: Mapping[Member, PeerConnection]) -> None:
-        """One more connection to each peer."""
+        """Add a connection to each peer."""
         for m, wire in connections.items():
             if m not in self._detector.connections:  # lost meanwhile
                 wire.close(0)
@@ -268,7 +268,7 @@ class Traffic:
             self._detector.connections[m].append(wire)
 
     def freeze(self) -> None:
-        """Wait for nothing."""
+        """Wait for no piece any more."""
         self._streams.clear()
 
     def adopt(self, record: Record) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,13 +25,6 @@ from ..peers.vector_pool import new_vector
 Task = Callable[[], None]
 Vectors = Sequence[tuple[Tensor, str]]
 Weigh = Callable[[Sequence[Header]], Sequence[Sequence[float]]]
-
-
-@dataclass(frozen=True)
-class Due:
-    """The task that ends the wait for a message: it is complete, with this settlement."""
-
-    settled: Settlement
 
 
 class EarlyMessage:
@@ -87,7 +80,8 @@ class RoundMessage:
 
     Attributes:
         kind: for the membership machine: gather without vectors, else mixed.
-        tasks: for the thread that waits: a calculation, `Due`, or an error to raise.
+        tasks: for the thread that waits: a calculation, the settlement when the message is
+            complete, or an error to raise.
         bodies, headers: by contributor. shares, parts: by owner and attempt. early: contributions
             of islands that leave, by island.
         making: parts of the mean under calculation, with the view in which they are to be sent,
@@ -116,7 +110,7 @@ class RoundMessage:
         self.kind: Kind = "mixed" if vectors else "gather"
         self.vectors, self.weigh = list(vectors), weigh
         self.spans = [(v.numel(), code) for v, code in self.vectors]
-        self.tasks: queue.SimpleQueue[Task | Due | BaseException] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[Task | Settlement | BaseException] = queue.SimpleQueue()
         self.bodies: dict[Member, Sealed] = {me: Sealed.of(self.header, body)}
         self.headers: dict[Member, Header] = {me: self.header}
         self.shares: dict[tuple[Member, int], Sealed] = {}
@@ -223,19 +217,17 @@ class RoundMessage:
         self.parts[self.me, attempt] = made = Sealed.of(self.expected("part"), part)
         return made
 
-    def coded(self, due: Due) -> list[Tensor]:
+    def coded(self, settled: Settlement) -> list[Tensor]:
         """The coded parts of the means, without headers, in the order of their owners. None without
         vectors, nor where an island that has left contributed: parts are fewer than headers then.
         """
-        settled = due.settled
         if not self.vectors or settled.early:
             return []
         return [self.parts[m, settled.attempt].body for m in settled.owners]
 
-    def result(self, due: Due) -> tuple[list[Header], list[Tensor], list[Tensor]]:
+    def result(self, settled: Settlement) -> tuple[list[Header], list[Tensor], list[Tensor]]:
         """Headers and bodies of the contributors, and the means of the vectors."""
-        settled, means = due.settled, list[Tensor]()
-        who = self.counted(settled)
+        who, means = self.counted(settled), list[Tensor]()
         headers = [self._header(m, settled) for m in who]
         if not self.weighed:
             self.weigh(headers)

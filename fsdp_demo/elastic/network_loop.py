@@ -121,7 +121,8 @@ class NetworkLoop:
         raise NotImplementedError
 
     def _pause(self) -> float:
-        """What is put off for a moment is looked at often, else heartbeats set the pace."""
+        """Seconds until the next turn: few while something is put off for a moment, else those of
+        heartbeats."""
         if self._jobs:
             return 0.0
         return SOON / 2 if self._soon or self.detector.soon else BEAT / 2

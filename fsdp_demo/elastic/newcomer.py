@@ -380,8 +380,8 @@ class Following:
         return part
 
     def caught_up(self, step: int) -> None:
-        """This island has taken all ticks and goes on by itself from `step`. On every rank with a
-        peer group.
+        """Become a member: this island has taken all ticks and goes on by itself from `step`. On
+        every rank with a peer group.
         """
         while not self.planned:
             self._poller.wait_until(lambda: bool(self._donor.wires["notes"].notes), 0.5)
@@ -393,7 +393,7 @@ class Following:
         self.base = self._record.base[self._record.members.index(self._me)]
 
     def over(self) -> None:
-        """This island takes part from here on, and follows no more. In the network thread."""
+        """Stop following: this island takes part from here on. In the network thread."""
         for k in ("ticks", "messages"):
             self._donor.wires[k].close(0)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerLost
-from ..membership.protocol_types import Member
+from ..membership.protocol_types import Member, Settlement
 from ..net.link import TCP_SHARE, Link
 from ..net.tcp import least_round_trip
 from ..peers.collectives import ReceivedMessage
@@ -32,7 +32,7 @@ from ..peers.join_messages import Expected
 from ..peers.vector_pool import new_vector
 from .driver import Driver
 from .join_server import DonorFeed
-from .message_state import Due, EarlyMessage, RoundMessage, Vectors, Weigh
+from .message_state import EarlyMessage, RoundMessage, Vectors, Weigh
 from .newcomer import Following
 
 
@@ -92,7 +92,7 @@ class PeerGroup:
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
-        """This rank is a member from now on."""
+        """Make this rank a member."""
         self._driver, self.num_connections = driver, num_connections
         driver.traffic.longest = lambda: self.longest_early
         driver.stopping.wish = lambda: self.told_to_end()
@@ -102,7 +102,7 @@ class PeerGroup:
             )
 
     def follow(self, following: Following, slots: Sequence[int]) -> None:
-        """This rank is a newcomer: what the islands at `slots` agree on comes from its donor."""
+        """Make this rank a newcomer: what the islands at `slots` agree on comes from its donor."""
         self._set(slots)
         self.following, self.begun = following, True
 
@@ -196,9 +196,9 @@ class PeerGroup:
             compare,
             self.new_vector,
         )
-        due = self._taken_part(message)
-        out, before = message.result(due), self.slots
-        self._set([m.slot for m in message.counted(due.settled)])
+        settled = self._taken_part(message)
+        out, before = message.result(settled), self.slots
+        self._set([m.slot for m in message.counted(settled)])
         if not self.begun and self.slots != before:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
@@ -206,7 +206,7 @@ class PeerGroup:
         self._account(message.sent, message.received, bool(vectors), setup)
         if self.donor_feed is not None and self.donor_feed.feeding:
             arrived = ReceivedMessage(*out, slots=self.slots)
-            self.donor_feed.message(message.n, arrived, message.coded(due))
+            self.donor_feed.message(message.n, arrived, message.coded(settled))
         return out
 
     def _followed(
@@ -239,7 +239,7 @@ class PeerGroup:
         )
         return arrived.headers, arrived.bodies, arrived.means
 
-    def _taken_part(self, message: RoundMessage) -> Due:
+    def _taken_part(self, message: RoundMessage) -> Settlement:
         """Send the next message, and wait until it is complete."""
         if self._driver is None:
             raise PeerLost("the connections were closed")
@@ -249,13 +249,13 @@ class PeerGroup:
         self._driver.launch(message)
         return self._finished(message)
 
-    def _finished(self, message: RoundMessage) -> Due:
+    def _finished(self, message: RoundMessage) -> Settlement:
         """Do what the message asks for, until it is complete."""
         self._message = message
         try:
             while True:
                 task = message.tasks.get()
-                if isinstance(task, Due):
+                if isinstance(task, Settlement):
                     return task
                 if isinstance(task, BaseException):
                     raise task
@@ -340,19 +340,19 @@ class PeerGroup:
 
     @property
     def all_end(self) -> bool:
-        """Where islands come and go: all of them are told to end."""
+        """Whether all islands are told to end; only where islands come and go."""
         return self._driver is not None and self._driver.stopping.together
 
     @property
     def abandoned(self) -> bool:
-        """A message of this rank comes to nothing, since all islands are told to end and not all
-        send it: it is to be saved as unsent.
+        """Whether a message of this rank comes to nothing, since all islands are told to end and
+        not all send it: it is to be saved as unsent.
         """
         return self._driver is not None and self._driver.stopping.gave_up
 
     def stop_with_all(self, applied_at: int, seconds: float) -> int | None:
-        """All islands are told to end, and this rank sends nothing more: wait until all have what
-        all have sent. In the worker's thread, after what is under way.
+        """Wait until all have what all have sent: all islands are told to end, and this rank sends
+        nothing more. In the worker's thread, after what is under way.
 
         Args:
             applied_at: how many steps this rank had taken when it last applied a message.
@@ -372,8 +372,8 @@ class PeerGroup:
             self._driver.leave(stopped)
 
     def expel(self, why: str) -> None:
-        """This island has gone wrong and comes back as a newcomer: end its process, and save
-        nothing. Only where islands come and go.
+        """End the process of this island, which has gone wrong and comes back as a newcomer, and
+        save nothing. Only where islands come and go.
         """
         assert self._driver is not None, "who follows has sent nothing"
         self._driver.expel(why)

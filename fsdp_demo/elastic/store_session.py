@@ -100,8 +100,8 @@ class StoreSession:
         self._jobs.put(job)
 
     def lost(self, members: Iterable[Member]) -> None:
-        """These were lost while the change is on: their reports are not waited for until `dead`
-        seconds after its beginning.
+        """Note that these were lost while the change is on: their reports are not waited for until
+        `dead` seconds after its beginning.
         """
 
         def job(at: Store) -> None:
@@ -111,7 +111,7 @@ class StoreSession:
         self._jobs.put(job)
 
     def propose(self, record: Record) -> None:
-        """compare_set; what stands there then is told."""
+        """Offer a record to the store (compare_set), and tell which one it has then."""
         self._jobs.put(lambda at: self._hand_in(at, record))
 
     def again(self, epoch: int) -> None:
@@ -194,8 +194,8 @@ class StoreSession:
             self._seen(at, stands)
 
     def _write(self, ask: Callable[[], Any]) -> Any:
-        """What the store answers. It may refuse: it is full, say. Nobody can finish a change then,
-        and this rank does not wait for one.
+        """The store's answer. Where it refuses (it is full, say), nobody can finish a change, and
+        this rank does not wait for one.
         """
         try:
             return ask()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.auto import AutoChoice
+from ..config.auto import AutoChoice, method_note
 from ..config.schema import ExchangeConfig
 from ..errors import PeerLost
 from ..hosts.base import TrainingHost
@@ -346,9 +346,7 @@ class Exchange(Readings):
         """
         refuse_foreign_savers()
         refuse_shown(self.shows_result, "state_dict()")
-        state = resume.state(self._runtime).to_tree() | {"config": self.config.to_dict()}
-        if self.auto_choice is not None:
-            state["auto_choice"] = self.auto_choice.to_dict()
+        state = resume.state(self._runtime).to_tree() | method_note(self.config, self.auto_choice)
         if (peers := self._peers) is not None and not peers.wait_stable(peers.timeout):
             raise PeerLost(
                 f"not all islands have what this one would save at step {self.step}, after "

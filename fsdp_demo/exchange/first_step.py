@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config.channel import matches
-from ..errors import counted, see
+from ..errors import counted, first_few, see
 from ..hosts.base import TrainingHost, plain_name
 from .refusals import refuse_sparse
 from .runtime import StepRuntime
@@ -54,10 +54,10 @@ def refuse_unknown(host: TrainingHost, model: torch.nn.Module | None, own: Seque
     known = list(host.untrained_tensors(model))
     for pattern in own:
         if not any(matches(name, [pattern]) for name in known):
-            there = ", ".join(known[:6]) + " ..." * (len(known) > 6)
             raise ValueError(
                 f"own_tensors: {pattern!r} fits no buffer and no frozen parameter of the model "
-                f"(there are: {there or 'none'}); a trained parameter cannot be an island's own"
+                f"(there are: {first_few(known, 6) or 'none'}); a trained parameter cannot be "
+                "an island's own"
             )
 
 
@@ -140,7 +140,7 @@ class FirstStep:
             return
         moved = noted.moved()
         if self._runtime.island.any(bool(moved)):
-            what = ", ".join(moved[:3]) + " ..." * (len(moved) > 3) or "those of another rank"
+            what = first_few(moved, 3) or "those of another rank"
             text = (
                 f"parameters were changed since attach ({what}): the exchange would pull them "
                 "back. Load first, then attach, or attach(state=...) to go on with a saved run; "

@@ -14,7 +14,7 @@ import torch
 
 from ..channels.channel import ChannelRunner
 from ..config.schema import ExchangeConfig
-from ..errors import Mismatch, see
+from ..errors import Mismatch, first_few, see
 from ..hosts.base import TrainingHost
 from ..rendezvous.island import IslandGroup
 from .watch import sums
@@ -160,7 +160,7 @@ def refuse(host: TrainingHost, config: ExchangeConfig) -> None:
     if other:
         raise ValueError(
             "parameters that cannot be exchanged: "
-            f"{_first([f'{s.name} ({_name(s.dtype)})' for s in other])}; allowed are "
+            f"{first_few([f'{s.name} ({_name(s.dtype)})' for s in other])}; allowed are "
             f"{', '.join(map(_name, DTYPES))}: load the model with dtype=torch.float32 (of a "
             "complex parameter train its view_as_real)"
         )
@@ -189,8 +189,8 @@ def refuse_meta(host: TrainingHost, model: torch.nn.Module | None) -> None:
     if empty:
         raise ValueError(
             "tensors on the meta device, which have no values: "
-            f"{_first(list(dict.fromkeys(empty)))}; call model.to_empty(device=...), initialise or "
-            "load the weights, build the optimizer, then attach"
+            f"{first_few(list(dict.fromkeys(empty)))}; call model.to_empty(device=...), initialise "
+            "or load the weights, build the optimizer, then attach"
         )
 
 
@@ -259,7 +259,7 @@ def warn_of_outside(host: TrainingHost, model: torch.nn.Module | None, name: str
             "list, or set requires_grad=False, unless another exchange has them",
             name,
             len(outside),
-            _first(outside),
+            first_few(outside),
         )
 
 
@@ -272,13 +272,9 @@ def refuse_sparse(host: TrainingHost) -> None:
     ]
     if sparse:
         raise ValueError(
-            f"sparse gradients: {_first(sparse)}; they are neither exchanged nor clipped: take "
+            f"sparse gradients: {first_few(sparse)}; they are neither exchanged nor clipped: take "
             "nn.Embedding(sparse=False), or clip=None with a preset that exchanges no gradients"
         )
-
-
-def _first(names: list[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (" ..." if len(names) > count else "")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..elastic import agreement
-from ..errors import counted, see
+from ..errors import counted, first_few, see
 from ..hosts.base import foreign_tensors
 from ..peers.header import SETUP
 from ..rendezvous.island import IslandGroup
@@ -285,7 +285,7 @@ def _log_quantized(foreign: Mapping[str, torch.Tensor], island: IslandGroup) -> 
             "quantized weights are left alone, neither sent nor compared (%s): %s. Load the same "
             "on all islands",
             counted(len(named), "tensor"),
-            ", ".join(named[:3]) + " ..." * (len(named) > 3),
+            first_few(named, 3),
         )
 
 

@@ -78,11 +78,8 @@ class ExchangeParallelismConfig(ParallelismConfig):
         return ["dp_shard"]
 
 
-def mesh_topology(accelerator: Any, timeout: float | None = None) -> Topology:
+def mesh_topology(accelerator: Any) -> Topology:
     """The topology of an Accelerator that was made with `ExchangeParallelismConfig`.
-
-    Args:
-        timeout: seconds; default ISLAND_TIMEOUT, else 600.
 
     Raises:
         ValueError: the accelerator has no replicate axis, or a plain HSDP one; ISLAND_TIMEOUT is no
@@ -95,9 +92,7 @@ def mesh_topology(accelerator: Any, timeout: float | None = None) -> Topology:
             f"found parallelism_config={config}: a mesh needs "
             "ExchangeParallelismConfig(dp_replicate_size=NODES, dp_shard_size=RANKS)"
         )
-    return Topology.from_mesh(
-        accelerator.torch_device_mesh, timeout=patience() if timeout is None else timeout
-    )
+    return Topology.from_mesh(accelerator.torch_device_mesh, timeout=patience())
 
 
 def refuse_hsdp(config: Any) -> None:

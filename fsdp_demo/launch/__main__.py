@@ -175,13 +175,6 @@ def main(argv: list[str] | None = None) -> int:
         return _run(argv)
 
 
-def main_module(argv: list[str]) -> str:
-    """The module of a launcher's words; `accelerate`'s other commands take a second to import."""
-    return (
-        "accelerate.commands.launch" if argv[:2] == ["accelerate", "launch"] else LAUNCHERS[argv[0]]
-    )
-
-
 def _run(argv: list[str]) -> int:
     """torch's launchers, in this process."""
     gc.disable()  # imports take a fifth less, and what they make stays
@@ -198,9 +191,10 @@ def _run(argv: list[str]) -> int:
         # store that they share with their launcher, and connect to nobody. So rank 0 serves one of
         # its own (where the rendezvous is dynamic: --standalone, --rdzv-backend c10d).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    module = main_module(argv)
+    module = LAUNCHERS[argv[0]]
     if argv[:2] == ["accelerate", "launch"]:
-        argv = ["accelerate launch", *argv[2:]]
+        # accelerate's other commands take a second to import
+        module, argv = "accelerate.commands.launch", ["accelerate launch", *argv[2:]]
     sys.argv = list(argv)
     main = importlib.import_module(module).main
     gc.enable()

@@ -112,8 +112,8 @@ class RehearsedIsland:
 
 
 class Supervisor:
-    """Starts store and islands, passes their output on, and sees to it that nothing of it is
-    left.
+    """Starts store and islands, passes their output on to `stream`, and sees to it that nothing of
+    it is left.
     """
 
     def __init__(self, plan: Rehearsal, stream: TextIO) -> None:
@@ -134,6 +134,11 @@ class Supervisor:
         self.signals.append(number)
 
     def run(self) -> int:
+        """Run the rehearsal to its end; returns the worst exit status.
+
+        Raises:
+            ValueError: the store did not start.
+        """
         adopt_orphans()
         before = {
             number: signal.signal(number, self.on_signal)
@@ -330,12 +335,3 @@ class Supervisor:
             island.process.poll()
         reap(self.known())
         time.sleep(0.05)
-
-
-def rehearse(plan: Rehearsal, stream: TextIO | None = None) -> int:
-    """Run the rehearsal to its end; returns the worst exit status.
-
-    Raises:
-        ValueError: the store did not start.
-    """
-    return Supervisor(plan, stream or sys.stdout).run()

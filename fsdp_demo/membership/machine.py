@@ -72,7 +72,7 @@ class Rank:
     planned: int = 0
 
     def step(self, event: Event) -> tuple[Rank, Actions]:
-        """What this rank is after an event, and what is to be done, in order.
+        """The state of this rank after an event, and what is to be done, in order.
 
         Raises:
             ValueError: the driver broke a promise of `protocol_events.py`, or a launch or join is
@@ -283,8 +283,8 @@ class Rank:
         return rank._freed_below(rank._stable())
 
     def _stable(self) -> int:
-        """All members have delivered every message below it, in this peer group (seal-stable,
-        settle-all-open)."""
+        """The number below which all members have delivered every message, in this peer group
+        (seal-stable, settle-all-open)."""
         known = zip(self.record.members, self.heard, strict=True)
         return min([self.landed, *(h for m, h in known if m != self.me)])
 
@@ -307,8 +307,8 @@ class Rank:
     # ---- a change of members -------------------------------------------------------------------
 
     def _peer_lost(self, event: protocol_events.ConnectionLost) -> tuple[Rank, Actions]:
-        """One reason is enough, in one peer group: the peer group is the judge of life
-        (store-unasked)."""
+        """Freeze at the loss of a peer. One reason is enough, in one peer group: the peer group is
+        the judge of life (store-unasked)."""
         if (
             event.member not in self.record.members
             or event.member == self.me
@@ -319,7 +319,7 @@ class Rank:
         return rank._freeze() if rank.state == "running" else (rank, ())
 
     def _frozen_heard(self, event: protocol_events.FrozenHeard) -> tuple[Rank, Actions]:
-        """Who hears of a change freezes, too. A frame of another view is of no use."""
+        """Freeze at the news of a change. A frame of another view is of no use."""
         return self._freeze() if self._receives(event.view) else (self, ())
 
     def _freeze(self) -> tuple[Rank, Actions]:
@@ -386,7 +386,7 @@ class Rank:
         return self._adopt(record)
 
     def _known(self, record: Record) -> Rank:
-        """This record from now on; what is known of its members stays."""
+        """Take a record as the present one; what is known of its members stays."""
         known = dict(zip(self.record.members, self.heard, strict=True))
         moved = dict(zip(self.record.members, self.record.base, strict=True))
         record = record.begun_at(moved.get(m, 0) for m in record.members)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import ipaddress
 import socket
+import struct
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 ENDPOINT = "host:port of the store, as `fsdp-demo store` prints it"
+
+_SIOCGIFADDR = 0x8915  # asks Linux for the IPv4 address of an interface
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -92,6 +97,23 @@ def route_to(endpoint: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # chooses a route, sends nothing
         return str(probe.getsockname()[0])
+
+
+def interface_addresses(names: Collection[str]) -> list[tuple[str, str]]:
+    """(interface, address) of each of these interfaces, as Linux tells them: one address of IPv4
+    each, then all of IPv6. An interface without an address is left out.
+    """
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for name in names:
+            with contextlib.suppress(OSError):  # it has none
+                packed = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, packed)
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as lines:
+        every = [(fields[-1], bytes.fromhex(fields[0])) for fields in map(str.split, lines)]
+        found += [(n, socket.inet_ntop(socket.AF_INET6, a)) for n, a in every if n in names]
+    return found
 
 
 # ---- keys of CURVE from the token of a run (ISLAND_TOKEN) ----------------------------------------

@@ -27,7 +27,7 @@ AHEAD = 256
 
 
 class ItemHead(Struct):
-    """What an item is.
+    """The head of an item.
 
     Attributes:
         n: of a message, its number; -1 for one that was under way at the snapshot.

@@ -107,8 +107,8 @@ class PeerConnection:
             frames.
     """
 
-    def __init__(self, poller: Any, epoch: int):
-        self.poller, self.inbox, self.counts = poller, Inbox(epoch), Counts()
+    def __init__(self, poller: Any):
+        self.poller, self.inbox, self.counts = poller, Inbox(0), Counts()
         self.socket: Any = poller.socket()
         self.monitor: Any = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | NOT_THERE | REFUSED
@@ -143,7 +143,7 @@ class PeerConnection:
         sender has handed over all pieces of a message at once.
         """
         waiting = len(self.inbox.rooms.get(frame.number, ()))
-        whole = frame.length == pieces.LARGEST and frame.epoch == self.inbox.epoch
+        whole = frame.length == pieces.LARGEST and frame.view == self.inbox.view
         wanted = whole and waiting >= 2 and time.monotonic() < self._paced_until
         if wanted != self._gathers:
             self._gather(wanted)
@@ -158,9 +158,8 @@ class PeerConnection:
         if self.gone:
             piece.error = RuntimeError(self.gone)
             return
-        frame = PieceHeader(
-            pieces.PIECE, self.inbox.epoch, number, self.counts.next(number), piece.size
-        )
+        count = self.counts.next(number)
+        frame = PieceHeader(pieces.PIECE, self.inbox.view, number, count, piece.size)
         if frame.piece == 0:
             self._late[number] = piece.size > SHORT
         self._push(LONG if self._late.get(number, True) else BRIEF, frame, piece)
@@ -178,21 +177,21 @@ class PeerConnection:
         self._order += 1
         heapq.heappush(self._queue, (rank, self._order, frame, piece))
 
-    def renew(self, epoch: int) -> None:
-        """Begin another epoch on the same connection. Waits of the old epoch end, and its late
-        pieces are dropped. The same epoch again changes nothing: pieces that came early, from a
-        peer that had begun it before, are kept.
+    def renew(self, view: int) -> None:
+        """Begin another view of the members on the same connection. Waits of the old view end, and
+        its late pieces are dropped. The same view again changes nothing: pieces that came early,
+        from a peer that had begun it before, are kept.
         """
-        if epoch == self.inbox.epoch:
+        if view == self.inbox.view:
             return
-        error = RuntimeError(f"epoch {epoch} has begun")
+        error = RuntimeError(f"view {view} has begun")
         for piece in [
             *self.inbox.withdraw(),
             *(piece for rank, _, _, piece in self._queue if rank != AT_ONCE),
         ]:
             piece.error = error
         self._queue = [entry for entry in self._queue if entry[0] == AT_ONCE]
-        self.inbox, self.counts, self._late = Inbox(epoch), Counts(), {}
+        self.inbox, self.counts, self._late = Inbox(view), Counts(), {}
 
     def post_recv(self, piece: QueuedPiece, number: int) -> None:
         """Wait for a piece, or take what came early."""
@@ -254,7 +253,7 @@ class PeerConnection:
         self._theirs = theirs
 
     def dial(self, address: str) -> None:
-        """Connect."""
+        """Connect to an address."""
         self._address = address
         self.socket.ipv6 = "[" in address
         self.socket.connect(address)
@@ -406,7 +405,7 @@ class PeerConnection:
     def _give(self) -> None:
         """Hand pieces to the library until it takes no more."""
         if self._hello:
-            frame = PieceHeader(pieces.HELLO, self.inbox.epoch, 0, 0, len(self._hello))
+            frame = PieceHeader(pieces.HELLO, self.inbox.view, 0, 0, len(self._hello))
             with suppress(zmq.Again):
                 self.socket.send_multipart([frame.pack(), self._hello], NOBLOCK)
                 self._hello = b""

@@ -200,12 +200,12 @@ class Sealed(NamedTuple):
 
     @classmethod
     def of(cls, header: Header, body: Tensor) -> Sealed:
-        """With a header that is still to be written."""
+        """A body, and the first bytes of a message with this header and this body."""
         return cls(_head(header, body), body)
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes of header and body."""
         return HEADER.size + self.body.numel()
 
 
@@ -381,7 +381,7 @@ class Meter:
     setup_bytes: int = 0
 
     def count(self, sent: int, received: int, rounds: int = 1) -> None:
-        """Rounds of sends."""
+        """Count the bytes of a number of rounds of sends."""
         self.messages += rounds
         self.bytes_sent += sent
         self.bytes_received += received

@@ -286,7 +286,7 @@ class JoinConnections:
 
         self.member, made = member, dict[str, PeerConnection]()
         for k in [*WIRES, *(f"connection{i}" for i in range(count))]:
-            made[k] = poller.add(0, self.listens)
+            made[k] = poller.add(self.listens)
             made[k].greet(greeting(k, me, member), greeting(k, member, me))
         self.every = list(made.values())
         self.wires = {k: made.pop(k) for k in WIRES}
@@ -294,7 +294,7 @@ class JoinConnections:
 
     @property
     def met(self) -> bool:
-        """Whether all stand."""
+        """Whether all connections stand."""
         return all(w.met for w in self.every)
 
     @property

@@ -7,7 +7,7 @@ A frame has 36 bytes, little-endian:
     u8   version
     u8   kind
     u16  zero
-    u32  epoch
+    u32  view of the members (`membership/protocol_types.py`), 0 at the start
     u32  number of the message on its peer group
     u32  piece of that message on this connection, from 0
     u64  bytes of the piece
@@ -50,7 +50,7 @@ class PieceHeader(NamedTuple):
     """What a piece says about itself."""
 
     kind: int
-    epoch: int
+    view: int
     number: int
     piece: int
     length: int
@@ -58,7 +58,7 @@ class PieceHeader(NamedTuple):
     landed: int = 0
 
     def pack(self) -> bytes:
-        """The 36 bytes."""
+        """The frame as its 36 bytes."""
         return FRAME.pack(MAGIC, VERSION, self[0], 0, *self[1:])
 
 
@@ -101,24 +101,24 @@ so it is more than the kernels of both sides hold by default."""
 class NoRoom(Enum):
     """What becomes of a piece that has no room of its own."""
 
-    DROP = "it is of an earlier epoch"
+    DROP = "it is of an earlier view"
     ASIDE = "it is early: keep it"
-    LATER = "it is early, and enough is kept, or it is of a later epoch: do not read it yet"
+    LATER = "it is early, and enough is kept, or it is of a later view: do not read it yet"
 
 
 class Inbox:
     """The rooms and the early pieces of one connection.
 
     Args:
-        epoch: the only one whose pieces are taken: earlier ones are dropped, later ones wait.
+        view: the only one whose pieces are taken: earlier ones are dropped, later ones wait.
 
     Attributes:
         rooms: what waits, by number of the message, in order. kept: pieces that came before their
             room, likewise.
     """
 
-    def __init__(self, epoch: int):
-        self.epoch = epoch
+    def __init__(self, view: int):
+        self.view = view
         self.rooms: dict[int, deque[Any]] = {}
         self.kept: dict[int, deque[Any]] = {}
         self._bytes, self._taken = 0, Counts()
@@ -130,9 +130,9 @@ class Inbox:
         Raises:
             WireError: it is not the next of its message, or longer than its room.
         """
-        if frame.epoch > self.epoch:
+        if frame.view > self.view:
             return NoRoom.LATER
-        if frame.epoch < self.epoch:
+        if frame.view < self.view:
             return NoRoom.DROP
         rooms = self.rooms.get(frame.number)
         if not rooms and self._bytes + frame.length > EARLY:

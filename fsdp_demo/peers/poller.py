@@ -84,9 +84,9 @@ class Poller:
         keep_alive(made)
         return made
 
-    def add(self, epoch: int, listens: bool) -> PeerConnection:
+    def add(self, listens: bool) -> PeerConnection:
         """A connection to be. In the network thread."""
-        wire = PeerConnection(self, epoch)
+        wire = PeerConnection(self)
         if listens:
             wire.socket.handshake_ivl = HANDSHAKE_MS
         if self.keys is not None:
@@ -130,7 +130,7 @@ class Poller:
     # ---- what other threads do -----------------------------------------------------------------
 
     def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises, done in the network thread: for what touches sockets.
+        """Run a job that touches sockets in the network thread; returns or raises what it does.
 
         Raises:
             RuntimeError: the connections were closed.
@@ -150,7 +150,7 @@ class Poller:
         self.run(job)
 
     def post(self, job: Callable[[], T]) -> Future[T]:
-        """`run` without waiting."""
+        """`run` a job without waiting for it."""
         future: Future[T] = Future()
         with self.lock:
             if self.closed:

@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 
 
 class Ranks:
-    """All methods are called by all of the ranks together, in one order. Each is a barrier, too.
+    """Votes among the ranks of a process group. All ranks call each method together, in one order;
+    each is a barrier, too.
 
     Args:
         group: their process group; None: a single rank.

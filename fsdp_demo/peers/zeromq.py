@@ -45,8 +45,7 @@ class Meeting:
         address: where the others reach this rank; "" if nobody can: then the others must be
             reachable.
         timeout: seconds to wait for the others, and of silence after which one counts as lost.
-        token: the run's secret, "" for none. epoch: which membership these connections serve; what
-            comes from another is refused.
+        token: the run's secret, "" for none.
         among: the ranks that meet, where they are not all of them. setting: the variable that gives
             `address`, for errors.
     """
@@ -59,7 +58,6 @@ class Meeting:
     address: str
     timeout: float
     token: str = ""
-    epoch: int = 0
     among: tuple[int, ...] | None = None
     setting: str = "ISLAND_ADDRESS"
 
@@ -100,21 +98,21 @@ class GroupConnections:
     def __init__(self, poller: Poller, wires: dict[int, PeerConnection]):
         self._poller, self.wires = poller, wires
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> QueuedPiece:
-        """Send tensors[0] (uint8, on the CPU, contiguous, at most `frames.LARGEST` bytes) to `rank`
-        as the next piece of message `tag`. Its memory must stay as it is."""
-        piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
+    def send(self, tensor: Tensor, rank: int, number: int) -> QueuedPiece:
+        """Send a tensor (uint8, on the CPU, contiguous, at most `pieces.LARGEST` bytes) to `rank`
+        as the next piece of message `number`. Its memory must stay as it is."""
+        piece, wire = QueuedPiece(self._poller, tensor), self.wires[rank]
         with self._poller.lock:
-            wire.post_send(piece, tag)
+            wire.post_send(piece, number)
         self._poller.nudge(wire)
         return piece
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> QueuedPiece:
-        """Receive the next piece of message `tag` from `rank` into tensors[0]; it may be shorter,
+    def recv(self, tensor: Tensor, rank: int, number: int) -> QueuedPiece:
+        """Receive the next piece of message `number` from `rank` into a tensor; it may be shorter,
         not longer.
         """
-        piece, wire = QueuedPiece(self._poller, tensors[0]), self.wires[rank]
-        self._poller.post_recv(wire, piece, tag)
+        piece, wire = QueuedPiece(self._poller, tensor), self.wires[rank]
+        self._poller.post_recv(wire, piece, number)
         return piece
 
     def close(self) -> None:
@@ -167,7 +165,7 @@ class ZeroMQ:
         """For each other rank a listening connection, and its address."""
         m, found = self._meeting, dict[int, tuple[PeerConnection, str]]()
         for j in m.others:
-            wire = self._poller.add(m.epoch, True)
+            wire = self._poller.add(True)
             found[j] = wire, bound(wire.socket, m.address, m.names[m.rank], m.setting)
         return found
 
@@ -192,7 +190,7 @@ class ZeroMQ:
             raise ValueError(
                 f"{self._meeting.label(j)} names no port for this rank: use one release everywhere"
             )
-        wire = self._poller.add(self._meeting.epoch, False)
+        wire = self._poller.add(False)
         wire.dial(f"tcp://{join_address(note['host'], port)}")
         return wire
 
@@ -206,10 +204,8 @@ class ZeroMQ:
         return here and (i < j or not there)
 
     def _greeting(self, k: int | str, sender: int, receiver: int) -> bytes:
-        m = self._meeting
-        return hashlib.blake2b(
-            f"{m.prefix} {k} {sender} {receiver} {m.epoch}".encode(), digest_size=16
-        ).digest()
+        text = f"{self._meeting.prefix} {k} {sender} {receiver}"
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def _notes(self, k: int | str, mine: Listens, end: float) -> dict[int, Listens]:
         """Publish where this rank listens, and wait for the same note of the others."""

@@ -7,11 +7,10 @@ torch. All must stay: the loss of one ends the run on all others, and nothing is
 
 from __future__ import annotations
 
-import fcntl
+import ipaddress
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -19,20 +18,19 @@ from hashlib import blake2b
 from ..elastic.connect import PeerPosition, by_member, new_poller, widen
 from ..elastic.driver import Driver
 from ..elastic.failure_detector import FailureDetector
-from ..elastic.message_state import Due, RoundMessage
+from ..elastic.message_state import RoundMessage
 from ..elastic.peer_group import PeerGroup
 from ..elastic.store_session import StoreSession
 from ..errors import PeerLost, WireError, see
 from ..membership.machine import entered
 from ..membership.protocol_types import Member, Record, Settlement, first_record
+from ..net.address import interface_addresses
 from ..net.link import Link
 from ..peers.zeromq import Meeting, ZeroMQ
 from .position import Replica
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the interface over which ranks of a mesh reach each other, as for torch's gloo."""
-
-SIOCGIFADDR = 0x8915  # asks Linux for the IPv4 address of an interface
 
 
 class LonePeerGroup(PeerGroup):
@@ -43,15 +41,15 @@ class LonePeerGroup(PeerGroup):
     def __init__(self, name: str, timeout: float):
         super().__init__(Member(0), {0: name}, [0], timeout)
 
-    def _taken_part(self, message: RoundMessage) -> Due:
+    def _taken_part(self, message: RoundMessage) -> Settlement:
         self._next += 1
-        due = Due(Settlement(message.n, (self._me,), 0))
+        settled = Settlement(message.n, (self._me,), 0)
         if message.vectors:
-            message.average(due.settled)
-        return due
+            message.average(settled)
+        return settled
 
     def _account(self, sent: int, received: int, reduced: bool, setup: bool) -> None:
-        """Nothing was sent."""
+        """Count nothing: nothing was sent."""
 
 
 class MeshPeerGroup(PeerGroup):
@@ -68,9 +66,9 @@ class MeshPeerGroup(PeerGroup):
         raise PeerLost(why)
 
     def leave(self, stopped: bool = False) -> None:
-        """Nobody goes on without this replica: there is nothing to tell."""
+        """Tell nothing: nobody goes on without this replica."""
 
-    def _finished(self, message: RoundMessage) -> Due:
+    def _finished(self, message: RoundMessage) -> Settlement:
         try:
             return super()._finished(message)
         except PeerLost:
@@ -80,7 +78,7 @@ class MeshPeerGroup(PeerGroup):
             raise
 
     def wait_stable(self, seconds: float) -> bool:
-        """What is saved is saved by all, or counts for nothing."""
+        """Wait for nobody: what is saved is saved by all, or counts for nothing."""
         return True
 
     def release(self) -> None:
@@ -107,13 +105,13 @@ class MeshDriver(Driver):
 
     def refused(self, member: Member, why: str) -> None:
         """The member that has refused a piece ends, so this rank does."""
-        self._lost(member, why)
+        self._lose({member: why})
 
     def _watch(self, now: float) -> None:
         """Count a member as lost, too, that sends heartbeats and does not come to a message."""
         n, seconds, behind = self.detector.behind(now)
         if behind and seconds > self.detector.dead:
-            self._lost(behind[0], f"it is alive, but has not come to message {n}")
+            self._lose({behind[0]: f"it is alive, but has not come to message {n}"})
 
 
 class NoStoreSession(StoreSession):
@@ -123,10 +121,10 @@ class NoStoreSession(StoreSession):
         self.epoch = 0
 
     def begin(self, record: Record) -> None:
-        """Nothing is told: all ranks know the first record."""
+        """Tell nothing: all ranks know the first record."""
 
     def close(self) -> None:
-        """Nothing is closed: there is no thread."""
+        """Close nothing: there is no thread."""
 
 
 def meeting_place(ranks: Iterable[int]) -> str:
@@ -154,14 +152,10 @@ def address() -> str:
 
 
 def _address_of(interface: str) -> str:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        name = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, name)[20:24])
-    with suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as lines:
-        for line in lines:
-            digits, _, _, scope, _, name_there = line.split()
-            if (name_there, scope) == (interface, "00"):  # neither of this link nor loopback
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    for _, found in interface_addresses([interface]):
+        place = ipaddress.ip_address(found)
+        if place.version == 4 or not (place.is_link_local or place.is_loopback):
+            return found
     known = ", ".join(name for _, name in socket.if_nameindex())
     raise ValueError(
         f"{INTERFACE}={interface}: this machine has no such interface with an address; it has "

@@ -49,7 +49,7 @@ class Came(TypedDict):
 
 
 class Unlike(ValueError):
-    """Another island has another number of islands."""
+    """The error of an island that finds another number of islands at another one."""
 
 
 class Called(NamedTuple):

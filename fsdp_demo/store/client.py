@@ -229,7 +229,7 @@ class StoreClient(Store):
         return self._line.ask(verb, list(keys), list(values), self.deadline, self.absent)
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """One question, and more where the values do not fit in one answer."""
+        """The values of several keys: by several questions where one answer cannot hold them."""
         wanted, found = [self._key(key) for key in keys], list[str]()
         while len(found) < len(wanted):
             found += self._ask("get", wanted[len(found) : len(found) + AT_ONCE])

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdp_demo.elastic import chunks  # noqa: E402
-from fsdp_demo.elastic.message_state import Due, RoundMessage  # noqa: E402
+from fsdp_demo.elastic.message_state import RoundMessage  # noqa: E402
 from fsdp_demo.membership.protocol_types import Member, Piece, Settlement, What  # noqa: E402
 from fsdp_demo.peers.header import Sealed  # noqa: E402
 from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup  # noqa: E402
@@ -114,10 +114,10 @@ class EchoPeers(LonePeerGroup):
         super().__init__("island0", 60.0)
         self._set(range(size))
 
-    def _taken_part(self, message: RoundMessage) -> Due:
+    def _taken_part(self, message: RoundMessage) -> Settlement:
         self._next += 1
         members = tuple(map(Member, self.slots))
-        due = Due(Settlement(message.n, members, 0))
+        settled = Settlement(message.n, members, 0)
         pieces = [("body", m) for m in members[1:]]
         if message.vectors:
             pieces += [(what, m) for what in ("share", "part") for m in members[1:]]
@@ -134,7 +134,7 @@ class EchoPeers(LonePeerGroup):
         if message.vectors:
             for m, sent in message.cut(members).items():
                 came("share", m, sent)
-            mean = message.average(due.settled)
+            mean = message.average(settled)
             for m in members[1:]:
                 came("part", m, mean)
-        return due
+        return settled

@@ -33,6 +33,7 @@ from ..oracles import dense as slow
 from ..oracles import quantise
 from ..support import threaded
 from ..support.layered import Layered
+from ..support.sections import whole
 from ..support.transforms import transform
 
 quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
@@ -134,7 +135,7 @@ def played(
         apply = at.apply
 
         def spy(arrived: Any) -> None:
-            seen.append(at.mean(arrived.received, arrived.sent.step).clone())
+            seen.append(whole(at.mean(arrived.received, arrived.sent.step)))
             apply(arrived)
 
         at.apply = spy

@@ -23,7 +23,7 @@ from fsdp_demo.compression.windows import ContiguousViews
 from fsdp_demo.config.parts import BLOCK, Codec
 from fsdp_demo.hosts.torch_params import TorchHost
 
-from ..support.sections import decode_sparse
+from ..support.sections import decode_sparse, whole
 from ..support.transforms import random, transform
 
 SHAPES = [(320, 192), (187, 250), (9000,), (70, 65), (5, 7)]
@@ -189,7 +189,7 @@ def test_reduce_windows_equal_plain_sum(
     made, parameters = channel(config, 3)
     bodies = [step(made, parameters, seed).body for seed in range(3)]
     section = made.section
-    found = section.received(bodies, weights, 0).clone()
+    found = whole(section.received(bodies, weights, 0))
     total, count = torch.zeros(made.layout.numel), torch.zeros(made.layout.numel)
     for body, w in zip(bodies, weights, strict=True):
         places, values, dense = decode_sparse(made.layout, section.codec, body)
@@ -277,7 +277,7 @@ def test_seeded_positions_scattered(select_: str, small: None) -> None:
         before = made.accumulator.clone()
         sent = made.encode(0, None)
         made.subtract(sent)
-    mean = made.section.reduced(sent.vectors, 0).clone()
+    mean = whole(made.section.reduced(sent.vectors, 0))
     assert (
         torch.allclose(made.accumulator + mean, before, atol=1e-6)
         and int((mean != 0).sum()) <= sent.vectors[0].numel() + 9100

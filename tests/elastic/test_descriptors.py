@@ -68,7 +68,7 @@ def test_open_files_more_sockets_than_libzmq_allows(run_ranks) -> None:
             return  # this machine does not let us try
         poller = Poller()
         try:
-            assert len(poller.run(lambda: [poller.add(0, True) for _ in range(360)])) == 360
+            assert len(poller.run(lambda: [poller.add(True) for _ in range(360)])) == 360
         finally:
             poller.close(0)
 

@@ -37,14 +37,14 @@ class Room:
 
 def test_inbox_places_pieces() -> None:
     """A piece goes to the room that waits for it, aside if it is early, later if it does not fit,
-    and nowhere if it is of an older epoch.
+    and nowhere if it is of an older view.
     """
-    inbox = Inbox(epoch=2)
+    inbox = Inbox(view=2)
     room, other = Room(10), Room(10)
     assert inbox.wait_for(1, room) is None and inbox.wait_for(1, other) is None
     assert (
         inbox.place(PieceHeader(PIECE, 1, 1, 0, 10)) is NoRoom.DROP
-    )  # of an older epoch: does not count
+    )  # of an older view: does not count
     assert (
         inbox.place(PieceHeader(PIECE, 2, 1, 0, 10)) is room
         and inbox.place(PieceHeader(PIECE, 2, 1, 1, 4)) is other
@@ -60,7 +60,7 @@ def test_inbox_places_pieces() -> None:
     )
     # asked again below, which counts once
     assert inbox.place(PieceHeader(PIECE, 2, 4, 0, 1)) is NoRoom.LATER
-    # of a later epoch: until this rank is there
+    # of a later view: until this rank is there
     assert inbox.place(PieceHeader(PIECE, 3, 1, 0, 10)) is NoRoom.LATER
 
 
@@ -73,7 +73,7 @@ def test_inbox_places_pieces() -> None:
 )
 def test_inbox_refuses_a_piece_that_does_not_fit(frame: PieceHeader, says: str) -> None:
     """A piece out of order, or larger than its room, is refused."""
-    inbox = Inbox(epoch=2)
+    inbox = Inbox(view=2)
     inbox.wait_for(1, Room(10))
     with pytest.raises(WireError, match=says):
         inbox.place(frame)

@@ -20,7 +20,7 @@ def test_poller_serves_several_threads() -> None:
     poller, errors, stop = Poller(), list[BaseException](), threading.Event()
 
     def churn() -> None:
-        wires = [poller.add(0, True) for _ in range(8)]
+        wires = [poller.add(True) for _ in range(8)]
         for wire in wires:
             wire.socket.bind("tcp://127.0.0.1:*")
         for wire in wires:

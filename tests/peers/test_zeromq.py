@@ -190,13 +190,13 @@ def test_zeromq_bytes_on_the_wire(run_ranks) -> None:
             for number, size in enumerate(sizes, 1):
                 before = relays[0].back
                 if rank == 0:
-                    connections.send([piece(size)], 1, number).wait(10 * SECOND)
-                    connections.recv([piece(1)], 1, number).wait(10 * SECOND)
+                    connections.send(piece(size), 1, number).wait(10 * SECOND)
+                    connections.recv(piece(1), 1, number).wait(10 * SECOND)
                     found.append(relays[0].back - before - size)
                 else:
-                    connections.recv([piece(size)], 0, number).wait(10 * SECOND)
+                    connections.recv(piece(size), 0, number).wait(10 * SECOND)
                     time.sleep(0.05)  # for the relay's own count
-                    connections.send([piece(1)], 0, number).wait(10 * SECOND)
+                    connections.send(piece(1), 0, number).wait(10 * SECOND)
             return found[1:]
 
         out = good(on_pieces(count, 2, store=Store(change), token=[token] * 2))[0]
@@ -222,17 +222,17 @@ def test_connection_overlong_piece_ends_that_peer_only(run_ranks, early: bool) -
     def talk(connections: Any, rank: int) -> Any:
         room, works = piece(100), []
         if rank == 0 and not early:
-            works.append(connections.recv([room], 1, 1))
+            works.append(connections.recv(room, 1, 1))
         met.wait()
         if rank == 1:
-            connections.send([piece(101, 7)], 0, 1).wait(10 * SECOND)
+            connections.send(piece(101, 7), 0, 1).wait(10 * SECOND)
         if rank == 0 and early:
-            connections.send([piece(1)], 2, 5).wait(10 * SECOND)
+            connections.send(piece(1), 2, 5).wait(10 * SECOND)
             time.sleep(0.2)
             with pytest.raises(RuntimeError, match="nothing came"):
                 # what is early is put aside meanwhile
-                connections.recv([piece(1)], 2, 9).wait(0.2 * SECOND)
-            works.append(connections.recv([room], 1, 1))
+                connections.recv(piece(1), 2, 9).wait(0.2 * SECOND)
+            works.append(connections.recv(room, 1, 1))
         text = ""
         if rank == 0:
             with pytest.raises(WireError) as error:
@@ -240,11 +240,11 @@ def test_connection_overlong_piece_ends_that_peer_only(run_ranks, early: bool) -
             text = str(error.value)
             assert not room.any()
             with pytest.raises(RuntimeError):
-                connections.recv([room], 1, 2).wait(10 * SECOND)
+                connections.recv(room, 1, 2).wait(10 * SECOND)
         met.wait()
         if rank != 1:
-            got = connections.recv([again := piece(200)], 2 - rank, 20)
-            connections.send([piece(200, rank + 1)], 2 - rank, 20).wait(10 * SECOND)
+            got = connections.recv(again := piece(200), 2 - rank, 20)
+            connections.send(piece(200, rank + 1), 2 - rank, 20).wait(10 * SECOND)
             got.wait(10 * SECOND)
             assert int(again[0]) == 3 - rank
         met.wait()
@@ -262,11 +262,11 @@ def test_connection_piece_above_the_largest_is_not_read(run_ranks) -> None:
     def talk(connections: Any, rank: int) -> Any:
         if rank == 1:
             with pytest.raises(RuntimeError, match="closed by peer"):
-                connections.send([piece(2 * LARGEST)], 0, 1)
-                connections.recv([piece(1)], 0, 2).wait(10 * SECOND)
+                connections.send(piece(2 * LARGEST), 0, 1)
+                connections.recv(piece(1), 0, 2).wait(10 * SECOND)
             return None
         with pytest.raises(RuntimeError, match="closed by peer|announced"):
-            connections.recv([piece(4 * LARGEST)], 1, 1).wait(10 * SECOND)
+            connections.recv(piece(4 * LARGEST), 1, 1).wait(10 * SECOND)
 
     alone(run_ranks, lambda: good(on_pieces(talk, 2)))
 
@@ -396,8 +396,8 @@ def test_connection_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> No
         text = ""
         if rank == 0:
             lost, alive = (
-                connections.recv([piece(10)], 1, 1),
-                connections.recv([room := piece(10)], 2, 1),
+                connections.recv(piece(10), 1, 1),
+                connections.recv(room := piece(10), 2, 1),
             )
             {
                 "cut": relays[0].cut,
@@ -413,16 +413,16 @@ def test_connection_dead_peer_leaves_the_others_alone(run_ranks, how: str) -> No
             assert int(room[0]) == 7
             if how != "silent":
                 with pytest.raises(RuntimeError, match="closed by peer"):
-                    connections.send([piece(10)], 1, 2).wait(SECOND)
-            connections.send([piece(10, 8)], 2, 2).wait(10 * SECOND)
+                    connections.send(piece(10), 1, 2).wait(SECOND)
+            connections.send(piece(10, 8), 2, 2).wait(10 * SECOND)
         elif rank == 1:
             met.wait()
             if how == "closed":
                 connections.close()
         else:
             met.wait()
-            connections.send([piece(10, 7)], 0, 1).wait(10 * SECOND)
-            connections.recv([room := piece(10)], 0, 2).wait(10 * SECOND)
+            connections.send(piece(10, 7), 0, 1).wait(10 * SECOND)
+            connections.recv(room := piece(10), 0, 2).wait(10 * SECOND)
             assert int(room[0]) == 8
         met.wait()
         return text
@@ -444,7 +444,7 @@ def test_connection_keeps_what_was_sent_before_the_end(run_ranks) -> None:
     def talk(connections: Any, rank: int) -> Any:
         if rank == 1:
             for n in (1, 2, 3):
-                connections.send([piece(1000, n)], 0, n).wait(10 * SECOND)
+                connections.send(piece(1000, n), 0, n).wait(10 * SECOND)
             connections.close()
             met.wait()
             return None
@@ -452,9 +452,9 @@ def test_connection_keeps_what_was_sent_before_the_end(run_ranks) -> None:
         time.sleep(0.2)
         rooms = [piece(1000) for _ in range(3)]
         for n, room in enumerate(rooms, 1):
-            connections.recv([room], 1, n).wait(10 * SECOND)
+            connections.recv(room, 1, n).wait(10 * SECOND)
         with pytest.raises(RuntimeError, match="closed by peer"):
-            connections.recv([piece(1)], 1, 4).wait(10 * SECOND)
+            connections.recv(piece(1), 1, 4).wait(10 * SECOND)
         return [int(room[0]) for room in rooms]
 
     assert alone(run_ranks, lambda: good(on_pieces(talk, 2)))[0] == [1, 2, 3]
@@ -476,16 +476,16 @@ def test_connection_short_message_overtakes_a_long_one(run_ranks) -> None:
         long = torch.arange(48, dtype=torch.uint8).repeat_interleave(LARGEST)
         if rank == 0:
             relays[0].hold()
-            works = [connections.send([part], 1, 1) for part in long.split(LARGEST)]
-            works.append(connections.send([piece(100, 3)], 1, 2))
+            works = [connections.send(part, 1, 1) for part in long.split(LARGEST)]
+            works.append(connections.send(piece(100, 3), 1, 2))
             met.wait()
             relays[0].let_go()
             for work in works:
                 work.wait(30 * SECOND)
             return None
         room = torch.zeros_like(long)
-        works = [connections.recv([part], 0, 1) for part in room.split(LARGEST)]
-        short = connections.recv([first := piece(100)], 0, 2)
+        works = [connections.recv(part, 0, 1) for part in room.split(LARGEST)]
+        short = connections.recv(first := piece(100), 0, 2)
         met.wait()
         short.wait(30 * SECOND)
         before = sum(work.is_completed() for work in works)
@@ -522,8 +522,8 @@ def test_connections_leak_no_descriptor_or_thread(run_ranks) -> None:
     """A hundred meetings leave as many descriptors and threads as the first ones."""
 
     def talk(connections: Any, rank: int) -> None:
-        got = connections.recv([piece(100_000)], 1 - rank, 1)
-        connections.send([piece(100_000)], 1 - rank, 1).wait(10 * SECOND)
+        got = connections.recv(piece(100_000), 1 - rank, 1)
+        connections.send(piece(100_000), 1 - rank, 1).wait(10 * SECOND)
         got.wait(10 * SECOND)
 
     def counted() -> tuple[int, int]:

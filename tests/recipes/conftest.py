@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,3 +17,12 @@ def own_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     if (muon := getattr(torch.optim, "_muon", None)) is not None:
         name = "_zeropower_via_newtonschulz"
         monkeypatch.setattr(muon, name, getattr(muon, name))
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, everywhere: Any) -> None:
+    """Nothing that a test maps may come from, or stay in, the user's cache of `datasets`."""
+    import datasets
+
+    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()

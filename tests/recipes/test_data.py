@@ -17,13 +17,8 @@ sys.path.insert(0, str(RECIPES))
 
 import data  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = data.ByteTokenizer()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, everywhere):
-    """Nothing that a test maps may come from, or stay in, the user's cache of `datasets`."""
-    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def documents(count=400, words=60, seed=0):

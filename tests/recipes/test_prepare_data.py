@@ -20,15 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import data  # noqa: E402
 import prepare_data  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = data.ByteTokenizer()
 LENGTH = 32
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, everywhere):
-    """Nothing that a test maps may come from, or stay in, the user's cache of `datasets`."""
-    everywhere.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    datasets.disable_progress_bars()
 
 
 def texts(count=230, seed=0):

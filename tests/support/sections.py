@@ -1,4 +1,4 @@
-"""Whole sections of a message, decoded at once."""
+"""Whole sections of a message, decoded at once, and whole means."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import torch
 from torch import Tensor
 
 from fsdp_demo import Codec
+from fsdp_demo.channels.decode import DecodedMean
 from fsdp_demo.compression import sparse
 from fsdp_demo.compression.blocks import Layout
 from fsdp_demo.compression.windows import stretches
 from fsdp_demo.config.parts import BLOCK
+
+
+def whole(mean: DecodedMean) -> Tensor:
+    """The mean as a workspace, fp32."""
+    work = torch.zeros(mean.layout.numel, device=mean.device)
+    mean.add_to(work, 1.0)
+    return work
 
 
 def decode_sparse(layout: Layout, codec: Codec, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ...checkpoint.exchange_state import SavedExchange, load_exchange
 from ...checkpoint.folders import damaged
 from ...config.schema import ExchangeConfig
+from ...errors import first_few
 from ...tools.inspect import above, exchange_in, find_checkpoints, listed
 from .weights import outer_tensors
 
@@ -254,10 +255,7 @@ def build_model(chosen: Chosen, given: str | None, run: Path) -> Any:
     model.tie_weights()
     left = [name for name, t in model.state_dict().items() if t.is_meta]
     if left:
-        raise ValueError(
-            f"the checkpoint lacks {', '.join(left[:4])}{' ...' if len(left) > 4 else ''} of "
-            f"{type(model).__name__}"
-        )
+        raise ValueError(f"the checkpoint lacks {first_few(left)} of {type(model).__name__}")
     if getattr(model.config, "use_cache", None) is False:
         model.config.use_cache = True  # off for training; a model to use generates with it
     generation = _beside(chosen, run, "generation_config.json")

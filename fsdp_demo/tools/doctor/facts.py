@@ -4,12 +4,10 @@ training step.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import socket
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -17,13 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ...net.address import interface_addresses
 from ...peers.header import VERSION as WIRE
 from ...version import __version__
 
 SYSCTL = Path("/proc/sys/net/ipv4")
 NETWORK = Path("/sys/class/net")
 BLOCK = 8 << 20  # bytes per write
-_SIOCGIFADDR = 0x8915
 
 
 def versions() -> dict[str, str]:
@@ -44,32 +42,10 @@ def interface(address: str) -> str:
     """The interface that holds an address; "" where none does, or the system does not tell (no
     Linux).
     """
-    for name, held in _addresses():
-        if held == address:
-            return name
-    return ""
-
-
-def _addresses() -> list[tuple[str, str]]:
-    """(interface, address): one of IPv4 each, and all of IPv6."""
     if not sys.platform.startswith("linux"):
-        return []
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, packed)
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-            except OSError:
-                continue  # it has none
-    try:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            fields = line.split()
-            found.append((fields[-1], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))))
-    except OSError:
-        pass
-    return found
+        return ""
+    held = interface_addresses([name for _, name in socket.if_nameindex()])
+    return next((name for name, there in held if there == address), "")
 
 
 def speed(name: str) -> int | None:
@@ -103,12 +79,12 @@ def tcp_settings() -> dict[str, object]:
     }
 
 
-def disk_mb_s(folder: str | Path, size: int = 256 << 20, seconds: float = 3.0) -> float:
+def disk_mb_s(folder: str | Path, size: int = 256 << 20) -> float:
     """MB/s (1e6 bytes) at which a file is written into a folder and reaches the disk (fsync). The
     file is removed.
 
     Args:
-        size: bytes that are written at most. seconds: time after which no more is written.
+        size: bytes that are written at most, and within 3 s.
 
     Raises:
         ValueError: the folder is missing, or cannot be written.
@@ -117,7 +93,7 @@ def disk_mb_s(folder: str | Path, size: int = 256 << 20, seconds: float = 3.0) -
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="fsdp-demo-doctor-") as file:
             start = time.perf_counter()
-            while written < size and time.perf_counter() - start < seconds:
+            while written < size and time.perf_counter() - start < 3.0:
                 written += file.write(block)
             file.flush()
             os.fsync(file.fileno())
@@ -138,17 +114,15 @@ SECONDS = 60.0
 TOKENS = 512  # of one row
 
 
-def step_seconds(
-    name: str, steps: int = STEPS, tokens: int = TOKENS, seconds: float = SECONDS
-) -> float:
-    """Seconds of forward, backward and AdamW with one row of tokens: the median of `steps`, after
-    one that is not counted. On the first GPU in bf16 (autocast) where there is one, else on the CPU
-    in fp32.
+def step_seconds(name: str, tokens: int = TOKENS, seconds: float = SECONDS) -> float:
+    """Seconds of forward, backward and AdamW with one row of tokens: the median of five steps,
+    after one that is not counted. On the first GPU in bf16 (autocast) where there is one, else on
+    the CPU in fp32.
 
     Args:
         name: config.json or folder of an architecture, a file of `recipes/models` by name, or a hub
             id; fresh weights.
-        steps: number of steps that are counted at most. tokens: tokens of a row at most.
+        tokens: tokens of a row at most.
         seconds: time after which no further step begins; one is counted at least.
 
     Raises:
@@ -164,7 +138,7 @@ def step_seconds(
     shape = (1, min(tokens, longest))
     ids = torch.randint(0, model.config.vocab_size, shape, device=device)
     took: list[float] = []
-    while len(took) < 2 or (len(took) <= steps and sum(took) < seconds):
+    while len(took) < 2 or (len(took) <= STEPS and sum(took) < seconds):
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(input_ids=ids, labels=ids).loss

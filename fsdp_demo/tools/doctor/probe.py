@@ -50,7 +50,7 @@ class Pair:
     def __init__(self, meeting: Meeting, end: float):
         self._opener, self._other, self._end = ZeroMQ(meeting), 1 - meeting.rank, end
         self._groups: list[GroupConnections] = []
-        self._tag = 0
+        self._number = 0
         # one for all: nobody reads what came
         self._room = torch.zeros(LARGEST, dtype=torch.uint8, device="cpu")
         self.widen(1)
@@ -77,15 +77,15 @@ class Pair:
 
     def send(self, data: bytes) -> None:
         """Send a short message."""
-        self._tag += 1
+        self._number += 1
         piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._wait([self._groups[0].send([piece], self._other, self._tag)])
+        self._wait([self._groups[0].send(piece, self._other, self._number)])
 
     def recv(self, size: int) -> bytes:
         """The other side's short message of `size` bytes."""
-        self._tag += 1
+        self._number += 1
         room = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._wait([self._groups[0].recv([room], self._other, self._tag)])
+        self._wait([self._groups[0].recv(room, self._other, self._number)])
         return bytes(room.tolist())
 
     def plan(self, leads: bool, pieces: int = 0, more: int = 0) -> tuple[int, int]:
@@ -105,12 +105,12 @@ class Pair:
             sizes: bytes of the message's pieces, which are dealt to the connections in turn.
         """
         start = time.perf_counter()
-        self._tag += 1
+        self._number += 1
         works = []
         for i, n in enumerate(sizes):
             group = self._groups[i % connections]
             post = group.send if leads else group.recv
-            works.append(post([self._room[:n]], self._other, self._tag))
+            works.append(post(self._room[:n], self._other, self._number))
         self._wait(works)
         if not leads:
             self.send(b"k")

@@ -60,9 +60,9 @@ def slowed(pair: Pair, rate: float) -> None:
     def slow(group: Any) -> None:
         send = group.send
 
-        def late(tensors: Any, rank: int, tag: int) -> Any:
-            time.sleep(8 * tensors[0].numel() / rate)
-            return send(tensors, rank, tag)
+        def late(tensor: Any, rank: int, number: int) -> Any:
+            time.sleep(8 * tensor.numel() / rate)
+            return send(tensor, rank, number)
 
         group.send = late
 
