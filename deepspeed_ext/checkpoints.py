@@ -272,7 +272,7 @@ class _Followed(ReplicaCheckpoints):
                 "client_state%s; %s",
                 *(self.exchange.topology.name, manager.root, self.exchange.step, note["name"]),
                 without if left else "",
-                begins_anew(self.exchange.config),
+                begins_anew(self.exchange.config.at(self.exchange.step)),
             )
         return str(manager.root / tag), note["client"]
 
@@ -296,8 +296,7 @@ class _Followed(ReplicaCheckpoints):
         Args:
             told: the head of an exchange's state, or `method_of` another replica.
         """
-        config = self.exchange.config
-        if undecided(config) or any(c.later for c in config.channels):
+        if undecided(self.exchange.config) or self.exchange.opened.waits_for_steps:
             from fsdp_demo import automatic  # with the planner
 
             automatic.go_on(self.exchange, told, self.engine.module)

@@ -154,6 +154,7 @@ def join(
         config = earlier
     start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
     exchange = Exchange(host, config, model, topology, start)
+    exchange.opened = opened
     if opened.waits_for_steps and earlier is None:
         automatic.tell(topology, config)
     if choice is not None:

@@ -255,8 +255,8 @@ def _full() -> ExchangeConfig:
 
 def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | None) -> None:
     """Take what was settled when this run began, for an engine that loads its checkpoint behind
-    `attach`: the method that `auto` has chosen, or the steps at which phases begin. Nothing where
-    it was not settled yet.
+    `attach`: the method that `auto` has chosen, or the steps at which phases begin that were given
+    as shares of the run. Nothing where it was not settled yet.
 
     All ranks of all islands call it together, before the exchange goes on (`Exchange.rejoin`).
 
@@ -269,8 +269,8 @@ def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | 
         log.info("this run began with %s", known[0].describe())
     if undecided(exchange.config):
         _take(exchange, *known, model)
-    elif exchange.config.begins != known[0].begins:
-        exchange.choose(exchange.config.begun_as(known[0]), model)
+    elif (method := exchange.opened.begun_as(known[0])) != exchange.config:
+        exchange.choose(method, model)
 
 
 def _take(

@@ -9,7 +9,7 @@ domain, on the device or in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -179,11 +179,13 @@ class LocalChannel:
         if self.layout is not None and self.channel.source == "delta":
             self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
+        self.begin(step)
+
+    def begin(self, step: int) -> None:
+        """Take the settings of `step`; accumulator and momentum, where there are any, are zero."""
         self.accumulator = self.momentum = None
-        self._sends, self._lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
-        self.channel = self.stages[self._sends][1]
-        self._make_accumulator()
-        self._make_momentum()
+        self._sends = self._lands = -1
+        self.enter(step)
 
     def stage(self, step: int) -> int:
         """The number of the stage in which `step` lies."""
@@ -194,6 +196,28 @@ class LocalChannel:
         landing = self.stages[self.stage(step - self.channel.schedule.delay)][1]
         return landing.source == "delta" and bool(landing.applier.momentum)
 
+    def keeps(self, step: int) -> set[str]:
+        """Names of the workspaces that an active copy keeps after `step` steps."""
+        delta = self.channel.source == "delta"
+        found = {
+            "accumulator": self.stages[self.stage(step)][1].accumulator is not None,
+            "anchor": delta,
+            "momentum": self.has_momentum(step),
+            "written": delta and self._low_precision,
+        }
+        return {name for name, kept in found.items() if kept}
+
+    def refuse_unlike(self, saved: Collection[str], step: int) -> None:
+        """Raise ValueError if a state of `step` with these workspaces belongs to another preset.
+        Where a loss has cut off the last exchange they are those of the step before.
+        """
+        if set(saved) not in (self.keeps(step), self.keeps(step - 1)):
+            raise ValueError(
+                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
+                f"configuration keeps {sorted(self.keeps(step))}: resume with the preset it was "
+                "saved with"
+            )
+
     def enter(self, step: int) -> None:
         """Take the settings of the stage in which `step` lies. Where they are the first with an
         accumulator, that begins at zero. So does the outer momentum, at the first step at which a
@@ -202,15 +226,12 @@ class LocalChannel:
         sends, lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
         if sends != self._sends:
             self._sends, self.channel = sends, self.stages[sends][1]
-            if self.accumulator is None:
-                self._make_accumulator()
+            keeps = self.channel.accumulator is not None and self.accumulator is None
+            if keeps and self.layout is not None:
+                self.accumulator = self.layout.new(self.host.device)
         if lands != self._lands:
             self._lands = lands
             self._make_momentum()
-
-    def _make_accumulator(self) -> None:
-        if self.layout is not None and self.channel.accumulator is not None:
-            self.accumulator = self.layout.new(self.host.device)
 
     def _make_momentum(self) -> None:
         landing = self.stages[self._lands][1]
@@ -304,20 +325,17 @@ class LocalChannel:
             list(self.present), self.accumulator, self.anchor, self.momentum, self.written
         )
 
-    def load(self, state: ChannelState) -> None:
-        """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
+    def load(self, state: ChannelState, step: int) -> None:
+        """Restore the state of `step`. Raises ValueError if it is of another layout or preset."""
         saved = state.workspaces
+        if self.layout is not None:
+            self.refuse_unlike(saved, step)
+        self.begin(step)
         if "momentum" in saved and self.momentum is None:
             # a loss has cut off the last message of a stage that has one: it is still to land
-            with_one = [i for i, (_, c) in enumerate(self.stages) if c.applier.momentum]
-            self._lands = max((i for i in with_one if i < self._lands), default=self._lands)
+            self._lands = self.stage(step - 1 - self.channel.schedule.delay)
             self._make_momentum()
         mine = self.state().workspaces
-        if set(mine) != set(saved):
-            raise ValueError(
-                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
-                f"configuration keeps {sorted(mine)}: resume with the preset it was saved with"
-            )
         for key, value in saved.items():
             if value.shape != mine[key].shape:
                 raise ValueError(

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .channel import CHANGING, Channel, matches
+from .channel import Channel, matches
 from .names import APPLIERS, FORMATS
 from .parts import NEVER
 
@@ -115,6 +114,9 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
     ]
 
 
+_LEFT_OUT = " (what a phase leaves out has its default, not the channel's value)"
+
+
 def phase_problems(c: Channel) -> list[str]:
     """Contradictions in the phases of a channel (`Channel.later`), each a text with the cure."""
     found: list[str] = []
@@ -124,10 +126,11 @@ def phase_problems(c: Channel) -> list[str]:
             found.append(f"later begins at {kind}: give phases in their order, each its own begin")
     before = c
     for p in c.later:
-        here = replace(c, later=(), **{name: getattr(p, name) for name in CHANGING})
-        found += [f"from {p.begin:g} on: {problem}" for problem in problems(here)]
+        here = c.under(p)
+        found += [f"from {p.begin:g} on: {problem}{_LEFT_OUT}" for problem in problems(here)]
         found += [
             f"from {p.begin:g} on {path}={new!r}, before it is {old!r}: it must stay what it is"
+            f"{_LEFT_OUT}"
             for path, old, new in _kept_in_phases(before, here)
             if old != new
         ]
@@ -261,8 +264,17 @@ def refuse_unused(
 
 
 def no_effect(channels: Sequence[Channel], path: str) -> str:
-    """The reason why a path for all channels has no effect; empty where any channel uses it."""
-    reasons = [_unused(c).get(path, "") for c in channels]
+    """The reason why a path for all channels has no effect; empty where any channel uses it, or a
+    phase that has its channel's value there.
+    """
+
+    def value(part: Any) -> Any:
+        for key in path.split("."):
+            part = getattr(part, key, None)
+        return part
+
+    phases = [p for c in channels for p in map(c.under, c.later) if value(p) == value(c)]
+    reasons = [_unused(c).get(path, "") for c in (*channels, *phases)]
     return reasons[0] if all(reasons) else ""
 
 
@@ -294,7 +306,7 @@ def _unused(c: Channel) -> dict[str, str]:
 def _unused_above(channels: Sequence[Channel], clips_mean: bool) -> dict[str, str]:
     """The keys of the top level without effect -> why."""
     found: dict[str, str] = {}
-    if not any(c.codec.seeded for c in channels):
+    if not any(p.codec.seeded for c in channels for p in c.phases):
         found["seed"] = "no channel draws positions (codec.select='random' or 'stride')"
     if not any(c.source == "delta" for c in channels):
         found["offload_outer_state"] = "no channel keeps an anchor (source 'delta')"

@@ -152,7 +152,7 @@ def sign_loco(
         late = Phase(
             switch,
             Accumulator(beta=1.0),
-            replace(channel.codec, topk=late_topk or topk),
+            replace(channel.codec, topk=topk if late_topk is None else late_topk),
             feedback="subtract",
             applier=outer_step(late_lr, 0.0, 0, dense_lr=late_lr),
         )

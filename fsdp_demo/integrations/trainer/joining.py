@@ -128,7 +128,7 @@ def sentence(trainer: Any, exchange: Exchange, taken: TakeOver | None, moments: 
             ". The best model so far is on the other islands only: without a better one, this "
             "island ends with its last"
         )
-    return f"{text}; {begins_anew(exchange.config, not moments)}"
+    return f"{text}; {begins_anew(exchange.config.at(exchange.step), not moments)}"
 
 
 def _count(trainer: Any, exchange: Exchange, told: dict[str, Any], epoch: float) -> None:
