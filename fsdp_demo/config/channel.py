@@ -25,18 +25,19 @@ SOURCES = ("gradient", "delta", "parameter")
 class Phase:
     """The parts of a channel that change in the course of a run, as they are from `begin` on.
 
-    A message is decoded and applied by the parts that held when it was sent. What is accumulated
-    stays; the outer momentum begins at zero with the first message of the phase.
+    What is left out has its default, not the channel's value. A message is decoded and applied by
+    the parts that held when it was sent. What is accumulated stays; the outer momentum begins at
+    zero with the first message of the phase.
 
     Attributes:
         begin: the steps before it: a number (1, 2, ...), or a share of the run (between 0 and 1).
             A share becomes a number when the run starts for the first time, if its steps are known
             (`must_match={"steps": N}`); else the phase does not begin.
-        accumulator: what is kept from here on; one that is there stays.
-        codec: from here on; `transform` stays, and so does whether `select` takes all values.
-        feedback: from here on.
-        reducer: from here on; `weight` stays.
-        applier: from here on; rates, momentum and `sign` may change.
+        accumulator: from then on; one that is there stays.
+        codec: from then on; `transform` stays, and so does whether `select` takes all values.
+        feedback: from then on.
+        reducer: from then on; `weight` stays.
+        applier: from then on; rates, momentum and `sign` may change.
 
     Example:
         >>> from fsdp_demo import preset
