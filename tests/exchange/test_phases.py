@@ -15,6 +15,7 @@ import fsdp_demo
 from fsdp_demo import Accumulator, ExchangeConfig, automatic, preset
 from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.plan import plan_memory
+from fsdp_demo.tools.inspect import settings
 
 from ..support.threaded import islands, values
 
@@ -142,6 +143,12 @@ def test_phase_described() -> None:
     """The line of a method names its phases, those at a share of the run, too."""
     assert "; after 0.25 of the run delta every 5" in preset("sign_loco").describe()
     assert "; after 250 steps delta every 5" in preset("sign_loco").fixed(1000).describe()
+
+
+def test_phase_settings_shown() -> None:
+    """`fsdp-demo inspect` shows what is changed in a phase, not all of it."""
+    assert settings(preset("sign_loco").fixed(1000)) == {"delta.later.0.begin": 250}
+    assert settings(preset("sign_loco", switch=0)) == {"delta.later": []}
 
 
 def test_phase_late_topk_refused() -> None:
