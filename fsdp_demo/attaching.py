@@ -173,8 +173,8 @@ def _say_left_out(opened: ExchangeConfig, config: ExchangeConfig, topology: Topo
     if shares and topology.rank == 0:
         log.warning(
             "%s: phases that begin at a share of the run (%s) do not begin, since its steps are "
-            "not known from its first start: give them there, as in attach(..., "
-            'must_match={"steps": N}), or let phases begin at a step',
+            "not known from its first start, or it had none then: give the steps there, as in "
+            'attach(..., must_match={"steps": N}), or let phases begin after a number of steps',
             topology.name,
             ", ".join(f"{share:g}" for share in shares if share < 1),
         )

@@ -215,7 +215,7 @@ class LocalChannel:
             raise ValueError(
                 f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
                 f"configuration keeps {sorted(self.keeps(step))}: resume with the preset it was "
-                "saved with"
+                "saved with, and with its phases (later, switch)"
             )
 
     def enter(self, step: int) -> None:

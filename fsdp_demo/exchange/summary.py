@@ -215,8 +215,8 @@ def total_steps(facts: Mapping[str, Any]) -> int | None:
     """
     for name in ("steps", "max_steps"):
         value = facts.get(f"must_match.{name}")
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return int(value) if value > 0 and value % 1 == 0 else None
     return None
 
 

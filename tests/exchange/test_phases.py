@@ -209,6 +209,27 @@ def test_phase_resume_longer_run(run_ranks: Any) -> None:
     assert run_ranks(run, 1, 1) == [[([0, 4], 1.5)] * 2]
 
 
+@pytest.mark.parametrize(
+    ("steps", "begins"), [(8, [0, 4]), (8.0, [0, 4]), (8.5, [0]), (float("inf"), [0]), (True, [0])]
+)
+def test_phase_kinds_of_steps(steps: Any, begins: list[int]) -> None:
+    """The steps of the run may be given as a whole number of any type."""
+    exchange, *_ = begun(None, steps=steps)
+    exchange.detach()
+    assert exchange.config.begins == begins
+
+
+def test_phase_moved_over_the_step_of_a_state() -> None:
+    """A state that lies in another phase than the configuration says is refused, with the cure."""
+    exchange, model, optimizer = begun(None, steps=8)
+    train(exchange, model, optimizer, 0, 6)
+    state = exchange.state_dict()
+    exchange.detach()
+    config = preset("sign_loco", switch=7, period=2, inner_optimizers="as_is")
+    with pytest.raises(ValueError, match=r"and with its phases \(later, switch\)"):
+        fsdp_demo.attach(optimizer, config, model=model, state=state)
+
+
 def test_phase_engine_loads_after_attach() -> None:
     """An engine that loads its state after attach takes the phases of the first start."""
     first, *_ = begun(None, steps=8)
