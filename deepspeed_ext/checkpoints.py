@@ -41,20 +41,11 @@ log = logging.getLogger("fsdp_demo")
 # What a replica that takes over needs of DeepSpeed: the engine's counters and scheduler at their
 # place, and the donor's `client_state`.
 
-OF_DEEPSPEED = {
-    "buffer_names",
-    "param_shapes",
-    "frozen_param_shapes",
-    "shared_params",
-    "frozen_param_fragments",
-    "ds_config",
-    "ds_version",
-    "optimizer",
-    "lr_scheduler",
-    "sparse_tensor_module_names",
-    "global_samples",
-    "checkpoint_parallel_dimensions",
-}
+OF_DEEPSPEED = set(
+    "buffer_names param_shapes frozen_param_shapes shared_params frozen_param_fragments ds_config"
+    " ds_version optimizer lr_scheduler sparse_tensor_module_names global_samples"
+    " checkpoint_parallel_dimensions".split()
+)
 """What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put
 there.
 """
@@ -124,9 +115,8 @@ class _Followed(ReplicaCheckpoints):
     def _manager(self, folder: Path) -> CheckpointManager:
         """The manager of one directory. It removes no old tag: users have chosen their names."""
         if folder not in self._managers:
-            manager = CheckpointManager(
-                folder, self.exchange.topology, keep=None, own=True, registry=self._registry
-            )
+            place, registry = self.exchange.topology, self._registry
+            manager = CheckpointManager(folder, place, keep=None, own=True, registry=registry)
             manager.votes = self.world  # DeepSpeed saves with collectives of all
             manager.rotates = False
             self._managers[folder] = manager

@@ -88,16 +88,8 @@ def attach(
         >>> exchange.config.equal_after_exchange
         True
     """  # noqa: E501
-    given: dict[str, Any] = {
-        "model": model,
-        "topology": topology,
-        "must_match": must_match,
-        "step": step,
-        "state": state,
-        "batch": batch,
-        "catch_up": catch_up,
-        "fresh": fresh,
-    }
+    given: dict[str, Any] = dict(topology=topology, must_match=must_match, step=step, state=state)
+    given |= dict(model=model, batch=batch, catch_up=catch_up, fresh=fresh)
     if (engine_module := base.find_host(optimizer)) is not None:
         attached: Exchange = engine_module.attach(optimizer, config, **given, **changes)
         return attached

@@ -235,7 +235,7 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
         return
     if exchange.topology.islands == 1:
         log.info("auto: one island exchanges nothing; the method is full")
-        exchange.choose(config.taken_over(_full()), model)
+        exchange.choose(config.taken_over(preset("full", value_dtype="bf16")), model)
         return
     if steps is not None and steps <= config.measured and exchange.topology.rank == 0:
         log.warning(
@@ -247,10 +247,6 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
     first = _FirstSteps(exchange, config, model, steps)
     exchange._runtime.at_end = first
     first.chosen_meanwhile()
-
-
-def _full() -> ExchangeConfig:
-    return preset("full", value_dtype="bf16")
 
 
 def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | None) -> None:
@@ -324,15 +320,9 @@ class _FirstSteps:
         here = statistics.median(spans[1:]) if len(spans) > 1 else 0.0  # the first one warms up
         link = self._link
         place = SLOWEST_LAST.index(device_name(exchange.host.device))
-        step, slowest, rtt, most, device = exchange.across_islands.largest(
-            [
-                here,
-                -math.inf if link is None else -(link.bits_per_second or 0.0),
-                0.0 if link is None else link.rtt,
-                -free_bytes(exchange.host.device),
-                float(place),
-            ]
-        )
+        rate, rtt = (0.0, 0.0) if link is None else (link.bits_per_second or 0.0, link.rtt)
+        mine = [here, -math.inf if link is None else -rate, rtt, -free_bytes(exchange.host.device)]
+        step, slowest, rtt, most, device = exchange.across_islands.largest([*mine, float(place)])
         if not step or slowest < -1e300:
             return  # nobody has measured enough yet: at the next such step
         self._choose(Link(-slowest, rtt), step, -most, SLOWEST_LAST[int(device)])

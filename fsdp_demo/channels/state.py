@@ -124,11 +124,9 @@ class LocalChannel:
         self.stages = channel.stages()
         self._sends = self._lands = 0  # stages of what is sent now, and of what lands
         self.channel, self.host, self._home = channel, placement.host, placement.home_device
-        self.position = placement.position
-        self.active_copies = placement.active_copies
-        self.copies = placement.copies
-        self.size = placement.islands
-        host, active_copies = placement.host, placement.active_copies
+        self.position, self.active_copies = placement.position, placement.active_copies
+        self.copies, self.size = placement.copies, placement.islands
+        host, active_copies = self.host, self.active_copies
         self.covered = [
             i for i, s in enumerate(host.params) if not s.frozen and covers(channel, s.name)
         ]
@@ -198,23 +196,20 @@ class LocalChannel:
 
     def keeps(self, step: int) -> set[str]:
         """Names of the workspaces that an active copy keeps after `step` steps."""
-        delta = self.channel.source == "delta"
-        found = {
-            "accumulator": self.stages[self.stage(step)][1].accumulator is not None,
-            "anchor": delta,
-            "momentum": self.has_momentum(step),
-            "written": delta and self._low_precision,
-        }
+        stage, delta = self.stages[self.stage(step)][1], self.channel.source == "delta"
+        found = {"anchor": delta, "written": delta and self._low_precision}
+        found |= {"accumulator": stage.accumulator is not None, "momentum": self.has_momentum(step)}
         return {name for name, kept in found.items() if kept}
 
     def refuse_unlike(self, saved: Collection[str], step: int) -> None:
         """Raise ValueError if a state of `step` with these workspaces belongs to another preset.
         Where a loss has cut off the last exchange they are those of the step before.
         """
-        if set(saved) not in (self.keeps(step), self.keeps(step - 1)):
+        known = self.keeps(step), self.keeps(step - 1)
+        if self.layout is not None and set(saved) not in known:
             raise ValueError(
                 f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
-                f"configuration keeps {sorted(self.keeps(step))}: resume with the preset it was "
+                f"configuration keeps {sorted(known[0])}: resume with the preset it was "
                 "saved with, and with its phases (later, switch)"
             )
 
@@ -328,8 +323,7 @@ class LocalChannel:
     def load(self, state: ChannelState, step: int) -> None:
         """Restore the state of `step`. Raises ValueError if it is of another layout or preset."""
         saved = state.workspaces
-        if self.layout is not None:
-            self.refuse_unlike(saved, step)
+        self.refuse_unlike(saved, step)
         self.begin(step)
         if "momentum" in saved and self.momentum is None:
             # a loss has cut off the last message of a stage that has one: it is still to land

@@ -283,8 +283,7 @@ def reshard(
     here, channels = stretches(heads[0]), dict[str, ChannelState]()
     for c in exchange.channels:
         kept = outlines[0].channels[c.channel.name]
-        if c.layout is not None:
-            c.refuse_unlike(kept.workspaces, outlines[0].step)
+        c.refuse_unlike(kept.workspaces, outlines[0].step)
         private = shared and not c.channel.equal_at_end
         works = {} if private else found[c.channel.name]
         there = wanted[c.channel.name]

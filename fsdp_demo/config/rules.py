@@ -114,9 +114,6 @@ def _applier_rules(c: Channel) -> list[tuple[bool, str]]:
     ]
 
 
-_LEFT_OUT = " (what a phase leaves out has its default, not the channel's value)"
-
-
 def phase_problems(c: Channel) -> list[str]:
     """Contradictions in the phases of a channel (`Channel.later`), each a text with the cure."""
     found: list[str] = []
@@ -127,18 +124,16 @@ def phase_problems(c: Channel) -> list[str]:
     before = c
     for p in c.later:
         here = c.under(p)
-        found += [f"from {p.begin:g} on: {problem}{_LEFT_OUT}" for problem in problems(here)]
-        found += [
-            f"from {p.begin:g} on {path}={new!r}, before it is {old!r}: it must stay what it is"
-            f"{_LEFT_OUT}"
+        wrong = [f": {problem}" for problem in problems(here)]
+        wrong += [
+            f" {path}={new!r}, before it is {old!r}: it must stay what it is"
             for path, old, new in _kept_in_phases(before, here)
             if old != new
         ]
         if before.accumulator is not None and here.accumulator is None:
-            found.append(
-                f"from {p.begin:g} on no accumulator: what is in it would be lost, keep one "
-                "(accumulator.beta)"
-            )
+            wrong.append(" no accumulator: what is in it would be lost, keep accumulator.beta")
+        why = "what a phase leaves out has its default, not the channel's value"
+        found += [f"from {p.begin:g} on{text} ({why})" for text in wrong]
         before = here
     return found
 

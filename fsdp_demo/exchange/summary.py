@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..compression.blocks import Layout
 from ..config.auto import undecided
 from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
@@ -99,7 +98,7 @@ def announce(runtime: StepRuntime, batch: Sequence[int], steps: int | None = Non
             counted(len(b.covered), "buffer"),
             counted(n, "number"),
         )
-    ends = [] if steps is None else [*odd_ends(config, steps), *never_begun(config, steps)]
+    ends = [] if steps is None else odd_ends(config, steps)
     for text in [*_odd_settings(runtime, batch), *ends]:
         log.warning("%s: %s", name, text)
 
@@ -221,11 +220,18 @@ def total_steps(facts: Mapping[str, Any]) -> int | None:
 
 
 def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
-    """A sentence for each outer-step channel in the middle of whose round `steps` steps end.
-    Fragments always end so, one or the other.
+    """A sentence for each phase that begins behind the last of `steps` steps, and for each
+    outer-step channel in the middle of whose round they end. Fragments always do, one or the other.
     """
     found = []
     for c in config.channels:
+        found += [
+            f"channel {c.name!r}: a run of {counted(steps, 'step')} has no phase that begins after "
+            f"{counted(int(p.begin), 'step')} (later.begin, switch): let it begin earlier, or "
+            "leave it out"
+            for p in c.later
+            if p.begin >= steps
+        ]
         stepping = c.applier.acts_as == "outer_step" and c.equal_at_end and c.fragments is None
         if not stepping or c.schedule.due(steps - 1):
             continue
@@ -238,18 +244,6 @@ def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
             f"outer step; steps that end with a round: {fits}"
         )
     return found
-
-
-def never_begun(config: ExchangeConfig, steps: int) -> list[str]:
-    """A sentence for each phase that begins after the last of `steps` steps."""
-    return [
-        f"channel {c.name!r}: a run of {counted(steps, 'step')} has no phase that begins after "
-        f"{counted(int(p.begin), 'step')} (later.begin, switch): let it begin earlier, or leave it "
-        "out"
-        for c in config.channels
-        for p in c.later
-        if p.begin >= steps
-    ]
 
 
 def clips(config: ExchangeConfig, host: TrainingHost) -> str:
@@ -293,11 +287,8 @@ def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
         max(plan.most().bytes_sent for plan in plans),
         max(plan.average()[0] for plan in plans),
         sum(layout.num_dense for layout in sparse),
-        sum(map(_elements, sparse)),
+        sum(
+            layout.num_dense + sum(g.r * g.s * g.count for g in layout.groups) for layout in sparse
+        ),
     )
     return [most, mean], [whole, of]
-
-
-def _elements(layout: Layout) -> int:
-    """The values that a layout covers, without padding."""
-    return sum(g.r * g.s * g.count for g in layout.groups) + layout.num_dense

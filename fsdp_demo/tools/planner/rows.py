@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -114,25 +113,18 @@ def _row_of_phases(s: Situation, config: ExchangeConfig, chosen: bool) -> Row:
     """The row of a configuration that changes in the run: bytes and times of the phase that sends
     most, the memory of the whole run, and its days and bytes where its length is known.
     """
-    length = s.length or math.inf
-    phases = config.fixed(LENGTH if s.length is None else max(1, round(length)))
-    channels = (
-        replace(c, later=tuple(p for p in c.later if p.begin < length)) for c in phases.channels
-    )
-    phases = replace(phases, channels=tuple(channels))
-    rows = [plan_row(s, phases.at(begin), chosen) for begin in phases.begins]
+    phases, length = config.fixed(max(1, round(s.length or LENGTH))), s.length
+    begins = [b for b in phases.begins if length is None or b < length]
+    rows = [plan_row(s, phases.at(begin), chosen) for begin in begins]
     most = max(rows, key=lambda row: row.bytes_per_step)
-    if s.length is not None:
-        shares = [(b - a) / length for a, b in pairwise([*phases.begins, length])]
-        both = list(zip(rows, shares, strict=True))
-        days, run_bytes = (
-            sum(getattr(row, name) * share for row, share in both) for name in ("days", "run_bytes")
-        )
-        most = replace(most, days=days, run_bytes=run_bytes)
     device, host = _memory(s, phases)
-    expected, none = expected_gap(config, s.parameters, s.islands)
-    most = replace(most, config=config, expected_gap=expected, no_gap=none)
-    return replace(most, device_bytes=device, host_bytes=host)
+    known: dict[str, Any] = {"config": config, "device_bytes": device, "host_bytes": host}
+    known["expected_gap"], known["no_gap"] = expected_gap(config, s.parameters, s.islands)
+    if length is not None:
+        shares = [(b - a) / length for a, b in pairwise([*begins, length])]
+        for name in ("days", "run_bytes"):
+            known[name] = sum(getattr(r, name) * n for r, n in zip(rows, shares, strict=True))
+    return replace(most, **known)
 
 
 def _memory(s: Situation, config: ExchangeConfig) -> tuple[float, float]:
