@@ -40,20 +40,11 @@ log = logging.getLogger("fsdp_demo")
 # What a replica that takes over needs of DeepSpeed: the engine's counters and scheduler at their
 # place, and the donor's `client_state`.
 
-OF_DEEPSPEED = {
-    "buffer_names",
-    "param_shapes",
-    "frozen_param_shapes",
-    "shared_params",
-    "frozen_param_fragments",
-    "ds_config",
-    "ds_version",
-    "optimizer",
-    "lr_scheduler",
-    "sparse_tensor_module_names",
-    "global_samples",
-    "checkpoint_parallel_dimensions",
-}
+OF_DEEPSPEED = set(
+    "buffer_names param_shapes frozen_param_shapes shared_params frozen_param_fragments ds_config"
+    " ds_version optimizer lr_scheduler sparse_tensor_module_names global_samples"
+    " checkpoint_parallel_dimensions".split()
+)
 """What deepspeed 0.19.8 leaves in the `client_state` that it returns, beside what the user has put
 there.
 """
@@ -123,9 +114,8 @@ class _Followed(ReplicaCheckpoints):
     def _manager(self, folder: Path) -> CheckpointManager:
         """The manager of one directory. It removes no old tag: users have chosen their names."""
         if folder not in self._managers:
-            manager = CheckpointManager(
-                folder, self.exchange.topology, keep=None, own=True, registry=self._registry
-            )
+            place, registry = self.exchange.topology, self._registry
+            manager = CheckpointManager(folder, place, keep=None, own=True, registry=registry)
             manager.votes = self.world  # DeepSpeed saves with collectives of all
             manager.rotates = False
             self._managers[folder] = manager
@@ -271,7 +261,7 @@ class _Followed(ReplicaCheckpoints):
                 "client_state%s; %s",
                 *(self.exchange.topology.name, manager.root, self.exchange.step, note["name"]),
                 without if left else "",
-                begins_anew(self.exchange.config),
+                begins_anew(self.exchange.config.at(self.exchange.step)),
             )
         return str(manager.root / tag), note["client"]
 
@@ -294,8 +284,7 @@ class _Followed(ReplicaCheckpoints):
         Args:
             told: the head of an exchange's state, or the `method_note` of another replica.
         """
-        config = self.exchange.config
-        if undecided(config) or any(c.later for c in config.channels):
+        if undecided(self.exchange.config) or self.exchange.opened.waits_for_steps:
             from fsdp_demo import automatic  # with the planner
 
             automatic.go_on(self.exchange, told, self.engine.module)

@@ -88,16 +88,8 @@ def attach(
         >>> exchange.config.equal_after_exchange
         True
     """  # noqa: E501
-    given: dict[str, Any] = {
-        "model": model,
-        "topology": topology,
-        "must_match": must_match,
-        "step": step,
-        "state": state,
-        "batch": batch,
-        "catch_up": catch_up,
-        "fresh": fresh,
-    }
+    given: dict[str, Any] = dict(topology=topology, must_match=must_match, step=step, state=state)
+    given |= dict(model=model, batch=batch, catch_up=catch_up, fresh=fresh)
     if (engine_module := base.find_host(optimizer)) is not None:
         attached: Exchange = engine_module.attach(optimizer, config, **given, **changes)
         return attached
@@ -154,6 +146,7 @@ def join(
         config = earlier
     start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
     exchange = Exchange(host, config, model, topology, start)
+    exchange.opened = opened
     if opened.waits_for_steps and earlier is None:
         automatic.tell(topology, config)
     if choice is not None:
@@ -172,8 +165,8 @@ def _say_left_out(opened: ExchangeConfig, config: ExchangeConfig, topology: Topo
     if shares and topology.rank == 0:
         log.warning(
             "%s: phases that begin at a share of the run (%s) do not begin, since its steps are "
-            "not known from its first start: give them there, as in attach(..., "
-            'must_match={"steps": N}), or let phases begin at a step',
+            "not known from its first start, or it had none then: give the steps there, as in "
+            'attach(..., must_match={"steps": N}), or let phases begin after a number of steps',
             topology.name,
             ", ".join(f"{share:g}" for share in shares if share < 1),
         )

@@ -251,8 +251,8 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
 
 def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | None) -> None:
     """Take what was settled when this run began, for an engine that loads its checkpoint behind
-    `attach`: the method that `auto` has chosen, or the steps at which phases begin. Nothing where
-    it was not settled yet.
+    `attach`: the method that `auto` has chosen, or the steps at which phases begin that were given
+    as shares of the run. Nothing where it was not settled yet.
 
     All ranks of all islands call it together, before the exchange goes on (`Exchange.rejoin`).
 
@@ -265,8 +265,8 @@ def go_on(exchange: Exchange, told: Mapping[str, Any], model: torch.nn.Module | 
         log.info("this run began with %s", known[0].describe())
     if undecided(exchange.config):
         _take(exchange, *known, model)
-    elif exchange.config.begins != known[0].begins:
-        exchange.choose(exchange.config.begun_as(known[0]), model)
+    elif (method := exchange.opened.begun_as(known[0])) != exchange.config:
+        exchange.choose(method, model)
 
 
 def _take(
@@ -320,15 +320,9 @@ class _FirstSteps:
         here = statistics.median(spans[1:]) if len(spans) > 1 else 0.0  # the first one warms up
         link = self._link
         place = SLOWEST_LAST.index(device_name(exchange.host.device))
-        step, slowest, rtt, most, device = exchange.across_islands.largest(
-            [
-                here,
-                -math.inf if link is None else -(link.bits_per_second or 0.0),
-                0.0 if link is None else link.rtt,
-                -free_bytes(exchange.host.device),
-                float(place),
-            ]
-        )
+        rate, rtt = (0.0, 0.0) if link is None else (link.bits_per_second or 0.0, link.rtt)
+        mine = [here, -math.inf if link is None else -rate, rtt, -free_bytes(exchange.host.device)]
+        step, slowest, rtt, most, device = exchange.across_islands.largest([*mine, float(place)])
         if not step or slowest < -1e300:
             return  # nobody has measured enough yet: at the next such step
         self._choose(Link(-slowest, rtt), step, -most, SLOWEST_LAST[int(device)])

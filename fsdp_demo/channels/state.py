@@ -9,7 +9,7 @@ domain, on the device or in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -124,11 +124,9 @@ class LocalChannel:
         self.stages = channel.stages()
         self._sends = self._lands = 0  # stages of what is sent now, and of what lands
         self.channel, self.host, self._home = channel, placement.host, placement.home_device
-        self.position = placement.position
-        self.active_copies = placement.active_copies
-        self.copies = placement.copies
-        self.size = placement.islands
-        host, active_copies = placement.host, placement.active_copies
+        self.position, self.active_copies = placement.position, placement.active_copies
+        self.copies, self.size = placement.copies, placement.islands
+        host, active_copies = self.host, self.active_copies
         self.covered = [
             i for i, s in enumerate(host.params) if not s.frozen and covers(channel, s.name)
         ]
@@ -179,11 +177,13 @@ class LocalChannel:
         if self.layout is not None and self.channel.source == "delta":
             self.anchor = self._keep(self.pack("parameter"))
             self.written = self.pack("parameter") if self._low_precision else None
+        self.begin(step)
+
+    def begin(self, step: int) -> None:
+        """Take the settings of `step`; accumulator and momentum, where there are any, are zero."""
         self.accumulator = self.momentum = None
-        self._sends, self._lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
-        self.channel = self.stages[self._sends][1]
-        self._make_accumulator()
-        self._make_momentum()
+        self._sends = self._lands = -1
+        self.enter(step)
 
     def stage(self, step: int) -> int:
         """The number of the stage in which `step` lies."""
@@ -194,6 +194,25 @@ class LocalChannel:
         landing = self.stages[self.stage(step - self.channel.schedule.delay)][1]
         return landing.source == "delta" and bool(landing.applier.momentum)
 
+    def keeps(self, step: int) -> set[str]:
+        """Names of the workspaces that an active copy keeps after `step` steps."""
+        stage, delta = self.stages[self.stage(step)][1], self.channel.source == "delta"
+        found = {"anchor": delta, "written": delta and self._low_precision}
+        found |= {"accumulator": stage.accumulator is not None, "momentum": self.has_momentum(step)}
+        return {name for name, kept in found.items() if kept}
+
+    def refuse_unlike(self, saved: Collection[str], step: int) -> None:
+        """Raise ValueError if a state of `step` with these workspaces belongs to another preset.
+        Where a loss has cut off the last exchange they are those of the step before.
+        """
+        known = self.keeps(step), self.keeps(step - 1)
+        if self.layout is not None and set(saved) not in known:
+            raise ValueError(
+                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
+                f"configuration keeps {sorted(known[0])}: resume with the preset it was "
+                "saved with, and with its phases (later, switch)"
+            )
+
     def enter(self, step: int) -> None:
         """Take the settings of the stage in which `step` lies. Where they are the first with an
         accumulator, that begins at zero. So does the outer momentum, at the first step at which a
@@ -202,15 +221,12 @@ class LocalChannel:
         sends, lands = self.stage(step), self.stage(step - self.channel.schedule.delay)
         if sends != self._sends:
             self._sends, self.channel = sends, self.stages[sends][1]
-            if self.accumulator is None:
-                self._make_accumulator()
+            keeps = self.channel.accumulator is not None and self.accumulator is None
+            if keeps and self.layout is not None:
+                self.accumulator = self.layout.new(self.host.device)
         if lands != self._lands:
             self._lands = lands
             self._make_momentum()
-
-    def _make_accumulator(self) -> None:
-        if self.layout is not None and self.channel.accumulator is not None:
-            self.accumulator = self.layout.new(self.host.device)
 
     def _make_momentum(self) -> None:
         landing = self.stages[self._lands][1]
@@ -304,20 +320,16 @@ class LocalChannel:
             list(self.present), self.accumulator, self.anchor, self.momentum, self.written
         )
 
-    def load(self, state: ChannelState) -> None:
-        """Restore `state` in place. Raises ValueError if it belongs to another layout or preset."""
+    def load(self, state: ChannelState, step: int) -> None:
+        """Restore the state of `step`. Raises ValueError if it is of another layout or preset."""
         saved = state.workspaces
+        self.refuse_unlike(saved, step)
+        self.begin(step)
         if "momentum" in saved and self.momentum is None:
             # a loss has cut off the last message of a stage that has one: it is still to land
-            with_one = [i for i, (_, c) in enumerate(self.stages) if c.applier.momentum]
-            self._lands = max((i for i in with_one if i < self._lands), default=self._lands)
+            self._lands = self.stage(step - 1 - self.channel.schedule.delay)
             self._make_momentum()
         mine = self.state().workspaces
-        if set(mine) != set(saved):
-            raise ValueError(
-                f"channel {self.channel.name!r}: saved state has {sorted(saved)}, this "
-                f"configuration keeps {sorted(mine)}: resume with the preset it was saved with"
-            )
         for key, value in saved.items():
             if value.shape != mine[key].shape:
                 raise ValueError(

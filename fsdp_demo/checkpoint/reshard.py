@@ -12,7 +12,7 @@ Saved parts are opened one after the other, those alone that hold something of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -283,38 +283,35 @@ def reshard(
     here, channels = stretches(heads[0]), dict[str, ChannelState]()
     for c in exchange.channels:
         kept = outlines[0].channels[c.channel.name]
-        if c.layout is not None and set(kept.workspaces) != set(c.state().workspaces):
-            raise ValueError(
-                f"channel {c.channel.name!r}: saved state has {sorted(kept.workspaces)}, this "
-                f"configuration keeps {sorted(c.state().workspaces)}: resume with the preset it "
-                "was saved with"
-            )
+        c.refuse_unlike(kept.workspaces, outlines[0].step)
         private = shared and not c.channel.equal_at_end
         works = {} if private else found[c.channel.name]
         there = wanted[c.channel.name]
         names = [s.name for s in _covered(c.channel, here, there)]
         seen = {n for n, p in zip(names, kept.present, strict=True) if p and not shared}
         present = [s.name in seen for s in there]
-        channels[c.channel.name] = ChannelState(present, **_packed(c, works))
+        channels[c.channel.name] = ChannelState(present, **_packed(c, works, kept.workspaces))
     first = own["shard"] == own["copy"] == 0  # it counts the tokens of the island
     mine = not shared or own["island"] == island
     tokens = sum(outline.tokens for outline in outlines) if first and mine else 0
     return replace(without_messages(outlines[0]), channels=channels, tokens=tokens)
 
 
-def _packed(c: ChannelRunner, works: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """The workspaces of a channel here; those that are not given as at its start."""
+def _packed(
+    c: ChannelRunner, works: Mapping[str, Sequence[Tensor]], names: Iterable[str]
+) -> dict[str, Tensor]:
+    """The workspaces of a channel here, of these names; those not in `works` as at its start."""
     begun = c.pack("parameter")
     if c.layout is None or begun is None:  # a copy that is not active keeps none
         return {}
     out = {}
-    for key, now in c.state().workspaces.items():
+    for key in names:
         if key in works:
             out[key] = c.layout.pack(works[key], c.layout.new("cpu"))
             if key == "accumulator":
                 _transform(c.channel, c.layout, out[key])
         else:
-            out[key] = begun if key in ("anchor", "written") else torch.zeros_like(now)
+            out[key] = begun if key in ("anchor", "written") else c.layout.new("cpu")
     return out
 
 

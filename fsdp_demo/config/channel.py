@@ -25,18 +25,19 @@ SOURCES = ("gradient", "delta", "parameter")
 class Phase:
     """The parts of a channel that change in the course of a run, as they are from `begin` on.
 
-    A message is decoded and applied by the parts that held when it was sent. What is accumulated
-    stays; the outer momentum begins at zero with the first message of the phase.
+    What is left out has its default, not the channel's value. A message is decoded and applied by
+    the parts that held when it was sent. What is accumulated stays; the outer momentum begins at
+    zero with the first message of the phase.
 
     Attributes:
-        begin: a step (1, 2, ...), or a share of the run (between 0 and 1). A share becomes a step
-            when the run starts for the first time, if its steps are known
-            (`must_match={"steps": N}`); a phase without a step does not begin.
-        accumulator: as of the channel; one that is there stays.
-        codec: as of the channel; `transform` stays, and so does whether `select` takes all values.
-        feedback: as of the channel.
-        reducer: as of the channel; `weight` stays.
-        applier: as of the channel; rates, momentum and `sign` may change.
+        begin: the steps before it: a number (1, 2, ...), or a share of the run (between 0 and 1).
+            A share becomes a number when the run starts for the first time, if its steps are known
+            (`must_match={"steps": N}`); else the phase does not begin.
+        accumulator: from then on; one that is there stays.
+        codec: from then on; `transform` stays, and so does whether `select` takes all values.
+        feedback: from then on.
+        reducer: from then on; `weight` stays.
+        applier: from then on; rates, momentum and `sign` may change.
 
     Example:
         >>> from fsdp_demo import preset
@@ -53,10 +54,11 @@ class Phase:
     applier: Applier = field(default_factory=Applier)
 
     def __post_init__(self) -> None:
-        if not (0 < self.begin < 1 or (self.begin >= 1 and self.begin == int(self.begin))):
+        if not (0 < self.begin < 1 or (self.begin >= 1 and self.begin % 1 == 0)):
             raise ValueError(
-                f"later.begin={self.begin} is out of range: allowed is a step (1, 2, ...) or a "
-                "share of the run (0 < begin < 1)"
+                f"later.begin={self.begin} is out of range (`switch` of sign_loco): allowed is a "
+                "number of steps (1, 2, ...) or a share of the run (0 < begin < 1); for no phase "
+                "leave it out (switch=0)"
             )
         one_of("later.feedback", self.feedback, FEEDBACKS)
 
@@ -122,12 +124,17 @@ class Channel:
         """(first step, channel as it is from there on) of the channel and of each of its phases; a
         phase that begins at a share of the run, not at a step, is left out.
         """
-        found = [(0, replace(self, later=()) if self.later else self)]
-        for p in self.later:
-            if p.begin >= 1:
-                parts = {name: getattr(p, name) for name in CHANGING}
-                found.append((int(p.begin), replace(self, later=(), **parts)))
-        return found
+        first = [(0, replace(self, later=()) if self.later else self)]
+        return first + [(int(p.begin), self.under(p)) for p in self.later if p.begin >= 1]
+
+    @property
+    def phases(self) -> tuple[Channel | Phase, ...]:
+        """What holds the `CHANGING` parts in the course of the run: the channel, and its phases."""
+        return self, *self.later
+
+    def under(self, phase: Phase) -> Channel:
+        """The channel as it is in one of its phases."""
+        return replace(self, later=(), **{name: getattr(phase, name) for name in CHANGING})
 
     def at(self, step: int) -> Channel:
         """The channel as it is for a message that is sent at `step`."""

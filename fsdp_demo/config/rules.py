@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .channel import CHANGING, Channel, matches
+from .channel import Channel, matches
 from .names import APPLIERS, FORMATS
 from .parts import NEVER
 
@@ -124,18 +123,17 @@ def phase_problems(c: Channel) -> list[str]:
             found.append(f"later begins at {kind}: give phases in their order, each its own begin")
     before = c
     for p in c.later:
-        here = replace(c, later=(), **{name: getattr(p, name) for name in CHANGING})
-        found += [f"from {p.begin:g} on: {problem}" for problem in problems(here)]
-        found += [
-            f"from {p.begin:g} on {path}={new!r}, before it is {old!r}: it must stay what it is"
+        here = c.under(p)
+        wrong = [f": {problem}" for problem in problems(here)]
+        wrong += [
+            f" {path}={new!r}, before it is {old!r}: it must stay what it is"
             for path, old, new in _kept_in_phases(before, here)
             if old != new
         ]
         if before.accumulator is not None and here.accumulator is None:
-            found.append(
-                f"from {p.begin:g} on no accumulator: what is in it would be lost, keep one "
-                "(accumulator.beta)"
-            )
+            wrong.append(" no accumulator: what is in it would be lost, keep accumulator.beta")
+        why = "what a phase leaves out has its default, not the channel's value"
+        found += [f"from {p.begin:g} on{text} ({why})" for text in wrong]
         before = here
     return found
 
@@ -261,8 +259,17 @@ def refuse_unused(
 
 
 def no_effect(channels: Sequence[Channel], path: str) -> str:
-    """The reason why a path for all channels has no effect; empty where any channel uses it."""
-    reasons = [_unused(c).get(path, "") for c in channels]
+    """The reason why a path for all channels has no effect; empty where any channel uses it, or a
+    phase that has its channel's value there.
+    """
+
+    def value(part: Any) -> Any:
+        for key in path.split("."):
+            part = getattr(part, key, None)
+        return part
+
+    phases = [p for c in channels for p in map(c.under, c.later) if value(p) == value(c)]
+    reasons = [_unused(c).get(path, "") for c in (*channels, *phases)]
     return reasons[0] if all(reasons) else ""
 
 
@@ -294,7 +301,7 @@ def _unused(c: Channel) -> dict[str, str]:
 def _unused_above(channels: Sequence[Channel], clips_mean: bool) -> dict[str, str]:
     """The keys of the top level without effect -> why."""
     found: dict[str, str] = {}
-    if not any(c.codec.seeded for c in channels):
+    if not any(p.codec.seeded for c in channels for p in c.phases):
         found["seed"] = "no channel draws positions (codec.select='random' or 'stride')"
     if not any(c.source == "delta" for c in channels):
         found["offload_outer_state"] = "no channel keeps an anchor (source 'delta')"

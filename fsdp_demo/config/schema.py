@@ -19,7 +19,7 @@ import yaml
 from ..errors import counted
 from . import rules
 from .channel import Channel, Phase
-from .parsing import build, in_range, nearest, one_of, read_yaml, set_path
+from .parsing import build, in_range, nearest, one_of, read_yaml, set_path, typed
 from .parts import BLOCK
 
 CLIP_SCOPES = ("replica", "islands")
@@ -145,9 +145,9 @@ class ExchangeConfig:
         return replace(self, channels=tuple(channels)) if self.waits_for_steps else self
 
     def begun_as(self, earlier: ExchangeConfig) -> ExchangeConfig:
-        """A copy whose phases begin where they began in `earlier`, the configuration with which
-        this run was started first. A channel that had none then has none: the steps of the run were
-        not known.
+        """A copy whose phases with a share of the run begin where they began in `earlier`, the
+        configuration with which this run was started first. Where they were left out then, since
+        the steps of the run were not known, they are left out here.
 
         Raises:
             ValueError: a channel had another number of phases then.
@@ -155,15 +155,17 @@ class ExchangeConfig:
         begins = {c.name: [p.begin for p in c.later] for c in earlier.channels}
         channels = []
         for c in self.channels:
-            found = begins.get(c.name, [])
-            if found and len(found) != len(c.later):
+            found, later = begins.get(c.name, []), [p for p in c.later if p.begin >= 1]
+            if len(found) == len(c.later):
+                pairs = zip(c.later, found, strict=True)
+                later = [p if p.begin >= 1 else replace(p, begin=b) for p, b in pairs]
+            elif len(found) != len(later):
                 raise ValueError(
                     f"channel {c.name!r} began this run with {counted(len(found), 'phase')}, here "
                     f"it has {len(c.later)}: give the configuration that the run began with, or "
-                    "phases that begin at a step, not at a share of the run"
+                    "phases that begin after a number of steps, not a share of the run"
                 )
-            pairs = zip(c.later, found, strict=False)
-            channels.append(replace(c, later=tuple(replace(p, begin=b) for p, b in pairs)))
+            channels.append(replace(c, later=tuple(later)))
         return replace(self, channels=tuple(channels))
 
     @property
@@ -223,7 +225,9 @@ class ExchangeConfig:
         contain each replica's own gradients, so islands would scale one mean by unlike factors.
         """
         return bool(self._training) and all(
-            c.before_step and c.accumulator is None and not c.applier.sign for c in self._training
+            c.before_step and p.accumulator is None and not p.applier.sign
+            for c in self._training
+            for p in c.phases
         )
 
     def clipped_once(self, norm: float) -> tuple[ExchangeConfig, float]:
@@ -269,17 +273,21 @@ class ExchangeConfig:
         return cls.from_dict(read_yaml(text, "the configuration"))
 
     def digest(self) -> int:
-        """The first 64 bits of SHA-256 over the canonical form. They are in the header of every
-        message, so that peers on another configuration are refused.
+        """The first 64 bits of SHA-256 over the canonical form, the same for equal configurations.
+        They are in the header of every message, so that peers on another configuration are refused.
         """
-        text = json.dumps(self.to_dict(), sort_keys=True)
+        # 250 and 250.0 are equal: each number as its field declares it
+        text = json.dumps(ExchangeConfig.from_dict(self.to_dict()).to_dict(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def parts(self) -> list[str]:
         """A phrase for each channel, and for each of its phases."""
-        parts = []
-        for begin, c in (stage for channel in self.channels for stage in channel.stages()):
-            when = f"from step {begin} on " if begin else ""
+        parts, stages = [], list[tuple[float, Channel]]()
+        for c in self.channels:
+            stages += [(0.0, c), *((p.begin, c.under(p)) for p in c.later)]
+        for begin, c in stages:
+            after = f"{begin:.3g} of the run" if begin < 1 else counted(int(begin), "step")
+            when = f"after {after} " if begin else ""
             select = (
                 f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
             )
@@ -316,7 +324,11 @@ class ExchangeConfig:
             8
         """
         data, top = self.to_dict(), [f.name for f in fields(ExchangeConfig) if f.name != "channels"]
-        for path, value in changes.items():
+        # phases first, with all their keys: they follow what else is changed
+        for path in sorted(changes, key=lambda path: path.rpartition(".")[2] != "later"):
+            value = changes[path]
+            if path.rpartition(".")[2] == "later":
+                value = [dataclasses.asdict(p) for p in typed(tuple[Phase, ...], value, path)]
             set_path(data, top, path, value)
         made = ExchangeConfig.from_dict(data)
         rules.refuse_unused(made.channels, made.clips_mean, changes)

@@ -52,6 +52,7 @@ class Exchange(Readings):
         host: the engine's parameters and optimizers.
         newcomer: this island has joined a run under way: parameters, state and step were replaced
             by those of the others. Until its first step they answer no questions of this one.
+        opened: the configuration that was given, before it was known where its phases begin.
         auto_choice: the chosen method of an "auto" run with its measurements; else None.
         shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
@@ -75,7 +76,7 @@ class Exchange(Readings):
         topology: Topology,
         start: Start | None = None,
     ):
-        self.topology, self.host, start = topology, host, start or Start()
+        self.topology, self.host, self.opened, start = topology, host, config, start or Start()
         assembly.check(config, host)
         if topology.kind != "single":  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
@@ -142,8 +143,10 @@ class Exchange(Readings):
             tree = saved if isinstance(saved, dict) else saved.state_for(self)
             agreed = self._runtime.step
             resume.load(self._runtime, ExchangeState.from_tree(tree))
-            # another island may be further
-            self._runtime.step = max(agreed, self._runtime.step)
+            if agreed > self._runtime.step:  # another island is further
+                self._runtime.step = agreed
+                for c in self.channels:
+                    c.enter(agreed)
         startup.take_over(self._runtime, donor, goes_on)
         if self._peers is not None:
             self._peers.begun = True

@@ -75,7 +75,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
             runtime.config.digest(),
         )
     for c in runtime.channels:
-        c.load(saved.channels[c.channel.name])
+        c.load(saved.channels[c.channel.name], saved.step)
     runtime.step, runtime.begun, runtime.acted = saved.step, saved.begun, -1
     runtime.rewritten.forget()
     runtime.hooks.begin_anew()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..compression.blocks import Layout
 from ..config.auto import undecided
 from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
@@ -115,9 +114,10 @@ def _odd_settings(runtime: StepRuntime, batch: Sequence[int]) -> Iterator[str]:
                 "did locally is dropped: set applier.keep_steps=true, or applier.mix"
             )
     for c in config.channels:
-        if c.applier.acts_as == "outer_step" and c.applier.lr < LOW_RATE:
+        lowest = min(p.applier.lr for p in c.phases)
+        if c.applier.acts_as == "outer_step" and lowest < LOW_RATE:
             yield (
-                f"channel {c.name!r}: the outer rate (applier.lr) is {c.applier.lr:g}, so that the "
+                f"channel {c.name!r}: the outer rate (applier.lr) is {lowest:g}, so that the "
                 "islands' steps hardly move the model that they share. The rate of training is the "
                 "inner one: that of your optimizer (recipes: --lr), not lr of preset "
                 f"{config.preset}"
@@ -162,7 +162,8 @@ def _what_runs(
         *config.parts(),
         f"inner {inner}; {clips(config, runtime.host)}",
         f"{_batch(runtime, batch)}{shape}",
-        f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average",
+        f"{sent[0]:.0f} B per exchange and island at most, {sent[1]:.0f} B per step on average"
+        f"{' of the phase that sends most' if len(config.begins) > 1 else ''}",
     ]
     if whole[0]:
         lines.append(
@@ -213,17 +214,24 @@ def total_steps(facts: Mapping[str, Any]) -> int | None:
     """
     for name in ("steps", "max_steps"):
         value = facts.get(f"must_match.{name}")
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return int(value) if value > 0 and value % 1 == 0 else None
     return None
 
 
 def odd_ends(config: ExchangeConfig, steps: int) -> list[str]:
-    """A sentence for each outer-step channel in the middle of whose round `steps` steps end.
-    Fragments always end so, one or the other.
+    """A sentence for each phase that begins behind the last of `steps` steps, and for each
+    outer-step channel in the middle of whose round they end. Fragments always do, one or the other.
     """
     found = []
     for c in config.channels:
+        found += [
+            f"channel {c.name!r}: a run of {counted(steps, 'step')} has no phase that begins after "
+            f"{counted(int(p.begin), 'step')} (later.begin, switch): let it begin earlier, or "
+            "leave it out"
+            for p in c.later
+            if p.begin >= steps
+        ]
         stepping = c.applier.acts_as == "outer_step" and c.equal_at_end and c.fragments is None
         if not stepping or c.schedule.due(steps - 1):
             continue
@@ -266,21 +274,21 @@ def _batch(runtime: StepRuntime, batch: Sequence[int]) -> str:
 
 
 def _bytes_of_island(runtime: StepRuntime) -> tuple[list[float], list[float]]:
-    """(most bytes of one exchange, mean per step) of this island, and (values that sparse channels
-    send whole, all their values). A collective inside the island.
+    """(most bytes of one exchange, mean per step) of this island in the phase that sends most, and
+    (values that sparse channels send whole, all their values). A collective inside the island.
     """
-    sections = [c.section for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
-    plan = Plan(sections, runtime.topology.islands, runtime.topology.island)
+    active = [c for c in (*runtime.channels, *runtime.buffers) if c.section is not None]
+    topology, plans = runtime.topology, []
+    for step in runtime.config.begins:
+        sections = [s for c in active if (s := c.of(step).section) is not None]
+        plans.append(Plan(sections, topology.islands, topology.island))
     sparse = [s.layout for s in sections if s.codec.sparse]
     most, mean, whole, of = runtime.island.sum(
-        plan.most().bytes_sent,
-        plan.average()[0],
+        max(plan.most().bytes_sent for plan in plans),
+        max(plan.average()[0] for plan in plans),
         sum(layout.num_dense for layout in sparse),
-        sum(map(_elements, sparse)),
+        sum(
+            layout.num_dense + sum(g.r * g.s * g.count for g in layout.groups) for layout in sparse
+        ),
     )
     return [most, mean], [whole, of]
-
-
-def _elements(layout: Layout) -> int:
-    """The values that a layout covers, without padding."""
-    return sum(g.r * g.s * g.count for g in layout.groups) + layout.num_dense

@@ -75,8 +75,9 @@ def keeps_momentum(config: ExchangeConfig) -> bool:
     first moment on top is late: what was sent long ago is sent again before it has acted.
     """
     return any(
-        c.before_step and c.accumulator is not None and c.feedback != "none"
+        c.before_step and p.accumulator is not None and p.feedback != "none"
         for c in config.channels
+        for p in c.phases
     )
 
 

@@ -166,9 +166,11 @@ def settings(config: ExchangeConfig) -> dict[str, Any]:
 
 
 def _by_path(config: ExchangeConfig) -> dict[str, Any]:
-    """Channels by their names, all else by their keys."""
+    """Channels by their names, their phases by number, all else by their keys."""
     data = config.to_dict()
     channels = data.pop("channels")
+    for c in channels:
+        c["later"] = dict(enumerate(c["later"])) or []
     return by_path(data | {c.pop("name"): c for c in channels})
 
 

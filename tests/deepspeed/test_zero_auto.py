@@ -106,3 +106,31 @@ def test_zero_auto_resume(run_ranks: Any, everywhere: Any, tmp_path: Path, lost:
     assert len({because for *_, because in whole + resumed}) == 1
     held = [weights for weights, *_ in (resumed if lost else whole + resumed)]
     assert all(torch.equal(w[n], held[0][n]) for w in held for n in w)
+
+
+def test_zero_phases_resume(run_ranks: Any, tmp_path: Path) -> None:
+    """A phase that began at a share of the run begins there again, also where the steps of the run
+    are not told any more. One that is given as a number of steps begins as it is given.
+    """
+
+    def begun(me: Any, switch: float, facts: dict[str, int]) -> tuple[Any, Any]:
+        made = zero.engine(zero.settings("zero2"), ADAMW)
+        keywords = {"period": 2, "switch": switch, "must_match": facts}
+        return made, deepspeed_ext.attach(made, "sign_loco", **keywords)
+
+    def run(me: Any) -> Any:
+        made, exchange = begun(me, 0.5, {"steps": 8})
+        zero.train(made, range(5), me.rank)
+        made.save_checkpoint(str(tmp_path))
+        exchange.finish()
+        found = []
+        for switch, facts in ((0.5, {"steps": 8}), (0.5, {}), (0.5, {"steps": 80}), (5, {})):
+            with zero.another_run():
+                made, exchange = begun(me, switch, facts)
+            made.load_checkpoint(str(tmp_path))
+            found.append((exchange.step, exchange.config.begins))
+            exchange.finish()
+        return found
+
+    (found,) = run_ranks(run, 1, 1, group=True, timeout=120)
+    assert found == [(5, [0, begin]) for begin in (4, 4, 4, 5)]

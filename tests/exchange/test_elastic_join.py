@@ -23,8 +23,8 @@ from .test_survivors import Small, backward
 
 pytest.importorskip("zmq")
 CASES = {"full": preset("full"), "diloco": preset("diloco", period=3, momentum_warmup=0)}
-# most have switched when the third comes
-CASES["switch"] = preset("sign_loco", period=3, switch=5, **{"schedule.delay": 1})
+# most have switched, at step 5 of `must_match`'s 50, when the third comes
+CASES["switch"] = preset("sign_loco", period=3, switch=0.1, **{"schedule.delay": 1})
 
 MORE = 12
 """Steps that all take together."""
@@ -45,7 +45,7 @@ def grown(me: Any, case: str, late: int, islands: int) -> Any:
     model = Small()
     kind = torch.optim.SGD if case == "full" else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-3)
-    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model)
+    exchange = fsdp_demo.attach(optimizer, CASES[case], model=model, must_match={"steps": 50})
     first, topology = exchange.step, exchange.topology
     slots = exchange._peers.slots
     while exchange.step < (int(together.read_text() or 10**9) if together.exists() else 10**9):

@@ -4,14 +4,18 @@ Their mathematics is tested against the oracle of `sign_loco`
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fsdp_demo
 from fsdp_demo import Accumulator, ExchangeConfig, automatic, preset
+from fsdp_demo.exchange import summary
 from fsdp_demo.exchange.plan import plan_memory
+from fsdp_demo.tools.inspect import settings
 
 from ..support.threaded import islands, values
 
@@ -25,6 +29,8 @@ def test_phase_begin_share_of_run() -> None:
     fixed = config.fixed(1000)
     assert fixed.begins == [0, 250] and not fixed.waits_for_steps
     assert fixed.digest() != config.fixed(2000).digest()
+    # as another island reads it
+    assert fixed.digest() == ExchangeConfig.from_dict(fixed.to_dict()).digest()
     assert config.fixed(None).at(10**6) == preset("sign_loco", switch=0.0)
     assert fixed.at(249) == preset("sign_loco", switch=0.0)
     late = fixed.at(250).channels[0]
@@ -49,6 +55,9 @@ def test_phase_begin_share_of_run() -> None:
             "it must stay what it is",
         ),
         ([{"begin": 20, "lr": 1}], "unknown key channels"),
+        ([{"begin": float("inf")}], "later.begin=inf is out of range"),
+        ([{"begin": float("nan")}], "later.begin=nan is out of range"),
+        ([{"begin": -3}], "later.begin=-3.0 is out of range .`switch`"),
     ],
 )
 def test_phase_settings_refused(later: list[dict[str, Any]], said: str) -> None:
@@ -77,6 +86,75 @@ def test_phase_follows_what_it_shares() -> None:
     assert (channel.accumulator, phase.accumulator) == (Accumulator(beta=0.6), Accumulator(beta=1))
     own = preset("sign_loco", late_topk=45, **{"codec.topk": 16}).channels[0].later[0]
     assert own.codec.topk == 45
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (5, "delta.later=5 must be a list"),
+        ({"begin": 4}, "must be a list"),
+        ([4], r"delta.later\[0\]=4 must be a mapping"),
+    ],
+)
+def test_phase_of_wrong_form_beside_other_changes(given: Any, said: str) -> None:
+    """Phases of a wrong form are refused as such, whatever else is changed with them."""
+    with pytest.raises(ValueError, match=said):
+        preset("diloco", **{"delta.later": given, "codec.value_dtype": "bf16"})
+
+
+def test_phase_follows_changes_beside_it() -> None:
+    """A phase that leaves a key out has its default there, and follows a change of the channel
+    where the channel has that value, too, in whatever order both are given.
+    """
+    late = [{"begin": 10, "applier": {"acts_as": "outer_step", "lr": 0.3}}]
+    changes = {"delta.later": late, "codec.value_dtype": "bf16"}
+    one = preset("diloco", **changes)
+    assert one == preset("diloco", **dict(reversed(changes.items())))
+    assert [p.codec.value_dtype for p in one.channels[0].phases] == ["bf16", "bf16"]
+    assert one.channels[0].later[0].applier.momentum == 0.0
+
+
+def test_phase_uses_settings() -> None:
+    """A setting that only a phase uses is not refused as one without effect."""
+    codec = {"select": "random", "topk": 8, "value_dtype": "1bit"}
+    warmup = preset("diloco").channels[0].applier.momentum_warmup
+    applier = {"acts_as": "outer_step", "momentum": 0.5, "momentum_warmup": warmup}
+    late = {"begin": 100, "codec": codec, "applier": applier}
+    late |= {"accumulator": {"beta": 1.0}, "feedback": "subtract"}
+    sparse = {"codec.select": "topk", "codec.value_dtype": "1bit", "momentum": 0.0}
+    changes = {"delta.later": [late], **sparse, "seed": 3, "applier.momentum_warmup": 7}
+    phase = preset("diloco", **changes).channels[0].later[0]
+    assert phase.applier.momentum_warmup == 7
+    for without, why in (({}, "no channel draws positions"), ({"seed": 0}, "no momentum")):
+        with pytest.raises(ValueError, match=why):
+            preset("diloco", **{**changes, "delta.later": [], **without})
+    with pytest.raises(ValueError, match="has no effect"):
+        preset("sign_loco", **{"accumulator.alpha": 0.5})  # the phase keeps its own
+
+
+def test_phase_with_accumulator_clips_each_gradient() -> None:
+    """Where a phase has an accumulator or takes signs, no phase clips the mean gradient."""
+    for parts in ({"accumulator": {"beta": 0.9}}, {"applier": {"sign": True}}):
+        config = preset("full", clip=1.0, **{"gradient.later": [{"begin": 9, **parts}]})
+        assert preset("full", clip=1.0).clips_mean and not config.clips_mean
+
+
+def test_phase_described() -> None:
+    """The line of a method names its phases, those at a share of the run, too."""
+    assert "; after 0.25 of the run delta every 5" in preset("sign_loco").describe()
+    assert "; after 250 steps delta every 5" in preset("sign_loco").fixed(1000).describe()
+
+
+def test_phase_settings_shown() -> None:
+    """`fsdp-demo inspect` shows what is changed in a phase, not all of it."""
+    assert settings(preset("sign_loco").fixed(1000)) == {"delta.later.0.begin": 250}
+    assert settings(preset("sign_loco", switch=0)) == {"delta.later": []}
+
+
+def test_phase_late_topk_refused() -> None:
+    """0 is no number of values."""
+    with pytest.raises(ValueError, match="topk=0 is out of range"):
+        preset("sign_loco", late_topk=0)
 
 
 def test_phase_without_accumulator_refused() -> None:
@@ -131,6 +209,27 @@ def test_phase_resume_longer_run(run_ranks: Any) -> None:
     assert run_ranks(run, 1, 1) == [[([0, 4], 1.5)] * 2]
 
 
+@pytest.mark.parametrize(
+    ("steps", "begins"), [(8, [0, 4]), (8.0, [0, 4]), (8.5, [0]), (float("inf"), [0]), (True, [0])]
+)
+def test_phase_kinds_of_steps(steps: Any, begins: list[int]) -> None:
+    """The steps of the run may be given as a whole number of any type."""
+    exchange, *_ = begun(None, steps=steps)
+    exchange.detach()
+    assert exchange.config.begins == begins
+
+
+def test_phase_moved_over_the_step_of_a_state() -> None:
+    """A state that lies in another phase than the configuration says is refused, with the cure."""
+    exchange, model, optimizer = begun(None, steps=8)
+    train(exchange, model, optimizer, 0, 6)
+    state = exchange.state_dict()
+    exchange.detach()
+    config = preset("sign_loco", switch=7, period=2, inner_optimizers="as_is")
+    with pytest.raises(ValueError, match=r"and with its phases \(later, switch\)"):
+        fsdp_demo.attach(optimizer, config, model=model, state=state)
+
+
 def test_phase_engine_loads_after_attach() -> None:
     """An engine that loads its state after attach takes the phases of the first start."""
     first, *_ = begun(None, steps=8)
@@ -163,6 +262,19 @@ def test_phase_unknown_number_of_steps(run_ranks: Any, caplog: Any) -> None:
     again.detach()
 
 
+def test_phase_shares_and_steps_begin_as_before() -> None:
+    """Of phases at shares and at steps the first go on as they began: they were left out where the
+    steps of the run were not known. Those at steps stay as they are given.
+    """
+    data = preset("sign_loco", switch=0.25).to_dict()
+    data["channels"][0]["later"] += [{**data["channels"][0]["later"][0], "begin": 900}]
+    config = ExchangeConfig.from_dict(data)
+    for steps, begins in ((None, [0, 900]), (1000, [0, 250, 900])):
+        assert config.begun_as(config.fixed(steps)).begins == begins
+    data["channels"][0]["later"][1]["begin"] = 800
+    assert ExchangeConfig.from_dict(data).begun_as(config.fixed(1000)).begins == [0, 250, 800]
+
+
 def test_phase_count_changed_refused() -> None:
     """Another number of phases than at the first start is refused."""
     data = preset("sign_loco", switch=10).to_dict()
@@ -170,6 +282,121 @@ def test_phase_count_changed_refused() -> None:
     data["channels"][0]["later"] = [*phases, {**phases[0], "begin": 20}]
     with pytest.raises(ValueError, match="2 phases, here it has 1"):
         preset("sign_loco", switch=0.25).begun_as(ExchangeConfig.from_dict(data))
+
+
+def resumed(topology: Any, state: Any, weights: Any, **changes: Any) -> Any:
+    """A run of 8 steps with its weights and the exchange's state of before."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 128)
+    model.load_state_dict(weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    config = preset("sign_loco", switch=0.5, period=2, inner_optimizers="as_is", **changes)
+    exchange = fsdp_demo.attach(
+        optimizer, config, model=model, topology=topology, must_match={"steps": 8}, state=state
+    )
+    return exchange, model, optimizer
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.6])
+def test_phase_taken_back(beta: float) -> None:
+    """`load_state_dict` takes a run back over a switch, bit for bit."""
+    exchange, model, optimizer = begun(None, steps=8, beta=beta)
+    train(exchange, model, optimizer, 0, 3)
+    before = copy.deepcopy((exchange.state_dict(), model.state_dict()))
+    ends = []
+    for _ in range(2):
+        train(exchange, model, optimizer, 0, 10)
+        ends.append(model.weight.detach().clone())
+        exchange.load_state_dict(copy.deepcopy(before[0]))
+        model.load_state_dict(before[1])
+        exchange.accept_parameters()
+    exchange.detach()
+    assert torch.equal(*ends)
+
+
+def test_phase_resume_on_both_sides_of_switch(run_ranks: Any) -> None:
+    """An island whose checkpoint is of before a switch goes on with one that is past it."""
+
+    def run(me: Any) -> Any:
+        def first(island: int, topology: Any) -> Any:
+            exchange, model, optimizer = begun(topology, steps=8)
+            train(exchange, model, optimizer, island, 3 + 3 * island)
+            kept = copy.deepcopy((exchange.state_dict(), model.state_dict()))
+            train(exchange, model, optimizer, island, 6)
+            exchange.detach()
+            return kept
+
+        kept = values(islands(first))
+
+        def second(island: int, topology: Any) -> Any:
+            exchange, model, optimizer = resumed(topology, *kept[island])
+            found = exchange.step, exchange.channels[0].channel.applier.lr
+            train(exchange, model, optimizer, island, 10)
+            exchange.finish()
+            return *found, exchange.digests_equal()
+
+        return values(islands(second))
+
+    assert run_ranks(run, 1, 1) == [[(6, 1.5, True)] * 2]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_phase_loss_at_switch(delay: int) -> None:
+    """The state of a run whose last exchange before a switch was cut off can be resumed from."""
+    late = {"schedule.delay": delay}
+    exchange, model, optimizer = begun(None, steps=8, **late)
+    train(exchange, model, optimizer, 0, 12)
+    end = model.weight.detach().clone()
+    exchange.detach()
+    exchange, model, optimizer = begun(None, steps=8, **late)
+    train(exchange, model, optimizer, 0, 3 + delay)
+
+    def cut(channels: Any, *args: Any, **kwargs: Any) -> Any:
+        if channels:
+            exchange._queue.broken = True
+            raise fsdp_demo.PeerLost("cut off")
+        return iter(())
+
+    with (
+        mock.patch.object(exchange._queue, "receive", cut),
+        pytest.raises(fsdp_demo.PeerLost, match="cut off"),
+    ):
+        train(exchange, model, optimizer, 0, 4 + delay)
+    state, weights = copy.deepcopy((exchange.state_dict(), model.state_dict()))
+    exchange.detach()
+    exchange, model, optimizer = resumed(None, state, weights, **late)
+    train(exchange, model, optimizer, 0, 12)
+    exchange.detach()
+    assert torch.equal(model.weight, end)
+
+
+def test_phase_bytes_announced(run_ranks: Any) -> None:
+    """The bytes that are announced are those of the phase that sends most."""
+
+    def run(me: Any) -> Any:
+        def announced(island: int, topology: Any) -> Any:
+            exchange, *_ = begun(topology, steps=8, late_topk=2048)
+            found = summary._bytes_of_island(exchange._runtime)[0]
+            exchange.choose(exchange.config.at(4), None)
+            late = summary._bytes_of_island(exchange._runtime)[0]
+            exchange.detach()
+            return found, late
+
+        return values(islands(announced))
+
+    for found, late in run_ranks(run, 1, 1)[0]:
+        assert found == late and found[0] > 128
+
+
+def test_phase_behind_the_end(caplog: Any) -> None:
+    """A phase that the run does not come to is told of."""
+    for switch in (7, 8):
+        model = torch.nn.Linear(4, 4)
+        optimizer, facts = torch.optim.AdamW(model.parameters()), {"steps": 8}
+        config = preset("sign_loco", switch=switch)
+        fsdp_demo.attach(optimizer, config, model=model, must_match=facts).detach()
+        said = "a run of 8 steps has no phase that begins after 8 steps" in caplog.text
+        assert said == (switch == 8)
 
 
 def test_phase_memory_of_larger_one() -> None:

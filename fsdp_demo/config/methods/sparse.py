@@ -127,11 +127,12 @@ def sign_loco(
     The outer momentum rises from 0 over the first `momentum_warmup` rounds. The rule says the first
     half of the rounds: set it to steps / (2 period). 48 is that of the 480 steps it was tried on.
 
-    `switch` (a share of the run, or a step; 0: never) begins a second phase: from there on nothing
-    that is not sent is forgotten (`beta` 1), the mean goes over all replicas, and the anchor takes
-    plain steps of rate `late_lr`, without momentum. It sends `late_topk` values (default `topk`).
-    It needs the number of steps at `attach` (`must_match={"steps": N}`; the Trainer and the recipes
-    give it), else the first phase stays for the whole run, and a warning says so.
+    After `switch` (a share of the run, or a number of steps; 0: never) comes a second phase: from
+    there on nothing that is not sent is forgotten (`beta` 1), the mean goes over all replicas, and
+    the anchor takes plain steps of rate `late_lr`, without momentum. It sends `late_topk` values
+    (default `topk`). A share needs the number of steps at `attach` (`must_match={"steps": N}`; the
+    Trainer and the recipes give it), else the first phase stays for the whole run, and a warning
+    says so.
 
     Where the numbers come from: docs/measured/study.md and study-robust.md, four replicas with an
     inner AdamW. In runs of 1920 steps of 0.49 M parameters it ended 0.7 % above the all-reduce, and
@@ -151,7 +152,7 @@ def sign_loco(
         late = Phase(
             switch,
             Accumulator(beta=1.0),
-            replace(channel.codec, topk=late_topk or topk),
+            replace(channel.codec, topk=topk if late_topk is None else late_topk),
             feedback="subtract",
             applier=outer_step(late_lr, 0.0, 0, dense_lr=late_lr),
         )

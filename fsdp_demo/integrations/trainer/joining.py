@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -58,18 +57,16 @@ def load_moments(trainer: Trainer, manager: CheckpointManager) -> bool:
     """
     trained: Any = trainer
 
-    def has_optimizer(at: Path) -> bool:
-        return any(at.glob("optimizer*"))  # `save_only_model` leaves it out
+    def newest() -> int:  # `save_only_model` leaves the optimizer out
+        kept = (step for step, at in manager.whole().items() if any(at.glob("optimizer*")))
+        return max(kept, default=-1)
 
-    step = manager.ranks.from_first(
-        lambda: max((s for s, at in manager.whole().items() if has_optimizer(at)), default=-1)
-    )
+    step = manager.ranks.from_first(newest)
     folder = manager.path(step)
     if step < 0 or moments_in(folder, manager.topology, manager.ranks) is None:
         return False
-    trained._load_from_checkpoint(
-        str(folder), *([trained.model_wrapped] if trained.is_fsdp_enabled else [])
-    )
+    wrapped = [trained.model_wrapped] if trained.is_fsdp_enabled else []
+    trained._load_from_checkpoint(str(folder), *wrapped)
     trained._load_optimizer_and_scheduler(str(folder))
     return True
 
@@ -87,26 +84,21 @@ def move_to(
     """
     trained: Any = trainer
     step, args = exchange.step, trainer.args
-    values: Any = trainer.set_initial_training_values(
-        args, trained.callback_handler.train_dataloader
-    )
+    loader = trained.callback_handler.train_dataloader
+    values: Any = trainer.set_initial_training_values(args, loader)
     per_epoch, in_epoch = values[1], values[5]
     epochs, behind = divmod(step, per_epoch)
     told = taken.state if taken is not None else exchange.told.get("state")
-    _count(
-        trainer,
-        exchange,
-        told if isinstance(told, dict) else {},
-        epochs + min(behind * args.gradient_accumulation_steps, in_epoch) / in_epoch,
-    )
-    if (engine := engine_of(trainer)) is not None and (
-        engine_module := engine_module_of(trainer)
-    ) is not None:
-        engine_module.advance(engine, step)
+    batches = behind * args.gradient_accumulation_steps
+    epoch = epochs + min(batches, in_epoch) / in_epoch
+    _count(trainer, exchange, told if isinstance(told, dict) else {}, epoch)
+    engine, module = engine_of(trainer), engine_module_of(trainer)
+    if engine is not None and module is not None:
+        module.advance(engine, step)
     # else the engine's, or one that goes by a metric
     if isinstance(trained.lr_scheduler, LRScheduler):
         forward(trained.lr_scheduler, step - trained.lr_scheduler.last_epoch)
-    skipped = 0 if args.ignore_data_skip else behind * args.gradient_accumulation_steps
+    skipped = 0 if args.ignore_data_skip else batches
     trained._run_epoch = functools.partial(
         _run_epoch, trained._run_epoch, epochs, skipped, str(args.output_dir)
     )
@@ -128,7 +120,7 @@ def sentence(trainer: Any, exchange: Exchange, taken: TakeOver | None, moments: 
             ". The best model so far is on the other islands only: without a better one, this "
             "island ends with its last"
         )
-    return f"{text}; {begins_anew(exchange.config, not moments)}"
+    return f"{text}; {begins_anew(exchange.config.at(exchange.step), not moments)}"
 
 
 def _count(trainer: Any, exchange: Exchange, told: dict[str, Any], epoch: float) -> None:
@@ -156,11 +148,8 @@ def _run_epoch(
     if given["epoch"] < epochs:
         return
     if given["epoch"] == epochs:
-        given |= {
-            "epochs_trained": epochs,
-            "steps_trained_in_current_epoch": skipped,
-            "resume_from_checkpoint": folder,
-        }
+        given |= {"epochs_trained": epochs, "steps_trained_in_current_epoch": skipped}
+        given["resume_from_checkpoint"] = folder
     original(**given)
 
 
@@ -173,10 +162,5 @@ def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the Trainer's state that hold on all islands (`KINDS`), as far as a note to
     another island has room for them.
     """
-    return small(
-        {
-            name: state[name]
-            for name, kinds in KINDS.items()
-            if name in state and isinstance(state[name], kinds)
-        }
-    )
+    known = {name: state[name] for name in KINDS if name in state}
+    return small({name: v for name, v in known.items() if isinstance(v, KINDS[name])})

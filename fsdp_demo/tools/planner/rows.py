@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from ...config.parts import BLOCK
@@ -78,13 +79,9 @@ class Row:
 
 
 def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False) -> Row:
-    """The row of one configuration; of one that changes in the run, its costliest phase."""
+    """The row of one configuration; of one that changes in the run see `_row_of_phases`."""
     if any(c.later for c in config.channels):
-        phases = config.fixed(situation.steps or LENGTH)
-        rows = [plan_row(situation, phases.at(begin), chosen) for begin in phases.begins]
-        most = max(rows, key=lambda row: (row.bytes_per_step, row.device_bytes))
-        expected, none = expected_gap(config, situation.parameters, situation.islands)
-        return replace(most, config=config, expected_gap=expected, no_gap=none)
+        return _row_of_phases(situation, config, chosen)
     s, found = situation, _counted(situation, config)
     sent = found.due.values()
     largest = max((sum(m.bytes_out for m in messages) for messages in sent), default=0.0)
@@ -94,11 +91,7 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         for messages in sent
         for m in messages
     ]
-    memory = plan_memory(config, s.tensors, s.islands, s.shards, staged=s.device != "cpu")
-    own = inner_state(config, s.tensors, s.shards)
-    device = 8 * memory.parameters + own  # parameters and gradients in fp32
-    device += memory.device_state + memory.device_flight + memory.device_workspace
-    host = memory.host_state + memory.host_flight + memory.host_workspace
+    device, host = _memory(s, config)
     expected, none = expected_gap(config, s.parameters, s.islands)
     return _row(
         s,
@@ -114,6 +107,33 @@ def plan_row(situation: Situation, config: ExchangeConfig, chosen: bool = False)
         expected_gap=expected,
         no_gap=none,
     )
+
+
+def _row_of_phases(s: Situation, config: ExchangeConfig, chosen: bool) -> Row:
+    """The row of a configuration that changes in the run: bytes and times of the phase that sends
+    most, the memory of the whole run, and its days and bytes where its length is known.
+    """
+    phases, length = config.fixed(max(1, round(s.length or LENGTH))), s.length
+    begins = [b for b in phases.begins if length is None or b < length]
+    rows = [plan_row(s, phases.at(begin), chosen) for begin in begins]
+    most = max(rows, key=lambda row: row.bytes_per_step)
+    device, host = _memory(s, phases)
+    known: dict[str, Any] = {"config": config, "device_bytes": device, "host_bytes": host}
+    known["expected_gap"], known["no_gap"] = expected_gap(config, s.parameters, s.islands)
+    if length is not None:
+        shares = [(b - a) / length for a, b in pairwise([*begins, length])]
+        for name in ("days", "run_bytes"):
+            known[name] = sum(getattr(r, name) * n for r, n in zip(rows, shares, strict=True))
+    return replace(most, **known)
+
+
+def _memory(s: Situation, config: ExchangeConfig) -> tuple[float, float]:
+    """Bytes of one rank on its device, and on its host."""
+    memory = plan_memory(config, s.tensors, s.islands, s.shards, staged=s.device != "cpu")
+    own = inner_state(config, s.tensors, s.shards)
+    device = 8 * memory.parameters + own  # parameters and gradients in fp32
+    device += memory.device_state + memory.device_flight + memory.device_workspace
+    return device, memory.host_state + memory.host_flight + memory.host_workspace
 
 
 def hsdp_row(situation: Situation) -> Row:

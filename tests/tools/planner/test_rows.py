@@ -168,6 +168,26 @@ def test_planner_gap_without_source() -> None:
     assert gap is None and "'sparse_loco' with phases" in why
 
 
+def test_planner_row_of_phases() -> None:
+    """A run that changes has the memory of its largest phase, between two phases, too, and its
+    bytes are those of all phases, each for its steps. A phase behind the end does not count.
+    """
+    at = Situation(TINY, 4, Link(1e6), 0.1, steps=1000)
+    fewer = preset("sign_loco", switch=250, late_topk=45, **{"schedule.delay": 2})
+    (row,), (first,), (late,) = (plan_rows(at, [c]) for c in (fewer, fewer.at(0), fewer.at(250)))
+    assert row.bytes_per_step == first.bytes_per_step > late.bytes_per_step
+    mean = 0.25 * first.bytes_per_step + 0.75 * late.bytes_per_step
+    assert row.run_bytes == pytest.approx(1000 * mean) and row.days is not None
+    # an anchor, what was not sent, and a momentum until the last message of the first phase lands
+    between = plan_memory(fewer, TINY, 4).device_state
+    assert row.device_bytes - first.device_bytes == pytest.approx(between / 3, rel=0.05)
+    (alone,) = plan_rows(at, [preset("sign_loco", switch=0.0)])
+    (never,) = plan_rows(at, [preset("sign_loco", switch=1000, late_topk=720)])
+    assert (never.bytes_per_step, never.run_bytes) == (alone.bytes_per_step, alone.run_bytes)
+    tokens = replace(at, steps=None, tokens=4e5, tokens_per_step=100.0)
+    assert plan_rows(tokens, [fewer])[0].run_bytes == row.run_bytes
+
+
 def test_planner_row_shared_uplink() -> None:
     """Islands behind one uplink share it. Two sites of two: each island sends two thirds of its
     bytes out, and two share the line.
