@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import textwrap
 
 from ..launch.command_line import Commands
 from ..net.link import Link, parse_rtt
@@ -34,8 +35,9 @@ def presets(args: argparse.Namespace) -> int:
         width = max(map(len, known))
         for name in sorted(known, key=lambda name: name not in RECOMMENDED):
             group = "recommended" if name in RECOMMENDED else UNPUBLISHED.get(name, "paper")
-            first_line = (inspect.getdoc(known[name]) or "").partition("\n")[0]
-            print(f"{name:{width}}  {group:11}  {first_line}")
+            about = (inspect.getdoc(known[name]) or "").partition("\n\n")[0]
+            about = textwrap.shorten(about, 100, placeholder=" ...")
+            print(f"{name:{width}}  {group:11}  {about}")
         return 0
     config = fsdp_demo.preset(args.name)  # a wrong name: ValueError with the nearest right one
     if args.yaml:
