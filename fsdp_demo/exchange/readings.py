@@ -59,7 +59,7 @@ class Activity:
 
 
 class Readings:
-    """The readable state of an `Exchange`; `raises_stopped` and `tells` can be set, too."""
+    """The readable state of an `Exchange`; `step`, `raises_stopped` and `tells` can be set, too."""
 
     topology: Topology
     host: TrainingHost
@@ -93,6 +93,10 @@ class Readings:
     def step(self) -> int:
         """Optimizer steps of the job done so far (ticks)."""
         return self._runtime.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._runtime.step = value
 
     @property
     def stopped(self) -> bool:
