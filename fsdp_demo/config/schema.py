@@ -8,6 +8,7 @@ that contradict each other are refused when the configuration is made (`rules.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -272,6 +273,7 @@ class ExchangeConfig:
         """
         return cls.from_dict(read_yaml(text, "the configuration"))
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - configurations are small; saves ask each time
     def digest(self) -> int:
         """The first 64 bits of SHA-256 over the canonical form, the same for equal configurations.
         They are in the header of every message, so that peers on another configuration are refused.
