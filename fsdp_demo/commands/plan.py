@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,20 +165,21 @@ def _plans(
     from ..tools.planner import choose, plan_rows, show
     from ..tools.planner.rows import HSDP
 
+    width = min(shutil.get_terminal_size((show.COLUMNS, 24)).columns, show.COLUMNS)
     out, printed, shown, best = [], [], [], []
     for situation in situations:
         rows = plan_rows(situation, chosen, args.keep_inner)
-        parts = [show.title([situation]), "", show.plan_table(rows, _width()), ""]
+        parts = [show.wrapped(show.title([situation])), ""]
         recommended = None
         if any(row.name != HSDP for row in rows):
             choice = choose(rows, situation, args.keep_inner)
             recommended = choice.row
             best.append((situation, choice))
-            parts.append(f"Recommended: {choice.reason}.")
+            parts += [show.wrapped(f"Recommended: {choice.reason}."), ""]
         for row in rows:
             facts = {**_facts(situation), "recommended": row is recommended}
             out.append({**row.as_json(), **facts})
-        printed.append("\n".join(parts))
+        printed.append("\n".join([*parts, show.plan_tables(rows, width)]))
         shown += rows
     if args.yaml:
         if not best:
@@ -191,11 +191,6 @@ def _plans(
         summary = show.summary([(situation, choice.row) for situation, choice in best])
         printed.append(f"The best of each case:\n{summary}")
     print(json.dumps(out, indent=2) if args.json else "\n\n".join([*printed, show.notes(shown)]))
-
-
-def _width() -> int | None:
-    """Columns of the terminal; None where the output is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _solve(

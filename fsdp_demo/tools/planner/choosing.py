@@ -338,11 +338,12 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
             f"{what} keeps {keeps} on {link}{beside}: nothing is lost to compression, so there is "
             f"no need for more{tight}"
         )
-    among = "" if row.chosen else "of these "
+    among = "" if row.chosen else " of these"
     room = "" if s.memory_bytes is None else f" and fits into {s.memory_bytes / 1e9:.3g} GB"
     return (
-        f"{what} keeps {keeps} on {link}{beside}, and is the first {among}in the planner's order "
-        f"that keeps {s.target:.0%}{room}{tight}"
+        f"{what} keeps {keeps} on {link}{beside}. It is the first{among} that keeps {s.target:.0%}"
+        f"{room} in the order of evidence: an all-reduce, methods at periods up to {PARITY}, up to "
+        f"{LONG}, then longer ones; gaps in brackets do not count (docs/plan.md){tight}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,22 +17,21 @@ _HEAD = (
     "compute|GB device|GB host|gap %"
 ).split("|")
 _SPARED = "line use|GB host|mean Gbit/s|peak Gbit/s|bytes/exchange|bytes of the run|GB device"
-"""Columns that a narrow terminal does not get, the first of them first."""
+"""Columns that are left out of a table that is too wide, the first of them first."""
+COLUMNS = 120
+"""Of a line at most."""
 
 
-def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
-    """The table of all rows, chosen settings below the presets.
-
-    Args:
-        width: columns of the terminal; the least important columns of the table are left out until
-            a line fits, and the text says so. None: all columns.
+def plan_table(rows: Sequence[Row], width: int = COLUMNS) -> str:
+    """The table of rows; the least important columns are left out until a line fits into `width`
+    columns, and the text says so.
     """
     days = any(r.days is not None for r in rows)
     head = [*_HEAD, *(["days", "bytes of the run"] if days else [])]
     body = [head]
     for r in rows:
         cells = [
-            ("> " if r.chosen else "") + r.name,
+            r.name,
             r.settings,
             size(r.bytes_per_exchange),
             size(r.bytes_per_step),
@@ -51,14 +51,37 @@ def plan_table(rows: Sequence[Row], width: int | None = None) -> str:
             ]
         body.append(cells)
     spared: list[str] = []
-    for name in _SPARED.split("|") if width else ():
-        if max(map(len, table(body, left=2).splitlines())) <= (width or 0):
+    for name in _SPARED.split("|"):
+        if max(map(len, table(body, left=2).splitlines())) <= width:
             break
         if name in body[0]:
             i = body[0].index(name)
             body, spared = [row[:i] + row[i + 1 :] for row in body], [*spared, name]
-    left_out = f"\nleft out, as the terminal is narrow: {', '.join(spared)} (| cat shows all)"
-    return table(body, left=2) + left_out * bool(spared)
+    left_out = f"left out for want of width (--json has all): {', '.join(spared)}"
+    return "\n".join([table(body, left=2), *([wrapped(left_out, width)] if spared else [])])
+
+
+def plan_tables(rows: Sequence[Row], width: int = COLUMNS) -> str:
+    """Tables of the settings that the planner has chosen, and of all others, each with a title."""
+    chosen = ("Settings that the planner would choose:", [r for r in rows if r.chosen])
+    others = ("Presets at their published settings:", [r for r in rows if not r.chosen])
+    if not chosen[1]:
+        return plan_table(rows, width)
+    return "\n\n".join(f"{name}\n{plan_table(of, width)}" for name, of in (chosen, others) if of)
+
+
+def wrapped(text: str, width: int = COLUMNS) -> str:
+    """Each line of a text in lines of at most `width` columns; paths and names stay whole."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent="  " if line.startswith("* ") else "",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
 
 
 def summary(found: Sequence[tuple[Situation, Row]]) -> str:
@@ -114,23 +137,27 @@ def title(situations: Sequence[Situation]) -> str:
 def notes(rows: Sequence[Row]) -> str:
     """The text under all tables: the columns, and the sources of the gaps."""
     lines = [
-        "> settings that the planner would choose. GB of one rank, parameters, gradients and inner "
-        "optimizer included, activations not. gap: of the loss against an all-reduce at every "
-        "step, where somebody has measured it; * away from where it was measured; in brackets: on "
-        "a model of another order of size, not to be compared with the others:"
+        "GB of one rank, parameters, gradients and inner optimizer included, activations not. gap: "
+        "of the loss against an all-reduce at every step, where somebody has measured it; * away "
+        "from where it was measured; in brackets: on a model of another order of size, not to be "
+        "compared with the others:"
     ]
     seen: dict[str, list[str]] = {}
+    sources: dict[str, set[str]] = {}  # a preset whose settings were measured apart
+    for r in rows:
+        sources.setdefault(r.name, set()).add(str((r.expected_gap or {}).get("source")))
     for r in rows:
         if r.expected_gap is not None and r.expected_gap["extrapolated"]:
             key = f"{r.expected_gap['source']}: {r.expected_gap['extrapolated']}"
-            if r.name not in seen.setdefault(key, []):
-                seen[key].append(r.name)
+            name = f"{r.name} ({r.settings})" if len(sources[r.name]) > 1 else r.name
+            if name not in seen.setdefault(key, []):
+                seen[key].append(name)
     lines += [f"* {', '.join(names)}: {key}" for key, names in seen.items()]
     gaps = [(r.name, r.expected_gap) for r in rows if r.expected_gap is not None]
     if told := dict.fromkeys(f"{name} {gap['period']}" for name, gap in gaps if gap["period"]):
         lines.append(f"* measured at other periods: {', '.join(told)}")
     none = {r.name: r.no_gap for r in rows if r.expected_gap is None}
-    return "\n".join([*lines, *(f"- {name}: {why}" for name, why in none.items())])
+    return wrapped("\n".join([*lines, *(f"* {name}: {why}" for name, why in none.items())]))
 
 
 def targets_table(rows: Sequence[dict[str, Any]], rtt: float) -> str:

@@ -49,7 +49,7 @@ def test_planner_command_table_and_yaml(tmp_path: Path, capsys: pytest.CaptureFi
     (line,) = (one for one in out.splitlines() if one.startswith("Recommended: "))
     config = load_config(str(tmp_path / "a.yaml"))
     assert line.startswith(f"Recommended: {config.preset} (every ")
-    for name in ("hsdp", "demo", "> diloco", "days", "GB host"):
+    for name in ("hsdp", "demo", "diloco", "days", "GB device"):
         assert name in out
 
 
@@ -252,11 +252,24 @@ def test_planner_command_target_per_islands(capsys: pytest.CaptureFixture[str]) 
 def test_planner_table_narrow_terminal() -> None:
     """A narrow terminal gets fewer columns."""
     rows = plan_rows(Situation(load("tiny"), 2, Link(1e7), 0.1, device="cpu"), ["demo", "diloco"])
-    wide = show.plan_table(rows)
-    assert show.plan_table(rows, 400) == wide
-    *lines, left = show.plan_table(rows, 100).splitlines()
+    assert "GB host" in show.plan_table(rows, 400)
+    lines = show.plan_table(rows, 100).splitlines()
     assert max(map(len, lines)) <= 100 and "compute" in lines[0] and "GB host" not in lines[0]
-    assert left.startswith("left out, as the terminal is narrow: line use, GB host")
+    assert "left out for want of width (--json has all): line use, GB host" in "\n".join(lines)
+
+
+def test_planner_command_recommendation_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """The recommendation stands above the tables, its settings above the published ones; no line is
+    wider than 120 columns; a note names each preset once, or with its settings.
+    """
+    words = ["--model", "llama-3.2-3b", "--islands", "4", "--shards", "8", "--step-time", "1s"]
+    out = said(capsys, *words, "--link", "1Gbit,40ms", "--tokens", "20B", "--tokens-per-step", "1M")
+    assert max(map(len, out.splitlines())) <= 120
+    found = [out.index(t) for t in ("Recommended: ", "the planner would choose:", "published")]
+    assert found == sorted(found) and "in the order of evidence" in " ".join(out.split())
+    notes = out[out.index("GB of one rank") :].splitlines()
+    named = [one for line in notes if "docs/figures" in line for one in line[2:].split(":")[:1]]
+    assert len(named) == len(set(named))
 
 
 def test_planner_command_links_text() -> None:
