@@ -24,7 +24,7 @@ EXCHANGES_FILE, EVENTS_FILE, SUMMARY_FILE = "exchanges.jsonl", "events.jsonl", "
 
 NUMBERS = frozenset(
     (
-        *("step", "seconds", "loss", "global_loss", "tokens", "tokens_per_second"),
+        *("step", "seconds", "loss", "global_loss", "lr", "tokens", "tokens_per_second"),
         *("bytes_sent", "bytes_full", "seconds_waiting"),
         *("applied", "start", "end", "waiting", "bytes", "received"),
     )

@@ -5,6 +5,7 @@ writes for it.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,6 +53,7 @@ class RunRecord:
             "name": topology.name,
             "island": topology.island,
             "islands": topology.count,
+            "host": socket.gethostname(),
             "procs": procs,
             **_method(exchange),
             "steps": steps,

@@ -133,6 +133,7 @@ def run(
                         "step": step,
                         "loss": 5 * math.exp(-step * each / 4e5) + 1.1 + 0.1 * island,
                         "global_loss": None,
+                        "lr": 1e-3 * (1 - step / 1000),
                         "tokens": 512 * step,
                         "tokens_per_second": 512 * speed,
                         "bytes_sent": each * step,

@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
 
 from ...exchange.exchange import Exchange
+from ...exchange.message import mean_rate
 from ...peers.header import ring_all_reduce_bytes
 from ...runlog.progress import Progress, ProgressLine, line
 from ...runlog.record import RunRecord, ledger_rows, summarise
@@ -77,7 +78,7 @@ class TrainerRecord:
         values, step = self._values(numbers), self._exchange.step
         everywhere = numbers.get("exchange/loss")
         self._last = {"step": step, "loss": loss, "global_loss": everywhere, **values}
-        self._record.line(self._last)
+        self._record.line({"lr": float(mean_rate(self._exchange.host)), **self._last})
         known = Progress(
             step,
             self._trainer.state.max_steps,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -31,9 +32,9 @@ class Curve:
 
 
 def curve(run: Run, against: str) -> Curve:
-    """Losses against "tokens", "seconds" or "bytes_sent". Of several islands that have a line of
-    one step, the loss is the mean, and the measure the largest: an island that came back may have
-    begun to count anew.
+    """Losses against "step", "tokens", "seconds" or "bytes_sent". Of several islands that have a
+    line of one step, the loss is the mean, and the measure the largest: an island that came back
+    may have begun to count anew.
     """
     at: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for island in run.islands:
@@ -70,6 +71,49 @@ def still(island: IslandFiles) -> Points:
     return found
 
 
+def speed(island: IslandFiles) -> Points:
+    """(seconds, tokens per second since the line before), where tokens were counted."""
+    lines = [line for line in island.lines if line.get("tokens") is not None]
+    return [
+        (float(b["seconds"]), (b["tokens"] - a["tokens"]) / (b["seconds"] - a["seconds"]))
+        for a, b in pairwise([{"seconds": 0.0, "tokens": 0.0}, *lines])
+        if b["seconds"] > a["seconds"] and b["tokens"] > a["tokens"]
+    ]
+
+
+def rates(island: IslandFiles) -> Points:
+    """(step, learning rate) of the lines that have one."""
+    return [(float(x["step"]), float(x["lr"])) for x in island.lines if x.get("lr") is not None]
+
+
+def island_rows(run: Run) -> list[list[str]]:
+    """A table of the islands that are here, head first."""
+    body = ["island|host|starts|last step|loss|sent|standing still|end".split("|")]
+    for island in run.islands:
+        last = island.lines[-1] if island.lines else {}
+        starts = sum(e["kind"] in ("begin", "resume") for e in island.events)
+        starts += sum(e["kind"] == "joined" and _of(e, island) for e in island.events)
+        share = last.get("seconds_waiting", 0.0) / last["seconds"] if last.get("seconds") else None
+        body.append(
+            [
+                island.name,
+                str(island.head.get("host", "-")),
+                str(starts),
+                f"{last.get('step', 0):,}",
+                _or(last.get("loss"), lambda v: f"{v:.3f}"),
+                _or(last.get("bytes_sent"), size),
+                _or(share, lambda v: f"{v:.1%}"),
+                "no" if island.summary is None else "yes",
+            ]
+        )
+    return body
+
+
+def _of(event: dict[str, Any], island: IslandFiles) -> bool:
+    """Whether an event is about the island that wrote it."""
+    return event.get("islands") == [island.head.get("island")]
+
+
 def still_everywhere(run: Run) -> Points:
     """`still`, as the mean over the islands that are here, at the lines that all of them have."""
     each = [still(island) for island in run.islands]
@@ -82,6 +126,7 @@ class Figures:
 
     Attributes:
         held_out: the step of the evaluation that gave `loss`; None where it is of training.
+        best: the lowest loss of an evaluation, and its step; None without one.
     """
 
     name: str
@@ -94,6 +139,7 @@ class Figures:
     seconds: float | None
     loss: float | None
     held_out: int | None
+    best: tuple[float, int] | None
     sent: float | None
     full: float | None
     tokens_per_second: float | None
@@ -141,6 +187,7 @@ def figures(run: Run) -> Figures:
         _mean([i.events[-1] for i in run.islands], "seconds") if counted_all else took,
         held[-1]["loss"] if held else _mean(last, "loss"),
         held[-1]["step"] if held else None,
+        min(((e["loss"], e["step"]) for e in held), default=None),
         line.get("bytes_sent") if sent is None else sent,
         line.get("bytes_full") if full is None else full,
         (_mean(done, "tokens_per_second") if counted_all else None)
@@ -183,14 +230,15 @@ def _row(f: Figures) -> list[str]:
         _or(f.ratio, lambda v: f"{times(v)} less"),
         _or(f.tokens_per_second, lambda v: f"{v:,.0f}"),
         _or(f.still, lambda v: f"{v:.1%}"),
-        {True: "yes, bit for bit", False: "NO", None: "-"}[f.equal],
+        {True: "yes, bit for bit", False: "NO", None: "-" if f.ended else "- (no end)"}[f.equal],
     ]
 
 
 def _of_loss(f: Figures) -> str:
-    if f.held_out is None:
+    if f.held_out is None or f.best is None:
         return " (training)"
-    return f" (step {f.held_out:,})" if f.held_out < f.step else ""
+    best = f"; best {f.best[0]:.3f} at {f.best[1]:,}" if f.best[1] != f.held_out else ""
+    return f" (evaluation, step {f.held_out:,}{best})"
 
 
 def _or(value: float | None, words: Any) -> str:
@@ -264,12 +312,13 @@ def _bars(island: IslandFiles, channels: set[str]) -> list[Bar]:
 
 def marks(run: Run) -> list[dict[str, Any]]:
     """The events that are shown, of all islands, in time; what several islands saw is there once
-    for each."""
+    for each. An island that joined is marked where the others saw it, if any is here."""
     found = [
         {**event, "of": island.name}
         for island in run.islands
         for event in island.events
         if event.get("kind") in MARKS and event.get("seconds") is not None
+        if len(run.islands) == 1 or event["kind"] != "joined" or not _of(event, island)
     ]
     return sorted(found, key=lambda event: event["seconds"])
 

@@ -20,8 +20,12 @@ from .figures import (
     comparison,
     curve,
     figures,
+    island_rows,
     marks,
+    rates,
     said,
+    speed,
+    still,
     still_everywhere,
     timeline_rows,
 )
@@ -51,7 +55,8 @@ figcaption { font-size: 13px }
 .scroll { overflow-x: auto } svg { display: block; width: 100%; height: auto }
 svg.chart { max-width: 640px } svg.wide { min-width: 760px } .key { width: 1em; text-align: center }
 .key.lost { color: var(--bad) } .key.joined { color: var(--good) }
-.key.skipped-round { color: var(--odd) }
+.key.skipped-round { color: var(--odd) } .key.resume { color: var(--c0) }
+.key.chosen { color: var(--c3) }
 table { border-collapse: collapse; font-size: 14px; white-space: nowrap }
 th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--grid) }
 th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom }
@@ -70,7 +75,14 @@ table.facts { width: 100% } table.facts :is(th, td) { text-align: left; white-sp
   text-align: center; max-width: none }
 """
 MOST_EVENTS = 100
-SIGNS = {"lost": "▼", "joined": "▲", "skipped round": "◆"}
+SIGNS = {
+    "lost": "▼",
+    "joined": "▲",
+    "skipped round": "◆",
+    "checkpoint": "■",
+    "resume": "▶",
+    "chosen": "★",
+}
 
 
 def make(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -96,9 +108,12 @@ def page(runs: Sequence[Run]) -> str:
         _subtitle(runs),
         _notes(runs),
         *_figures(runs),
+        *(["<h2>Islands</h2>", _table(island_rows(runs[0]))] if len(runs) == 1 else []),
         "<h2>Loss</h2>",
         _legend([(run.name, i) for i, run in enumerate(runs)]) if len(runs) > 1 else "",
         _losses(runs),
+        "<h2>Speed and learning rate</h2>",
+        _speed_and_rate(runs),
         "<h2>Time standing still</h2>",
         "<p>The share of time for which training stood still, waiting for messages. The rest is "
         "training, evaluation and saving.</p>",
@@ -202,14 +217,34 @@ def _losses(runs: Sequence[Run]) -> str:
     return f'<div class="charts">{figures_}</div><figcaption>{caption}</figcaption>'
 
 
+def _speed_and_rate(runs: Sequence[Run]) -> str:
+    """Tokens per second and learning rate of each island; of several runs the first that is here
+    stands for all.
+    """
+    islands = list(runs[0].islands) if len(runs) == 1 else [run.islands[0] for run in runs]
+    names = [i.name for i in islands] if len(runs) == 1 else [run.name for run in runs]
+    drawn = []
+    for read, against, label in (
+        (speed, "seconds", "tokens/s of all islands, since the line before"),
+        (rates, "step", "learning rate"),
+    ):
+        each = [read(island) for island in islands]
+        draw = partial(picture.lines, each, against, label)
+        drawn.append(_drawn(draw) if any(each) else _empty(f"{label}: not written"))
+    legend = _legend([(name, n) for n, name in enumerate(names)])
+    return f'{legend}<div class="charts">{"".join(f"<figure>{d}</figure>" for d in drawn)}</div>'
+
+
 def _standing_still(runs: Sequence[Run]) -> str:
-    names = [run.name for run in runs]
+    each = [(run.name, still_everywhere(run)) for run in runs]
     if len(runs) == 1:
-        names = [island.name for island in runs[0].islands]
+        each = [(island.name, still(island)) for island in runs[0].islands]
     if not any(still_everywhere(run) for run in runs):
         return _empty("no line of metrics was written yet")
-    legend = _legend([(name, n) for n, name in enumerate(names)])
-    return f'{legend}<div class="scroll">{_drawn(partial(picture.standing_still, runs))}</div>'
+    legend = _legend([(name, n) for n, (name, _) in enumerate(each)])
+    shares = [[(x, 100 * y) for x, y in points] for _, points in each]
+    draw = partial(picture.lines, shares, "seconds", "standing still (% of the time)", "wide")
+    return f'{legend}<div class="scroll">{_drawn(draw)}</div>'
 
 
 def _exchanges(run: Run, named: bool) -> str:
@@ -222,8 +257,7 @@ def _exchanges(run: Run, named: bool) -> str:
         channels.setdefault(name.partition(", ")[2], colour)
     kinds = {str(event["kind"]) for event in events}
     signs = "".join(
-        f'<li><span class="key {kind.replace(" ", "-")}">{SIGNS.get(kind, "■")}</span>'
-        f"{escape(text)}</li>"
+        f'<li><span class="key {kind.replace(" ", "-")}">{SIGNS[kind]}</span>{escape(text)}</li>'
         for kind, text in MARKS.items()
         if kind in kinds
     )
@@ -263,11 +297,16 @@ def _bytes(runs: Sequence[Run]) -> list[str]:
 def _configuration(run: Run, opened: bool) -> str:
     facts: dict[str, Any] = run.head.get("facts", {})
     rows = [["fact", "value"], *([name, str(value)] for name, value in facts.items())]
+    if trained := [rate for island in run.islands for _, rate in rates(island)]:
+        low, high = min(trained), max(trained)
+        rows.append(["learning rates trained with", f"{low:.3g} to {high:.3g}"])
     if because := run.head.get("chosen_because"):
         rows.append(["chosen by auto", str(because)])
     text = _table(rows, "facts") if len(rows) > 1 else ""
     return (
         f"<details{' open' if opened else ''}><summary>{escape(run.name)}: preset "
         f"{escape(str(run.head.get('preset')))}</summary>{text}"
+        "<p>The method; its <code>lr</code> on top is what the preset advises for the inner "
+        "optimizer.</p>"
         f"<pre>{escape(str(run.head.get('config', '')))}</pre></details>"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import size
 from ...runlog.files import Run
-from .figures import curve, far_apart, marks, still, still_everywhere, timeline_rows
+from .figures import Points, curve, far_apart, marks, timeline_rows
 
 COLOURS = ("#0b6e99", "#c2570c", "#2a7d3f", "#a63d97", "#b3261e", "#6b6f00", "#5151cf", "#7a4b2b")
 TEXT, GRID, STILL = "#5a6775", "#e3e8ee", "#1c2733"
@@ -22,8 +22,16 @@ BY_NAME = {
     STILL: "var(--still)",
 }
 """What the page calls a colour: it is another one in the dark."""
-MARKS = {"lost": ("v", COLOURS[4]), "joined": ("^", COLOURS[2]), "skipped round": ("D", COLOURS[1])}
+MARKS = {
+    "lost": ("v", COLOURS[4]),
+    "joined": ("^", COLOURS[2]),
+    "skipped round": ("D", COLOURS[1]),
+    "checkpoint": ("s", TEXT),
+    "resume": (">", COLOURS[0]),
+    "chosen": ("*", COLOURS[3]),
+}
 UNITS: dict[str, tuple[tuple[float, float, str], ...]] = {
+    "step": (),
     "tokens": ((1e9, 1e9, "tokens (G)"), (1e6, 1e6, "tokens (M)"), (1e3, 1e3, "tokens (k)")),
     "seconds": ((3600, 3600, "hours"), (120, 60, "minutes")),
     "bytes_sent": tuple(
@@ -32,7 +40,12 @@ UNITS: dict[str, tuple[tuple[float, float, str], ...]] = {
     ),
 }
 """From which value on an axis is in which unit: (least, divisor, label)."""
-PLAIN = {"tokens": "tokens", "seconds": "seconds", "bytes_sent": "bytes sent by each island"}
+PLAIN = {
+    "step": "optimizer steps",
+    "tokens": "tokens",
+    "seconds": "seconds",
+    "bytes_sent": "bytes sent by each island",
+}
 MANY = 150
 """Exchanges of a row from which on its bars are points of one image."""
 
@@ -82,7 +95,7 @@ def _plain(panel: Any, what: str, values: Sequence[float]) -> None:
 
     top = max(values, default=0.0)
     _, factor, label = next((u for u in UNITS[what] if top >= u[0]), (0.0, 1.0, PLAIN[what]))
-    panel.set_xlim(0, top or 1)
+    panel.set_xlim(0, 1.02 * top or 1)  # the last point is whole
     panel.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / factor:g}"))
     if factor == 60:  # 300 seconds are 5 minutes; 250 are nothing that people read
         panel.xaxis.get_major_locator().set_params(steps=[1.2, 3, 6])
@@ -133,22 +146,20 @@ def losses(runs: Sequence[Run], against: str) -> str:
     return _svg(panel, against, "chart")
 
 
-def standing_still(runs: Sequence[Run]) -> str:
-    """The share of time for which training stood still: of the islands of one run, or of several
-    runs, as SVG.
+def lines(each: Sequence[Points], against: str, label: str, kind: str = "chart") -> str:
+    """One line for each island or run, against "step" or "seconds", as SVG.
+
+    Args:
+        label: of the y axis, and the name of the picture. kind: "chart" or "wide".
     """
-    panel, lines = _panel(11.5, 2.6), [(run.name, still_everywhere(run)) for run in runs]
-    if len(runs) == 1:
-        lines = [(island.name, still(island)) for island in runs[0].islands]
-    values = [0.0]
-    for number, (_, points) in enumerate(lines):
-        values += [x for x, _ in points]
-        share = [100 * y for _, y in points]
-        panel.plot([x for x, _ in points], share, color=COLOURS[number % 8], lw=1.4)
+    panel = _panel(11.5, 2.6) if kind == "wide" else _panel(3.9, 2.9)
+    for number, points in enumerate(each):
+        x, y = [x for x, _ in points], [y for _, y in points]
+        panel.plot(x, y, color=COLOURS[number % 8], lw=1.4)
     panel.set_ylim(bottom=0)
-    panel.set_ylabel("standing still (% of the time)")
-    _plain(panel, "seconds", values)
-    return _svg(panel, "still", "wide")
+    panel.set_ylabel(label)
+    _plain(panel, against, [x for points in each for x, _ in points])
+    return _svg(panel, re.sub(r"\W+", "-", label), kind)
 
 
 def exchanges(run: Run) -> str:
@@ -163,7 +174,7 @@ def exchanges(run: Run) -> str:
         panel.broken_barh(wire, (row - 0.4, 0.8), color=COLOURS[number % 8], alpha=0.55, **style)
         panel.broken_barh(waits, (row + 0.05, 0.35), color=STILL, alpha=0.75, **style)
     for event in marks(run):
-        shape, colour = MARKS.get(event["kind"], ("s", TEXT))
+        shape, colour = MARKS[event["kind"]]
         panel.plot(event["seconds"], len(rows), shape, color=colour, ms=5)
         ends.append(event["seconds"])
     ends += [line["seconds"] for island in run.islands for line in island.lines[-1:]]

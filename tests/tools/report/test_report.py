@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,7 +17,19 @@ import pytest
 from fsdp_demo import cli
 from fsdp_demo.runlog.files import load
 from fsdp_demo.tools.report import picture as report_png
-from fsdp_demo.tools.report.figures import comparison, curve, figures, still, timeline_rows
+from fsdp_demo.tools.report.figures import (
+    MARKS,
+    comparison,
+    curve,
+    figures,
+    island_rows,
+    marks,
+    rates,
+    speed,
+    still,
+    timeline_rows,
+)
+from fsdp_demo.tools.report.page import SIGNS
 
 from ...runlog import made
 
@@ -127,18 +140,20 @@ def test_report_pictures_text_and_colours(tmp_path, monkeypatch) -> None:
     assert cli.main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
     pictures = drawn(page)
-    assert len(pictures) == 5 and all("width" not in p.attrib for p in pictures)
+    assert len(pictures) == 8 and all("width" not in p.attrib for p in pictures)
     words = ["".join(p.itertext()) for p in pictures]
-    for text, *says in zip(
-        words,
+    expected = [
+        ["optimizer steps", "loss (nats per token)"],
         ["tokens (k)", "loss (nats per token)"],
         ["minutes"],
-        ["MB sent by each island"],
+        ["kB sent by each island"],
+        ["tokens/s of all islands", "minutes"],
+        ["learning rate", "optimizer steps"],
         ["standing still (% of the time)"],
         ["island0, ", "events"],
-        strict=False,
-    ):
-        assert all(one in text for one in says[0]), (says, text[-300:])
+    ]
+    for text, says in zip(words, expected, strict=True):
+        assert all(one in text for one in says), (says, text[-300:])
     assert not [c for c in report_png.BY_NAME if c in page.partition("</style>")[2]]
     assert "var(--c0)" in page and "var(--soft)" in page
 
@@ -149,8 +164,30 @@ def test_report_page_without_matplotlib(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("fsdp_demo.tools.report.picture.available", lambda: False)
     assert cli.main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("pip install &#x27;fsdp_demo[report]&#x27;") == 5 and "<svg" not in page
+    assert page.count("pip install &#x27;fsdp_demo[report]&#x27;") == 8 and "<svg" not in page
     assert "Key figures" in page and "preset: demo" in page
+
+
+def test_report_islands_speed_and_rates(tmp_path, monkeypatch) -> None:
+    """Each island has a row with its host and starts; speed is what was trained since the line
+    before, rates are those that were trained with; a newcomer is marked once.
+    """
+    run = load(made.run(monkeypatch, tmp_path / "run", islands=3, steps=40, lost_at=10, speed=2.0))
+    head, *rows = island_rows(run)
+    assert [dict(zip(head, row, strict=True))["starts"] for row in rows] == ["1", "1", "2"]
+    assert all(socket.gethostname() in row and "40" in row for row in rows)
+    assert [y for _, y in speed(run.islands[0])] == pytest.approx([1024] * 8)
+    assert rates(run.islands[1]) == [
+        (s, pytest.approx(1e-3 * (1 - s / 1000))) for s in range(5, 41, 5)
+    ]
+    assert [e["kind"] for e in run.islands[2].events if e.get("islands") == [2]] == [
+        "lost",
+        "joined",
+    ]
+    joined = [event["of"] for event in marks(run) if event["kind"] == "joined"]
+    assert joined == ["island0", "island1"]
+    assert set(MARKS) == set(SIGNS) == set(report_png.MARKS)
+    assert len(set(SIGNS.values())) == len({shape for shape, _ in report_png.MARKS.values()}) == 6
 
 
 @pytest.mark.parametrize("steps", [40, 400])
@@ -214,9 +251,15 @@ def test_report_loss_names_its_step(tmp_path, monkeypatch) -> None:
         return dict(zip(head, row, strict=True))["loss"]
 
     ended = made.run(monkeypatch, tmp_path / "ended", steps=40)
-    assert " " not in loss(ended)
+    assert loss(ended).endswith(" (evaluation, step 40)")
+    for island in ended.iterdir():
+        with open(island / "events.jsonl", "a", encoding="utf-8") as file:
+            print(
+                json.dumps({"kind": "evaluation", "step": 41, "seconds": 1, "loss": 9}), file=file
+            )
+    assert re.fullmatch(r"9\.000 \(evaluation, step 41; best \d\.\d{3} at 40\)", loss(ended))
     killed = made.run(monkeypatch, tmp_path / "killed", steps=35, ended=False)
-    assert loss(killed).endswith(" (step 20)")
+    assert loss(killed).endswith(" (evaluation, step 20)")
     for island in killed.iterdir():
         (island / "events.jsonl").unlink()
     assert loss(killed).endswith(" (training)")
