@@ -36,7 +36,7 @@ CHOICE = {  # those of the README, and for whom each is
     "diloco": "a first run; an exchange may take minutes, but is seldom",
     "sparse_loco": "large models and long runs on slow links",
     "decoupled_momentum": "the same, on the slowest links",
-    "muloco": "you may take Muon; its paper trained up to 3.1 B parameters",
+    "muloco": "you may take Muon; its paper tuned up to 3.1 B parameters",
     "sign_loco": "small and frequent exchanges; it is ours, from no paper",
     "sign_muloco": "the same with Muon; nobody has trained a large model with it",
     "demo": "all islands must be equal at every step",

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 from ..launch.command_line import Commands
@@ -63,14 +64,20 @@ def doctor(args: argparse.Namespace) -> int:
     from ..tools.doctor.findings import findings
     from ..tools.doctor.reading import as_json, text
 
+    def say(text: str) -> None:
+        print(f"doctor: {text}", file=sys.stderr, flush=True)
+
     topology = Topology.from_env()
+    if not args.no_disk:
+        say("measuring the disk")
     disk = None if args.no_disk else disk_mb_s(args.folder or ".")
     step = args.step_time
     if args.model is not None:
         from ..tools.doctor.facts import step_seconds
 
+        say(f"measuring training steps of {args.model}, which may take minutes on a CPU")
         step = step_seconds(args.model)
-    seen = examine(topology, args.seconds, disk, step)
+    seen = examine(topology, args.seconds, disk, step, say)
     found = findings(seen)
     print(text(seen, found), flush=True)
     if args.json and topology.island == 0:

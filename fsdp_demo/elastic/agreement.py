@@ -103,9 +103,20 @@ def warned(unlike: list[str]) -> bool:
 
 def unlike_runs(there: str, here: str, what: str) -> str:
     """The sentence that an island (`PeerGroup.label`) does not run the same as the one named
-    `here`.
+    `here`, with what to do. what: begins with the first field that differs.
     """
-    return f"{there} runs something else than {here}: {what}{see('unlike-runs')}"
+    field = what.partition(":")[0]
+    if field.startswith("config"):
+        cure = "give attach the same preset and settings on all islands"
+    elif field.endswith(".lr"):
+        cure = "set the same rates on all islands, and step schedulers as far as exchange.step"
+    elif field.startswith("optimizer"):
+        cure = "make the same optimizers with the same settings on all islands"
+    elif field.startswith("must_match"):
+        cure = "start all islands with the same arguments"
+    else:
+        cure = "make the same model, sharded alike, on all islands"
+    return f"{there} runs something else than {here}: {what}. Cure: {cure}{see('unlike-runs')}"
 
 
 def digest(tensors: Sequence[Tensor | None]) -> bytes:

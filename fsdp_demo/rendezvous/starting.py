@@ -328,8 +328,8 @@ def waited(
     return PeerLost(
         f"waited {place.timeout:g} s for {counted(len(wanted), 'island')}{least} at "
         f"{_where(place)}, run {place.run!r}: came {', '.join(came.values()) or 'nobody'}; "
-        f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN and ISLAND_ENDPOINT there, or raise "
-        f"ISLAND_TIMEOUT{more}{see('missing-islands')}"
+        f"missing {missing}. Check ISLAND_COUNT, ISLAND_RUN, ISLAND_ENDPOINT and ISLAND_TOKEN "
+        f"there, or raise ISLAND_TIMEOUT{more}{see('missing-islands')}"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -40,6 +40,7 @@ def examine(
     seconds: float,
     disk_mb_s: float | None = None,
     step_seconds: float | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Examination:
     """Examine the islands of a run; all of them call it.
 
@@ -47,6 +48,7 @@ def examine(
         topology: topology of this island, of a kind that meets at a store, or single.
         seconds: seconds that the measurement of the links may take.
         disk_mb_s, step_seconds: measurements of this island's disk and training step, or None.
+        say: gets a line at the begin of each phase.
 
     Returns:
         The facts and measurements of all islands, the same on each of them.
@@ -59,13 +61,16 @@ def examine(
     mine = local(planned, own, disk_mb_s, step_seconds)  # with room for those that come later
     if topology.kind != "islands":
         return Examination((mine,))
+    say(f"waiting for {counted(topology.count, 'island')} at {topology.endpoint}")
     shared = SharedNotes(topology)
     islands = tuple(shared.share("facts", mine, Island, topology.timeout).values())
+    say("trying who reaches whom")
     reaches = _reaches(shared, topology, own)
     measured: list[Direction] = []
     rounds = list(tournament(topology.count))
     each = seconds / len(rounds)
     for n, pairs in enumerate(rounds):
+        say(f"measuring links, round {n + 1} of {len(rounds)}, some {each:.0f} s")
         for pair in pairs:
             if topology.island in pair:
                 measured.append(_measure(shared, topology, pair, own, reaches, islands, each))

@@ -339,6 +339,8 @@ def _reason(row: Row, rows: Sequence[Row], s: Situation, good: bool, fits: bool)
             f"no need for more{tight}"
         )
     among = "" if row.chosen else " of these"
+    if row.name in STUDIED:
+        tight = f"; it is ours, from no paper, for small models and short runs{tight}"
     room = "" if s.memory_bytes is None else f" and fits into {s.memory_bytes / 1e9:.3g} GB"
     return (
         f"{what} keeps {keeps} on {link}{beside}. It is the first{among} that keeps {s.target:.0%}"
