@@ -68,8 +68,6 @@ def doctor(args: argparse.Namespace) -> int:
         print(f"doctor: {text}", file=sys.stderr, flush=True)
 
     topology = Topology.from_env()
-    if not args.no_disk:
-        say("measuring the disk")
     disk = None if args.no_disk else disk_mb_s(args.folder or ".")
     step = args.step_time
     if args.model is not None:
