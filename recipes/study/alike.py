@@ -5,7 +5,7 @@ its digest is entered, too, and what the repository keeps counts for it.
 
 A full run takes minutes, and ends elsewhere on another processor. So both codes train short runs
 here: this checkout, and the last commit that changed docs/figures/study-codes.json. Each is a
-process of this file, `python alike.py CHECKOUT TABLE JOBS`, and prints its results as JSON.
+process of this file, `python alike.py CHECKOUT TABLE ONLY JOBS`, and prints its results as JSON.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def compare(table: str, jobs: int) -> tuple[Found, Found]:
+def compare(table: str, only: str, jobs: int) -> tuple[Found, Found]:
     """What the code that was entered last gives here, and what this code gives."""
     with last_entry() as folder:
-        return trained(folder, table, jobs), trained(ROOT, table, jobs)
+        return trained(folder, table, only, jobs), trained(ROOT, table, only, jobs)
 
 
 @contextlib.contextmanager
@@ -69,9 +69,9 @@ def last_entry() -> Iterator[Path]:
             subprocess.run([*git, "worktree", "remove", "--force", at], check=True)
 
 
-def trained(checkout: Path, table: str, jobs: int) -> Found:
-    """The short runs of a table by the code of a checkout."""
-    words = [sys.executable, __file__, str(checkout), table, str(jobs)]
+def trained(checkout: Path, table: str, only: str, jobs: int) -> Found:
+    """The short runs of a table by the code of a checkout; `only` as of study.py."""
+    words = [sys.executable, __file__, str(checkout), table, only, str(jobs)]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, cwd=checkout)
     found: Found = json.loads(done.stdout)
     return found
@@ -91,7 +91,7 @@ def enter(code: str, why: str, alike: Path) -> None:
     alike.write_text(json.dumps(groups, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def main(checkout: str, table: str, jobs: str) -> None:
+def main(checkout: str, table: str, only: str, jobs: str) -> None:
     """Train the short runs by the code of `checkout`, and print what they gave."""
     from study.cells import Run, code_version
     from study.chosen import Study
@@ -99,7 +99,7 @@ def main(checkout: str, table: str, jobs: str) -> None:
     from study.results import ALIKE, Results
 
     # a folder without runs: the repository says which cell of each grid is the best
-    study = Study(table, range(1), Results(Path(checkout, "none"), newest(ALIKE)))
+    study = Study(table, range(1), Results(Path(checkout, "none"), newest(ALIKE)), only=only)
     found: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for run in study.reported():

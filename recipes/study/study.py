@@ -168,7 +168,7 @@ def verify(study: Study, progress: Progress, count: int) -> bool:
     return not apart
 
 
-def enter(version: str, why: str, table: str, jobs: int) -> bool:
+def enter(version: str, why: str, table: str, only: str, jobs: int) -> bool:
     """Enter this code among those whose runs count for each other, if short runs of all cells of
     the table are equal to those of the code that was entered last.
     """
@@ -177,7 +177,7 @@ def enter(version: str, why: str, table: str, jobs: int) -> bool:
     if version in known:
         print(f"code {version} is in {ALIKE.name} already")
         return True
-    before, now = alike.compare(table, jobs)
+    before, now = alike.compare(table, only, jobs)
     count, lines = alike.differences(before, now)
     print("".join(f"{line}\n" for line in lines), end="")
     if before["code"] not in known:
@@ -226,6 +226,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name} {value}: must be 1 or more")
     if args.seeds is not None and args.seeds > MOST:
         parser.error(f"--seeds {args.seeds}: intervals are known for up to {MOST} seeds")
+    if args.enter and "," in args.table:
+        parser.error("--enter compares the cells of one --table")
     if args.keep and (args.only or args.steps or args.eager):
         parser.error("--keep publishes whole tables: leave out --only, --steps and --eager")
     if args.keep and bool(args.data) != (args.table == "text"):
@@ -238,8 +240,7 @@ def main() -> int:
     changes = {k: v for k, v in (("data", args.data), ("steps", args.steps)) if v}
     version = code_version() + ("-eager" if args.eager else "")
     if args.enter:
-        tables = args.table.split(",")
-        return 0 if all([enter(version, args.enter, name, args.jobs) for name in tables]) else 1
+        return 0 if enter(version, args.enter, args.table, args.only, args.jobs) else 1
     results = Results(args.output / "runs", version)
     if args.verify:
         # by any code that was entered, and from a folder without runs of this one

@@ -127,7 +127,7 @@ def test_code_is_entered_where_short_runs_are_equal(
 ) -> None:
     """`--enter` enters a code only where every figure of all short runs is equal."""
     pair = ({"code": "old", "runs": before}, {"code": "new", "runs": now})
-    monkeypatch.setattr(alike, "compare", lambda table, jobs: pair)
+    monkeypatch.setattr(alike, "compare", lambda *words: pair)
     status, said = command("--enter", "a comment")
     (group,) = json.loads((tmp_path / "codes.json").read_text())
     entered = group == {"codes": ["first", "old", "new"], "why": "nothing; new: a comment"}
@@ -140,7 +140,7 @@ def test_code_is_entered_beside_a_known_one_only(
 ) -> None:
     """Where the last commit of the list has another code than one of it, nothing is entered."""
     pair = ({"code": "else", "runs": {"a": RUN}}, {"code": "new", "runs": {"a": RUN}})
-    monkeypatch.setattr(alike, "compare", lambda table, jobs: pair)
+    monkeypatch.setattr(alike, "compare", lambda *words: pair)
     status, said = command("--enter", "a comment")
     assert status == 1 and "has the code else, which is not in it" in said
 
@@ -148,7 +148,7 @@ def test_code_is_entered_beside_a_known_one_only(
 @pytest.mark.slow
 def test_short_runs_of_one_code_are_equal() -> None:
     """Two processes that train the short runs of a table give the same figures."""
-    one, two = (alike.trained(alike.ROOT, "precision", 1) for _ in range(2))
+    one, two = (alike.trained(alike.ROOT, "front", "local_sgd H=5", 1) for _ in range(2))
     count, lines = alike.differences(one, two)
     assert count == len(one["runs"]) > 0 and not lines
 
