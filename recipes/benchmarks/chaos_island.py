@@ -162,7 +162,7 @@ def noted(facts: Facts) -> None:
         view, due = self._driver.machine.record.view, finished(self, message)
         settled[id(self)] = (
             message.n,
-            message.kind != "gather" and due.settled.attempt > view,
+            message.kind != "gather" and due.attempt > view,
             self._driver.machine.record.view != view,
         )
         return due

@@ -53,7 +53,7 @@ def microseconds(tensors: int, steps: int, rank: int = 0, world: int = 1) -> dic
     for _ in range(steps + 100):
         began = time.perf_counter_ns()
         hooks._before(0, optimizer, (optimizer,), {})
-        hooks._after()
+        hooks._after(0, optimizer, (optimizer,), {})
         took.append((time.perf_counter_ns() - began) / 1e3)
     exchange.detach()
     # the first step compares the parameters with those at attach
@@ -94,6 +94,7 @@ def two_ranks(tensors: int, steps: int, cores: list[int]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--tensors", type=int, nargs="+", default=list(TENSORS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -102,7 +103,7 @@ def main() -> None:
         return
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pin()
-    rows = [{"ranks": 1, "tensors": n, **microseconds(n, args.steps)} for n in TENSORS]
+    rows = [{"ranks": 1, "tensors": n, **microseconds(n, args.steps)} for n in args.tensors]
     rows.append({"ranks": 2, "tensors": 100, **two_ranks(100, args.steps, cores)})
     head = ["ranks of the island", "tensors", "median, us", "mean, us"]
     body = [

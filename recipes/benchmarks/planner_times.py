@@ -10,6 +10,7 @@ setting exchanges at every step, and is compared with its optimizer alone. Proce
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -20,7 +21,6 @@ from torch import nn
 
 import fsdp_demo
 
-STEPS, SETTLE, WIDTH, LAYERS = 16, 4, 1024, 8
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, fp32": ("diloco", {"period": 1}),
     "dense, bf16": ("full", {"value_dtype": "bf16"}),
@@ -29,17 +29,19 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def medians(name: str, changes: dict[str, Any], exchanges: bool) -> tuple[float, float, float]:
+def medians(
+    name: str, changes: dict[str, Any], exchanges: bool, args: argparse.Namespace
+) -> tuple[float, float, float]:
     """Seconds of a step of the optimizer: of the training thread, and of all others; bytes sent."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model = nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(args.layers)))
     config = fsdp_demo.preset(name, **changes)
     optimizer = fsdp_demo.base_optimizer(config, model.named_parameters(), lr=1e-4)
     os.environ["ISLAND_RUN"] = f"{RUN}-{name}-{exchanges}"
     exchange = fsdp_demo.attach(optimizer, config, model=model) if exchanges else None
     main, others = [], []
-    for _ in range(STEPS):
-        model(torch.randn(4, WIDTH)).square().mean().backward()
+    for _ in range(args.steps):
+        model(torch.randn(4, args.width)).square().mean().backward()
         thread, process = time.thread_time(), time.process_time()
         optimizer.step()
         thread, process = time.thread_time() - thread, time.process_time() - process
@@ -48,18 +50,24 @@ def medians(name: str, changes: dict[str, Any], exchanges: bool) -> tuple[float,
         optimizer.zero_grad()
     sent = 0.0
     if exchange is not None:
-        sent = exchange.metrics()["bytes_sent"] / STEPS
+        sent = exchange.metrics()["bytes_sent"] / args.steps
         exchange.finish()
-    return statistics.median(main[SETTLE:]), statistics.median(others[SETTLE:]), sent
+    settled = slice(args.steps // 4, None)
+    return statistics.median(main[settled]), statistics.median(others[settled]), sent
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--steps", type=int, default=16, help="the first quarter is not counted")
+    parser.add_argument("--width", type=int, default=1024, help="of the layers")
+    parser.add_argument("--layers", type=int, default=8)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    values = LAYERS * (WIDTH * WIDTH + WIDTH)
+    values = args.layers * (args.width * args.width + args.width)
     lines = []
     for words, (name, changes) in SETTINGS.items():
-        alone, _, _ = medians(name, changes, exchanges=False)
-        thread, others, sent = medians(name, changes, exchanges=True)
+        alone, _, _ = medians(name, changes, exchanges=False, args=args)
+        thread, others, sent = medians(name, changes, exchanges=True, args=args)
         lines.append(
             f"{words:12} {1e9 * (thread - alone) / values:6.2f} ns per value in the training "
             f"thread, {1e9 * others / sent:6.2f} ns per byte sent in the others ({sent:.0f} B)"

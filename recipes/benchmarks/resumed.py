@@ -40,7 +40,6 @@ RUNS: dict[str, tuple[str, dict[str, Any], float]] = {
     "streaming_diloco": ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1}, 2e-3),
 }
 """Preset, changes and learning rate: as the study's grid chose, or near it."""
-STOP, AFTER = 103, (8, 50)  # steps before the stop; where losses are compared after it
 REPLICAS, ROWS, LENGTH, WARM_UP = 2, 2, 256, 20
 
 
@@ -96,7 +95,9 @@ WAYS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], int]] = {
 }
 
 
-def replica(name: str, seed: int, number: int, store: Any, data: Any) -> dict[str, list[float]]:
+def replica(
+    name: str, seed: int, number: int, store: Any, data: Any, args: argparse.Namespace
+) -> dict[str, list[float]]:
     """The held-out losses of one replica after each way to go on."""
 
     def topology(of: str) -> fsdp_demo.Topology:
@@ -104,7 +105,7 @@ def replica(name: str, seed: int, number: int, store: Any, data: Any) -> dict[st
 
     me = Replica(name, seed, number, data)
     exchange = fsdp_demo.attach(me.optimizer, me.config, model=me.model, topology=topology("begin"))
-    me.train(exchange, range(STOP), seed)
+    me.train(exchange, range(args.stop), seed)
     saved = deepcopy((exchange.state_dict(), me.model.state_dict(), me.optimizer.state_dict()))
     exchange.detach()
     out = {}
@@ -119,21 +120,21 @@ def replica(name: str, seed: int, number: int, store: Any, data: Any) -> dict[st
             topology=topology(way),
             state=changed(saved[0]),
         )
-        out[way], begin = [], STOP
-        for after in AFTER:
-            me.train(exchange, range(begin, STOP + after), seed + order)
+        out[way], begin = [], args.stop
+        for after in args.after:
+            me.train(exchange, range(begin, args.stop + after), seed + order)
             out[way].append(me.loss())
-            begin = STOP + after
+            begin = args.stop + after
         exchange.detach()
     return out
 
 
-def run(name: str, seed: int, data: list[Any]) -> dict[str, list[float]]:
+def run(name: str, seed: int, data: list[Any], args: argparse.Namespace) -> dict[str, list[float]]:
     """The mean losses of all replicas."""
     store, found = dist.HashStore(), [dict[str, list[float]]() for _ in range(REPLICAS)]
 
     def work(i: int) -> None:
-        found[i] = replica(name, seed, i, store, data[i])
+        found[i] = replica(name, seed, i, store, data[i], args)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(REPLICAS)]
     for thread in threads:
@@ -150,6 +151,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", default=",".join(RUNS))
     parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument("--stop", type=int, default=103, help="steps before the stop")
+    parser.add_argument(
+        "--after", type=int, nargs="+", default=[8, 50], help="steps after it, at the comparisons"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,21 +165,24 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in args.presets.split(","):
         for seed in range(args.seeds):
-            rows.append({"preset": name, "seed": seed, "losses": run(name, seed, data)})
+            rows.append({"preset": name, "seed": seed, "losses": run(name, seed, data, args)})
             print(rows[-1], flush=True)
     if args.json:
         args.json.write_text(
-            json.dumps({**facts(args, ["presets", "seeds"]), "rows": rows}, indent=1) + "\n"
+            json.dumps(
+                {**facts(args, ["presets", "seeds", "stop", "after"]), "rows": rows}, indent=1
+            )
+            + "\n"
         )
-    print(table(summary(rows)))
+    print(table(summary(rows, args.after)))
 
 
-def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
+def summary(rows: list[dict[str, Any]], afters: list[int]) -> list[list[str]]:
     """Head and rows: the loss that goes on whole, and how far the others lie above it."""
     head = ["preset", "steps after", "whole", *(way for way in WAYS if way != "whole")]
     out = []
     for name in dict.fromkeys(row["preset"] for row in rows):
-        for i, after in enumerate(AFTER):
+        for i, after in enumerate(afters):
             mine = [row["losses"] for row in rows if row["preset"] == name]
             cells = [f"{statistics.mean(losses['whole'][i] for losses in mine):.4f}"]
             for way in head[3:]:

@@ -23,10 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from study import alike  # noqa: E402
 from study.cells import Run, Setting, code_version, parameters  # noqa: E402
 from study.chosen import TABLES, Study  # noqa: E402
 from study.jobs import train_all  # noqa: E402
-from study.results import KEPT, Results  # noqa: E402
+from study.results import ALIKE, KEPT, Results, same_as  # noqa: E402
 from study.show import publish, show  # noqa: E402
 from study.stats import MOST, loss_of  # noqa: E402
 
@@ -123,29 +124,75 @@ def show_list(study: Study, progress: Progress) -> None:
         f"table {study.name}: {len(left) + len(unknown)} runs are missing, some {total} with "
         f"--jobs {progress.jobs}; code {study.results.version}"
     )
+    if len(study.results.versions) == 1:
+        print(
+            f"kept runs do not count: this code is not in {ALIKE.name}; --verify 2 and --enter WHY "
+            "say whether they may"
+        )
 
 
-def verify(study: Study, progress: Progress, count: int) -> int:
-    """Train `count` runs again that are there, spread over the table; how many end elsewhere than
-    they did by more than `SAME`.
+def verify(study: Study, progress: Progress, count: int) -> bool:
+    """Train `count` runs again that the repository keeps, spread over the table. False where one
+    fails, ends elsewhere by more than `SAME` or sends another number of bytes, or none is kept.
     """
-    there = [run for run in study.reported() if (r := study.result(run)) and "error" not in r]
+    there = [run for run in study.reported() if study.result(run)]
     apart: list[str] = []
+    furthest = 0.0
 
     def done(run: Run, result: dict[str, Any]) -> None:
-        known = study.result(run) or {}
+        nonlocal furthest
+        known, name = study.result(run) or {}, f"{run.cell.name} seed {run.seed}"
+        if "error" in result:
+            apart.append(name)
+            print(f"{name}: {_last_line(result['error'])}", flush=True)
+            return
         before, now = loss_of(known), loss_of(result)
-        same = abs(before - now) <= SAME
-        sent = known["bytes_sent"] == result.get("bytes_sent")
-        apart.extend([] if same and sent else [run.cell.name])
+        # what is kept is rounded
+        off = abs(before - round(now, 5)) if before == before or now == now else 0.0
+        sent = known["bytes_sent"] == result["bytes_sent"]
+        furthest = max(furthest, off)
+        apart.extend([] if off <= SAME and sent else [name])
         print(
-            f"{run.cell.name} seed {run.seed}: {before:.5f} by {known['code']}, {now:.5f} now; "
+            f"{name}: {before:.5f} by {known['code']}, {now:.5f} now; "
             f"bytes {'equal' if sent else 'differ'}",
             flush=True,
         )
 
-    train_all(there[:: max(1, len(there) // count)][:count], progress.jobs, done, progress.compiled)
-    return len(apart)
+    chosen = there[:: max(1, len(there) // count)][:count]
+    if not chosen:
+        print(f"table {study.name}: none of its runs is kept, so nothing was verified")
+        return False
+    train_all(chosen, progress.jobs, done, progress.compiled)
+    what = f"differ: {', '.join(apart)}" if apart else f"end as kept, at most {furthest:.5f} apart"
+    print(f"table {study.name}: {len(apart) or len(chosen)} of {len(chosen)} runs {what}")
+    return not apart
+
+
+def enter(version: str, why: str, table: str, only: str, jobs: int) -> bool:
+    """Enter this code among those whose runs count for each other, if short runs of all cells of
+    the table are equal to those of the code that was entered last.
+    """
+    last = alike.newest(ALIKE)
+    known = [last, *same_as(last, ALIKE)]
+    if version in known:
+        print(f"code {version} is in {ALIKE.name} already")
+        return True
+    before, now = alike.compare(table, only, jobs)
+    count, lines = alike.differences(before, now)
+    print("".join(f"{line}\n" for line in lines), end="")
+    if before["code"] not in known:
+        said = f"the commit that changed {ALIKE.name} last has the code {before['code']}, which is "
+        said += "not in it: commit an entry alone, upon the code that it names"
+    elif not count:
+        said = f"table {table}: no cell has the same configuration in {last} and in {version}"
+    elif lines:
+        said = f"table {table}: {len(lines)} of {count} short runs differ from those of {last}"
+    else:
+        alike.enter(version, why, ALIKE)
+        print(f"table {table}: {count} short runs equal those of {last}; {version} is entered")
+        return True
+    print(f"{said}; nothing was entered")
+    return False
 
 
 def parse() -> argparse.Namespace:
@@ -157,7 +204,13 @@ def parse() -> argparse.Namespace:
     add("--jobs", type=int, default=1, help="processes in parallel, each of one thread")
     add("--list", action="store_true", help="show cells and estimated time; train nothing")
     add("--keep", action="store_true", help="add the results to docs/figures/study-runs.jsonl")
-    add("--verify", type=int, metavar="N", help="train N runs again that are there, and compare")
+    add("--verify", type=int, metavar="N", help="train N kept runs again, and compare")
+    add(
+        "--enter",
+        metavar="WHY",
+        help="add this code to docs/figures/study-codes.json, so that kept runs count for it, if "
+        "short runs of all cells are equal to those of the code that was added last",
+    )
     add("--retry", action="store_true", help="train again what failed")
     add("--data", help="other text, as of pretrain.py (results of their own)")
     add("--steps", type=int, help="for a trial: fewer steps (results of their own)")
@@ -173,6 +226,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name} {value}: must be 1 or more")
     if args.seeds is not None and args.seeds > MOST:
         parser.error(f"--seeds {args.seeds}: intervals are known for up to {MOST} seeds")
+    if args.enter and "," in args.table:
+        parser.error("--enter compares the cells of one --table")
     if args.keep and (args.only or args.steps or args.eager):
         parser.error("--keep publishes whole tables: leave out --only, --steps and --eager")
     if args.keep and bool(args.data) != (args.table == "text"):
@@ -184,7 +239,12 @@ def main() -> int:
     args = parse()
     changes = {k: v for k, v in (("data", args.data), ("steps", args.steps)) if v}
     version = code_version() + ("-eager" if args.eager else "")
+    if args.enter:
+        return 0 if enter(version, args.enter, args.table, args.only, args.jobs) else 1
     results = Results(args.output / "runs", version)
+    if args.verify:
+        # by any code that was entered, and from a folder without runs of this one
+        results = Results(args.output / "kept alone", alike.newest(ALIKE))
     progress = Progress(results, args.jobs, not args.eager)
     failed = 0
     for name in args.table.split(","):
@@ -205,7 +265,7 @@ def main() -> int:
                 sys.exit(f"study.py: {error}")
             continue
         if args.verify:
-            failed += verify(study, progress, args.verify)
+            failed += not verify(study, progress, args.verify)
             continue
         progress.train(progress.missing(study.tuning(), args.retry), f"{name} tuning")
         progress.train(progress.missing(study.reported(), args.retry), name)
