@@ -358,14 +358,15 @@ class DonorFeed:
 
         self._submit(begin)
 
-    def tick(self, tick: Tick) -> None:
+    def tick(self, tick: Tick | None) -> None:
         """Send a step that has ended. The first one after `hand` has the snapshot's step as its
-        number.
+        number. None: parameters were reset, so the snapshot is outdated.
         """
         island = self._for
         if island is not None and self._join_server.first:
-            head = bulk_stream.ItemHead("tick")
-            self._submit(lambda: self._put(island, "ticks", head, [to_bytes(tick)]))
+            head = bulk_stream.ItemHead("reset" if tick is None else "tick")
+            parts = [] if tick is None else [to_bytes(tick)]
+            self._submit(lambda: self._put(island, "ticks", head, parts))
 
     def launching(self, message: RoundMessage) -> None:
         """A message is sent here now: a newcomer may begin with it, if it is of a step."""
