@@ -5,8 +5,10 @@ islands, and the rest of the model goes on as if nothing had happened.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +16,12 @@ import torch
 from torch import nn
 
 import fsdp_demo
-from fsdp_demo import Mismatch, base_optimizer, preset
+from fsdp_demo import Mismatch, PeerLost, base_optimizer, preset
+from fsdp_demo.elastic import join_server
+from fsdp_demo.elastic.newcomer import Following
+from fsdp_demo.exchange import finish, reset
+from fsdp_demo.peers.header import PAYLOAD, RESET, Header
+from fsdp_demo.peers.join_messages import Expected, MessageHead, to_bytes
 
 from ..support import joining, threaded
 
@@ -435,3 +442,125 @@ def test_reset_shards_and_copies(run_ranks: Any, form: str) -> None:
     for k in range(0, len(found[0]), 2):
         means = [(a + b) / 2 for a, b in zip(found[0][k], found[2][k], strict=True)]
         assert all(joining.same(rank[k + 1], means) for rank in found)
+
+
+def _later(note: bytes) -> list[Any]:
+    """What a joining island says, but that it is ready."""
+    found = json.loads(note)
+    return found if found[0] != "ready" else [""]
+
+
+def joined_run(me: Any, case: str) -> Any:
+    """Two islands train and reset in the moment in which the third one has been sent a snapshot.
+    All reset once more when it has joined, for most cases before it takes part in messages. Beside
+    a reset the script moves a frozen matrix."""
+    begun, attached = me.folder / "begun", me.folder / "attached"
+    while me.island == 2 and not begun.exists():
+        time.sleep(0.02)
+    model, config, resets = Net(), JOINED[case], [0, 0]
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = base_optimizer(config, named, lr=config.lr or 0.01)
+    exchange = fsdp_demo.attach(optimizer, config, model=model, must_match={"steps": 200})
+    came, end, word = exchange.step, 10**9, join_server._word
+    if me.island == 0:  # no join is planned before the reset
+        patch = pytest.MonkeyPatch()
+        patch.setattr(join_server, "_word", lambda note: word(note) if resets[0] else _later(note))
+    while exchange.step < end:
+        loop(model, optimizer, exchange, exchange.step + 1)
+        if me.island == 0 and exchange.step == 4:
+            begun.touch()
+        feed, size = exchange._runtime.donor_feed, len(exchange._peers.slots)
+        now = [not resets[0] and feed is not None and feed.feeding, attached.exists()]
+        said = exchange.across_islands.largest([*map(float, now), float(size)])
+        for k, p in enumerate([model.layers[1].weight, model.layers[2].bias]):
+            if said[k] and not resets[k]:
+                resets[k] += 1
+                with torch.no_grad():
+                    model.frozen += 1.0
+                    p.zero_()
+                    for state in optimizer.state.values():
+                        for value in state.values():
+                            value.zero_() if isinstance(value, torch.Tensor) else None
+                exchange.reset(p)
+                assert not p.any()
+        if me.island == 2:
+            attached.touch()
+        if said[2] == 3 and end == 10**9:
+            end = exchange.step + 9
+    exchange.finish()
+    values = [p.detach().clone() for p in model.parameters()]
+    return came, resets, exchange.digests_equal(), values
+
+
+JOINED = {
+    "diloco": preset("diloco", period=40),
+    "full": CASES["full"],
+    "streaming_diloco": preset("streaming_diloco", period=40, layers=1, delay=2),
+}
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_reset_while_island_joins(run_ranks: Any, case: str) -> None:
+    """An island that has a snapshot of before a reset starts over from a new one, with all that the
+    script has done beside the reset; one that has joined takes part in the call."""
+    env = {"ISLAND_MIN": "2", "ISLAND_COUNT": "2", "ISLAND_SLOTS": "3"}
+    found = run_ranks(joined_run, 3, 1, timeout=120, env=env, args=(case,), check=False)
+    assert not any(f.error for f in found), [f.error for f in found]
+    assert "a new snapshot is asked for" in found[2].log, found[2].log
+    one, two, three = (f.value for f in found)
+    assert one[1] == two[1] == [1, 1] and three[1] == [0, 1] and three[0] > 4
+    assert float(three[3][0][0]) == 3.0  # the frozen matrix
+    for f in (one, two, three):
+        assert f[2] and joining.same(f[3], one[3])
+
+
+def test_reset_missed_by_newcomer() -> None:
+    """A newcomer that has not called `reset` where the others did comes upon their message, and
+    has to begin again; one that calls it takes the message."""
+    following = Following.__new__(Following)
+    following._caught_up = 8
+    head = MessageHead([Header(0, 8, kind=RESET)], [0], [4], [], False)
+    assert not following._skips(to_bytes(head), Expected(RESET, 8, 4))
+    for other in (Expected(PAYLOAD, 8, 4), Expected(RESET, 9, 4)):
+        following.outdated = False
+        with pytest.raises(PeerLost, match="have reset parameters"):
+            following._skips(to_bytes(head), other)
+        assert following.outdated
+
+
+def dies(me: Any, case: str, moment: str) -> Any:
+    """Three islands; the last one is killed inside the reset, in a process of its own."""
+    if me.island == 2 and (child := os.fork()):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        run = Run(fsdp_demo.Topology.from_env(), CASES[case])
+        run.train(AT)
+        run.write()
+        if me.island == 2:
+            patch = pytest.MonkeyPatch()
+            if moment == "after":
+                patch.setattr(finish, "mean_parameters", lambda *args: os._exit(9))
+            else:
+                patch.setattr(reset, "gather_json", lambda *args: os._exit(9))
+        run.exchange.reset(run.model.chosen)
+        values = [p.detach().clone() for p in run.model.chosen]
+        run.train(AT + 6)
+        run.exchange.finish()
+        return values, run.exchange.digests_equal()
+    finally:
+        if me.island == 2:
+            os._exit(1)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_reset_island_lost(run_ranks: Any, moment: str) -> None:
+    """An island that is killed inside a reset, before or after it has told its names, leaves the
+    others with the mean of their own values."""
+    found = run_ranks(dies, 3, 1, env={"ISLAND_DEAD": "4"}, args=("streaming_diloco", moment))
+    assert found[2] == 9
+    expected = []
+    for k, shape in enumerate([(70, 70), (70,)]):
+        seeds = (torch.Generator().manual_seed(100 + 10 * i + k) for i in range(2))
+        expected.append(sum(torch.randn(shape, generator=g) for g in seeds) / 2)
+    for values, equal in found[:2]:
+        assert equal and joining.same(values, expected)
