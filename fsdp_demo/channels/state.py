@@ -158,8 +158,7 @@ class LocalChannel:
         self.windows = self.layout.windows(self.host.device) if self.layout is not None else []
 
     def narrowed(self, indices: Collection[int]) -> LocalChannel:
-        """A channel over those of its tensors that have these indices in the host's `params`, to
-        pack and write them."""
+        """A channel over those of its tensors with these indices, to pack and write them."""
         only = copy.copy(self)
         only.covered = [i for i in self.covered if i in indices]
         only._lay_out()
@@ -195,19 +194,15 @@ class LocalChannel:
         self.enter(step)
 
     def restart(self, indices: Collection[int]) -> None:
-        """Begin anew for the tensors with these indices in the host's `params`: zero accumulator
+        """Begin anew for the tensors with these indices (in the host's `params`): zero accumulator
         and momentum, anchor at the parameters as they are now."""
         mine = [k for k, i in enumerate(self.covered) if i in indices]
         self.present = [there and k not in mine for k, there in enumerate(self.present)]
-        now = self.pack("parameter") if self.anchor is not None and mine else None
-        kept = self.state()
-        for place in self.layout.places(mine) if self.layout is not None else ():
-            for name, work in kept.workspaces.items():
-                if name in ("anchor", "written"):
-                    assert now is not None
-                    work[place].copy_(now[place])
-                else:
-                    work[place].zero_()
+        now = self.pack("parameter") if self.anchor is not None else None
+        for name, work in self.state().workspaces.items():
+            new = now if name in ("anchor", "written") else None
+            for place in self.layout.places(mine) if self.layout is not None else ():
+                work[place] = 0.0 if new is None else new[place]
 
     def stage(self, step: int) -> int:
         """The number of the stage in which `step` lies."""

@@ -266,12 +266,13 @@ class Layout:
 
     def places(self, tensors: Collection[int]) -> list[slice]:
         """The stretches of a workspace of this copy that hold these tensors, in either domain."""
-        blocks = [p for p in self.pieces if p.region.tensor in tensors]
-        dense, base = [d for d in self.dense if d.tensor in tensors], self.num_blocks * BLOCK
-        return [
-            *(slice(p.start * BLOCK, (p.start + p.hi - p.lo) * BLOCK) for p in blocks),
-            *(slice(base + d.start, base + d.start + d.hi - d.lo) for d in dense),
-        ]
+        base, blocks = (
+            self.num_blocks * BLOCK,
+            (p for p in self.pieces if p.region.tensor in tensors),
+        )
+        found = [(BLOCK * p.start, BLOCK * (p.hi - p.lo)) for p in blocks]
+        found += [(base + d.start, d.hi - d.lo) for d in self.dense if d.tensor in tensors]
+        return [slice(first, first + size) for first, size in found]
 
     def new(self, device: torch.device | str) -> Tensor:
         """A workspace of zeros on `device`, fp32."""

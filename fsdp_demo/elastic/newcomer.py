@@ -216,10 +216,9 @@ class Following:
     Args:
         search: has reached the donor, the member that this island follows.
         become: makes this rank a member, given the record that names it.
-        another: follows another donor (or `again` this one) from its snapshot on: what waits for
-            this one ends. Called on every rank with a peer group, before `caught_up`; the peer
-            group has another `following` then. Raises PeerLost: there is none, or this island is a
-            member already.
+        another: follows another donor (or this one `again`) from its snapshot on: what waits ends.
+            Called on every rank with a peer group, before `caught_up`; the peer group has another
+            `following` then. Raises PeerLost: there is none, or this island is a member already.
 
     Attributes:
         base: the first message that this island takes part in, if it is of a step; None while it is
@@ -383,8 +382,7 @@ class Following:
         return expected.kind in WITHIN or all(h.step <= self._caught_up for h in headers)
 
     def _reset(self) -> PeerLost:
-        """The error of a snapshot that is outdated. What a script does beside a reset, to moments
-        or frozen weights, is in none of the messages to follow."""
+        # what a script does beside it, to moments or frozen weights, is in no message to follow
         self.outdated = True
         return PeerLost("the others have reset parameters while this island was joining")
 

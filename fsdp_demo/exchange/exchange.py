@@ -265,23 +265,18 @@ class Exchange(Readings):
     @torch.no_grad()
     @collective("reset()")
     def reset(self, parameters: Iterable[Tensor | str]) -> None:
-        """Begin anew for parameters that the script has written: ReLoRA's merge, a new head,
-        pruning. Their values become the mean over the islands and the new anchor; outer momentum,
-        error feedback and accumulators of them are zero. All ranks of all islands call it at the
-        same step, with the same parameters.
-
-        Messages under way are applied first, as by `flush`. Moments of the inner optimizer are left
-        alone. Under ZeRO the fp32 masters are the parameters.
+        """Take over parameters that the script has written: their values become the mean over the
+        islands and the new anchor; outer momentum, error feedback and accumulators of them are
+        zero. All ranks of all islands call it at one step. Messages under way are applied first, to
+        the other parameters. Moments of the inner optimizer are left alone.
 
         Args:
-            parameters: whole trained parameters of the attached optimizers, any shapes; or their
-                names.
+            parameters: whole trained parameters of the attached optimizers, or their names.
 
         Raises:
             ValueError: on all islands, before anything is changed: it is no such parameter, or
                 islands bring others or stand at unlike steps.
             Mismatch: another island is in another call. NotFinite: no island has finite values.
-            RuntimeError: inside `outer_parameters`; the exchange has ended.
         """
         refuse_shown(self.shows_result, "reset()")
         self._runtime.check_usable()

@@ -91,8 +91,7 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
-    """Ask another island for its state, since the donor is lost; or the donor again, where its
-    snapshot is outdated."""
+    """Ask for the state of another island, since the donor is lost; or the donor's new one."""
     name = runtime.topology.name
     again = runtime.island.any(following is not None and following.outdated)
     what = "a new snapshot is asked for" if again else "another island is asked for its state"

@@ -21,20 +21,15 @@ from .runtime import StepRuntime
 
 
 def reset(runtime: StepRuntime, parameters: Iterable[Tensor | str]) -> None:
-    """`Exchange.reset`. All ranks of all islands call it together.
-
-    Raises:
-        ValueError: on all of them, before anything is changed.
-    """
+    """`Exchange.reset`. All ranks of all islands call it together."""
     indices, wrong = _found(runtime.host, parameters)
     _agree(runtime, sorted({runtime.host.params[i].name for i in indices}), wrong)
     if runtime.donor_feed is not None:
         runtime.donor_feed.tick(None)
     only = runtime.parameters.narrowed(indices)
-    written = [t.clone() for t in only.tensors("parameter") if t is not None]
+    written = only.pack("parameter")
     finish.flush(runtime)  # which writes these tensors, too
-    for t, value in zip(only.tensors("parameter"), written, strict=True):
-        t.copy_(value)
+    only.write(written, only.tensors("parameter"))
     only.write(finish.mean_parameters(runtime, only), only.tensors("parameter"))
     runtime.host.commit()
     for c in runtime.channels:
@@ -43,8 +38,7 @@ def reset(runtime: StepRuntime, parameters: Iterable[Tensor | str]) -> None:
 
 
 def _found(host: TrainingHost, parameters: Iterable[Tensor | str]) -> tuple[set[int], str]:
-    """The indices of these parameters in the host's `params`; and a sentence on those that are no
-    whole trained parameter, empty where all are."""
+    """The indices of these parameters in the host's `params`, and what is wrong with the rest."""
     given = [parameters] if isinstance(parameters, (Tensor, str)) else list(parameters)
     places: dict[int | str, set[int]] = {}
     for i, s in enumerate(host.params):
@@ -54,13 +48,12 @@ def _found(host: TrainingHost, parameters: Iterable[Tensor | str]) -> tuple[set[
     odd = [p for p, indices in zip(given, found, strict=True) if not indices]
     if given and not odd:
         return set().union(*found), ""
-    frozen = {id(host.parameter(i)): s.name for i, s in enumerate(host.params)}
-    words = [
-        repr(p) if isinstance(p, str) else frozen.get(id(p), f"a tensor of shape {[*p.shape]}")
-        for p in odd
-    ]
+    words = {id(host.parameter(i)): s.name for i, s in enumerate(host.params)} | {
+        id(p): repr(p) for p in odd if isinstance(p, str)
+    }
+    what = [words.get(id(p), f"a {type(p).__name__} {[*getattr(p, 'shape', ())]}") for p in odd]
     return set(), (
-        f"reset() got {first_few(words) or 'no parameter'}: it takes whole parameters that the "
+        f"reset() got {first_few(what) or 'no parameter'}: it takes whole parameters that the "
         "attached optimizers train, as they are in the sharded model, or their names, such as "
         f"{host.params[0].name!r}; no frozen ones, no parts"
     )

@@ -56,8 +56,7 @@ class History:
             self.slots, self.at = tuple(slots), step
 
     def hear_reset(self, step: int) -> None:
-        """Note that all islands have reset parameters after `step` steps: a checkpoint of before is
-        of another state."""
+        """Note that all islands have reset parameters after so many steps."""
         self.digest = self.digest and extended(self.digest, step, ())
 
     def note(self) -> dict[str, Any]:

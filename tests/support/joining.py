@@ -144,7 +144,7 @@ class Fed:
     def close(self) -> None:
         """There is no connection."""
 
-    def another(self) -> None:
+    def another(self, again: bool) -> None:
         raise PeerLost("the record has no more messages, and is the only one")
 
 
