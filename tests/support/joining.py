@@ -107,7 +107,7 @@ class Fed:
     brought: what it has.
     """
 
-    fetched, base = 0, 0
+    fetched, base, outdated = 0, 0, False
 
     def __init__(self, record: Record, step: int, until: int | None = None):
         self.record, self.until, self.at = record, until, step
