@@ -87,6 +87,7 @@ class ZeroHost(TrainingHost):
                 )
         self.device = masters[0].device
         self._parameters = dict(engine.module.named_parameters())
+        self._by_name = {plain_name(n): p for n, p in self._parameters.items()}
         self._trained = [p.requires_grad for p in self._parameters.values()]
 
     @property
@@ -98,6 +99,9 @@ class ZeroHost(TrainingHost):
     def clips(self) -> str:
         norm = self.partitions.zero.clip_grad
         return f"DeepSpeed clips each replica's own gradient to norm {norm:g}" if norm else ""
+
+    def parameter(self, index: int) -> Tensor:
+        return self._by_name[self.params[index].name]
 
     def tensors(self, source: str) -> list[Tensor | None]:
         """fp32 views into the masters, their gradients and their states."""

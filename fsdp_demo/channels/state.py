@@ -9,6 +9,7 @@ domain, on the device or in host memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -126,35 +127,42 @@ class LocalChannel:
         self.channel, self.host, self._home = channel, placement.host, placement.home_device
         self.position, self.active_copies = placement.position, placement.active_copies
         self.copies, self.size = placement.copies, placement.islands
-        host, active_copies = self.host, self.active_copies
-        self.covered = [
-            i for i, s in enumerate(host.params) if not s.frozen and covers(channel, s.name)
-        ]
+        self.active_copy, params = placement.active_copy, self.host.params
+        self.covered = [i for i, s in enumerate(params) if not s.frozen and covers(channel, s.name)]
         if channel.state_name:
             self._with_state()
-        chosen = [host.params[i] for i in self.covered]
-        kinds = [tensor_layout_kind(channel, s.name) for s in chosen]
-        self.layouts = [
-            Layout([s.shape for s in chosen], kinds, active_copy, active_copies)
-            for active_copy in range(active_copies)
-        ]
-        self.active_copy = placement.active_copy
-        self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
-        if host.device.type == "cpu" and channel.codec.sparse:
+        self._lay_out()
+        if self.host.device.type == "cpu" and channel.codec.sparse:
             say_what_selects()
-        self.windows = self.layout.windows(host.device) if self.layout is not None else []
         self.accumulator: Tensor | None = None
         self.anchor: Tensor | None = None
         self.written: Tensor | None = None
         self.momentum: Tensor | None = None
         self.present = [False] * len(self.covered)
-        self._low_precision = any(s.dtype != torch.float32 for s in chosen)
+        self._low_precision = any(params[i].dtype != torch.float32 for i in self.covered)
         if self._low_precision and channel.queues:
             raise ValueError(
                 f"channel {channel.name!r}: schedule.delay={channel.schedule.delay}, not below "
                 f"schedule.sync_every={channel.schedule.sync_every}, needs fp32 parameters: load "
                 "the model with dtype=torch.float32, or shorten the delay"
             )
+
+    def _lay_out(self) -> None:
+        chosen = [self.host.params[i] for i in self.covered]
+        kinds = [tensor_layout_kind(self.channel, s.name) for s in chosen]
+        self.layouts = [
+            Layout([s.shape for s in chosen], kinds, active_copy, self.active_copies)
+            for active_copy in range(self.active_copies)
+        ]
+        self.layout = self.layouts[self.active_copy] if self.active_copy is not None else None
+        self.windows = self.layout.windows(self.host.device) if self.layout is not None else []
+
+    def narrowed(self, indices: Collection[int]) -> LocalChannel:
+        """A channel over those of its tensors with these indices, to pack and write them."""
+        only = copy.copy(self)
+        only.covered = [i for i in self.covered if i in indices]
+        only._lay_out()
+        return only
 
     def _with_state(self) -> None:
         """Cover only the parameters whose optimizer keeps the state: beside Muon, AdamW's moments
@@ -184,6 +192,17 @@ class LocalChannel:
         self.accumulator = self.momentum = None
         self._sends = self._lands = -1
         self.enter(step)
+
+    def restart(self, indices: Collection[int]) -> None:
+        """Begin anew for the tensors with these indices (in the host's `params`): zero accumulator
+        and momentum, anchor at the parameters as they are now."""
+        mine = [k for k, i in enumerate(self.covered) if i in indices]
+        self.present = [there and k not in mine for k, there in enumerate(self.present)]
+        now = self.pack("parameter") if self.anchor is not None else None
+        for name, work in self.state().workspaces.items():
+            new = now if name in ("anchor", "written") else None
+            for place in self.layout.places(mine) if self.layout is not None else ():
+                work[place] = 0.0 if new is None else new[place]
 
     def stage(self, step: int) -> int:
         """The number of the stage in which `step` lies."""

@@ -19,7 +19,7 @@ dense elements.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -263,6 +263,16 @@ class Layout:
             for w in self.windows(work.device):
                 for part in w.inner:
                     part.unpack(part.of(work), memory)
+
+    def places(self, tensors: Collection[int]) -> list[slice]:
+        """The stretches of a workspace of this copy that hold these tensors, in either domain."""
+        base, blocks = (
+            self.num_blocks * BLOCK,
+            (p for p in self.pieces if p.region.tensor in tensors),
+        )
+        found = [(BLOCK * p.start, BLOCK * (p.hi - p.lo)) for p in blocks]
+        found += [(base + d.start, d.hi - d.lo) for d in self.dense if d.tensor in tensors]
+        return [slice(first, first + size) for first, size in found]
 
     def new(self, device: torch.device | str) -> Tensor:
         """A workspace of zeros on `device`, fp32."""

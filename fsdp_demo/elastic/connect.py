@@ -164,11 +164,11 @@ def newcomer_peers(
                 start.member(record, notes, {r.member: r.connections for r in reached})
                 start.open_listener()
 
-            def another() -> None:
+            def another(again: bool) -> None:
                 for r in reached:
                     r.close(poller)
                 patience = min(meeting.timeout, 3 * limits.dead)
-                follow(turn + 1, patience, record, donor.member)
+                follow(turn + 1, patience, record, None if again else donor.member)
 
             following = Following(search, donor, become, another)
             peers.follow(following, [r.member.slot for r in reached])

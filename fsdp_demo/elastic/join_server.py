@@ -63,8 +63,8 @@ class JoiningIsland(JoinConnections):
     Attributes:
         asked: it wants a snapshot from this rank. brings: digests by name of what it has already,
             which need not be sent if it is the same here.
-        following: it has been sent its snapshot. moved: it is a member. since: when it asked
-            (`time.monotonic`). limit: notes that may wait for it.
+        following: it has been sent its snapshot. outdated: that is of before a reset. moved: it is
+            a member. since: when it asked (`time.monotonic`). limit: notes that may wait for it.
     """
 
     listens = True
@@ -73,7 +73,7 @@ class JoiningIsland(JoinConnections):
         super().__init__(*args)
         self.name, self.since = name, time.monotonic()
         self.brings: dict[str, str] = {}
-        self.asked = self.following = self.moved = False
+        self.asked = self.following = self.outdated = self.moved = False
         self.limit = LEAST // bulk_stream.LONGEST
 
 
@@ -211,7 +211,7 @@ class JoinServer:
                 return None
             if word[0] == "follow":
                 island.brings, island.asked = word[1], True
-            ready |= word[0] == "ready" and island.following
+            ready |= word[0] == "ready" and island.following and not island.outdated
         return island.member if ready else None
 
     def _cannot_join(self, island: JoiningIsland, now: float) -> str:
@@ -358,14 +358,16 @@ class DonorFeed:
 
         self._submit(begin)
 
-    def tick(self, tick: Tick) -> None:
+    def tick(self, tick: Tick | None) -> None:
         """Send a step that has ended. The first one after `hand` has the snapshot's step as its
-        number.
+        number. None: parameters were reset, so the snapshot is outdated.
         """
         island = self._for
         if island is not None and self._join_server.first:
-            head = bulk_stream.ItemHead("tick")
-            self._submit(lambda: self._put(island, "ticks", head, [to_bytes(tick)]))
+            head = bulk_stream.ItemHead("reset" if tick is None else "tick")
+            parts = [] if tick is None else [to_bytes(tick)]
+            island.outdated |= tick is None
+            self._submit(lambda: self._put(island, "ticks", head, parts))
 
     def launching(self, message: RoundMessage) -> None:
         """A message is sent here now: a newcomer may begin with it, if it is of a step."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import WireError
 from ..membership.protocol_types import Kind, Member, Piece, Settlement
 from ..peers import collectives
-from ..peers.header import EARLY, MEANS, PARTS, PAYLOAD, Header, Sealed
+from ..peers.header import EARLY, MEANS, PARTS, PAYLOAD, RESET, Header, Sealed
 from ..peers.vector_pool import new_vector
 
 Task = Callable[[], None]
@@ -133,6 +133,8 @@ class RoundMessage:
 
     def expected(self, what: str, claimed: Header | None = None) -> Header:
         """The header that should come with a piece, but for the fields in which senders differ."""
+        if claimed is not None and self.header.kind == RESET == claimed.kind:
+            return replace(self.header, step=claimed.step)  # `exchange/reset.py` compares steps
         legs = {"share": PARTS, "part": MEANS} if self.header.kind == PAYLOAD else {}
         return replace(self.header, kind=legs.get(what, self.header.kind))
 

@@ -19,7 +19,7 @@ from ..membership.protocol_types import Member, Record, read_record
 from ..net.address import join_address
 from ..peers import bulk_stream
 from ..peers.collectives import ReceivedMessage
-from ..peers.header import WITHIN
+from ..peers.header import RESET, WITHIN
 from ..peers.join_messages import LONGEST as LONGEST_HEAD
 from ..peers.join_messages import (
     Expected,
@@ -216,14 +216,15 @@ class Following:
     Args:
         search: has reached the donor, the member that this island follows.
         become: makes this rank a member, given the record that names it.
-        another: follows another donor from its snapshot on: what waits for this one ends. Called on
-            every rank with a peer group, before `caught_up`; the peer group has another `following`
-            then. Raises PeerLost: there is none, or this island is a member already.
+        another: follows another donor (or this one `again`) from its snapshot on: what waits ends.
+            Called on every rank with a peer group, before `caught_up`; the peer group has another
+            `following` then. Raises PeerLost: there is none, or this island is a member already.
 
     Attributes:
         base: the first message that this island takes part in, if it is of a step; None while it is
             not planned.
         next: the number of the next message.
+        outdated: the others have reset parameters since the snapshot (`exchange/reset.py`).
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class Following:
         search: MemberSearch,
         donor: Reached,
         become: Callable[[Record], None],
-        another: Callable[[], None],
+        another: Callable[[bool], None],
     ):
         self._poller, self._at, self._me = search.poller, search.at, search.me
         self._first = search.peer_group == 0
@@ -246,6 +247,7 @@ class Following:
         self._record: Record | None = None
         self.base: int | None = None
         self.next = 0
+        self.outdated = False
         self._caught_up = 0
 
     @property
@@ -321,6 +323,8 @@ class Following:
             found = self._ticks.begin(seconds)
         if found is None:
             return None
+        if found.item == "reset":
+            raise self._reset()
         part = self._ticks.part(bulk_stream.LONGEST * 16, 60.0)
         if part is None:
             raise PeerLost(f"{self._who} sent half a step")
@@ -369,9 +373,18 @@ class Following:
         """Whether it is a question between two steps that a newcomer does not ask: it asks none in
         a step, nor those of the step at which it has caught up and before."""
         headers = from_bytes(head, MessageHead, "a message to follow").headers
+        if any(h.kind == RESET for h in headers):
+            if {(h.kind, h.step) for h in headers} != {(expected.kind, expected.step)}:
+                raise self._reset()
+            return False
         if any(h.kind in WITHIN for h in headers):
             return False
         return expected.kind in WITHIN or all(h.step <= self._caught_up for h in headers)
+
+    def _reset(self) -> PeerLost:
+        # what a script does beside it, to moments or frozen weights, is in no message to follow
+        self.outdated = True
+        return PeerLost("the others have reset parameters while this island was joining")
 
     def _part(self, longest: int) -> Tensor:
         part = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..hosts.base import TrainingHost
 from ..rendezvous.island import collective
 from ..rendezvous.topology import Topology
 from ..status import leave, status_of
-from . import assembly, finish, leaving, replay, resume, snapshot, startup, summary
+from . import assembly, finish, leaving, replay, reset, resume, snapshot, startup, summary
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
 from .leaving import Departures
@@ -260,6 +260,28 @@ class Exchange(Readings):
         refuse_shown(self.shows_result, "flush()")
         self._runtime.check_usable()
         finish.flush(self._runtime)
+        self.accept_parameters()
+
+    @torch.no_grad()
+    @collective("reset()")
+    def reset(self, parameters: Iterable[Tensor | str]) -> None:
+        """Take over parameters that the script has written: their values become the mean over the
+        islands and the new anchor; outer momentum, error feedback and accumulators of them are
+        zero. All ranks of all islands call it at one step. Messages under way are applied first, to
+        the other parameters. Moments of the inner optimizer are left alone.
+
+        Args:
+            parameters: whole trained parameters of the attached optimizers, or their names.
+
+        Raises:
+            ValueError: on all islands, before anything is changed: it is no such parameter, or
+                islands bring others or stand at unlike steps.
+            Mismatch: another island is in another call. NotFinite: no island has finite values.
+        """
+        refuse_shown(self.shows_result, "reset()")
+        self._runtime.check_usable()
+        self.catch_up()
+        reset.reset(self._runtime, parameters)
         self.accept_parameters()
 
     @torch.no_grad()

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..channels.state import LocalChannel
 from ..elastic import agreement
 from ..elastic.peer_group import PeerGroup
 from ..errors import NotFinite
-from ..peers.header import DIGESTS, PARAMETERS
+from ..peers.header import DIGESTS, PARAMETERS, RESET
 from .runtime import StepRuntime
 from .watch import drift
 
@@ -47,20 +48,20 @@ def shown(runtime: StepRuntime, model: torch.nn.Module, what: str) -> Iterator[N
             host.commit(model)
 
 
-def mean_parameters(runtime: StepRuntime) -> Tensor | None:
+def mean_parameters(runtime: StepRuntime, only: LocalChannel | None = None) -> Tensor | None:
     """Mean of the parameters over the replicas with finite ones, as a workspace of this copy, fp32.
-    All replicas call it at the same step.
+    All replicas call it at the same step. only: a channel over some of them.
 
     Raises:
         NotFinite: on all replicas, if no replica has finite parameters.
     """
-    work, peers = runtime.parameters.pack("parameter"), runtime.peers
+    work, peers = (only or runtime.parameters).pack("parameter"), runtime.peers
     share = 1.0 - float(runtime.island.not_finite([work] if work is not None else []))
     if peers is None or work is None:
         runtime.queue.ask(lambda peers: None)
         return work if peers is None and runtime.parameters.size == 1 else None
     vector = work.cpu() if share else torch.zeros(work.numel(), dtype=torch.float32, device="cpu")
-    header = peers.header(PARAMETERS, runtime.step)
+    header = peers.header(PARAMETERS if only is None else RESET, runtime.step)
 
     def job(peers: PeerGroup) -> Tensor:
         mean, part = peers.mean(

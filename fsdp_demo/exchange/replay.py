@@ -91,11 +91,13 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
-    """Ask another island for its state, since the donor is lost."""
+    """Ask for the state of another island, since the donor is lost; or the donor's new one."""
     name = runtime.topology.name
-    log.warning("%s: %s: another island is asked for its state", name, error)
+    again = runtime.island.any(following is not None and following.outdated)
+    what = "a new snapshot is asked for" if again else "another island is asked for its state"
+    log.warning("%s: %s: %s", name, error, what)
     runtime.island.together(
-        following.another if following is not None else lambda: None, f"{name}: another donor"
+        lambda: None if following is None else following.another(again), f"{name}: another donor"
     )
     resume.forget(runtime)
     runtime.queue.broken = False

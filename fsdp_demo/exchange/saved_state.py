@@ -55,6 +55,10 @@ class History:
             self.digest = extended(self.digest, step, [Member(s) for s in slots])
             self.slots, self.at = tuple(slots), step
 
+    def hear_reset(self, step: int) -> None:
+        """Note that all islands have reset parameters after so many steps."""
+        self.digest = self.digest and extended(self.digest, step, ())
+
     def note(self) -> dict[str, Any]:
         """The history as plain values, for `load`."""
         return {

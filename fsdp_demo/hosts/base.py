@@ -84,6 +84,10 @@ class TrainingHost(ABC):
         """Local tensors of "parameter", "gradient" or "state:NAME"; None where there is none."""
 
     @abstractmethod
+    def parameter(self, index: int) -> Tensor:
+        """The model's parameter, as the script holds it, of a shard by its index in `params`."""
+
+    @abstractmethod
     def rates(self) -> list[float]:
         """The learning rate that the optimizer has for each shard at this step."""
 

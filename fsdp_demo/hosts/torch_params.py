@@ -87,9 +87,9 @@ class TorchHost(TrainingHost):
             )
         self._trained = [trained(o) for o in self.optimizers]
         self._count, self._looks = sum(map(len, self._trained)), 0
-        self.device = local_part(self._param(0)).device
+        self.device = local_part(self.parameter(0)).device
 
-    def _param(self, index: int) -> Tensor:
+    def parameter(self, index: int) -> Tensor:
         o, g, i = self._places[index]
         return self.optimizers[o].param_groups[g]["params"][i]
 
@@ -136,7 +136,7 @@ class TorchHost(TrainingHost):
     def tensors(self, source: str) -> list[Tensor | None]:
         out: list[Tensor | None] = []
         for index, (o, _, _) in enumerate(self._places):
-            p = self._param(index)
+            p = self.parameter(index)
             if source == "parameter":
                 out.append(local_part(p))
             elif source == "gradient":
@@ -152,7 +152,7 @@ class TorchHost(TrainingHost):
     def prepare_gradients(self, wanted: Sequence[bool | None]) -> list[Tensor | None]:
         out: list[Tensor | None] = []
         for index, want in enumerate(wanted):
-            p = self._param(index)
+            p = self.parameter(index)
             if want is False:
                 p.grad = None
             elif want and p.grad is None:

@@ -35,7 +35,7 @@ class ItemHead(Struct):
         parts: bytes of each part.
     """
 
-    item: Literal["snapshot", "tick", "message", "launch"]
+    item: Literal["snapshot", "tick", "reset", "message", "launch"]
     n: int = -1
     next: int = 0
     parts: list[int] = []

@@ -68,7 +68,7 @@ EARLY = 128
 # out (`exchange/watch.py`)
 FAR = 256
 
-SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END = range(9)
+SETUP, PAYLOAD, PARTS, MEANS, NORM, QUESTION, PARAMETERS, DIGESTS, END, RESET = range(10)
 KINDS = (
     "a message of attach()",
     "the payload",
@@ -79,6 +79,7 @@ KINDS = (
     "parameters for their mean",
     "a digest of parameters",
     "the end of finish()",
+    "a call of reset()",
 )
 """What a message is, for errors, by its kind."""
 

@@ -107,7 +107,7 @@ class Fed:
     brought: what it has.
     """
 
-    fetched, base = 0, 0
+    fetched, base, outdated = 0, 0, False
 
     def __init__(self, record: Record, step: int, until: int | None = None):
         self.record, self.until, self.at = record, until, step
@@ -144,7 +144,7 @@ class Fed:
     def close(self) -> None:
         """There is no connection."""
 
-    def another(self) -> None:
+    def another(self, again: bool) -> None:
         raise PeerLost("the record has no more messages, and is the only one")
 
 
