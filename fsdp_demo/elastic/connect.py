@@ -16,7 +16,7 @@ from ..net.link import Link
 from ..peers.connection import PeerConnection
 from ..peers.join_messages import listener_key
 from ..peers.poller import Poller
-from ..peers.zeromq import GroupConnections, Meeting, ZeroMQ
+from ..peers.zeromq import GroupConnections, Meeting, ZeroMQ, resolved
 from ..status import SAVED, leave, tell_launcher
 from ..store.client import Store
 from . import descriptors
@@ -166,7 +166,7 @@ def newcomer_peers(
 
             def another() -> None:
                 for r in reached:
-                    r.close(poller)
+                    r.close()
                 patience = min(meeting.timeout, 3 * limits.dead)
                 follow(turn + 1, patience, record, donor.member)
 
@@ -181,8 +181,15 @@ def newcomer_peers(
 
 
 def new_poller(meeting: Meeting, place: PeerPosition) -> Poller:
-    """The poller of this rank. Raises ValueError where it may not have so many connections."""
+    """The poller of this rank.
+
+    Raises:
+        ValueError: this rank may not have so many connections. PeerLost: its address has no IP
+            address.
+    """
     descriptors.allow(meeting.size, place.ranks)
+    if meeting.address:
+        resolved(meeting.address, place.names[place.slot], meeting.setting)
     return Poller(Keys(meeting.token, meeting.prefix) if meeting.token else None)
 
 

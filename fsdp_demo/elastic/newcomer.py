@@ -58,17 +58,6 @@ class Reached(JoinConnections):
             return self.gone
         return next((w.trouble for w in self.every if w.trouble), "it does not answer")
 
-    def close(self, poller: Poller) -> None:
-        """Close all; who waits for something of them is told."""
-
-        def job() -> None:
-            for w in self.every:
-                with poller.lock:
-                    w.gone = w.gone or "closed"
-                w.close(0)
-
-        poller.run(job)
-
 
 class MemberSearch:
     """How one rank of a newcomer reaches the same rank of all members.
@@ -139,7 +128,7 @@ class MemberSearch:
             for m in [m for m in reached if m not in members or reached[m].failed]:
                 failed = reached[m].failed
                 why = failed and f"{self.labels(m.slot)} could not be connected: {failed}"
-                reached.pop(m).close(self.poller)
+                reached.pop(m).close()
             still = record is None or any(m.slot == me.slot for m in record.members)
             if still:
                 why = (

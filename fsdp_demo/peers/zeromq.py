@@ -12,6 +12,7 @@ has less than 256 bytes), with keys 66 more; a quiet connection a few bytes ever
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -150,7 +151,10 @@ class ZeroMQ:
 
     def _open(self, k: int | str) -> dict[int, PeerConnection]:
         m, end = self._meeting, time.monotonic() + self._meeting.timeout
-        bound = self._poller.run(self._bound) if m.address else {}
+        bound = {}
+        if m.address:  # the resolver may be slow: it is not asked in the network thread
+            host = resolved(m.address, m.names[m.rank], m.setting)
+            bound = self._poller.run(lambda: self._bound(host))
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
         notes = self._notes(
             k,
@@ -161,12 +165,12 @@ class ZeroMQ:
         self._meet(wires, end)
         return wires
 
-    def _bound(self) -> dict[int, tuple[PeerConnection, str]]:
-        """For each other rank a listening connection, and its address."""
+    def _bound(self, host: str) -> dict[int, tuple[PeerConnection, str]]:
+        """For each other rank a listening connection, and its endpoint."""
         m, found = self._meeting, dict[int, tuple[PeerConnection, str]]()
         for j in m.others:
             wire = self._poller.add(True)
-            found[j] = wire, bound(wire.socket, m.address, m.names[m.rank], m.setting)
+            found[j] = wire, bound(wire.socket, host, m.names[m.rank], m.setting)
         return found
 
     def _wired(
@@ -246,18 +250,31 @@ class ZeroMQ:
             self._poller.wait_until(lambda: all(wire.met for wire in wires.values()), LOOK)
 
 
-def bound(made: Any, address: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
-    """Bind a socket to any port of an address, which `setting` gives; the endpoint.
+@functools.cache
+def resolved(address: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
+    """The IP address of the name or address of this rank, which `setting` gives; asked of the
+    resolver once in a process, never in the network thread, where it would stop heartbeats.
+
+    Raises:
+        PeerLost: it has none.
+    """
+    try:
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
+
+
+def bound(made: Any, host: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
+    """Bind a socket to any port of an IP address; the endpoint.
 
     Raises:
         PeerLost: it cannot.
     """
-    host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     made.ipv6 = ":" in host
     try:
         made.bind(f"tcp://{join_address(host, 0)}")
     except zmq.ZMQError as error:
-        raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
+        raise PeerLost(f"{name} cannot listen on {host} ({setting}): {error}") from None
     return str(made.last_endpoint.decode().rstrip("\0"))
 
 
