@@ -144,11 +144,10 @@ def newcomer_peers(
     """
     poller = new_poller(meeting, place)
     me = Member(place.slot, life)
-    labels, name = place.label, place.names[place.slot]
+    labels = place.label
     try:
         siblings = _siblings(poller, meeting, place, me)
-        at = meeting.store.under(meeting.prefix)
-        search = MemberSearch(poller, at, meeting.prefix, me, place.rank, name, labels)
+        search = MemberSearch(poller, meeting, me, place.rank, labels)
         peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share)
         start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
 

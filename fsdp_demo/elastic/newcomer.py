@@ -34,7 +34,7 @@ from ..peers.join_messages import (
 )
 from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
-from ..store.client import Store
+from ..peers.zeromq import Meeting
 from .failure_detector import BEAT, say
 from .store_session import newest, record_key
 
@@ -67,23 +67,21 @@ class MemberSearch:
     says nothing (beats-of-training); once this island is a member, the driver says so.
 
     Args:
-        at: the store, below the keys `prefix` of the run.
-        me, peer_group: this island and its rank. name: of the island, for errors. labels: how
-            errors name an island, by slot.
+        meeting: of the peer groups. me, peer_group: this island and its rank. labels: how errors
+            name an island, by slot.
     """
 
     def __init__(
         self,
         poller: Poller,
-        at: Store,
-        prefix: str,
+        meeting: Meeting,
         me: Member,
         peer_group: int,
-        name: str,
         labels: Callable[[int], str],
     ):
-        self.poller, self.at, self.prefix, self.me = poller, at, prefix, me
-        self.peer_group, self.name, self.labels = peer_group, name, labels
+        self.poller, self.at = poller, meeting.store.under(meeting.prefix)
+        self.prefix, self.me, self.peer_group, self.labels = meeting.prefix, me, peer_group, labels
+        self.name, self.goes_on = meeting.names[me.slot], meeting.goes_on
         self._found, self._said = list[Reached](), 0.0
         poller.between = self._say
 
@@ -118,12 +116,14 @@ class MemberSearch:
         while self.peer_group and not at.get(key):
             if time.monotonic() > end:
                 raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
+            self.goes_on(f"the first rank of {name}")
             time.sleep(AGAIN / 5)
         while time.monotonic() < end:
             record = newest(at, record)
             if since is not None and record is not None and self._named(since, record):
                 raise PeerLost(f"{name} lost its donor when it was a member already")
             members = [m for m in record.members if m.slot != me.slot] if record is not None else []
+            self.goes_on(f"its members: {why or 'none answers so far'}")
             # lost meanwhile, or to be tried again
             for m in [m for m in reached if m not in members or reached[m].failed]:
                 failed = reached[m].failed
