@@ -14,7 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_demo import PeerLost, Topology
+from fsdp_demo.elastic.newcomer import MemberSearch
+from fsdp_demo.membership.protocol_types import Member, first_record, record_text
 from fsdp_demo.peers import zeromq
+from fsdp_demo.peers.poller import Poller
 from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
 from fsdp_demo.rendezvous import announcement, attempts, starting
 from fsdp_demo.rendezvous.position import ShardPosition
@@ -137,3 +140,21 @@ def test_meeting_addresses_are_not_awaited_in_vain(
     threading.Timer(0.5, lambda: at.set("ended", "0")).start()
     with pytest.raises(PeerLost, match=r"isle1 waited for island 0 \(a\), when island 0 left"):
         ZeroMQ(meeting).open("k")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_meeting_newcomer_does_not_search_in_vain(rank: int) -> None:
+    """A newcomer that reaches no member hears that the attempt has ended."""
+    at, members = asker(), [Member(0), Member(1)]
+    at.set("p/record/0", record_text(first_record(members)))
+
+    def goes_on(who: str) -> None:
+        starting.goes_on(at, place(2, 3), who)
+
+    meeting = Meeting(at, "p", 2, 3, ("a", "b", "c"), "127.0.0.1", 60.0, goes_on=goes_on)
+    poller = Poller()
+    search = MemberSearch(poller, meeting, Member(2), rank, "island {}".format)
+    threading.Timer(0.5, lambda: at.set("ended", "0")).start()
+    with pytest.raises(PeerLost, match="when island 0 left the attempt"):
+        search.reach(60.0)
+    poller.close(0)
