@@ -39,7 +39,7 @@ MINORITY = 1.5
 """Seconds for which reports of less than half of the islands, or of a half without the lowest slot,
 are held back: who is cut off from most of the others sees it a moment before or after them, and
 must not be the first to write a record. For as long, too, nobody goes on without the report of a
-peer that it has lost by then: another rank may still hear that peer."""
+peer that it has lost by then, or of which one rank is heard by nobody: it may still report."""
 
 
 class StoreSession:
@@ -229,7 +229,8 @@ class StoreSession:
                 if text:
                     watched.take(key, text)
         now, awaited = time.monotonic(), watched.awaited(self._ranks)
-        given_up = bool(awaited) and awaited <= watched.lost and now > watched.since + MINORITY
+        vain = watched.lost | watched.unheard(self._ranks)
+        given_up = bool(awaited) and awaited <= vain and now > watched.since + MINORITY
         if (given_up or late) and not watched.waited:
             watched.waited = watched.new = True
         have, of = {r.member for r in watched.found.values()}, len(watched.members)
@@ -258,6 +259,18 @@ class Watched:
         """
         count = Counter(r.member for r in self.found.values())
         return {m for r in self.found.values() for m in r.heard if count[m] < ranks}
+
+    def unheard(self, ranks: int) -> set[Member]:
+        """Members with a rank that has not reported, and that nobody who has reported in its peer
+        group hears: it may be silent beside ranks that live.
+        """
+        found = self.found.values()
+        missing = {(m, r) for m in self.members for r in range(ranks)}
+        missing -= {(r.member, r.rank) for r in found}
+        heard = {
+            rank: {m for r in found if r.rank == rank for m in r.heard} for rank in range(ranks)
+        }
+        return {m for m, rank in missing if heard[rank] and m not in heard[rank]}
 
     def take(self, key: str, text: str) -> None:
         """A report; one that cannot be read is as one that does not come."""
