@@ -23,7 +23,6 @@ from typing import Any
 import zmq
 from torch import Tensor
 
-from ..errors import UNREADABLE
 from ..files import from_json
 from ..membership.protocol_types import Member
 from ..peers import bulk_stream
@@ -34,6 +33,7 @@ from ..peers.join_messages import DonorSnapshot, JoinConnections, Request, Tick,
 from ..peers.poller import Poller
 from ..peers.zeromq import bound, resolved
 from .chunks import most_streams
+from .failure_detector import read_note
 from .message_state import RoundMessage
 from .network_loop import NetworkLoop
 
@@ -45,16 +45,6 @@ slower cannot be joined over."""
 
 TO_CONNECT = 30.0
 """Seconds that an island which was let in has to connect."""
-
-
-def _word(note: bytes) -> list[Any]:
-    """What a joining island says: ["follow", digests by name of what it brings] or ["ready"].
-    Raises one of `UNREADABLE` for what cannot be read.
-    """
-    word = list(json.loads(note))
-    if word[0] == "follow":
-        word[1] = {str(name): str(mark) for name, mark in word[1].items()}
-    return word
 
 
 class JoiningIsland(JoinConnections):
@@ -215,8 +205,8 @@ class JoinServer:
         ready, notes = False, island.wires["notes"].notes
         while notes and not island.moved:
             try:
-                word = _word(notes.popleft())
-            except UNREADABLE:
+                word = read_note(notes.popleft())
+            except ValueError:
                 self.drop("it sends what cannot be read")
                 return None
             if word[0] == "follow":

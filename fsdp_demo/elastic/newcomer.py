@@ -35,7 +35,7 @@ from ..peers.join_messages import (
 from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
 from ..peers.zeromq import Meeting
-from .failure_detector import BEAT, say
+from .failure_detector import BEAT, read_note, say
 from .store_session import newest, record_key
 
 AGAIN = 1.0  # seconds between two questions to somebody who is busy
@@ -250,9 +250,12 @@ class Following:
         if self._record is None:
             notes = self._donor.wires["notes"].notes
             while notes:
-                word = json.loads(notes.popleft())
+                try:
+                    word = read_note(notes.popleft())
+                except ValueError as error:
+                    raise PeerLost(f"{self._who} sent what cannot be read: {error}") from None
                 if word[0] == "planned":
-                    self._record = read_record(self._at.get(record_key(int(word[1]))))
+                    self._record = read_record(self._at.get(record_key(word[1])))
         return self._record is not None
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:
