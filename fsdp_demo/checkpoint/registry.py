@@ -147,10 +147,7 @@ class CheckpointRegistry:
         if t.islands == 1:
             return [held]
         if (left := self._quiet_until - time.monotonic()) > 0:
-            raise StoreSilent(
-                f"the store at {t.endpoint} did not answer a save before: it is asked again in "
-                f"{left:.0f} s"
-            )
+            raise StoreSilent(f"the store did not answer before: it is asked again in {left:.0f} s")
         try:
             store = self._attempt(PATIENCE, ABSENT).under(f"checkpoints{self._number}")
             store.set(f"held/{t.island}", json.dumps(held))
@@ -174,8 +171,8 @@ class CheckpointRegistry:
         nobody listens.
         """
         if self._store is None:
-            limit = seconds if absent == math.inf else 0.0
-            self._store = self.topology.open_store(limit).under(self.topology.prefix())
+            store = self.topology.open_store(seconds if absent == math.inf else 0.0)
+            self._store = store.under(self.topology.prefix())
         store = self._store.within(seconds)
         store.absent = absent
         return store

@@ -180,15 +180,12 @@ def newcomer_peers(
 
 
 def new_poller(meeting: Meeting, place: PeerPosition) -> Poller:
-    """The poller of this rank.
-
-    Raises:
-        ValueError: this rank may not have so many connections. PeerLost: its address has no IP
-            address.
+    """The poller of this rank. Raises ValueError where it may not have so many connections,
+    PeerLost where its address does not resolve.
     """
     descriptors.allow(meeting.size, place.ranks)
     if meeting.address:
-        resolved(meeting.address, place.names[place.slot], meeting.setting)
+        resolved(meeting.address, meeting.setting)
     return Poller(Keys(meeting.token, meeting.prefix) if meeting.token else None)
 
 

@@ -34,7 +34,6 @@ of the same connection, too.
 
 
 NOTES: dict[str, Any] = {
-    **dict.fromkeys(("bye", "here", "joined", "landed?", "ready", "sign"), tuple[()]),
     **dict.fromkeys(("beat", "kept", "planned"), tuple[int]),
     "early": tuple[int, Literal["gather", "mixed"]],
     "follow": tuple[dict[str, str]],
@@ -45,13 +44,11 @@ NOTES: dict[str, Any] = {
     "stops": tuple[int, bool, int],
     "vote": tuple[int, int, int, int],
 }
-"""What stands behind each short word."""
+"""What stands behind a short word, where anything does."""
 
 
 def read_note(note: bytes) -> list[Any]:
-    """The short word of a note, and what stands behind it. Raises ValueError for what cannot be
-    read; what is not known is left to the caller.
-    """
+    """The short word of a note, and what stands behind it. Raises ValueError for another form."""
     word, *behind = from_json(note, list[Any], "a note")
     return [word, *msgspec.convert(behind, NOTES.get(str(word), list[Any]))]
 

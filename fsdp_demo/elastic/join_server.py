@@ -102,7 +102,7 @@ class JoinServer:
         self.endpoint = ("", 0)
         self._listener: Any = None
         if address:
-            self._host = resolved(address, names[self._me.slot])
+            self._host = resolved(address)
             self._listener = poller.other_socket(zmq.ROUTER)
             if poller.keys is not None:
                 poller.keys.listen(self._listener)
@@ -134,10 +134,10 @@ class JoinServer:
                 try:
                     answer = self._answer(parts[1])
                 except Exception as error:  # no port, no descriptor: a newcomer asks again
-                    if self._trouble != (trouble := f"{error!r:.200}"):
-                        self._trouble = trouble
-                        log.warning("%s lets nobody in for now: %s", self._label, trouble)
-                    answer = {"later": f"it cannot let this island in: {trouble}"}
+                    answer = {"later": (why := f"it lets nobody in for now: {error!r:.200}")}
+                    if why != self._trouble:
+                        log.warning("%s: %s", self._label, why)
+                    self._trouble = why
                 self._listener.send_multipart([parts[0], json.dumps(answer).encode()], zmq.NOBLOCK)
 
     def _answer(self, data: bytes) -> dict[str, Any]:

@@ -229,8 +229,8 @@ class StoreSession:
                 if text:
                     watched.take(key, text)
         now, awaited = time.monotonic(), watched.awaited(self._ranks)
-        vain = watched.lost | watched.unheard(self._ranks)
-        given_up = bool(awaited) and awaited <= vain and now > watched.since + MINORITY
+        vain = bool(awaited) and awaited <= watched.lost | watched.unheard()
+        given_up = vain and now > watched.since + MINORITY
         if (given_up or late) and not watched.waited:
             watched.waited = watched.new = True
         have, of = {r.member for r in watched.found.values()}, len(watched.members)
@@ -260,17 +260,11 @@ class Watched:
         count = Counter(r.member for r in self.found.values())
         return {m for r in self.found.values() for m in r.heard if count[m] < ranks}
 
-    def unheard(self, ranks: int) -> set[Member]:
-        """Members with a rank that has not reported, and that nobody who has reported in its peer
-        group hears: it may be silent beside ranks that live.
-        """
+    def unheard(self) -> set[Member]:
+        """Members of which one rank has not reported, and nobody in its peer group hears it."""
         found = self.found.values()
-        missing = {(m, r) for m in self.members for r in range(ranks)}
-        missing -= {(r.member, r.rank) for r in found}
-        heard = {
-            rank: {m for r in found if r.rank == rank for m in r.heard} for rank in range(ranks)
-        }
-        return {m for m, rank in missing if heard[rank] and m not in heard[rank]}
+        known = {(r.rank, m) for r in found for m in (r.member, *r.heard)}
+        return {m for m in self.members for r in found if (r.rank, m) not in known}
 
     def take(self, key: str, text: str) -> None:
         """A report; one that cannot be read is as one that does not come."""

@@ -81,10 +81,9 @@ def largest(
         """How many of these hear each other."""
         count = 0
         while among:
-            degrees = {m: len(apart[m] & among) for m in among}
-            first = min(among, key=lambda m: (degrees[m], m))
-            if degrees[first] > 1:
-                worst = max(among, key=lambda m: (degrees[m], m))
+            order = sorted((len(apart[m] & among), m) for m in among)
+            (degree, first), (_, worst) = order[0], order[-1]
+            if degree > 1:
                 stays = 1 + most(among - apart[worst] - {worst})
                 return count + max(stays, most(among - {worst}))
             count, among = count + 1, among - apart[first] - {first}

@@ -285,9 +285,8 @@ class JoinConnections:
             return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
         self._poller, self.member, self.every = poller, member, list[PeerConnection]()
-        names = [*WIRES, *(f"connection{i}" for i in range(count))]
         try:
-            for k in names:
+            for k in [*WIRES, *(f"connection{i}" for i in range(count))]:
                 self.every.append(wire := poller.add(self.listens))
                 wire.greet(greeting(k, me, member), greeting(k, member, me))
         except BaseException:

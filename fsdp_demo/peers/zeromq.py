@@ -158,7 +158,7 @@ class ZeroMQ:
         m, self._asked = self._meeting, time.monotonic()
         bound, end = {}, self._asked + m.timeout
         if m.address:  # the resolver may be slow: it is not asked in the network thread
-            host = resolved(m.address, m.names[m.rank], m.setting)
+            host = resolved(m.address, m.setting)
             bound = self._poller.run(lambda: self._bound(host))
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
         notes = self._notes(
@@ -260,17 +260,14 @@ class ZeroMQ:
 
 
 @functools.cache
-def resolved(address: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
-    """The IP address of the name or address of this rank, which `setting` gives; asked of the
-    resolver once in a process, never in the network thread, where it would stop heartbeats.
-
-    Raises:
-        PeerLost: it has none.
+def resolved(address: str, setting: str = "ISLAND_ADDRESS") -> str:
+    """The IP address of this rank's host name, which `setting` gives; asked once in a process, and
+    never in the network thread, whose heartbeats would stop. Raises PeerLost: it has none.
     """
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
+        raise PeerLost(f"this rank cannot listen on {address} ({setting}): {error}") from None
 
 
 def bound(made: Any, host: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 from ..elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers
 from ..elastic.peer_group import PeerGroup
-from ..errors import PeerLost, StoreSilent, counted, see
+from ..errors import StoreSilent, counted, see
 from ..net.address import route_to, split_endpoint
 from ..net.link import Link
 from ..peers.zeromq import Meeting
@@ -241,11 +241,7 @@ class Rendezvous:
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
-            try:
-                met = elastic_peers(meeting, place, *common)
-            except PeerLost:
-                starting.give_up(attempt, topology)
-                raise
+            met = elastic_peers(meeting, place, *common)
             attempt.set("begun", self.prefix.rpartition("/")[2])
         pulse.quiet()
         return met

@@ -120,8 +120,7 @@ def wait_for(
     at: Store, place: Replica, islands: Sequence[int], heard: Callable[[int], str], more: str = ""
 ) -> None:
     """Wait until all these islands have left a note and still beat, if they have not met before;
-    the log names those that are missing. An island that has waited in vain ends the attempt: its
-    notes would be taken for those of somebody who waits.
+    the log names those that are missing. An island that has waited in vain ends the attempt.
 
     Args:
         at: the store, below the keys of the attempt.
@@ -143,7 +142,8 @@ def wait_for(
         if not missing:
             return
         if now > deadline:
-            give_up(at, place)
+            if place.elastic and not at.get("begun"):  # so nobody waits for one that has left
+                at.compare_set("ended", "", str(place.island))
             here = {i: came[i] for i in islands if i not in missing}
             raise waited(place, islands, here, more=more)
         if now >= look:
@@ -172,12 +172,6 @@ def goes_on(at: Store, place: Replica, waited_for: str) -> None:
             f"{place.name} waited for {waited_for}, when island {by} left the attempt "
             f"{at.prefix.rstrip('/')}: start this island again to join the next"
         )
-
-
-def give_up(at: Store, place: Replica) -> None:
-    """End an attempt that has not begun: this island leaves it."""
-    if not at.get("begun"):
-        at.compare_set("ended", "", str(place.island))
 
 
 def decided(at: Store, count: int) -> tuple[int, ...] | None:

@@ -76,7 +76,7 @@ def test_save_beside_a_store_that_hangs_asks_rarely(monkeypatch: pytest.MonkeyPa
         with pytest.raises(StoreSilent, match="does not answer within 0.2 s"):
             board.exchange([1])
         assert connections() == 1  # nobody asks who listens there
-        with pytest.raises(StoreSilent, match="did not answer a save before: it is asked again in"):
+        with pytest.raises(StoreSilent, match="did not answer before: it is asked again in"):
             board.exchange([1, 2])
         assert connections() == 0
         board._quiet_until = 0.0

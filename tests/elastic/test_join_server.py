@@ -173,4 +173,4 @@ def test_resolved_names_what_has_no_address(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(socket, "getaddrinfo", asked)
     with pytest.raises(PeerLost, match=r"cannot listen on nowhere.example \(ISLAND_ADDRESS\)"):
-        resolved("nowhere.example", "island0")
+        resolved("nowhere.example")
