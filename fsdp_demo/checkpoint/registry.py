@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ ABSENT = 0.3
 """Seconds of them while nobody listens at the store's address: it is being started again, and the
 next save asks it.
 """
+
+QUIET = 30.0
+"""Seconds without a question of a save after one that was not answered."""
 
 _made = 0  # how many this process has made: each has keys of its own
 
@@ -45,6 +49,7 @@ class CheckpointRegistry:
         _made += 1
         self.topology, self._ranks, self._number, self._meetings = topology, ranks, _made, 0
         self._store: Store | None = None  # below the keys of the attempt
+        self._quiet_until = 0.0
 
     def choose(
         self, mine: Sequence[HeldCheckpoint], how: str, place: str = "", **same: Any
@@ -136,11 +141,13 @@ class CheckpointRegistry:
         nothing. Islands need not come together.
 
         Raises:
-            StoreSilent: no answer within `PATIENCE` seconds.
+            StoreSilent: no answer within `PATIENCE` seconds, or `QUIET` seconds before.
         """
         t = self.topology
         if t.islands == 1:
             return [held]
+        if (left := self._quiet_until - time.monotonic()) > 0:
+            raise StoreSilent(f"the store did not answer before: it is asked again in {left:.0f} s")
         try:
             store = self._attempt(PATIENCE, ABSENT).under(f"checkpoints{self._number}")
             store.set(f"held/{t.island}", json.dumps(held))
@@ -150,7 +157,8 @@ class CheckpointRegistry:
                 if store.get(key := f"held/{i}")
             }
         except StoreSilent:
-            self._store = None  # when it answers again it may be another one
+            # when it answers again it may be another one
+            self._store, self._quiet_until = None, time.monotonic() + QUIET
             raise
         return [said.get(i) for i in range(t.islands) if i in said or i in t.starters]
 
@@ -163,7 +171,8 @@ class CheckpointRegistry:
         nobody listens.
         """
         if self._store is None:
-            self._store = self.topology.open_store(seconds).under(self.topology.prefix())
+            store = self.topology.open_store(seconds if absent == math.inf else 0.0)
+            self._store = store.under(self.topology.prefix())
         store = self._store.within(seconds)
         store.absent = absent
         return store

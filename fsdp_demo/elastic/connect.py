@@ -16,7 +16,7 @@ from ..net.link import Link
 from ..peers.connection import PeerConnection
 from ..peers.join_messages import listener_key
 from ..peers.poller import Poller
-from ..peers.zeromq import GroupConnections, Meeting, ZeroMQ
+from ..peers.zeromq import GroupConnections, Meeting, ZeroMQ, resolved
 from ..status import SAVED, leave, tell_launcher
 from ..store.client import Store
 from . import descriptors
@@ -144,11 +144,10 @@ def newcomer_peers(
     """
     poller = new_poller(meeting, place)
     me = Member(place.slot, life)
-    labels, name = place.label, place.names[place.slot]
+    labels = place.label
     try:
         siblings = _siblings(poller, meeting, place, me)
-        at = meeting.store.under(meeting.prefix)
-        search = MemberSearch(poller, at, meeting.prefix, me, place.rank, name, labels)
+        search = MemberSearch(poller, meeting, me, place.rank, labels)
         peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share)
         start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
 
@@ -166,7 +165,7 @@ def newcomer_peers(
 
             def another(again: bool) -> None:
                 for r in reached:
-                    r.close(poller)
+                    r.close()
                 patience = min(meeting.timeout, 3 * limits.dead)
                 follow(turn + 1, patience, record, None if again else donor.member)
 
@@ -181,8 +180,12 @@ def newcomer_peers(
 
 
 def new_poller(meeting: Meeting, place: PeerPosition) -> Poller:
-    """The poller of this rank. Raises ValueError where it may not have so many connections."""
+    """The poller of this rank. Raises ValueError where it may not have so many connections,
+    PeerLost where its address does not resolve.
+    """
     descriptors.allow(meeting.size, place.ranks)
+    if meeting.address:
+        resolved(meeting.address, meeting.setting)
     return Poller(Keys(meeting.token, meeting.prefix) if meeting.token else None)
 
 

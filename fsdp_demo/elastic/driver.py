@@ -11,14 +11,13 @@ Nothing in that thread waits: questions to the store have a thread of their own
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import UNREADABLE, PeerLost, WireError, see
+from ..errors import PeerLost, WireError, see
 from ..membership import protocol_events
 from ..membership.machine import Rank
 from ..membership.protocol_events import Event
@@ -26,7 +25,7 @@ from ..membership.protocol_types import Ballot, Member, Record
 from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
 from ..peers.poller import Poller
-from .failure_detector import SOON, FailureDetector, ProgressWatch
+from .failure_detector import SOON, FailureDetector, ProgressWatch, read_note
 from .join_server import JoinServer
 from .message_io import EarlyPieces, Traffic
 from .message_state import RoundMessage
@@ -84,7 +83,7 @@ class Driver(NetworkLoop):
             self._store_session.begin(machine.record)
         self.traffic.adopt(machine.record)
         detector.forgive(time.monotonic())
-        poller.post(self.begin)
+        poller.run(self.begin)
 
     # ---- asked by other threads ----------------------------------------------------------------
 
@@ -338,20 +337,25 @@ class Driver(NetworkLoop):
                 wire.keep_pace(now)
 
     def _read_notes(self, wire: PeerConnection, member: Member | None) -> None:
-        """The words of a peer, or, where `member` is None, of another rank of this island."""
+        """The words of a peer, or, where `member` is None, of another rank of this island. A peer
+        is to blame for what cannot be read, not for what fails here afterwards.
+        """
         while wire.notes:
             try:
-                self._hear(json.loads(wire.notes.popleft()), member)
-            except UNREADABLE as error:
-                if member is not None:
-                    self._lose({member: f"a note that cannot be read ({error!r:.80})"})
+                word = read_note(wire.notes.popleft())
+            except ValueError as error:
+                if member is None:
+                    raise
+                self._lose({member: f"a note that cannot be read ({error!r:.80})"})
+            else:
+                self._hear(word, member)
 
     def _hear(self, word: list[Any], member: Member | None) -> None:
         what = word[0]
         if what == "stops":
             self.stopping.hear(word, member)
         elif what == "frozen":
-            view, lost = int(word[1]), set(word[2])
+            view, lost = word[1], set(word[2])
             self.later(SOON, lambda: self._freeze_too(view, lost))
         elif member is not None:
             self._hear_peer(what, word, member)
@@ -363,15 +367,15 @@ class Driver(NetworkLoop):
 
     def _hear_peer(self, what: str, word: list[Any], member: Member) -> None:
         if what == "beat":
-            self.detector.heard(member, int(word[1]))
+            self.detector.heard(member, word[1])
         elif what == "landed?":
             self.detector.say(["beat", self.machine.next], [self.notes[member]])
         elif what == "joined" and self.join_server is not None:
             self.join_server.over(member)
         elif what == "early":
-            self.early_pieces.hear(word, member)
+            self.early_pieces.hear(word[1], word[2], member)
         elif what == "kept":
-            self.early_pieces.hear_kept(int(word[1]), member)
+            self.early_pieces.hear_kept(word[1], member)
         elif what == "bye":
             self.detector.leaving.add(member)
         elif what == "leave":
@@ -379,9 +383,9 @@ class Driver(NetworkLoop):
                 self._stopped.add(member)
             self._lose({member: "it was stopped" if member in self._stopped else "it has ended"})
         elif what == "refused":
-            self.refused(member, f"it has refused what this island sent: {word[1]!s:.300}")
+            self.refused(member, f"it has refused what this island sent: {word[1]:.300}")
         elif what == "stands":
-            others = self._progress.told(self.machine, int(word[1]), float(word[2]), member)
+            others = self._progress.told(self.machine, word[1], word[2], member)
             if others is not None:
                 self._gone(protocol_events.Expelled(others))
 

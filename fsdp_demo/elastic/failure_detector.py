@@ -14,11 +14,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 
 from ..errors import see
+from ..files import from_json
 from ..membership.machine import Rank
 from ..membership.protocol_types import Member, Record
 from ..peers.connection import PeerConnection, QueuedPiece
@@ -29,6 +31,26 @@ SOON = 0.03
 """Seconds by which a freeze that another rank tells is delayed: by then this rank has seen the end
 of the same connection, too.
 """
+
+
+NOTES: dict[str, Any] = {
+    **dict.fromkeys(("beat", "kept", "planned"), tuple[int]),
+    "early": tuple[int, Literal["gather", "mixed"]],
+    "follow": tuple[dict[str, str]],
+    "frozen": tuple[int, list[int]],
+    "leave": list[bool],
+    "refused": tuple[str],
+    "stands": tuple[int, float],
+    "stops": tuple[int, bool, int],
+    "vote": tuple[int, int, int, int],
+}
+"""What stands behind a short word, where anything does."""
+
+
+def read_note(note: bytes) -> list[Any]:
+    """The short word of a note, and what stands behind it. Raises ValueError for another form."""
+    word, *behind = from_json(note, list[Any], "a note")
+    return [word, *msgspec.convert(behind, NOTES.get(str(word), list[Any]))]
 
 
 def say(poller: Poller, word: list[Any], wires: Iterable[PeerConnection]) -> None:

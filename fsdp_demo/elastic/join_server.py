@@ -23,7 +23,6 @@ from typing import Any
 import zmq
 from torch import Tensor
 
-from ..errors import UNREADABLE
 from ..files import from_json
 from ..membership.protocol_types import Member
 from ..peers import bulk_stream
@@ -32,8 +31,9 @@ from ..peers.connection import PeerConnection
 from ..peers.header import WITHIN
 from ..peers.join_messages import DonorSnapshot, JoinConnections, Request, Tick, packed, to_bytes
 from ..peers.poller import Poller
-from ..peers.zeromq import bound
+from ..peers.zeromq import bound, resolved
 from .chunks import most_streams
+from .failure_detector import read_note
 from .message_state import RoundMessage
 from .network_loop import NetworkLoop
 
@@ -45,16 +45,6 @@ slower cannot be joined over."""
 
 TO_CONNECT = 30.0
 """Seconds that an island which was let in has to connect."""
-
-
-def _word(note: bytes) -> list[Any]:
-    """What a joining island says: ["follow", digests by name of what it brings] or ["ready"].
-    Raises one of `UNREADABLE` for what cannot be read.
-    """
-    word = list(json.loads(note))
-    if word[0] == "follow":
-        word[1] = {str(name): str(mark) for name, mark in word[1].items()}
-    return word
 
 
 class JoiningIsland(JoinConnections):
@@ -102,15 +92,17 @@ class JoinServer:
     def __init__(
         self, poller: Poller, prefix: str, address: str, loop: NetworkLoop, names: dict[int, str]
     ):
-        self._poller, self._prefix, self._address = poller, prefix, address
+        self._poller, self._prefix = poller, prefix
         self.loop, self._names = loop, names
         self._me, self._peer_group = loop.machine.me, loop.machine.rank
+        self._label, self._host, self._trouble = f"island {self._me.slot}", "", ""
         self.first = self._peer_group == 0
         self._dead, self._looked = loop.detector.dead, time.monotonic()
         self.joining_island: JoiningIsland | None = None
         self.endpoint = ("", 0)
         self._listener: Any = None
         if address:
+            self._host = resolved(address)
             self._listener = poller.other_socket(zmq.ROUTER)
             if poller.keys is not None:
                 poller.keys.listen(self._listener)
@@ -119,8 +111,7 @@ class JoinServer:
 
     def _bind(self, made: Any) -> int:
         """Let a socket listen on any port; that port."""
-        where = bound(made, self._address, f"island {self._me.slot}")
-        return int(where.rpartition(":")[2])
+        return int(bound(made, self._host, self._label).rpartition(":")[2])
 
     @property
     def followed(self) -> bool:
@@ -140,9 +131,14 @@ class JoinServer:
         with suppress(zmq.Again):
             parts = self._listener.recv_multipart(zmq.NOBLOCK)
             if len(parts) == 2:
-                self._listener.send_multipart(
-                    [parts[0], json.dumps(self._answer(parts[1])).encode()], zmq.NOBLOCK
-                )
+                try:
+                    answer = self._answer(parts[1])
+                except Exception as error:  # no port, no descriptor: a newcomer asks again
+                    answer = {"later": (why := f"it lets nobody in for now: {error!r:.200}")}
+                    if why != self._trouble:
+                        log.warning("%s: %s", self._label, why)
+                    self._trouble = why
+                self._listener.send_multipart([parts[0], json.dumps(answer).encode()], zmq.NOBLOCK)
 
     def _answer(self, data: bytes) -> dict[str, Any]:
         """{"refused": why} for good, {"later": why}, or the ports to connect to."""
@@ -181,11 +177,15 @@ class JoinServer:
 
     def _let_in(self, who: Member, name: str) -> dict[str, Any]:
         count = num_connections(self.loop.detector.connections)
-        self.joining_island = island = JoiningIsland(
-            name, self._poller, self._prefix, self._peer_group, self._me, who, count
-        )
-        self._names[who.slot] = name
-        return {"ports": [self._bind(w.socket) for w in island.every], "connections": count}
+        here = self._poller, self._prefix, self._peer_group, self._me, who, count
+        island = JoiningIsland(name, *here)
+        try:
+            ports = [self._bind(w.socket) for w in island.every]
+        except BaseException:
+            island.close()
+            raise
+        self.joining_island, self._names[who.slot], self._trouble = island, name, ""
+        return {"ports": ports, "connections": count}
 
     # ---- the joining island --------------------------------------------------------------------
 
@@ -205,8 +205,8 @@ class JoinServer:
         ready, notes = False, island.wires["notes"].notes
         while notes and not island.moved:
             try:
-                word = _word(notes.popleft())
-            except UNREADABLE:
+                word = read_note(notes.popleft())
+            except ValueError:
                 self.drop("it sends what cannot be read")
                 return None
             if word[0] == "follow":

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from ..errors import PeerLost, WireError
 from ..membership import protocol_events
@@ -38,7 +37,8 @@ class Traffic:
             peer whose piece is damaged, and how.
 
     Attributes:
-        longest: gives the bytes that an island which leaves may send ahead of a message.
+        longest: gives the bytes that an island which leaves may send ahead of a message. refused:
+            as given.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Traffic:
         refused: Callable[[Member, WireError], None],
     ):
         self._poller, self._loop, self._detector = poller, loop, loop.detector
-        self._received, self._refused = received, refused
+        self._received, self.refused = received, refused
         self._messages: dict[int, RoundMessage] = {}
         self._early: dict[tuple[int, Member], EarlyMessage] = {}
         self.longest: Callable[[], int] = lambda: 0
@@ -148,7 +148,7 @@ class Traffic:
             except WireError as error:
                 if isinstance(stream.message, RoundMessage):
                     stream.message.damage = error
-                self._loop.do(partial(self._refused, stream.sender, error))
+                self._loop.do(partial(self.refused, stream.sender, error))
             else:
                 self._loop.do(lambda: self._kept(stream, view))
 
@@ -331,15 +331,15 @@ class EarlyPieces:
     def _is_kept(self) -> bool:
         return bool(self._offered) and self._offered <= self._kept_by
 
-    def hear(self, word: list[Any], member: Member) -> None:
-        """Make room for what a peer offers. Raises ValueError for an offer that cannot be."""
-        n, kind, rank = int(word[1]), word[2], self._loop.machine
+    def hear(self, n: int, kind: Kind, member: Member) -> None:
+        """Make room for what a peer offers; a peer whose offer cannot be is lost."""
+        rank = self._loop.machine
         if rank.state == "frozen":  # the sender may have adopted the next view already
-            self._loop.later(SOON, lambda: self.hear(word, member))
-            return
-        if kind not in ("gather", "mixed") or n > rank.landed + 2 * rank.window:
-            raise ValueError(f"message {n} of kind {kind!r:.20}")
-        self._traffic.expect_early(member, n, kind, Piece("early", member))
+            self._loop.later(SOON, lambda: self.hear(n, kind, member))
+        elif n > rank.landed + 2 * rank.window:
+            self._traffic.refused(member, WireError(f"it offers a part of message {n}, far ahead"))
+        else:
+            self._traffic.expect_early(member, n, kind, Piece("early", member))
 
     def hear_kept(self, n: int, member: Member) -> None:
         """Note that a peer keeps this island's early message."""

@@ -211,7 +211,7 @@ class Stopping:
         None. A peer that says that all are told to end has heard so from each.
         """
         me = self._loop.machine.me
-        ends, together, applied_at = int(word[1]), bool(word[2]), int(word[3])
+        _, ends, together, applied_at = word
         if member is None:
             self._told.add(me)
         else:

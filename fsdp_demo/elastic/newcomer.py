@@ -34,8 +34,8 @@ from ..peers.join_messages import (
 )
 from ..peers.pieces import LONGEST
 from ..peers.poller import Poller
-from ..store.client import Store
-from .failure_detector import BEAT, say
+from ..peers.zeromq import Meeting
+from .failure_detector import BEAT, read_note, say
 from .store_session import newest, record_key
 
 AGAIN = 1.0  # seconds between two questions to somebody who is busy
@@ -58,17 +58,6 @@ class Reached(JoinConnections):
             return self.gone
         return next((w.trouble for w in self.every if w.trouble), "it does not answer")
 
-    def close(self, poller: Poller) -> None:
-        """Close all; who waits for something of them is told."""
-
-        def job() -> None:
-            for w in self.every:
-                with poller.lock:
-                    w.gone = w.gone or "closed"
-                w.close(0)
-
-        poller.run(job)
-
 
 class MemberSearch:
     """How one rank of a newcomer reaches the same rank of all members.
@@ -78,23 +67,21 @@ class MemberSearch:
     says nothing (beats-of-training); once this island is a member, the driver says so.
 
     Args:
-        at: the store, below the keys `prefix` of the run.
-        me, peer_group: this island and its rank. name: of the island, for errors. labels: how
-            errors name an island, by slot.
+        meeting: of the peer groups. me, peer_group: this island and its rank. labels: how errors
+            name an island, by slot.
     """
 
     def __init__(
         self,
         poller: Poller,
-        at: Store,
-        prefix: str,
+        meeting: Meeting,
         me: Member,
         peer_group: int,
-        name: str,
         labels: Callable[[int], str],
     ):
-        self.poller, self.at, self.prefix, self.me = poller, at, prefix, me
-        self.peer_group, self.name, self.labels = peer_group, name, labels
+        self.poller, self.at = poller, meeting.store.under(meeting.prefix)
+        self.prefix, self.me, self.peer_group, self.labels = meeting.prefix, me, peer_group, labels
+        self.name, self.goes_on = meeting.names[me.slot], meeting.goes_on
         self._found, self._said = list[Reached](), 0.0
         poller.between = self._say
 
@@ -129,17 +116,19 @@ class MemberSearch:
         while self.peer_group and not at.get(key):
             if time.monotonic() > end:
                 raise PeerLost(f"the first rank of {name} was not let in within {seconds:g} s")
+            self.goes_on(f"the first rank of {name}")
             time.sleep(AGAIN / 5)
         while time.monotonic() < end:
             record = newest(at, record)
             if since is not None and record is not None and self._named(since, record):
                 raise PeerLost(f"{name} lost its donor when it was a member already")
             members = [m for m in record.members if m.slot != me.slot] if record is not None else []
+            self.goes_on(f"its members: {why or 'none answers so far'}")
             # lost meanwhile, or to be tried again
             for m in [m for m in reached if m not in members or reached[m].failed]:
                 failed = reached[m].failed
                 why = failed and f"{self.labels(m.slot)} could not be connected: {failed}"
-                reached.pop(m).close(self.poller)
+                reached.pop(m).close()
             still = record is None or any(m.slot == me.slot for m in record.members)
             if still:
                 why = (
@@ -263,9 +252,12 @@ class Following:
         if self._record is None:
             notes = self._donor.wires["notes"].notes
             while notes:
-                word = json.loads(notes.popleft())
+                try:
+                    word = read_note(notes.popleft())
+                except ValueError as error:
+                    raise PeerLost(f"{self._who} sent what cannot be read: {error}") from None
                 if word[0] == "planned":
-                    self._record = read_record(self._at.get(record_key(int(word[1]))))
+                    self._record = read_record(self._at.get(record_key(word[1])))
         return self._record is not None
 
     def head(self, longest: int, seconds: float, brings: Mapping[str, str]) -> Tensor | None:

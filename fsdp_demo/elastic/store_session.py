@@ -39,7 +39,7 @@ MINORITY = 1.5
 """Seconds for which reports of less than half of the islands, or of a half without the lowest slot,
 are held back: who is cut off from most of the others sees it a moment before or after them, and
 must not be the first to write a record. For as long, too, nobody goes on without the report of a
-peer that it has lost by then: another rank may still hear that peer."""
+peer that it has lost by then, or of which one rank is heard by nobody: it may still report."""
 
 
 class StoreSession:
@@ -229,7 +229,8 @@ class StoreSession:
                 if text:
                     watched.take(key, text)
         now, awaited = time.monotonic(), watched.awaited(self._ranks)
-        given_up = bool(awaited) and awaited <= watched.lost and now > watched.since + MINORITY
+        vain = bool(awaited) and awaited <= watched.lost | watched.unheard()
+        given_up = vain and now > watched.since + MINORITY
         if (given_up or late) and not watched.waited:
             watched.waited = watched.new = True
         have, of = {r.member for r in watched.found.values()}, len(watched.members)
@@ -258,6 +259,12 @@ class Watched:
         """
         count = Counter(r.member for r in self.found.values())
         return {m for r in self.found.values() for m in r.heard if count[m] < ranks}
+
+    def unheard(self) -> set[Member]:
+        """Members of which one rank has not reported, and nobody in its peer group hears it."""
+        found = self.found.values()
+        known = {(r.rank, m) for r in found for m in (r.member, *r.heard)}
+        return {m for m in self.members for r in found if (r.rank, m) not in known}
 
     def take(self, key: str, text: str) -> None:
         """A report; one that cannot be read is as one that does not come."""

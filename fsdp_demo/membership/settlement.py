@@ -7,6 +7,7 @@ Pure functions of the reports. Any rank may compute the record; the first one in
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -67,31 +68,40 @@ def largest(
     (heard-both-ways, largest-set).
 
     One of `begun` (None: of all) must be in it: newcomers alone do not have what came before them.
-    Empty if there is no such set. Exponential only in the number of islands that must go.
+    Empty if there is no such set. Whoever is apart from one other island at most can stay; only
+    among islands that are each apart from two or more all cases are tried.
     """
-    best: tuple[Member, ...] = ()
-    tried: set[frozenset[Member]] = set()
-    left = [frozenset(members)]
-    while left:
-        among = left.pop()
-        if among in tried or len(among) < len(best) or (begun is not None and not among & begun):
-            continue
-        tried.add(among)
-        order = sorted(among)
-        broken = next(
-            (
-                (a, b)
-                for i, a in enumerate(order)
-                for b in order[i + 1 :]
-                if frozenset((a, b)) not in pairs
-            ),
-            None,
-        )
-        if broken is not None:
-            left += [among - {broken[0]}, among - {broken[1]}]
-        elif (-len(order), order) < (-len(best), list(best)):
-            best = tuple(order)
-    return best
+    every = frozenset(members)
+    apart = {
+        m: frozenset(o for o in every if o != m and frozenset((m, o)) not in pairs) for m in every
+    }
+
+    @functools.cache
+    def most(among: frozenset[Member]) -> int:
+        """How many of these hear each other."""
+        count = 0
+        while among:
+            order = sorted((len(apart[m] & among), m) for m in among)
+            (degree, first), (_, worst) = order[0], order[-1]
+            if degree > 1:
+                stays = 1 + most(among - apart[worst] - {worst})
+                return count + max(stays, most(among - {worst}))
+            count, among = count + 1, among - apart[first] - {first}
+        return count
+
+    def lowest(*stay: Member) -> list[Member]:
+        """As many as can stay with these, of the lowest slots."""
+        found, among = list(stay), every.difference(stay, *(apart[m] for m in stay))
+        for m in sorted(among):
+            left = among - apart[m] - {m}
+            if m in among and (left == among - {m} or 1 + most(left) == most(among)):
+                found, among = [*found, m], left
+        return sorted(found)
+
+    best = lowest()
+    if begun is not None and begun.isdisjoint(best):
+        best = min(map(lowest, begun & every), key=lambda s: (-len(s), s), default=[])
+    return tuple(best)
 
 
 def propose(record: Record, reports: Reports) -> Record:

@@ -284,13 +284,27 @@ class JoinConnections:
             text = f"{prefix} {peer_group} {k} {tuple(sender)} {tuple(receiver)}"
             return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
-        self.member, made = member, dict[str, PeerConnection]()
-        for k in [*WIRES, *(f"connection{i}" for i in range(count))]:
-            made[k] = poller.add(self.listens)
-            made[k].greet(greeting(k, me, member), greeting(k, member, me))
-        self.every = list(made.values())
-        self.wires = {k: made.pop(k) for k in WIRES}
-        self.connections = list(made.values())
+        self._poller, self.member, self.every = poller, member, list[PeerConnection]()
+        try:
+            for k in [*WIRES, *(f"connection{i}" for i in range(count))]:
+                self.every.append(wire := poller.add(self.listens))
+                wire.greet(greeting(k, me, member), greeting(k, member, me))
+        except BaseException:
+            self.close()
+            raise
+        self.wires = dict(zip(WIRES, self.every, strict=False))
+        self.connections = self.every[len(WIRES) :]
+
+    def close(self) -> None:
+        """Close all; who waits for something of them is told."""
+
+        def job() -> None:
+            for wire in self.every:
+                with self._poller.lock:
+                    wire.gone = wire.gone or "closed"
+                wire.close(0)
+
+        self._poller.run(job)
 
     @property
     def met(self) -> bool:

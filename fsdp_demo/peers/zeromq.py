@@ -12,11 +12,13 @@ has less than 256 bytes), with keys 66 more; a quiet connection a few bytes ever
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -32,6 +34,7 @@ from .poller import Poller
 log = logging.getLogger("fsdp_demo")
 
 LOOK = 0.02  # seconds between two looks for the others' addresses
+ASK = 1.0  # seconds between two questions whether they can still come
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Meeting:
         token: the run's secret, "" for none.
         among: the ranks that meet, where they are not all of them. setting: the variable that gives
             `address`, for errors.
+        goes_on: called once a second, with the names of those that are waited for; raises PeerLost
+            where they cannot come any more.
     """
 
     store: Store
@@ -60,6 +65,7 @@ class Meeting:
     token: str = ""
     among: tuple[int, ...] | None = None
     setting: str = "ISLAND_ADDRESS"
+    goes_on: Callable[[str], None] = lambda waited_for: None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -71,9 +77,9 @@ class Meeting:
         """The ranks that meet, without this one."""
         return [j for j in self.ranks if j != self.rank]
 
-    def label(self, j: int) -> str:
-        """How errors name the island of rank j."""
-        return f"island {j} ({self.names[j]})"
+    def label(self, *ranks: int) -> str:
+        """How errors name the islands of these ranks."""
+        return ", ".join(f"island {j} ({self.names[j]})" for j in ranks)
 
 
 class Listens(TypedDict):
@@ -134,7 +140,7 @@ class ZeroMQ:
         self._poller = poller or Poller(
             Keys(meeting.token, meeting.prefix) if meeting.token else None
         )
-        self._keys = self._poller.keys
+        self._keys, self._asked = self._poller.keys, 0.0
 
     def open(self, k: int | str) -> GroupConnections:
         """Connections number k = 0, 1, ... to the other ranks, all of which make the same call.
@@ -149,8 +155,11 @@ class ZeroMQ:
             raise
 
     def _open(self, k: int | str) -> dict[int, PeerConnection]:
-        m, end = self._meeting, time.monotonic() + self._meeting.timeout
-        bound = self._poller.run(self._bound) if m.address else {}
+        m, self._asked = self._meeting, time.monotonic()
+        bound, end = {}, self._asked + m.timeout
+        if m.address:  # the resolver may be slow: it is not asked in the network thread
+            host = resolved(m.address, m.setting)
+            bound = self._poller.run(lambda: self._bound(host))
         ports = {str(j): int(where.rpartition(":")[2]) for j, (_, where) in bound.items()}
         notes = self._notes(
             k,
@@ -161,12 +170,12 @@ class ZeroMQ:
         self._meet(wires, end)
         return wires
 
-    def _bound(self) -> dict[int, tuple[PeerConnection, str]]:
-        """For each other rank a listening connection, and its address."""
+    def _bound(self, host: str) -> dict[int, tuple[PeerConnection, str]]:
+        """For each other rank a listening connection, and its endpoint."""
         m, found = self._meeting, dict[int, tuple[PeerConnection, str]]()
         for j in m.others:
             wire = self._poller.add(True)
-            found[j] = wire, bound(wire.socket, m.address, m.names[m.rank], m.setting)
+            found[j] = wire, bound(wire.socket, host, m.names[m.rank], m.setting)
         return found
 
     def _wired(
@@ -222,11 +231,15 @@ class ZeroMQ:
             if not missing:
                 return notes
             if time.monotonic() > end:
-                raise PeerLost(
-                    f"waited {m.timeout:g} s for the addresses of "
-                    f"{', '.join(m.label(j) for j in missing)}"
-                )
+                raise PeerLost(f"waited {m.timeout:g} s for the addresses of {m.label(*missing)}")
+            self._ask(missing)
             time.sleep(LOOK)
+
+    def _ask(self, missing: list[int]) -> None:
+        """Raise PeerLost where who is missing cannot come any more."""
+        if (now := time.monotonic()) >= self._asked + ASK:
+            self._asked = now
+            self._meeting.goes_on(self._meeting.label(*missing))
 
     def _meet(self, wires: dict[int, PeerConnection], end: float) -> None:
         """Wait until all have greeted."""
@@ -238,26 +251,36 @@ class ZeroMQ:
             self._poller.dial_again(wires.values())
             if time.monotonic() > end:
                 why = next((f" ({wires[j].trouble})" for j in missing if wires[j].trouble), "")
-                who = ", ".join(m.label(j) for j in missing)
                 raise PeerLost(
-                    f"{who} could not be connected within {m.timeout:g} s{why}: see {m.setting} "
-                    "there and what lies between"
+                    f"{m.label(*missing)} could not be connected within {m.timeout:g} s{why}: see "
+                    f"{m.setting} there and what lies between"
                 )
+            self._ask(missing)
             self._poller.wait_until(lambda: all(wire.met for wire in wires.values()), LOOK)
 
 
-def bound(made: Any, address: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
-    """Bind a socket to any port of an address, which `setting` gives; the endpoint.
+@functools.cache
+def resolved(address: str, setting: str = "ISLAND_ADDRESS") -> str:
+    """The IP address of this rank's host name, which `setting` gives; asked once in a process, and
+    never in the network thread, whose heartbeats would stop. Raises PeerLost: it has none.
+    """
+    try:
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise PeerLost(f"this rank cannot listen on {address} ({setting}): {error}") from None
+
+
+def bound(made: Any, host: str, name: str, setting: str = "ISLAND_ADDRESS") -> str:
+    """Bind a socket to any port of an IP address; the endpoint.
 
     Raises:
         PeerLost: it cannot.
     """
-    host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     made.ipv6 = ":" in host
     try:
         made.bind(f"tcp://{join_address(host, 0)}")
     except zmq.ZMQError as error:
-        raise PeerLost(f"{name} cannot listen on {address} ({setting}): {error}") from None
+        raise PeerLost(f"{name} cannot listen on {host} ({setting}): {error}") from None
     return str(made.last_endpoint.decode().rstrip("\0"))
 
 

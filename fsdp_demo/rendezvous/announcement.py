@@ -12,6 +12,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypedDict
 
 from ..elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers
@@ -212,7 +213,7 @@ class Rendezvous:
     def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
         """Connect to the peers, which may come and go."""
         topology, position = self._topology, self._position
-        pulse = attempts.join(topology)
+        pulse, attempt = attempts.join(topology), store.under(self._attempt)
         meeting = Meeting(
             store,
             self.prefix,
@@ -223,6 +224,7 @@ class Rendezvous:
             topology.timeout,
             topology.token,
             among=self._starters,
+            goes_on=partial(starting.goes_on, attempt, topology),
         )
         ranks = position.num_shards * active_copies
         rank = position.shard * active_copies + position.copy
@@ -240,7 +242,7 @@ class Rendezvous:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
             met = elastic_peers(meeting, place, *common)
-            store.under(self._attempt).set("begun", self.prefix.rpartition("/")[2])
+            attempt.set("begun", self.prefix.rpartition("/")[2])
         pulse.quiet()
         return met
 

@@ -207,28 +207,23 @@ def _take(topology: Replica, store: Store) -> Taken:
             continue
         slot = f"slot/{t.island}"
         before = at.compare_set(slot, "", f"{me} 0")
-        if before == f"{me} 0":
-            starting.beat(at, t.island)
-            return Taken(int(text), 0, bool(at.get("begun")))
-        if _live(t, at, [t.island]):
+        fresh = before == f"{me} 0"
+        if not fresh and _live(t, at, [t.island]):
             cure = (
                 "set a different ISLAND_RANK on each, or a new ISLAND_RUN on all "
                 f"islands{see('rank-taken')}"
             )
             where = starting.where(at, t.island)
             raise ValueError(f"{once}, which still runs{where}: {cure}")
-        life, others = _lives(before) + 1, [j for j in range(t.islands) if j != t.island]
-        waits = _waits(t, at)  # else: do the others train?
-        if waits or (at.get("begun") and (_live(t, at, others) or _train(t, at, others))):
-            if at.compare_set(slot, before, f"{me} {life}") == f"{me} {life}":
+        life, begun = 0 if fresh else _lives(before) + 1, at.get("begun")
+        others = [j for j in range(t.islands) if j != t.island]
+        waits = not begun if fresh else _waits(t, at)  # else: do the others train?
+        if waits or (begun and (_live(t, at, others) or _train(t, at, others))):
+            if fresh or at.compare_set(slot, before, f"{me} {life}") == f"{me} {life}":
                 starting.beat(at, t.island)
                 return Taken(int(text), life, late=not waits)
-        log.info(
-            "island %d was started before and is gone: attempt %s of run %r has ended",
-            t.island,
-            text,
-            t.run,
-        )
+        gone = "the islands that began it are" if fresh else f"island {t.island}'s last life is"
+        log.info("attempt %s of run %r has ended: %s gone", text, t.run, gone)
         at.compare_set("ended", "", str(t.island))
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..errors import counted
 from ..status import end_by_errors
-from ..store.client import Store, WorldStore, connect
+from ..store.client import Store, StoreClient, WorldStore, connect
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Replica:
         the one that was given. Each question has a deadline.
 
         Args:
-            limit: seconds until it must stand; default `timeout`.
+            limit: seconds until it must stand; default `timeout`; 0: the first question makes it.
 
         Raises:
             StoreSilent: nobody answers there by then.
@@ -96,5 +96,7 @@ class Replica:
         if self.kind == "mesh":
             store = self.store or dist.distributed_c10d._get_default_store()
             return WorldStore(store, "the world's rendezvous", self.question)
+        if limit == 0:
+            return StoreClient(self.endpoint, self.token, self.question)
         limit = self.timeout if limit is None else limit
         return connect(self.endpoint, limit, self.question, self.token)

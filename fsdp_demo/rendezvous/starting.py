@@ -119,7 +119,8 @@ def compare(at: Store, place: Replica, islands: Sequence[int]) -> None:
 def wait_for(
     at: Store, place: Replica, islands: Sequence[int], heard: Callable[[int], str], more: str = ""
 ) -> None:
-    """Wait until all these islands have left a note; the log names those that are missing.
+    """Wait until all these islands have left a note and still beat, if they have not met before;
+    the log names those that are missing. An island that has waited in vain ends the attempt.
 
     Args:
         at: the store, below the keys of the attempt.
@@ -130,26 +131,27 @@ def wait_for(
         ValueError: a missing island has other numbers.
         PeerLost: some did not come within `timeout`, or the attempt has ended.
     """
-    came: dict[int, str] = {}
+    came, gone, beats = dict[int, str](), set[int](), _Beats(at)
     look = time.monotonic()
     deadline, notice = look + place.timeout, look + NOTICE
     while True:
         came |= {i: heard(i) for i in islands if not came.get(i)}
-        missing = [i for i in islands if not came[i]]
+        missing = [i for i in islands if not came[i] or i in gone]
         names = ", ".join(map(str, missing))
         now = time.monotonic()
         if not missing:
             return
         if now > deadline:
-            raise waited(place, islands, {i: came[i] for i in islands if came[i]}, more=more)
+            if place.elastic and not at.get("begun"):  # so nobody waits for one that has left
+                at.compare_set("ended", "", str(place.island))
+            here = {i: came[i] for i in islands if i not in missing}
+            raise waited(place, islands, here, more=more)
         if now >= look:
             look = now + 1.0
             compare(at, place, missing)
-            if by := at.get("ended"):
-                raise PeerLost(
-                    f"{place.name} waited for islands {names}, when island {by} left the attempt "
-                    f"{at.prefix.rstrip('/')}: start this island again to join the next"
-                )
+            goes_on(at, place, f"islands {names}")
+            others = [i for i in islands if came[i] and i != place.island]
+            gone = {i for i in others if not beats.lives(i, now)} if not at.get("begun") else set()
         if now >= notice:
             notice = now + AGAIN
             log.warning(
@@ -161,6 +163,15 @@ def wait_for(
                 deadline - now,
             )
         time.sleep(0.02)
+
+
+def goes_on(at: Store, place: Replica, waited_for: str) -> None:
+    """Raise PeerLost where the attempt has ended: who is waited for does not come to it."""
+    if by := at.get("ended"):
+        raise PeerLost(
+            f"{place.name} waited for {waited_for}, when island {by} left the attempt "
+            f"{at.prefix.rstrip('/')}: start this island again to join the next"
+        )
 
 
 def decided(at: Store, count: int) -> tuple[int, ...] | None:
@@ -194,14 +205,27 @@ def where(at: Store, island: int) -> str:
     return f" ({said['name']} on {said['host']})"
 
 
+class _Beats:
+    """The beats of islands, and when each was last seen to move."""
+
+    def __init__(self, at: Store):
+        self._at, self._moved = at, dict[int, tuple[str, float]]()
+
+    def lives(self, i: int, now: float) -> bool:
+        """Whether an island beats, as far as it is known by now. In a mesh none does."""
+        beats = self._at.get(f"beat/{i}")
+        if i not in self._moved or self._moved[i][0] != beats:
+            self._moved[i] = beats, now
+        return not beats or now - self._moved[i][1] <= BEATS * BEAT
+
+
 class _Starters:
     """One island's wait until it is known which islands begin."""
 
     def __init__(self, at: Store, place: Replica):
         self._at, self._place, self._beat_at = at, place, 0.0
         self._names: dict[int, str] = {}
-        # beats of an island, and when they were last seen to move
-        self._moved: dict[int, tuple[str, float]] = {}
+        self._beats = _Beats(at)
         self.everyone = tuple(range(place.count))
 
     def came(self) -> list[int]:
@@ -288,10 +312,7 @@ class _Starters:
                     if not self._at.get(f"came/{i}"):
                         continue
                     self.hear(i)
-                beats = self._at.get(f"beat/{i}")
-                if i not in self._moved or self._moved[i][0] != beats:
-                    self._moved[i] = beats, now
-                if now - self._moved[i][1] > BEATS * BEAT:
+                if not self._beats.lives(i, now):
                     continue
             here.append(i)
         return here

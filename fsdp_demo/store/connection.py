@@ -322,7 +322,7 @@ class Line:
             ended, self._connection = self._connection, None
             ended.close()
             why = f" ({ended.gone})" if ended.gone else why
-            self._recognise(ended)
+            self._recognise(ended, min(end - time.monotonic(), 1.0))
             if ended.gone == NOBODY_LISTENS and time.monotonic() > give_up:
                 raise StoreSilent(
                     f"the store at {self._where} is not there ({NOBODY_LISTENS}, for {absent:g} s)"
@@ -333,12 +333,14 @@ class Line:
                 patience = min(2 * patience, RARELY)
         raise StoreSilent(f"the store at {self._where} does not answer within {seconds:g} s{why}")
 
-    def _recognise(self, connection: Connection) -> None:
-        """Give up where somebody else listens there, or the tokens cannot be the same."""
+    def _recognise(self, connection: Connection, seconds: float) -> None:
+        """Give up where somebody else listens there, who is asked for so long, or the tokens cannot
+        be the same.
+        """
         self._strangers = self._strangers + 1 if connection.stranger else 0
-        if self.known is not None or connection.gone == NOBODY_LISTENS:
+        if self.known is not None or connection.gone == NOBODY_LISTENS or seconds <= 0:
             return
-        if _is_torchs(self._place.host, self._place.port):
+        if _is_torchs(self._place.host, self._place.port, seconds):
             bind = join_address(self._place.host, self._place.port)
             raise ValueError(
                 f"a store of torch.distributed answers at ISLAND_ENDPOINT={self._where}, where "
@@ -347,7 +349,7 @@ class Line:
         if self._strangers < STRANGERS:
             return
         self._strangers = 0
-        if _greets(self._place.host, self._place.port):
+        if _greets(self._place.host, self._place.port, seconds):
             here = f"ISLAND_TOKEN {'is' if self._token else 'is not'} set here"
             raise ValueError(
                 f"whoever listens at ISLAND_ENDPOINT={self._where} refuses this connection: "
@@ -385,19 +387,19 @@ def identity_in(values: list[str]) -> Identity:
     return Identity(values[0], int(values[1]))
 
 
-def _greets(host: str, port: int) -> bool:
+def _greets(host: str, port: int, seconds: float) -> bool:
     """Whether somebody greets there: a store does at once; a tunnel without a store behind it only
     closes.
     """
-    with suppress(OSError), socket.create_connection((host, port), timeout=1.0) as probe:
+    with suppress(OSError), socket.create_connection((host, port), timeout=seconds) as probe:
         return bool(probe.recv(1))
     return False
 
 
-def _is_torchs(host: str, port: int) -> bool:
+def _is_torchs(host: str, port: int, seconds: float) -> bool:
     """Whether a `torch.distributed.TCPStore` listens there: it gives back the number of a ping."""
     validate, ping, nonce = 0, 13, b"\x4e\x6f\x6e\x63"
-    with suppress(OSError), socket.create_connection((host, port), timeout=1.0) as probe:
+    with suppress(OSError), socket.create_connection((host, port), timeout=seconds) as probe:
         probe.sendall(struct.pack("<BIB", validate, 0x3C85F7CE, ping) + nonce)
         return probe.recv(4) == nonce
     return False

@@ -460,6 +460,7 @@ def test_save_with_frozen_store(tmp_path, monkeypatch, caplog):
         store.send_signal(signal.SIGSTOP)
         os.waitpid(store.pid, os.WUNTRACED)  # it stands from here on
         monkeypatch.setattr("fsdp_demo.checkpoint.registry.PATIENCE", 0.2)
+        monkeypatch.setattr("fsdp_demo.checkpoint.registry.QUIET", 0.0)
         asked = CheckpointRegistry.exchange
 
         def told(self, held):

@@ -29,21 +29,21 @@ from fsdp_demo.store.client import WorldStore
 A, B, C = MEMBERS = (Member(0), Member(1), Member(2))
 
 
-def report(member: Member, *heard: Member) -> Report:
-    return Report(0, member, 0, frozenset(heard), 0, (), begun=True)
+def report(member: Member, *heard: Member, rank: int = 0) -> Report:
+    return Report(0, member, rank, frozenset(heard), 0, (), begun=True)
 
 
 class Told:
     """A feed with a store in memory, and what it has told."""
 
-    def __init__(self, dead: float):
+    def __init__(self, dead: float, ranks: int = 1):
         self.store, self._events = (
             WorldStore(dist.HashStore(), "the test", 5.0),
             queue.SimpleQueue[protocol_events.ReportsSeen](),
         )
         self.failed = queue.SimpleQueue[str]()
         self.session = StoreSession(
-            lambda: self.store, 1, dead, 60.0, self._events.put, self.failed.put
+            lambda: self.store, ranks, dead, 60.0, self._events.put, self.failed.put
         )  # type: ignore[arg-type]
 
     def reports(self, *members: Member) -> None:
@@ -116,6 +116,27 @@ def test_store_session_island_heard_by_another(told: Told) -> None:
     assert told.next() == ([A, B], False)
     with pytest.raises(queue.Empty):
         told.next(1.0)
+
+
+def test_store_session_silent_rank_beside_one_that_lives(told: Told) -> None:
+    """An island of two ranks, of which one is silent and the other is heard, is not waited for: the
+    silent one will not report. One that somebody in its peer group hears is.
+    """
+    for heard, waits in ((MEMBERS, True), ((A, B), False)):
+        two = Told(3600.0, ranks=2)
+        try:
+            for r in (report(B, *MEMBERS), report(C, *MEMBERS), report(B, *heard, rank=1)):
+                two.store.set(f"report/0/{r.member.slot}.0.{r.rank}", to_json(r))
+            two.store.set("report/0/0.0.0", to_json(report(A, *MEMBERS)))
+            two.session.post(report(A, A, B, rank=1), first_record(MEMBERS))
+            assert two.next() == ([A, A, B, B, C], False)
+            if waits:
+                with pytest.raises(queue.Empty):
+                    two.next(1.0)
+            else:
+                assert two.next() == ([A, A, B, B, C], True)
+        finally:
+            two.session.close()
 
 
 def test_store_session_report_in_time_counts_for_a_slow_store() -> None:

@@ -126,7 +126,7 @@ def dies_as_a_donor(moment: str, died: Path) -> None:
         os._exit(9)
 
     threading.Thread(target=end, daemon=True).start()
-    put, read, seen = bulk_stream.put, join_server._word, list[str]()
+    put, read, seen = bulk_stream.put, join_server.read_note, list[str]()
 
     def half(poller: Any, wire: Any, head: bulk_stream.ItemHead, parts: Any) -> None:
         seen.append(head.item)
@@ -140,7 +140,7 @@ def dies_as_a_donor(moment: str, died: Path) -> None:
             threading.Timer(0.3, died.touch).start()
 
     bulk_stream.put = half
-    join_server._word = lambda note: [w if w != "ready" else "" for w in read(note)]
+    join_server.read_note = lambda note: [w if w != "ready" else "" for w in read(note)]
 
 
 def handed_over(me: Any, case: str, moment: str) -> Any:

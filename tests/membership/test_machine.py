@@ -8,9 +8,12 @@ reduce-again and coded-for-fewer (transports, connections), the durable store in
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from fsdp_demo.membership import protocol_events, settlement
@@ -352,6 +355,9 @@ def test_report_of_an_island_needs_all_its_ranks() -> None:
     assert record is not None and record.members == (A,)
 
 
+THIRDS = tuple(range(0, 63, 3))
+
+
 @pytest.mark.parametrize(
     "count, broken, stay",
     [
@@ -362,6 +368,13 @@ def test_report_of_an_island_needs_all_its_ranks() -> None:
         (5, [(0, 1), (2, 3)], (0, 2, 4)),
         (4, [(a, b) for a in range(4) for b in range(a)], (0,)),
         (64, [(0, 9), (9, 30), (60, 61)], tuple(i for i in range(64) if i not in (9, 61))),
+        (64, [(i, i + 1) for i in range(0, 64, 2)], tuple(range(0, 64, 2))),
+        (
+            63,
+            [(i + a, i + b) for i in range(0, 63, 3) for a in range(3) for b in range(a)],
+            tuple(range(0, 63, 3)),
+        ),
+        (64, [(i, (i + 1) % 64) for i in range(64)], tuple(range(0, 64, 2))),
     ],
 )
 def test_largest_set_with_the_lowest_slots(
@@ -385,6 +398,25 @@ def test_largest_set_against_all_subsets() -> None:
         subsets = [[m for i, m in enumerate(members) if s >> i & 1] for s in range(1, 16)]
         fit = [s for s in subsets if all(frozenset((a, b)) in pairs for a in s for b in s if a < b)]
         assert settlement.largest(members, pairs) == tuple(min(fit, key=lambda s: (-len(s), s)))
+
+
+@given(st.data(), st.integers(1, 8))
+def test_largest_set_against_all_subsets_with_one_that_began(
+    data: st.DataObject, count: int
+) -> None:
+    """The largest set is the best of all subsets that have an island which has begun."""
+    members = [Member(i) for i in range(count)]
+    every = [frozenset(p) for p in itertools.combinations(members, 2)]
+    pairs = frozenset(p for p in every if data.draw(st.booleans()))
+    begun = data.draw(st.frozensets(st.sampled_from(members)))
+    subsets = [s for k in range(1, count + 1) for s in itertools.combinations(members, k)]
+    fit = [
+        s
+        for s in subsets
+        if begun & {*s} and pairs.issuperset(map(frozenset, itertools.combinations(s, 2)))
+    ]
+    best = min(fit, key=lambda s: (-len(s), s), default=())
+    assert settlement.largest(members, pairs, begun) == best
 
 
 def test_store_unasked_in_health() -> None:

@@ -456,6 +456,9 @@ def test_rendezvous_says_whom_it_waits_for(
         def get(self, key: str) -> str:
             return "here" if key == rendezvous._first(0) else ""
 
+        def compare_set(self, *args: str) -> None:
+            pass
+
     with pytest.raises(PeerLost, match="missing 1, 2"):
         rendezvous._gather(First())  # type: ignore[arg-type]
     (line,) = [r.getMessage() for r in caplog.records]

@@ -253,3 +253,29 @@ def test_start_newcomer_may_die_and_come_again(monkeypatch: pytest.MonkeyPatch) 
     attempts._take(place(2), store)
     taken = attempts._take(place(2), store)  # one of those that begin
     assert taken.number == 1 and at.get("ended") == "2"
+
+
+def test_start_behind_dead_islands_opens_the_next_attempt() -> None:
+    """A machine that was away for all of an attempt, whose islands are gone, begins the next one
+    with them: it does not join it, and its checkpoint has a say.
+    """
+    pytest.importorskip("zmq")
+    store, found = dist.HashStore(), dict[int, Any]()
+    above = WorldStore(store, "the test", 5.0)
+    above.set("run/attempt", "0")
+    for i in range(2):
+        comes(asker(store), i)
+        asker(store).set(f"slot/{i}", "before")
+    asker(store).set("starters", "[0, 1]")
+    asker(store).set("begun", "0")
+
+    def begin(i: int) -> None:
+        found[i] = attempts._begin(place(i, timeout=30.0), WorldStore(store, "the test", 5.0))
+
+    away = threading.Thread(target=begin, args=(2,))
+    away.start()
+    while not asker(store).get("ended") and away.is_alive():
+        time.sleep(0.01)
+    at_once(begin, 2, 30.0)
+    away.join(30.0)
+    assert found == {i: (1, 0, False, (0, 1, 2)) for i in range(3)}

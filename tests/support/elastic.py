@@ -47,7 +47,7 @@ class Islands:
     Args:
         dead: see `meet.Limits`. timeout: of the meeting. store: in memory; `change` of it may lead
             addresses elsewhere.
-        token: the run's secret.
+        token: the run's secret. address: of all islands.
 
     Attributes:
         lines: of those that have met, by (slot, rank). expelled: (slot, rank) of those that were.
@@ -62,8 +62,10 @@ class Islands:
         timeout: float = 20.0,
         store: WorldStore | None = None,
         token: str = "",
+        address: str = "127.0.0.1",
     ):
         warm()
+        self.address = address
         self.count, self.ranks, self.dead, self.timeout, self.token = (
             count,
             ranks,
@@ -99,7 +101,7 @@ class Islands:
             slot,
             self.count,
             tuple(self.names.values()),
-            "127.0.0.1",
+            self.address,
             self.timeout,
             self.token,
         )

@@ -1,0 +1,176 @@
+"""What a member answers to a newcomer while it cannot let it in: the member trains on, and the
+newcomer asks again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from fsdp_demo import PeerLost
+from fsdp_demo.elastic import agreement, connect, join_server
+from fsdp_demo.elastic.connect import PeerPosition
+from fsdp_demo.elastic.join_server import JoinServer
+from fsdp_demo.elastic.peer_group import PeerGroup
+from fsdp_demo.membership.protocol_types import Member
+from fsdp_demo.net import address
+from fsdp_demo.peers.header import QUESTION
+from fsdp_demo.peers.poller import Poller
+from fsdp_demo.peers.zeromq import Meeting, resolved
+
+from ..support.elastic import Islands
+
+WAIT, TIMES = 15.0, 3
+
+
+def in_network_thread() -> bool:
+    return threading.current_thread().name == "network"
+
+
+def comes(run: Islands, slot: int) -> PeerGroup:
+    """A newcomer that has reached all members."""
+    names = {**run.names, slot: f"island{slot}"}
+    where = (slot, len(names), tuple(names.values()), "localhost", WAIT, run.token)
+    return connect.newcomer_peers(
+        Meeting(run.store, "line", *where),
+        PeerPosition(slot, 0, 1, names),
+        0,
+        lambda: run.store.under("line"),
+        None,
+        connect.Limits(run.dead),
+    )
+
+
+def trains_on(fault: Callable[[pytest.MonkeyPatch], None]) -> list[str]:
+    """Three members train while a newcomer asks them and `fault` has come; their warnings."""
+    run, end, here = Islands(3, dead=1.5, address="localhost"), threading.Event(), []
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_demo").addHandler(handler)
+
+    def joins() -> None:
+        try:
+            here.append(comes(run, 3))
+        finally:
+            end.set()
+
+    def trains(line: PeerGroup) -> tuple[int, ...]:
+        step, asks = 0, 0.0
+        while not asks:
+            agreement.gather_json(line, line.slot, QUESTION, step)
+            if line.slot == 0 and step == 1:
+                fault(patch)
+                threading.Thread(target=joins).start()
+            time.sleep(0.02)
+            step += 1
+            asks = agreement.mean_of(line, step, float(end.is_set()))
+        return line.slots
+
+    with pytest.MonkeyPatch.context() as patch:
+        run.run(trains, 2 * WAIT)
+    logging.getLogger("fsdp_demo").removeHandler(handler)
+    for line in here:
+        line.following.close()
+    assert run.survivors() == [(0, 1, 2)] * 3 and run.expelled == [] and len(here) == 1
+    return lines
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_join_server_asks_no_resolver(run_ranks: Callable[..., Any], seconds: float) -> None:
+    """Members that have a host name let a newcomer in while the resolver fails, or takes longer
+    than ISLAND_DEAD: they asked it once, when they came.
+    """
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        plain = socket.getaddrinfo
+
+        def asked(*args: Any, **named: Any) -> Any:
+            if not in_network_thread():  # the newcomer's own question
+                return plain(*args, **named)
+            time.sleep(seconds)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+        patch.setattr(socket, "getaddrinfo", asked)
+
+    def run() -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(address, "STRETCH", 2)
+            lines = trains_on(fault)
+        assert not [line for line in lines if "lost" in line or "silent" in line], lines
+        return True
+
+    assert run_ranks(run, 1, 1) == [True]
+
+
+@pytest.mark.parametrize("lacks", ["port", "descriptor"])
+def test_join_server_without_room_lets_in_later(run_ranks: Callable[..., Any], lacks: str) -> None:
+    """A member that has no port or no descriptor left says so and trains on, and the newcomer is
+    let in once it has one; what was opened for it before is closed.
+    """
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        add, bind, calls = Poller.add, join_server.bound, []
+
+        def failing(plain: Any, error: Exception, *args: Any) -> Any:
+            calls.append(0)
+            if in_network_thread() and len(calls) % 2 == 0 and len(calls) <= 2 * TIMES:
+                raise error  # the first one of a newcomer stands
+            return plain(*args)
+
+        if lacks == "port":
+            error = PeerLost("island 0 cannot listen on 127.0.0.1: Address already in use")
+            patch.setattr(join_server, "bound", lambda *args: failing(bind, error, *args))
+        else:
+            full = zmq.ZMQError(errno.EMFILE)
+            patch.setattr(Poller, "add", lambda *args: failing(add, full, *args))
+
+    def run() -> bool:
+        lines = trains_on(fault)
+        assert [line for line in lines if "lets nobody in for now" in line], lines
+        return True
+
+    assert run_ranks(run, 1, 1) == [True]
+
+
+def test_join_server_closes_what_a_refused_newcomer_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was opened for a newcomer is closed where the rest cannot be opened."""
+    poller, calls = Poller(), list[int]()
+    server = JoinServer.__new__(JoinServer)
+    server._poller, server._prefix, server._peer_group, server._me = poller, "p", 0, Member(0)
+
+    def bound(*args: Any) -> str:
+        calls.append(0)
+        if len(calls) == 3:
+            raise PeerLost("no port")
+        return "tcp://127.0.0.1:1"
+
+    monkeypatch.setattr(join_server, "bound", bound)
+    monkeypatch.setattr(join_server, "num_connections", lambda others: 1)
+    server.loop = server._host = server._label = server.joining_island = None
+    server.loop = type("Loop", (), {"detector": type("D", (), {"connections": {}})})()
+    try:
+        with pytest.raises(PeerLost, match="no port"):
+            poller.run(lambda: server._let_in(Member(1), "island1"))
+        assert poller.wires == [] and server.joining_island is None
+    finally:
+        poller.close(0)
+
+
+def test_resolved_names_what_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host name that does not resolve at the start is an error with the name of the variable."""
+
+    def asked(*args: Any, **named: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    with pytest.raises(PeerLost, match=r"cannot listen on nowhere.example \(ISLAND_ADDRESS\)"):
+        resolved("nowhere.example")
