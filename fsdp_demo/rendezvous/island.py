@@ -363,7 +363,10 @@ class SiblingWatch:
         )
         if parted:
             tell_launcher(self._rank, DECIDE)
-            self._over.wait(2 * BEAT)  # the others see why, too: the store may end with this rank
+            # all at one moment, when all have seen why: to each other's main threads the end of one
+            # is an error, and the store may end with it
+            at = self._store.compare_set(f"{self._key}/end", "", str(time.time() + 3 * BEAT))
+            self._over.wait(float(at) - time.time())
             leave(DECIDE)
 
 
