@@ -422,7 +422,7 @@ def test_process_exit_status(exchange_store, tmp_path) -> None:
 def test_stop_requested_before_the_step() -> None:
     """A wish to stop soon is seen at once, as in an evaluation; one to stop together is not."""
     model = torch.nn.Linear(2, 2)
-    exchange = fsdp_demo.attach(torch.optim.SGD(model.parameters(), lr=0.1), "diloco")
+    exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco")
     seen = [exchange.stop_requested]
     for together in (True, False):
         exchange.request_stop(together)

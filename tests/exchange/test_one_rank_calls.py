@@ -114,7 +114,7 @@ def uneven(me: Any, how: str) -> None:
     """Rank 0 takes a step, makes a call or spends time that rank 1 does not."""
     logging.basicConfig(level=logging.INFO, force=True)
     patch = pytest.MonkeyPatch()
-    patch.setattr(island, "BEAT", 0.5)
+    patch.setattr(island, "BEAT", 0.3)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -126,7 +126,7 @@ def uneven(me: Any, how: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     if how == "time" and me.rank == 0:
-        time.sleep(12)
+        time.sleep(5)
     exchange.finish()
 
 
@@ -142,7 +142,7 @@ def test_ranks_that_never_meet_end(run_ranks: Any, how: str, status: int, says: 
     """After ISLAND_TIMEOUT all ranks of an uneven island end with 78 and the cure; one that is late
     is waited for.
     """
-    env = {"ISLAND_COUNT": "1", "ISLAND_TIMEOUT": "4"}
+    env = {"ISLAND_COUNT": "1", "ISLAND_TIMEOUT": "2"}
     found = run_ranks(uneven, 1, 2, env=env, args=(how,), check=False, timeout=60)
     assert [f.status for f in found] == [status] * 2, [f.log for f in found]
     assert all(says in f.log for f in found)

@@ -289,15 +289,15 @@ class Session(TrainerCallback):
         """Log, evaluate and save by `original`. An island that is told to end meanwhile stops at
         this step: an evaluation is left, and a save is the last one.
         """
-        trainer, manager = self._trainer, self._manager
-        control, state = trainer.control, trainer.state
+        trainer, manager, state = self._trainer, self._manager, self._trainer.state
         ends = self.live is None and self._evaluations.agreed  # the others wait for its metrics
-        lasts = not ends and (control.should_evaluate or control.should_save)
-        self._pace = VotePace() if lasts else None
+        lasts = trainer.control.should_evaluate or trainer.control.should_save
+        self._pace = VotePace() if lasts and not ends else None
         try:
             original(*args, **kwargs)
             self._leave_if_told(now=True)
         except Stopped:
+            control = trainer.control
             control.should_evaluate = False
             if not self._stops.ending:
                 self.exchange.stop_here()
