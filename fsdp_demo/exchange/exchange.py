@@ -226,6 +226,13 @@ class Exchange(Readings):
         """
         self._runtime.status.request_stop(together)
 
+    @collective("stop_here()")
+    def stop_here(self) -> None:
+        """Let a wish to stop now take effect between two steps, for a host that was told to end in
+        an evaluation or a save: `stopped` says whether it does. All ranks of the island call it
+        together."""
+        self._runtime.settle_stop(now=True)
+
     @collective("leave()")
     def leave(self, stopped: bool) -> None:
         """Tell the other islands that this one trains no further, before it saves (`guard` and the

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from ..errors import Mismatch, NeedsDecision, PeerLost, Stopped, WireError
@@ -72,7 +72,9 @@ def guard(
     another thread SIGTERM is not handled, and a warning is logged.
 
     The end takes at most ISLAND_STOP seconds from SIGTERM or from the loss. If a rank of the island
-    is gone, or does not come to the save, nothing is saved, and the status is 75.
+    is gone, or does not come to the save, nothing is saved, and the status is 75. SIGTERM before
+    the first step ends the island at once: there is nothing to save. A long evaluation asks
+    `Exchange.stop_requested`.
 
     Args:
         save: saves the state of the island. All its ranks call it, so it may use their collectives:
@@ -86,7 +88,8 @@ def guard(
         >>> with fsdp_demo.guard(exchange, save=None, resume="python train.py --resume"):
         ...     pass  # the training loop
     """
-    deadline = _Deadline(exchange)
+    again = start_again(exchange.topology, resume or "the same command", SAVED)
+    deadline = Deadline(exchange, lambda: again)
     try:
         with _sigterm(exchange, deadline):
             try:
@@ -98,49 +101,57 @@ def guard(
         deadline.end()
 
 
-class _Deadline:
+class Deadline:
     """A timer that ends this process ISLAND_STOP seconds after `begin`: a rank that does not come
     to the save must not keep the others until their launcher kills them.
+
+    Args:
+        exchange: of this rank.
+        again: says how training goes on, for the log; called in the timer's thread.
 
     Attributes:
         status: exit status of the process.
         unfinished: the phase of the stop, for the log; empty before the loop was left.
     """
 
-    def __init__(self, exchange: Exchange):
+    def __init__(self, exchange: Exchange, again: Callable[[], str]):
         self.status, self.unfinished = SAVED, ""
-        self._exchange, self._begun, self._over = exchange, False, threading.Event()
+        self._exchange, self._again = exchange, again
+        self._begun, self._over = False, threading.Event()
 
-    def begin(self) -> None:
-        """Start the timer at the first call. Safe in a signal handler."""
+    def begin(self, told: bool = False) -> None:
+        """Start the timer at the first call. Safe in a signal handler. A process that is `told` to
+        end before its first step has nothing to save: it ends at once."""
         if not self._begun:
-            self._begun = True
-            threading.Thread(target=self._run, name="deadline", daemon=True).start()
+            self._begun, now = True, told and not self._exchange.has_stepped
+            threading.Thread(target=self._run, args=(now,), name="deadline", daemon=True).start()
 
     def end(self) -> None:
         """Stop the timer."""
         self._over.set()
 
-    def _run(self) -> None:
+    def _run(self, now: bool) -> None:
         exchange, topology = self._exchange, self._exchange.topology
-        if self._over.wait(topology.stop_timeout) or exchange.closed:
+        if self._over.wait(0 if now else topology.stop_timeout) or exchange.closed:
             return
         waits = exchange.activity.kind == "waiting"
         verb = "waits for the others" if waits else "is under way"
-        log.error(
-            "%s, rank %d: %g s after it was told to end, or has lost its peers, %s: it ends, and "
-            "nothing is saved. ISLAND_STOP says how many seconds there are",
-            topology.name,
-            topology.rank,
-            topology.stop_timeout,
-            self.unfinished or f"step {exchange.step + 1} still {verb}",
+        why = (
+            f"{topology.stop_timeout:g} s after it was told to end, or has lost its peers, "
+            f"{self.unfinished or f'step {exchange.step + 1} still {verb}'}: it ends, and nothing "
+            "is saved. ISLAND_STOP says how many seconds there are"
         )
+        if now:
+            why = "it is told to end before its first step, so there is nothing to save"
+            with suppress(PeerLost):  # of the store
+                exchange.leave(stopped=True)
+        log.error("%s, rank %d: %s; %s", topology.name, topology.rank, why, self._again())
         tell_launcher(topology.rank, self.status)
         leave(self.status)
 
 
 @contextmanager
-def _sigterm(exchange: Exchange, deadline: _Deadline) -> Iterator[None]:
+def _sigterm(exchange: Exchange, deadline: Deadline) -> Iterator[None]:
     """Handle SIGTERM as a request to stop, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         log.warning(
@@ -154,7 +165,7 @@ def _sigterm(exchange: Exchange, deadline: _Deadline) -> Iterator[None]:
 
     def told(*_: Any) -> None:
         exchange.request_stop()
-        deadline.begin()
+        deadline.begin(told=True)
 
     old = signal.signal(signal.SIGTERM, told)
     try:
@@ -168,7 +179,7 @@ def _leave(
     error: Exception,
     save: Callable[[], Any] | None,
     resume: str,
-    deadline: _Deadline,
+    deadline: Deadline,
 ) -> None:
     deadline.status = status = DECIDE if isinstance(error, Mismatch) else SAVED
     deadline.unfinished = "it still waits for the other islands"

@@ -105,6 +105,17 @@ class Readings:
         return self._runtime.stopped
 
     @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was told to end soon (SIGTERM under `guard`, `request_stop()`): a long
+        evaluation should be left, by all ranks after the same batch. The next step stops."""
+        return self._runtime.status.told
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this rank has begun a step since it joined the others."""
+        return self._runtime.stepped
+
+    @property
     def stopped_alone(self) -> bool:
         """Whether this island stops and the others do not."""
         return self._runtime.stopped_alone

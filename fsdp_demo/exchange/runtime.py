@@ -83,7 +83,8 @@ class StepRuntime:
         stops_by: the latest time (`time.monotonic`) at which this island stops, where all are told
             to end. ends_at: the step count at which it does.
         stopped, stopped_alone, leaving, raises_stopped, drift, tells, told: as in `Readings`.
-        ended: the last exchange is over.
+        stepped: this rank has begun a step since it joined the others. ended: the last exchange is
+            over.
         watches_gradients: `Exchange.watch_gradients` was called.
         owner: the `Exchange`, which a second `attach` finds through the engine's hooks.
         ahead: called ahead of each step, unless None (`first_step.py`).
@@ -124,6 +125,7 @@ class StepRuntime:
         self.seconds, self._ended_at = 0.0, time.monotonic()
         self.stops_by: float | None = None
         self.ended = self.stopped = self.stopped_alone = self.leaving = self.rows_differ = False
+        self.stepped = False
         self.raises_stopped = True
         self.watches_gradients = False
         self.ahead: Callable[[], None] | None = None
@@ -198,6 +200,7 @@ class StepRuntime:
         if self.ahead is not None:
             with torch.no_grad():
                 self.ahead()
+        self.stepped = True
         self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
         self.status.begin()
@@ -265,7 +268,7 @@ class StepRuntime:
         self.seconds, self._ended_at = now - self._ended_at, now
         self.rewritten.note(step)
         self.hooks.aside = False
-        asked = self._settle_stop()
+        asked = self.settle_stop()
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
         if self.at_end is not None and not self.stopped:
@@ -496,18 +499,20 @@ class StepRuntime:
         self.host.base_step()
         self.host.commit()
 
-    def _settle_stop(self) -> bool:
+    def settle_stop(self, now: bool = False) -> bool:
         """Agree in the island, at the end of a tick, whether all islands stop, whether this one
         stops alone, and whether an island that was told to end is the reason.
 
         All islands stop when a payload with the request is applied. An island that must stop now
         stops without the others, if no exchange is in flight. Several ranks vote at every exchange,
-        and otherwise about once a second (`VotePace`).
+        and otherwise about once a second (`VotePace`). now: they have come for a vote.
 
         Returns:
             Whether a joining island asks for this one's state, on all peer groups.
         """
-        if self.island.world > 1:
+        if now:
+            self.status.begin()
+        elif self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
             known |= self.stops_by is not None
             if not self._pace.due(now=known):

@@ -262,9 +262,11 @@ def test_guard_handler_restored_and_save_error(run_ranks) -> None:
             raise OSError("disk full")
 
         with fsdp_demo.guard(exchange, save):
-            os.kill(os.getpid(), signal.SIGTERM)
-            p.grad = torch.ones(3)
-            optimizer.step()
+            for told in (False, True):
+                if told:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                p.grad = torch.ones(3)
+                optimizer.step()
 
     (outcome,) = run_ranks(run, 1, 1, env={"ISLAND_COUNT": ""}, check=False)
     assert outcome.status == 1 and "disk full" in outcome.log and "saving failed" in outcome.log
@@ -415,3 +417,15 @@ def test_process_exit_status(exchange_store, tmp_path) -> None:
     for ending, statuses in results:
         assert statuses == expected[ending], (ending, statuses, done.stderr[-3000:])
     assert "terminate called" not in done.stderr and "Fatal Python error" not in done.stderr
+
+
+def test_stop_requested_before_the_step() -> None:
+    """A wish to stop soon is seen at once, as in an evaluation; one to stop together is not."""
+    model = torch.nn.Linear(2, 2)
+    exchange = fsdp_demo.attach(torch.optim.AdamW(model.parameters()), "diloco")
+    seen = [exchange.stop_requested]
+    for together in (True, False):
+        exchange.request_stop(together)
+        seen.append(exchange.stop_requested)
+    exchange.detach()
+    assert seen == [False, False, True]

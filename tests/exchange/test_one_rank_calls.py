@@ -83,3 +83,69 @@ def test_one_rank_call_silent_when_common(run_ranks: Any) -> None:
         return heard.lines
 
     assert run_ranks(together, 1, 2) == [[], []]
+
+
+# ---- ranks that can never meet -----------------------------------------------------------------
+
+HERE = [[3, 30], [4, 40]]  # the last two steps that were begun, with torch's collectives before
+
+
+def place(steps: int, votes: int, collectives: int, marks: Any = HERE) -> island.Place:
+    return island.Place("finish()", 4, 0.0, [steps, votes, collectives], marks)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "parted"),
+    [
+        ((5, 1, 50), (6, 0, 50), True),  # finish() on one side, a further step on the other
+        ((5, 1, 50), (5, 0, 51), True),  # a further forward or backward pass
+        ((6, 0, 50), (5, 0, 51), True),  # in a step, the other waits in torch for its next one
+        ((5, 1, 50), (5, 0, 50), False),  # evaluates, saves or compiles alone
+        ((5, 0, 50), (7, 1, 70), False),  # slow in a step, where the other one has waited nowhere
+        ((5, 1, 50), (5, 0, 51, [[4, 44]]), False),  # stages of a pipeline
+    ],
+)
+def test_place_parted(one: Any, other: Any, parted: bool) -> None:
+    """Ranks have parted where each is ahead of the other in something that all do in one order."""
+    assert place(*one).parted(place(*other)) is place(*other).parted(place(*one)) is parted
+
+
+def uneven(me: Any, how: str) -> None:
+    """Rank 0 takes a step, makes a call or spends time that rank 1 does not."""
+    logging.basicConfig(level=logging.INFO, force=True)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(island, "BEAT", 0.3)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
+    for step in range(4 if how == "batches" and me.rank == 0 else 3):
+        if how == "call" and me.rank == 0 and step == 2:
+            exchange.totals()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "time" and me.rank == 0:
+        time.sleep(5)
+    exchange.finish()
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        ("batches", 78, "in finish(), after step 3; rank 0 is in no call of the exchange, after"),
+        ("call", 78, "in totals(), after step 2; rank 1 is in no call of the exchange, after"),
+        ("time", 0, ""),
+    ],
+)
+def test_ranks_that_never_meet_end(run_ranks: Any, how: str, status: int, says: str) -> None:
+    """After ISLAND_TIMEOUT all ranks of an uneven island end with 78 and the cure; one that is late
+    is waited for.
+    """
+    env = {"ISLAND_COUNT": "1", "ISLAND_TIMEOUT": "2"}
+    found = run_ranks(uneven, 1, 2, env=env, args=(how,), check=False, timeout=60)
+    assert [f.status for f in found] == [status] * 2, [f.log for f in found]
+    assert all(says in f.log for f in found)
+    if status:
+        cures = ("these never will", "out of `if rank == 0:`", "drop_last=True", "exchange.skip()")
+        assert all(cure in f.log for cure in cures for f in found)

@@ -38,6 +38,9 @@ def told(me: Any, strike: str) -> None:
 
     with fsdp_demo.guard(exchange, save=lambda: state.save(exchange, extra, last=True)):
         for t in range(400):
+            if t == 0 and strike == "begins":
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
             if t == 2:
                 state.save(exchange)
             if t == 3:
@@ -56,6 +59,7 @@ def told(me: Any, strike: str) -> None:
         ("hangs", [75, 75], "another rank of the island did not come to it"),
         ("dies", [75, -signal.SIGKILL], "nothing was saved: a rank of this island is gone"),
         ("stands", [75, 75], "step 4 still is under way: it ends, and nothing is saved"),
+        ("begins", [75, 75], "to end before its first step, so there is nothing to save"),
     ],
 )
 def test_stop_ends_within_island_stop(
@@ -68,7 +72,8 @@ def test_stop_ends_within_island_stop(
     assert any(says in f.log for f in found)
     whole = tmp_path.glob("*/checkpoint-*/manifest.json")
     steps = sorted(int(p.parent.name.split("-")[1]) for p in whole)
-    assert steps[0] == 2 and len(steps) == (2 if strike == "comes" else 1)
+    assert steps[:1] == [2] * (strike != "begins")
+    assert len(steps) == {"comes": 2, "begins": 0}.get(strike, 1)
 
 
 def stopped_alone(me: Any, how: int) -> None:

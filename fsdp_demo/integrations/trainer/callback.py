@@ -8,9 +8,9 @@ Trainer as if the line were not there; a preset with an optimizer of its own act
 with one replica.
 
 The callback finds its Trainer and wraps methods of that one object (`train`, `training_step`,
-`evaluation_loop`, `log`, `_save_checkpoint`; for the hub `push_to_hub`, `create_model_card`; on the
-way in that of `joining.py`): what it must see or show there passes through no event. Facts:
-transformers 5.23, `CallbackHandler.call_event`.
+`evaluation_loop`, `log`, `_save_checkpoint`, `_maybe_log_save_evaluate`; for the hub `push_to_hub`,
+`create_model_card`; on the way in that of `joining.py`): what it must see or show there passes
+through no event. Facts: transformers 5.23, `CallbackHandler.call_event`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from .setup import (
     quieten,
     refuse,
     separate,
+    take_sigterm,
     talk,
     topology_of,
     warn,
@@ -95,7 +96,7 @@ class ExchangeCallback(TrainerCallback):
         self._topology = Topology()
         self._active = False
         self._beginning: Beginning | None = None
-        self._stops = Stops(lambda: self._live, self._warn)
+        self._stops: Stops
         self._session: Session | None = None
 
     @property
@@ -141,8 +142,10 @@ class ExchangeCallback(TrainerCallback):
             separate(trainer, self._topology)
         if self._topology.kind == "mesh":
             quieten(trainer)
-        for name in ("training_step", "evaluation_loop", "log", "_save_checkpoint"):
+        steps = ("training_step", "evaluation_loop", "log")
+        for name in (*steps, "_save_checkpoint", "_maybe_log_save_evaluate"):
             self._wrap(name, functools.partial(self._in_session, name.lstrip("_")))
+        take_sigterm(trainer)
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         original = getattr(self._trainer, name)
@@ -200,20 +203,20 @@ class ExchangeCallback(TrainerCallback):
                 "on one island, without the callback"
             )
         self._session = self._beginning = None  # of the last training
-        self._stops = Stops(lambda: self._live, self._warn)
+        self._stops = Stops(lambda: self._live, self._warn, lambda: self._to_resume(SAVED))
         beginning = Beginning.find(trainer, self._topology, resume_from_checkpoint, self._fresh)
         self._beginning = beginning
         with beginning.after:
             try:
-                with self._stops.sigterm(trainer.args):
+                with self._stops.sigterm():
                     result = original(beginning.given, *args, **kwargs)
             except (PeerLost, WireError) as error:
                 self._lost(trainer, error)
                 raise
         if self._stops.left:
-            self._stops.leave(trainer.args.process_index, self._to_resume(trainer, SAVED))
+            self._stops.leave(trainer.args.process_index)
         if self._stops.cut_off:
-            self._warn(self._to_resume(trainer, SAVED))
+            self._warn(self._to_resume(SAVED))
         return result
 
     def _lost(self, trainer: Trainer, error: PeerLost | WireError) -> None:
@@ -226,17 +229,18 @@ class ExchangeCallback(TrainerCallback):
         self._stops.unsaved = False
         if self._session is not None:
             self._session.save_lost()
-        self._warn(self._to_resume(trainer, DECIDE if isinstance(error, Mismatch) else SAVED))
+        self._warn(self._to_resume(DECIDE if isinstance(error, Mismatch) else SAVED))
         if isinstance(error, PeerLost):
             error.unsaved = self._stops.unsaved
         if not isinstance(error, Mismatch) and not self._stops.unsaved:
             tell_launcher(trainer.args.process_index, SAVED)
 
-    def _to_resume(self, trainer: Trainer, status: int) -> str:
+    def _to_resume(self, status: int) -> str:
         """What is saved, and how training goes on after `status`; empty where nothing is logged."""
-        if trainer.args.process_index != 0:
+        trainer, beginning = self._trainer, self._beginning
+        if trainer is None or beginning is None or trainer.args.process_index != 0:
             return ""  # it may lack the folder
-        last = get_last_checkpoint(str(trainer.args.output_dir)) or "none"
+        last = next(reversed(beginning.manager.whole().values()), "none")
         command = "the same command, with resume_from_checkpoint=True (auto)"
         again = start_again(self._topology, command, status)
         return f"the last checkpoint here is {last}; {again}"

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from ...errors import PeerLost, WireError
+from ...errors import PeerLost, Stopped, WireError
 from ...exchange.exchange import Exchange
+from ...peers.votes import VotePace
 from ...runlog.record import tracked
 from .beginning import Beginning
 from .engine import before_steps, engine_of
@@ -97,6 +98,7 @@ class Session(TrainerCallback):
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
         self._steps_in_epoch = 0
+        self._pace: VotePace | None = None  # of an evaluation that can be left
         if self._engine_steps:
             after.callback(before_steps(trainer.accelerator, self._hear))
         else:  # DeepSpeed looks by itself
@@ -194,11 +196,24 @@ class Session(TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stops.hold(control)
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stops.hold(control)
+    on_log = on_evaluate = on_substep_end
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stops.hold(control)
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave_if_told()
+
+    def _leave_if_told(self, now: bool = False) -> None:
+        """Leave the Trainer's evaluation, on all ranks after the same batch, if one of them is told
+        to end: they vote about once a second, or `now`.
+
+        Raises:
+            Stopped: they leave.
+        """
+        pace, ranks = self._pace, self._manager.ranks
+        if pace is not None and pace.due(now or ranks.world == 1):
+            told, slowest = ranks.max(float(self._stops.told), pace.seconds())
+            pace.agreed(slowest)
+            if told:
+                raise Stopped("an evaluation is left: this island is told to end")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._record is not None:
@@ -219,6 +234,7 @@ class Session(TrainerCallback):
         if self._stops.ending:
             # the checkpoint of this step, before the last exchange, is the one to resume from
             control.should_save = False
+            control.should_evaluate &= not self._stops.left
             if self._stops.left:
                 self.exchange.detach()
             else:
@@ -267,6 +283,32 @@ class Session(TrainerCallback):
 
     # ---- around methods of the Trainer ---------------------------------------------------------
 
+    def maybe_log_save_evaluate(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Log, evaluate and save by `original`. An island that is told to end meanwhile stops at
+        this step: an evaluation is left, and a save is the last one.
+        """
+        trainer, manager, state = self._trainer, self._manager, self._trainer.state
+        ends = self.live is None and self._evaluations.agreed  # the others wait for its metrics
+        lasts = trainer.control.should_evaluate or trainer.control.should_save
+        self._pace = VotePace() if lasts and not ends else None
+        try:
+            original(*args, **kwargs)
+            self._leave_if_told(now=True)
+        except Stopped:
+            control = trainer.control
+            control.should_evaluate = False
+            if not self._stops.ending:
+                self.exchange.stop_here()
+                if self.exchange.stopped:
+                    saved = manager.ranks.from_first(lambda: state.global_step in manager.whole())
+                    self._stops.end(self.exchange, trainer.args, state, control, saved)
+            if control.should_save:
+                original(*args, **kwargs)
+        finally:
+            self._pace = None
+
     def save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         self._stops.unsaved = True  # also where it raises
         made = save_all(self._trainer, self.exchange, self._manager, original, model, trial)
@@ -286,7 +328,13 @@ class Session(TrainerCallback):
 
     def evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        return self._evaluations.run(lambda: original(*args, **kwargs), prefix)
+
+        def loop() -> Any:
+            output = original(*args, **kwargs)
+            self._leave_if_told(now=True)  # the others wait for its metrics
+            return output
+
+        return self._evaluations.run(loop, prefix)
 
     def log(
         self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any

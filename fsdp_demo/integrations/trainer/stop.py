@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...exchange.exchange import Exchange
+from ...exchange.guard import Deadline
 from ...status import SAVED, tell_launcher
 
 REPEATED = 5.0  # seconds within which a second SIGTERM is the same one, from the launcher
@@ -24,6 +25,7 @@ class Stops:
     Args:
         live: the exchange while it runs, else None.
         warn: says something once per island.
+        to_resume: how training goes on after status 75, for the log.
 
     Attributes:
         ending: the end is agreed, or reached: nothing is held any more.
@@ -31,12 +33,20 @@ class Stops:
             75.
         cut_off: a mesh was told to end by SIGTERM (here), and has stopped before the end.
         unsaved: its newest save has failed.
+        told: SIGTERM has told this rank to end.
     """
 
-    def __init__(self, live: Callable[[], Exchange | None], warn: Callable[[str], None]):
-        self._live, self._warn = live, warn
+    def __init__(
+        self,
+        live: Callable[[], Exchange | None],
+        warn: Callable[[str], None],
+        to_resume: Callable[[], str],
+    ):
+        self._live, self._warn, self._to_resume = live, warn, to_resume
         self.ending = self.left = self.cut_off = self.unsaved = self._asked = False
+        self.told = False
         self._terminated: float | None = None
+        self._deadline: Deadline | None = None
 
     def hold(self, control: Any) -> None:
         """Take a callback's wish out of `control`; it takes effect when all islands have heard
@@ -68,15 +78,19 @@ class Stops:
             f"{after if exchange.topology.islands > 1 else 'training ends after the next step'}"
         )
 
-    def end(self, exchange: Exchange, args: Any, state: Any, control: Any) -> None:
-        """Stop this island after the present step: ask the Trainer for a checkpoint, and tell the
-        other islands if they do not know.
+    def end(
+        self, exchange: Exchange, args: Any, state: Any, control: Any, saved: bool = False
+    ) -> None:
+        """Stop this island after the present step: ask the Trainer for a checkpoint, unless that is
+        `saved`, and tell the other islands if they do not know. Who is told to end has no time for
+        an evaluation.
         """
         self.ending = control.should_training_stop = True
-        control.should_save |= args.save_strategy != "no"
-        saved = (
-            f"it saves checkpoint-{state.global_step}"
-            if control.should_save
+        control.should_evaluate &= not exchange.leaving
+        control.should_save = not saved and (control.should_save or args.save_strategy != "no")
+        what = (
+            f"checkpoint-{state.global_step} is saved"
+            if saved or control.should_save
             else "not saved (save_strategy='no')"
         )
         who = (
@@ -84,18 +98,16 @@ class Stops:
             if exchange.topology.islands > 1 and not exchange.stopped_alone
             else "this island stops"
         )
-        self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {saved}")
+        self._warn(f"{who} after step {state.global_step} of {state.max_steps}, as asked; {what}")
         if exchange.topology.kind == "mesh":
-            self.cut_off = self._terminated is not None
+            self.cut_off = self.told
         elif exchange.leaving:
             self.left = True
             exchange.leave(stopped=True)
 
-    def leave(self, rank: int, to_resume: str) -> None:
-        """End the process as a plain loop does under `guard`; launchers hear that it can go on.
-
-        Args:
-            rank: inside the island. to_resume: how training goes on, for the log.
+    def leave(self, rank: int) -> None:
+        """End the process of a rank as a plain loop does under `guard`; launchers hear that it can
+        go on.
 
         Raises:
             SystemExit: with status 75; with 1 where the last save has failed.
@@ -103,18 +115,14 @@ class Stops:
         if self.unsaved:
             self._warn("its last save failed (above: why): free the disk, then start it again")
             raise SystemExit(1)
-        self._warn(f"{to_resume}. It ends with status {SAVED}")
+        self._warn(f"{self._to_resume()}. It ends with status {SAVED}")
         tell_launcher(rank, SAVED)
         raise SystemExit(SAVED)
 
     @contextmanager
-    def sigterm(self, args: Any) -> Iterator[None]:
-        """Take SIGTERM for a wish to stop within this context, unless the Trainer handles it
-        (`enable_jit_checkpoint`), whose wish comes through its control.
-        """
-        if threading.current_thread() is not threading.main_thread() or getattr(
-            args, "enable_jit_checkpoint", False
-        ):
+    def sigterm(self) -> Iterator[None]:
+        """Take SIGTERM for a wish to stop within this context, which ends within ISLAND_STOP."""
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         old = signal.getsignal(signal.SIGTERM)
@@ -123,26 +131,34 @@ class Stops:
             yield
         finally:
             signal.signal(signal.SIGTERM, old)
+            if self._deadline is not None:
+                self._deadline.end()
 
     def _terminate(self, old: Any) -> None:
         """Handle SIGTERM. An island stops after its current step, since the next exchange may be
         too far away. In a mesh all nodes save together, so there the wish travels with the
         exchange.
 
-        Without an exchange, and at the second SIGTERM, the handler that was there before (`old`)
+        Before the exchange, and at the second SIGTERM, the handler that was there before (`old`)
         takes it. Launchers pass on a signal that the process group has got already: a repetition
         within seconds is the same one.
         """
         now, before = time.monotonic(), self._terminated
-        self._terminated = now
+        self._terminated, self.told = now, True
         if before is not None and now - before < REPEATED:
             return
         exchange = self._live()
-        if exchange is None or before is not None:
+        if before is not None or (exchange is None and not self.ending):
             signal.signal(signal.SIGTERM, old)
             os.kill(os.getpid(), signal.SIGTERM)
-        elif exchange.topology.kind == "mesh":
+            return
+        if exchange is None:
+            self._warn("SIGTERM: training has ended; a save that is due is made")
+            return
+        if exchange.topology.kind == "mesh":
             self.ask("SIGTERM")
         else:
             exchange.request_stop()
             self._warn("SIGTERM: this island stops after its current step and tells the others")
+        self._deadline = Deadline(exchange, self._to_resume)
+        self._deadline.begin(told=True)
