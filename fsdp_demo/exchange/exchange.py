@@ -30,6 +30,7 @@ from . import assembly, finish, leaving, replay, resume, snapshot, startup, summ
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
 from .leaving import Departures
+from .loading import LoadWatch
 from .readings import Readings
 from .refusals import Copies, refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
@@ -100,6 +101,7 @@ class Exchange(Readings):
             self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
             self._first = FirstStep(self._runtime, model)
+            self._loads = LoadWatch(self._runtime, model, lambda: self.shows_result)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -180,6 +182,7 @@ class Exchange(Readings):
         with self.paused():
             self._join(Start(step, state, fresh=True), model)
             self.catch_up()
+        self._loads.accept()
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -193,9 +196,11 @@ class Exchange(Readings):
         self._first.catch_up()
 
     def accept_parameters(self) -> None:
-        """Accept parameters that were written after `attach`, which the first step would refuse:
-        for a host that restores this replica's own from its saved state."""
+        """Accept parameters that were written since `attach` or the last step, which the next step
+        would refuse or warn of: for a host that restores this replica's own from its saved state.
+        """
         self._first.accept_parameters()
+        self._loads.accept()
 
     def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
         """Report this rank's tokens since the last call, for the island's weight, and its loss. The
@@ -260,7 +265,7 @@ class Exchange(Readings):
         refuse_shown(self.shows_result, "flush()")
         self._runtime.check_usable()
         finish.flush(self._runtime)
-        self.accept_parameters()
+        self._first.accept_parameters()
 
     @torch.no_grad()
     @collective("finish()")
@@ -373,6 +378,7 @@ class Exchange(Readings):
         """
         saved, before = ExchangeState.from_tree(state), self.step
         resume.roll_back(self._runtime, saved)
+        self._loads.accept()
         if self.step != before:
             self._first.joined_at = self.step
 
@@ -385,6 +391,8 @@ class Exchange(Readings):
         atexit.unregister(self._at_exit)
         if hasattr(self, "_runtime"):
             self._calls.close()
+        if hasattr(self, "_loads"):
+            self._loads.stop()
         self._departures.close()
         return self._connections.close()
 

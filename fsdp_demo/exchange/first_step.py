@@ -6,7 +6,7 @@ before, so the exchange would pull such weights back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,17 +61,22 @@ def refuse_unknown(host: TrainingHost, model: torch.nn.Module | None, own: Seque
             )
 
 
+def named_tensors(host: TrainingHost, source: str) -> Iterable[tuple[str, Tensor | None]]:
+    """Local tensors of a source, as `TrainingHost.tensors`, each with its parameter's name."""
+    return zip((s.name for s in host.params), host.tensors(source), strict=True)
+
+
 class Noted:
     """Checksums of some tensors, noted to find out later which of them were written.
 
     Args:
-        read: gives the tensors as they are now, by name. device: of these tensors.
+        read: gives the tensors as they are now, each with its name. device: of these tensors.
 
     Attributes:
         sums: of their bits, by name; None where there is nothing to compare with.
     """
 
-    def __init__(self, read: Callable[[], dict[str, Tensor | None]], device: torch.device):
+    def __init__(self, read: Callable[[], Iterable[tuple[str, Tensor | None]]], device: torch.device):
         self._read, self._device = read, device
         self.sums: dict[str, int] | None = None
 
@@ -85,8 +90,11 @@ class Noted:
         return [name for name in then if now.get(name, then[name]) != then[name]]
 
     def _now(self) -> dict[str, int]:
-        tensors = self._read()
-        return dict(zip(tensors, sums(list(tensors.values()), self._device), strict=True))
+        names, tensors = zip(*pairs, strict=True) if (pairs := list(self._read())) else ((), ())
+        found = dict.fromkeys(names, 0)
+        for name, value in zip(names, sums(tensors, self._device), strict=True):
+            found[name] += value  # a parameter may lie here in several shards of its name
+        return found
 
 
 class FirstStep:
@@ -175,16 +183,15 @@ class FirstStep:
                 see("frozen-moved"),
             )
 
-    def _named_parameters(self) -> dict[str, Tensor | None]:
-        host = self._runtime.host
-        return {s.name: t for s, t in zip(host.params, host.tensors("parameter"), strict=True)}
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor | None]]:
+        return named_tensors(self._runtime.host, "parameter")
 
-    def _frozen_parameters(self) -> dict[str, Tensor | None]:
+    def _frozen_parameters(self) -> Iterable[tuple[str, Tensor | None]]:
         if self._model is None:
-            return {}
+            return []
         shared = shared_tensors(self._runtime.host, self._model, self._runtime.config.own_tensors)
         frozen = {plain_name(n) for n, p in self._model.named_parameters() if not p.requires_grad}
-        return {name: t for name, t in shared.items() if name in frozen}
+        return [(name, t) for name, t in shared.items() if name in frozen]
 
     def accept_parameters(self) -> None:
         """Note the parameters as they are now (`Exchange.accept_parameters`)."""

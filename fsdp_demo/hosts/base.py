@@ -139,6 +139,12 @@ class TrainingHost(ABC):
         not, or the other way round.
         """
 
+    def check_loaded(self) -> None:
+        """Raise RuntimeError if the model computes with other values than the local parameters: it
+        has loaded, and they have not. All ranks of the island call it together.
+        """
+        return  # they are the same tensors
+
     @abstractmethod
     def shard_position(self, rank: int, world: int) -> ShardPosition:
         """Shard and copy of this rank in an island of `world` ranks."""
