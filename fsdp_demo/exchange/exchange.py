@@ -30,7 +30,6 @@ from . import assembly, finish, leaving, replay, resume, snapshot, startup, summ
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
 from .leaving import Departures
-from .loading import LoadWatch
 from .readings import Readings
 from .refusals import Copies, refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
@@ -100,8 +99,7 @@ class Exchange(Readings):
             self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
             self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
-            self._first = FirstStep(self._runtime, model)
-            self._loads = LoadWatch(self._runtime, model, lambda: self.shows_result)
+            self._first = FirstStep(self._runtime, model, lambda: self.shows_result)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -182,7 +180,6 @@ class Exchange(Readings):
         with self.paused():
             self._join(Start(step, state, fresh=True), model)
             self.catch_up()
-        self._loads.accept()
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -200,7 +197,6 @@ class Exchange(Readings):
         would refuse or warn of: for a host that restores this replica's own from its saved state.
         """
         self._first.accept_parameters()
-        self._loads.accept()
 
     def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
         """Report this rank's tokens since the last call, for the island's weight, and its loss. The
@@ -265,7 +261,7 @@ class Exchange(Readings):
         refuse_shown(self.shows_result, "flush()")
         self._runtime.check_usable()
         finish.flush(self._runtime)
-        self._first.accept_parameters()
+        self._first.accept_parameters(loads=False)
 
     @torch.no_grad()
     @collective("finish()")
@@ -291,8 +287,9 @@ class Exchange(Readings):
             self._first.check(stepped=False)
             self._equal = finish.conclude(self._runtime)
             self._first.look_at_frozen()
+            unlike = self._first.unlike_buffers()
             self._runtime.ended = True
-            summary.ended(self._runtime, self.totals(), self._equal)
+            summary.ended(self._runtime, self.totals(), self._equal, unlike)
         if close:
             self._departures.finish(self.step)
             self._close()
@@ -378,7 +375,7 @@ class Exchange(Readings):
         """
         saved, before = ExchangeState.from_tree(state), self.step
         resume.roll_back(self._runtime, saved)
-        self._loads.accept()
+        self.accept_parameters()
         if self.step != before:
             self._first.joined_at = self.step
 
@@ -391,8 +388,8 @@ class Exchange(Readings):
         atexit.unregister(self._at_exit)
         if hasattr(self, "_runtime"):
             self._calls.close()
-        if hasattr(self, "_loads"):
-            self._loads.stop()
+        if hasattr(self, "_first"):
+            self._first.close()
         self._departures.close()
         return self._connections.close()
 

@@ -352,24 +352,19 @@ def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def word_sum(t: Tensor | None, device: torch.device) -> Tensor:
-    """The sum modulo 2^64 of the bits of a tensor in words of 8 bytes, and what is left at its end
-    in elements: int64 scalar on `device`, 0 for None. On a CPU it takes an eighth of the time of
-    `total`; the bytes on the wire are those of `total`.
+    """`total` of one tensor, 0 for None, in words of 8 bytes where its size allows that: int64
+    scalar. On a CPU that takes an eighth of the time, but it is not what messages hold.
     """
-    if t is None:
-        return total([], device)
+    if t is None or t.numel() * t.element_size() % 8:
+        return total([] if t is None else [t], device)
     flat = t.detach().contiguous().view(-1)
-    per_word = 8 // flat.element_size()
-    if flat.storage_offset() % per_word:
-        flat = flat.clone()
-    end = flat.numel() // per_word * per_word
-    words = flat[:end].view(torch.int64).sum()
-    return words if end == flat.numel() else words + total([flat[end:]], device)
+    aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+    return (flat if aligned else flat.clone()).view(torch.int64).sum()
 
 
 def sums(tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
     """`word_sum` of each tensor; read from `device` in one go."""
-    each = [word_sum(t, device) for t in tensors]
+    each = [word_sum(t, device).to(device) for t in tensors]
     return list(torch.stack(each).cpu().tolist()) if each else []
 
 
@@ -391,19 +386,17 @@ def odd_ones(totals: Sequence[int | None]) -> list[int]:
 
 
 SMALL = 0.1
-"""Share of a rank's trained values: what is written after every step and is no more of them is a
-constraint, such as a clamp of one tensor, and no copy of the parameters in a wrapper."""
+"""Share of a rank's trained values: who writes more after every step has a copy of them."""
 
 
 class Rewritten:
     """The check for parameters that are written between an exchange and the step after it by
-    something else than the base optimizer: a wrapper around it with its own copy, a constraint, a
-    reset in the loop.
+    something else than the base optimizer: a wrapper around it with its own copy, weight clipping,
+    code of the loop.
 
-    The sums of the bits of the tensors that an exchange has written, at the end of its step, are
-    compared with those ahead of the next step: two passes over the parameters and one read from
-    the device in a round. Where few values were written, these are looked at after each further
-    step of the round, too, to tell a constraint from a reset.
+    The sums of the tensors that an exchange has written, at the end of its step, are compared with
+    those ahead of the next step: two passes and one read from the device in a round. Where `SMALL`
+    tensors were written, they are looked at after each further step of the round, too.
 
     Args:
         watch: gets the names of the tensors found (`Watch.written`).

@@ -140,9 +140,7 @@ class TrainingHost(ABC):
         """
 
     def check_loaded(self) -> None:
-        """Raise RuntimeError if the model computes with other values than the local parameters: it
-        has loaded, and they have not. All ranks of the island call it together.
-        """
+        """Raise RuntimeError if the model computes with other values than the local parameters."""
         return  # they are the same tensors
 
     @abstractmethod
