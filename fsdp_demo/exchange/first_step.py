@@ -283,10 +283,12 @@ class FirstStep:
 
     @torch.no_grad()
     def _note_load(self) -> None:
-        """Ahead of a load: note the values, unless they are noted already."""
+        """Ahead of a load: note the values, where the exchange has state that belongs to them, and
+        unless they are noted already."""
         runtime = self._runtime
+        kept = any(c.channel.source == "delta" or c.channel.accumulator for c in runtime.channels)
         accepted = self._accepted_at == runtime.step or self._undone() or runtime.finished
-        if self._parameters.sums is None and not accepted:
+        if kept and self._parameters.sums is None and not accepted:
             self._loaded, runtime.ahead = True, self._run
             self._parameters.note()
 

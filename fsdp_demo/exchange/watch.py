@@ -274,8 +274,8 @@ class Watch:
         if self._speaks and once:
             log.warning(
                 "parameters were written between an exchange and the step after it, by something "
-                "other than the attached optimizer: %s. The next exchange brings back a part of "
-                "the old values, which anchor and outer momentum still know: call "
+                "other than the attached optimizer: %s. The next exchange may bring back a part of "
+                "the old values, which anchor, outer momentum or other islands still have: call "
                 "exchange.reset(parameters) after such a write, on all islands, or detach() and "
                 "attach again. Leave out a wrapper that writes parameters from its own copy%s",
                 first_few(once, 3),
@@ -433,7 +433,8 @@ class Rewritten:
         if not again:
             few = sum(math.prod(params[i].shape) for i in found)
             every = sum(math.prod(p.shape) for p in params if not p.frozen)
-            self._again = found if few <= SMALL * every else []
+            untold = [i for i in found if params[i].name in self._watch.written]
+            self._again = untold if few <= SMALL * every else []
 
     def forget(self) -> None:
         """Forget the noted sums: parameters were written rightly, or the run begins anew."""
