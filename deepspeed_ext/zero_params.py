@@ -219,6 +219,9 @@ class ZeroHost(TrainingHost):
                 "switch it back, or set it before deepspeed.initialize, and attach again"
             )
 
+    def check_loaded(self) -> None:
+        self.partitions.check()
+
     def shard_position(self, rank: int, world: int) -> ShardPosition:
         """This rank's place among the shards: one per rank of ZeRO's data-parallel group, no
         copies.

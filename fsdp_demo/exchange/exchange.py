@@ -99,7 +99,7 @@ class Exchange(Readings):
             self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
             self._calls = self._runtime.calls
             self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
-            self._first = FirstStep(self._runtime, model)
+            self._first = FirstStep(self._runtime, model, lambda: self.shows_result)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -193,8 +193,9 @@ class Exchange(Readings):
         self._first.catch_up()
 
     def accept_parameters(self) -> None:
-        """Accept parameters that were written after `attach`, which the first step would refuse:
-        for a host that restores this replica's own from its saved state."""
+        """Accept parameters that were written since `attach` or the last step, which the next step
+        would refuse or warn of: for a host that restores this replica's own from its saved state.
+        """
         self._first.accept_parameters()
 
     def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
@@ -267,7 +268,7 @@ class Exchange(Readings):
         refuse_shown(self.shows_result, "flush()")
         self._runtime.check_usable()
         finish.flush(self._runtime)
-        self.accept_parameters()
+        self._first.accept_parameters(loads=False)
 
     @torch.no_grad()
     @collective("reset()")
@@ -315,8 +316,9 @@ class Exchange(Readings):
             self._first.check(stepped=False)
             self._equal = finish.conclude(self._runtime)
             self._first.look_at_frozen()
+            unlike = self._first.unlike_buffers()
             self._runtime.ended = True
-            summary.ended(self._runtime, self.totals(), self._equal)
+            summary.ended(self._runtime, self.totals(), self._equal, unlike)
         if close:
             self._departures.finish(self.step)
             self._close()
@@ -402,6 +404,7 @@ class Exchange(Readings):
         """
         saved, before = ExchangeState.from_tree(state), self.step
         resume.roll_back(self._runtime, saved)
+        self.accept_parameters()
         if self.step != before:
             self._first.joined_at = self.step
 
@@ -414,6 +417,8 @@ class Exchange(Readings):
         atexit.unregister(self._at_exit)
         if hasattr(self, "_runtime"):
             self._calls.close()
+        if hasattr(self, "_first"):
+            self._first.close()
         self._departures.close()
         return self._connections.close()
 

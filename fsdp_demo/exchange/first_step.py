@@ -1,24 +1,31 @@
 """The work of an exchange between `attach` and the first step: an exchange that a loss has cut off
 is made up for, and weights that were loaded after `attach` are refused. The anchors are those of
-before, so the exchange would pull such weights back.
+before, so the exchange would pull such weights back. The same for `load_state_dict` in mid-run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config.channel import matches
+from ..elastic.agreement import gather_json
 from ..errors import counted, first_few, see
-from ..hosts.base import TrainingHost, plain_name
+from ..hosts.base import TrainingHost, named_buffers, plain_name, plain_parts
+from ..peers.header import DIGESTS
 from .refusals import refuse_sparse
 from .runtime import StepRuntime
 from .watch import sums
 
 log = logging.getLogger("fsdp_demo")
+
+Named = Iterable[tuple[str, Tensor | None]]
+"""Tensors with their names, of which one may stand there several times."""
 
 
 def shared_tensors(
@@ -65,13 +72,13 @@ class Noted:
     """Checksums of some tensors, noted to find out later which of them were written.
 
     Args:
-        read: gives the tensors as they are now, by name. device: of these tensors.
+        read: gives the tensors as they are now, each with its name. device: of these tensors.
 
     Attributes:
         sums: of their bits, by name; None where there is nothing to compare with.
     """
 
-    def __init__(self, read: Callable[[], dict[str, Tensor | None]], device: torch.device):
+    def __init__(self, read: Callable[[], Named], device: torch.device):
         self._read, self._device = read, device
         self.sums: dict[str, int] | None = None
 
@@ -85,15 +92,34 @@ class Noted:
         return [name for name in then if now.get(name, then[name]) != then[name]]
 
     def _now(self) -> dict[str, int]:
-        tensors = self._read()
-        return dict(zip(tensors, sums(list(tensors.values()), self._device), strict=True))
+        pairs, found = list(self._read()), dict[str, int]()
+        values = sums([t for _, t in pairs], self._device)
+        for (name, _), value in zip(pairs, values, strict=True):
+            found[name] = found.get(name, 0) + value  # of several shards, under ZeRO
+        return found
+
+
+class LoadHook:
+    """A hook that calls `note`; in a copy of the model (`deepcopy`, pickle) one of the standard
+    library that does nothing."""
+
+    def __init__(self, note: Callable[[], None]):
+        self._note = note
+
+    def __call__(self, *args: Any) -> None:
+        self._note()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class FirstStep:
-    """The work that an exchange does once, ahead of the first step (`StepRuntime.ahead`).
+    """The work that an exchange does once, ahead of the first step (`StepRuntime.ahead`), and ahead
+    of each step after a load of the model or an optimizer.
 
     Args:
         runtime: of this rank.
+        undone: whether what is loaded now will be undone (`Exchange.outer_parameters`).
         model: with frozen parameters to watch. `attach` made them equal; a script that moves them
             by hand (the teacher of a student, a target network) ends with others on each island,
             since they are not exchanged. None: they are not watched.
@@ -103,17 +129,30 @@ class FirstStep:
             a run under way.
     """
 
-    def __init__(self, runtime: StepRuntime, model: torch.nn.Module | None):
-        self._runtime = runtime
+    def __init__(
+        self, runtime: StepRuntime, model: torch.nn.Module | None, undone: Callable[[], bool]
+    ):
+        self._runtime, self._undone = runtime, undone
         self._model = model if runtime.topology.islands > 1 else None
-        self._parameters = Noted(self._named_parameters, runtime.host.device)
+        self._parameters = Noted(self._held, runtime.host.device)
         self._frozen = Noted(self._frozen_parameters, runtime.host.device)
+        self._registered = self._buffers().keys()
         self._behind = False
         self.joined_at = runtime.step
+        self._loaded, self._accepted_at = False, -1
+        hook, modules = LoadHook(self._note_load), [] if model is None else model.modules()
+        watched: list[Any] = [*modules, *runtime.host.optimizers]
+        self._handles = [each.register_load_state_dict_pre_hook(hook) for each in watched]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
     def joined(self, later: bool = False) -> None:
         """Begin the watch. later: this island has joined the others, who were under way."""
         self.joined_at, self._behind = -1 if later else self._runtime.step, True
+        self._loaded = False
         self._parameters.note()
         self._frozen.note()
         self._runtime.rewritten.forget()
@@ -121,7 +160,7 @@ class FirstStep:
         self._runtime.ahead = self._run if self._parameters.sums is not None else None
 
     def _run(self) -> None:
-        """Ahead of the first step; called again as long as it raises."""
+        """Ahead of the first step, and of one after a load; called again as long as it raises."""
         self.catch_up()
         self.check()
         # a loop that moves frozen parameters has done so once ahead of its second step
@@ -130,17 +169,27 @@ class FirstStep:
             refuse_sparse(self._runtime.host)
 
     def check(self, stepped: bool = True) -> None:
-        """Raise ValueError on all ranks for parameters that were changed since attach, but by steps
-        inside `paused()`. All ranks of the island call it together. stepped: ahead of a step; else
-        at the end of an exchange in which there was none.
+        """Raise ValueError on all ranks for values that were changed since attach, or by a load,
+        but by steps inside `paused()`. All ranks of the island call it together. stepped: ahead of
+        a step; else at the end of an exchange in which there was none.
         """
-        noted = self._parameters
-        if self._runtime.hooks.aside or noted.sums is None:
-            noted.sums = None
+        noted, done = self._parameters, self._loaded and not stepped
+        if self._runtime.hooks.aside or noted.sums is None or done:
+            self._loaded, noted.sums = False, None
             return
+        if self._loaded:
+            self._runtime.host.check_loaded()
         moved = noted.moved()
         if self._runtime.island.any(bool(moved)):
             what = first_few(moved, 3) or "those of another rank"
+            if self._loaded:
+                raise ValueError(
+                    f"load_state_dict was called after step {self._runtime.step} of a run under "
+                    f"way ({what} changed): the exchange knows the old values, and would bring "
+                    "them back. Load its state of the same step, too (exchange.load_state_dict), "
+                    "or call exchange.reset(parameters), before the next step; detach() and attach "
+                    f"again helps now{see('loaded-midway')}"
+                )
             text = (
                 f"parameters were changed since attach ({what}): the exchange would pull them "
                 "back. Load first, then attach, or attach(state=...) to go on with a saved run; "
@@ -152,7 +201,7 @@ class FirstStep:
                     "another one, attach that (optimizer.base_optimizer of SAM and its kin)"
                 )
             raise ValueError(text)
-        noted.sums = None
+        self._loaded, noted.sums = False, None
 
     def look_at_frozen(self) -> None:
         """Warn once of frozen parameters that were moved since attach. All ranks of the island call
@@ -175,23 +224,73 @@ class FirstStep:
                 see("frozen-moved"),
             )
 
-    def _named_parameters(self) -> dict[str, Tensor | None]:
-        host = self._runtime.host
-        return {s.name: t for s, t in zip(host.params, host.tensors("parameter"), strict=True)}
+    def unlike_buffers(self) -> list[str]:
+        """The names of buffers that were registered since attach, which no exchange averages, and
+        are not the same on all islands; warns of them. All ranks of all islands call it together.
+        """
+        runtime, now = self._runtime, self._buffers()
+        if runtime.topology.islands == 1:
+            return []
+        values = sums(list(now.values()), runtime.host.device)
+        mine = {n: [v, n not in self._registered] for n, v in zip(now, values, strict=True)}
+        everyone = runtime.queue.ask(lambda peers: gather_json(peers, mine, DIGESTS)) or [mine]
+        later = {name for theirs in everyone for name, (_, is_new) in theirs.items() if is_new}
+        odd = [n for n in later if len({theirs.get(n, [None])[0] for theirs in everyone}) > 1]
+        found = sorted({n for theirs in runtime.island.everyone(odd) for n in theirs})
+        if found and runtime.topology.rank == 0:
+            log.warning(
+                "%s: buffers that were registered after attach differ between islands: %s. No "
+                "exchange averages them: register them before attach, or make them of what all "
+                "islands share%s",
+                runtime.topology.name,
+                first_few(found, 3),
+                see("later-buffers"),
+            )
+        return found
 
-    def _frozen_parameters(self) -> dict[str, Tensor | None]:
+    def _buffers(self) -> dict[str, Tensor]:
         if self._model is None:
             return {}
         shared = shared_tensors(self._runtime.host, self._model, self._runtime.config.own_tensors)
-        frozen = {plain_name(n) for n, p in self._model.named_parameters() if not p.requires_grad}
-        return {name: t for name, t in shared.items() if name in frozen}
+        return {name: t for name, t in shared.items() if name in named_buffers(self._model)}
 
-    def accept_parameters(self) -> None:
-        """Note the parameters as they are now (`Exchange.accept_parameters`)."""
+    def _held(self) -> Named:
+        host = self._runtime.host
+        names = [s.name for s in host.params]
+        yield from zip(names, host.tensors("parameter"), strict=True)
+        for state in host.states() if self._loaded else ():
+            for name, t in zip(names, host.tensors(f"state:{state}"), strict=True):
+                for part in [] if t is None else plain_parts(t).values():
+                    yield f"{state} of {name}", part
+
+    def _frozen_parameters(self) -> Named:
+        if self._model is None:
+            return []
+        shared = shared_tensors(self._runtime.host, self._model, self._runtime.config.own_tensors)
+        frozen = {plain_name(n) for n, p in self._model.named_parameters() if not p.requires_grad}
+        return [(name, t) for name, t in shared.items() if name in frozen]
+
+    def accept_parameters(self, loads: bool = True) -> None:
+        """Note the parameters as they are now (`Exchange.accept_parameters`). loads: and accept
+        those that come before the next step."""
         self._runtime.rewritten.forget()
+        self._accepted_at = self._runtime.step if loads else -1
+        if self._loaded:
+            self._loaded, self._parameters.sums = False, None
         if self._parameters.sums is not None:
             self._parameters.note()
             self._frozen.note()
+
+    @torch.no_grad()
+    def _note_load(self) -> None:
+        """Ahead of a load: note the values, where the exchange has state that belongs to them, and
+        unless they are noted already."""
+        runtime = self._runtime
+        kept = any(c.channel.source == "delta" or c.channel.accumulator for c in runtime.channels)
+        accepted = self._accepted_at == runtime.step or self._undone() or runtime.finished
+        if kept and self._parameters.sums is None and not accepted:
+            self._loaded, runtime.ahead = True, self._run
+            self._parameters.note()
 
     def catch_up(self) -> None:
         """Send messages under way once more, and make up for a lost exchange (`Exchange.catch_up`);

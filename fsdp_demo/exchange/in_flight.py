@@ -209,14 +209,16 @@ class InFlightQueue:
             error = e  # of any kind: the other ranks must learn of it in the vote
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
         failed, stop, rewritten = self.connections.island.max(
-            float(error is not None), float(asked), flight.rewritten
+            float(error is not None),
+            float(asked),
+            float(bool(self.watch.written) and flight.step >= 0),
         )
         if failed:
             self.broken = True
             raise error or PeerLost("another rank of this island lost its peer")
         self.watch.hear(headers, int(stop))
         if rewritten:
-            self.watch.warn_of_rewritten()
+            self.watch.tell_of_written(self.connections.island)
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)

@@ -212,8 +212,6 @@ class Said:
         total: int64 scalar, the 64-bit sum of tensors that must be equal; None where they are not
             compared.
         rate: the mean learning rate of the parameter groups; 0 for none.
-        rewritten: above 0 where parameters were rewritten since an exchange (`watch.Rewritten`). It
-            is not sent, only read from the device in the same thread.
     """
 
     weight: float = 1.0
@@ -224,16 +222,13 @@ class Said:
     total: Tensor | None = None
     norm: float | Tensor = 0.0
     rate: float | Tensor = 0.0
-    rewritten: float | Tensor = 0.0
 
     def numbers(self, device: torch.device) -> list[Tensor]:
-        """(loss, bad, run, norm, rate, rewritten) as fp32 [6] on `device`, and the total if there
-        is one.
-        """
+        """(loss, bad, run, norm, rate) as fp32 [5] on `device`, and the total if there is one."""
         loss = self.loss if self.loss is not None else float("nan")
         parts = [
             v if isinstance(v, Tensor) else torch.full((), v, device=device, dtype=torch.float32)
-            for v in (loss, self.bad, self.run, self.norm, self.rate, self.rewritten)
+            for v in (loss, self.bad, self.run, self.norm, self.rate)
         ]
         return [
             torch.stack([p.float() for p in parts]),

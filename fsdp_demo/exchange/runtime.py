@@ -116,7 +116,7 @@ class StepRuntime:
         self.status = LocalStatus(topology.elastic)
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None
-        self.rewritten = Rewritten(host)
+        self.rewritten = Rewritten(host, queue.watch)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
@@ -266,7 +266,7 @@ class StepRuntime:
             c.enter(self.step)
         now = time.monotonic()
         self.seconds, self._ended_at = now - self._ended_at, now
-        self.rewritten.note(step)
+        self.rewritten.note()
         self.hooks.aside = False
         asked = self.settle_stop()
         if asked or self._rates is not None:
@@ -426,7 +426,6 @@ class StepRuntime:
                 total=self._total(outgoing),
                 norm=self._norm(outgoing),
                 rate=mean_rate(self.host),
-                rewritten=self.rewritten.take(),
             ),
         )
 
@@ -477,9 +476,9 @@ class StepRuntime:
     def settle(self, applied: Sequence[ChannelRunner], at_step: int) -> None:
         """Commit the parameters that these channels have written to the model. The average after a
         delta channel becomes its anchor; the drift is the way to it. at_step: counted from 1."""
-        if any(c.channel.writes_parameters for c in applied):
+        if wrote := [c for c in applied if c.channel.writes_parameters]:
             self.host.commit()
-            self.rewritten.exchanged()
+            self.rewritten.exchanged(i for c in wrote if c not in self.buffers for i in c.covered)
         deltas = [c for c in self.channels if c.channel.source == "delta"]
         for c in applied:
             if c.channel.after and c.channel.source == "parameter":

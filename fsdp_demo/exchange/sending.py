@@ -209,7 +209,7 @@ class PendingExchange:
         parts: the payloads of those channels that have not applied it yet.
         future: of the answer; None on a copy without peers.
         header: as it was sent, once it is known on the host: a message whose answer was lost is
-            sent again with it. rewritten: see `Said`.
+            sent again with it.
         counted: contributions that were left out of it have been counted.
         seconds: when it began and ended on the wire (`time.perf_counter`). waited: seconds for
             which training stood still for it. moved: bytes of its last exchange.
@@ -221,7 +221,6 @@ class PendingExchange:
     future: Exchanging | None = None
     layout: MessageLayout = field(default_factory=lambda: MessageLayout([]))
     header: Header | None = None
-    rewritten: float = 0.0
     counted: bool = False
     seconds: list[float] = field(default_factory=list)
     waited: float = 0.0
@@ -403,7 +402,6 @@ class MessageSender:
             sections = found[at[0] : at[1]]
             sent = list(zip(found[at[1] :], [code for _, code in message.vectors], strict=True))
             head = flight.header = _spoken(header, found[: at[0]])
-            flight.rewritten = float(found[0][5])
             give_up(float(found[0][2]), peers)
             before = Moved(peers.meter.bytes_sent, peers.meter.bytes_received)
             with record_function("fsdp_demo::send"):
@@ -430,7 +428,7 @@ class MessageSender:
 
 def _spoken(header: Header, numbers: Sequence[Tensor]) -> Header:
     """A header completed with the numbers that have come from the device (`Said.numbers`)."""
-    loss, bad, _, norm, rate, _ = numbers[0].tolist()
+    loss, bad, _, norm, rate = numbers[0].tolist()
     total = int(numbers[1]) % 2**64 if len(numbers) > 1 else 0
     flags = header.flags | NOT_FINITE * bool(bad) | SUMMED * (len(numbers) > 1)
     codes = {"norm": norm_code(norm), "rate": rate_code(rate)}

@@ -14,7 +14,7 @@ import torch
 from ..config.auto import undecided
 from ..config.parts import BLOCK
 from ..config.schema import ExchangeConfig
-from ..errors import counted
+from ..errors import counted, first_few
 from ..hosts.base import TrainingHost
 from ..rendezvous.topology import Topology
 from .plan import Plan
@@ -173,12 +173,15 @@ def _what_runs(
     return lines
 
 
-def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) -> None:
+def ended(
+    runtime: StepRuntime, found: Mapping[str, float], equal: bool | None, unlike: Sequence[str]
+) -> None:
     """Log one line about what the exchange has done, on the first rank of each island.
 
     Args:
         found: `Exchange.totals()`.
         equal: whether all replicas hold the same bits; None where the preset does not promise that.
+        unlike: names of buffers that were registered since attach and differ.
     """
     topology = runtime.topology
     if topology.rank:
@@ -196,7 +199,9 @@ def ended(runtime: StepRuntime, found: Mapping[str, float], equal: bool | None) 
         agree = f"{'these' if fewer else 'all islands'} hold their mean, {off}"
     else:
         found_equal = "agree, bit for bit" if equal else "differ"
-        agree = f"{'these' if fewer else 'islands'} {found_equal}"
+        agree = f"{'these' if fewer else 'islands'} {found_equal}, in all trained parameters"
+    if unlike:
+        agree += f", and differ in {first_few(unlike, 3)}, registered since attach"
     if fewer:
         which = ("island " if len(slots) == 1 else "islands ") + ", ".join(map(str, slots))
         began = f"{counted(topology.count, 'island')} began"

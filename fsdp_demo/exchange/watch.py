@@ -16,7 +16,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from ..elastic.peer_group import PeerGroup
-from ..errors import Mismatch, NotFinite, see
+from ..errors import Mismatch, NotFinite, first_few, see
 from ..hosts.base import TrainingHost
 from ..peers.header import BEYOND, FAR, NOT_FINITE, SUMMED, Header, norm_of, rate_of
 from ..rendezvous.island import IslandGroup
@@ -136,6 +136,8 @@ class Watch:
             far from the others'.
         unlike: islands have other hardware or libraries: sums that differ are logged, not refused.
         compares: all messages so far held nothing but zeros.
+        written: tensors of this rank that were rewritten (`Rewritten`) and not told of, by name;
+            True where that was seen after another step, too.
         loss: the mean over the islands of the losses in the last headers that had one. stop: flags
             STOP and LEAVING of the messages that have arrived.
     """
@@ -144,7 +146,8 @@ class Watch:
         self.left_out, self.far, self.unlike, self._speaks, self._run = 0, 0, False, speaks, 0.0
         self.compares = speaks and peers is not None and peers.size > 1
         self.loss, self.stop = math.nan, 0
-        self._warned = self._rates_warned = False
+        self.written: dict[str, bool] = {}
+        self._rates_warned, self._told = False, set[str]()
 
     def check(self, peers: PeerGroup, headers: Sequence[Header], gradients: bool) -> None:
         """Warn of unlike learning rates; refuse parameters that are not equal, or nowhere finite.
@@ -254,16 +257,35 @@ class Watch:
         what = "were far from the others'" if far else "were not finite (NaN or Inf)"
         give_up(self._run, None if others_too else peers, what)
 
-    def warn_of_rewritten(self) -> None:
-        """Warn once that parameters of this island were rewritten (`Rewritten`)."""
-        if self._speaks and not self._warned:
-            self._warned = True
+    def found_written(self, name: str, again: bool) -> None:
+        """Note a tensor that was rewritten, to be told of with the next message."""
+        if name not in self._told:
+            self.written[name] = again or self.written.get(name, False)
+
+    def tell_of_written(self, island: IslandGroup) -> None:
+        """Log, once for each, the tensors that were rewritten on any rank of the island: as a
+        warning, or as information where it is done after every step. All its ranks call it.
+        """
+        found = [pair for theirs in island.everyone(self.written) for pair in theirs.items()]
+        self.written = {}
+        self._told.update(name for name, _ in found)
+        once = list(dict.fromkeys(name for name, again in found if not again))
+        always = list(dict.fromkeys(name for name, _ in found if name not in once))
+        if self._speaks and once:
             log.warning(
                 "parameters were written between an exchange and the step after it, by something "
-                "other than the attached optimizer. A wrapper that writes them from its own copy "
-                "undoes exchanges: leave it out, or take a preset that exchanges gradients. Weight "
-                "clipping is allowed, and counts as a move of this island%s",
+                "other than the attached optimizer: %s. The next exchange may bring back a part of "
+                "the old values, which anchor, outer momentum or other islands still have: call "
+                "exchange.reset(parameters) after such a write, on all islands, or detach() and "
+                "attach again. Leave out a wrapper that writes parameters from its own copy%s",
+                first_few(once, 3),
                 see("parameters-written"),
+            )
+        if self._speaks and always:
+            log.info(
+                "%s: written after the optimizer's steps (a clamp, or the like). That counts as a "
+                "move of this island, which exchanges average with the others'",
+                first_few(always, 3),
             )
 
     def hear(self, headers: Sequence[Header], stop: int) -> None:
@@ -309,8 +331,8 @@ def drift(island: IslandGroup, far: float, norm: float) -> float:
 # ---- sums of the bits of tensors, and their comparison -----------------------------------------
 
 EVERY = 50
-"""Least number of steps between two comparisons. A sum reads the tensors once; a step takes
-hundreds of times as long."""
+"""Least number of steps between two comparisons over the islands. A sum reads the tensors once; a
+step takes hundreds of times as long."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements at a time: torch makes a 64-bit copy of what it adds up on a CPU
@@ -329,9 +351,20 @@ def total(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
 
 
+def word_sum(t: Tensor | None, device: torch.device) -> Tensor:
+    """`total` of one tensor, 0 for None, in words of 8 bytes where its size allows that: int64
+    scalar. On a CPU that takes an eighth of the time, but it is not what messages hold.
+    """
+    if t is None or t.numel() * t.element_size() % 8:
+        return total([] if t is None else [t], device)
+    flat = t.detach().contiguous().view(-1)
+    aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+    return (flat if aligned else flat.clone()).view(torch.int64).sum()
+
+
 def sums(tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
-    """`total` of each tensor, 0 for None; read from `device` in one go."""
-    each = [total([] if t is None else [t], device) for t in tensors]
+    """`word_sum` of each tensor; read from `device` in one go."""
+    each = [word_sum(t, device).to(device) for t in tensors]
     return list(torch.stack(each).cpu().tolist()) if each else []
 
 
@@ -352,47 +385,63 @@ def odd_ones(totals: Sequence[int | None]) -> list[int]:
     return [j for j, t in enumerate(totals) if t is not None and (t != most or not sure)]
 
 
+SMALL = 0.1
+"""Share of a rank's trained values: who writes more after every step has a copy of them."""
+
+
 class Rewritten:
     """The check for parameters that are written between an exchange and the step after it by
     something else than the base optimizer: a wrapper around it with its own copy, weight clipping,
     code of the loop.
 
-    The sum of the parameters' bits at the end of a step that exchanged is compared with that ahead
-    of the next step, every `EVERY` steps. Nothing is read from a device.
+    The sums of the tensors that an exchange has written, at the end of its step, are compared with
+    those ahead of the next step: two passes and one read from the device in a round. Where `SMALL`
+    tensors were written, they are looked at after each further step of the round, too.
+
+    Args:
+        watch: gets the names of the tensors found (`Watch.written`).
     """
 
-    def __init__(self, host: TrainingHost):
-        self._host = host
-        self._exchanged, self._next = False, 0
+    def __init__(self, host: TrainingHost, watch: Watch):
+        self._host, self._watch = host, watch
+        self._exchanged: set[int] = set()
+        self._again: list[int] = []
+        self._looks: list[int] = []
         self._left: Tensor | None = None
-        self._found: float | Tensor = 0.0
 
-    def exchanged(self) -> None:
-        """Forget the noted sum, since an exchange writes parameters."""
-        self._exchanged, self._left = True, None
+    def exchanged(self, tensors: Iterable[int]) -> None:
+        """Note that an exchange has written these of the host's `params`."""
+        self._exchanged.update(tensors)
+        self._left, self._again = None, []
 
-    def note(self, step: int) -> None:
-        """Note the sum at the end of step `step`, if it has exchanged parameters."""
-        if self._exchanged and step >= self._next:
-            self._left, self._next = self._sum(), step + EVERY
-        self._exchanged = False
+    def note(self) -> None:
+        """Note the sums at the end of a step, where there is something to look at."""
+        self._looks = sorted(self._exchanged) or self._again
+        self._left = self._sums() if self._looks else None
+        self._exchanged.clear()
 
     def compare(self, aside: bool) -> None:
         """Compare, ahead of a step. aside: steps that do not count were taken meanwhile."""
-        if self._left is not None and not aside:
-            self._found = self._found + (self._sum() != self._left).float()
-        self._left = None
+        left, self._left = self._left, None
+        if left is None or aside:
+            return
+        moved = (self._sums() != left).tolist()
+        found = [i for i, other in zip(self._looks, moved, strict=True) if other]
+        params, again = self._host.params, self._looks is self._again
+        for i in found:
+            self._watch.found_written(params[i].name, again)
+        if not again:
+            few = sum(math.prod(params[i].shape) for i in found)
+            every = sum(math.prod(p.shape) for p in params if not p.frozen)
+            untold = [i for i in found if params[i].name in self._watch.written]
+            self._again = untold if few <= SMALL * every else []
 
     def forget(self) -> None:
-        """Forget the noted sum: parameters were written rightly, or the run begins anew."""
-        self._exchanged, self._left, self._next = False, None, 0
-
-    def take(self) -> float | Tensor:
-        """The number of comparisons since the last call that found other parameters."""
-        found, self._found = self._found, 0.0
-        return found
+        """Forget the noted sums: parameters were written rightly, or the run begins anew."""
+        self._exchanged.clear()
+        self._left, self._again = None, []
 
     @torch.no_grad()
-    def _sum(self) -> Tensor:
-        tensors = zip(self._host.tensors("parameter"), self._host.params, strict=True)
-        return total([t for t, p in tensors if t is not None and not p.frozen], self._host.device)
+    def _sums(self) -> Tensor:
+        tensors, device = self._host.tensors("parameter"), self._host.device
+        return torch.stack([word_sum(tensors[i], device) for i in self._looks])

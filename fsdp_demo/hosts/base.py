@@ -143,6 +143,10 @@ class TrainingHost(ABC):
         not, or the other way round.
         """
 
+    def check_loaded(self) -> None:
+        """Raise RuntimeError if the model computes with other values than the local parameters."""
+        return  # they are the same tensors
+
     @abstractmethod
     def shard_position(self, rank: int, world: int) -> ShardPosition:
         """Shard and copy of this rank in an island of `world` ranks."""

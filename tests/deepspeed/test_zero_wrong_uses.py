@@ -62,6 +62,35 @@ def test_zero_masters_changed_since_attach_refused(run_ranks: Any, stage: str) -
     run_ranks(run, timeout=120)
 
 
+@pytest.mark.parametrize("stage", ["zero1", "zero2-offload", "zero3-parts", "wrapper"])
+def test_zero_write_behind_an_exchange_is_named(run_ranks: Any, stage: str) -> None:
+    """A row that is written behind an exchange is named, though it lies on one rank alone; a load
+    into the module, which does not reach the masters, is refused.
+    """
+
+    def run(me: Any) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        said = zero.warnings()
+        made = zero.engine(zero.settings(stage))
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        zero.train(made, range(4), me.rank)
+        value = zero.whole(made)["head.weight"]
+        value[0] = 0.0
+        safe_set_full_fp32_param(made.module.head.weight, value)
+        zero.train(made, range(4, 6), me.rank)
+        found = [m for m in said if "parameters were written between" in m]
+        assert len(found) == (me.proc == 0) and all("optimizer: head.weight." in m for m in found)
+        if stage != "zero3-parts":  # which keeps no whole parameters to load into
+            state = {n: t + 1.0 for n, t in made.module.state_dict().items()}
+            made.module.load_state_dict(state)
+            with pytest.raises(RuntimeError, match="is not what the model computes with"):
+                zero.train(made, range(6, 7), me.rank)
+        exchange.detach()
+
+    run_ranks(run, timeout=120)
+
+
 def test_zero_load_other_weights_after_attach(run_ranks: Any, tmp_path: Any) -> None:
     """A checkpoint of other weights may be loaded after attach."""
 

@@ -142,7 +142,7 @@ def test_finish_log_names_islands(
     runtime: Any = SimpleNamespace(topology=topology, peers=1, queue=queue, step=9, drift=0.25)
     found = {"exchanges": 4, "bytes_sent": 10, "seconds_waiting": 0.0}
     with caplog.at_level(logging.INFO, "fsdp_demo"):
-        summary.ended(runtime, found, equal)
+        summary.ended(runtime, found, equal, [])
     assert says in caplog.text, caplog.text
 
 

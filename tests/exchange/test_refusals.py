@@ -86,7 +86,11 @@ def test_attach_weights_loaded_later_refused(kind: str) -> None:
     exchange.detach()
     exchange = fsdp_demo.attach(optimizer, KINDS[kind], model=net)
     step(net, optimizer)
-    net.load_state_dict(saved)  # later it is the user's own
+    net.load_state_dict(saved)
+    if kind not in ("full", "local_sgd"):  # which keep nothing that belongs to the old values
+        with pytest.raises(ValueError, match="load_state_dict was called after step 1"):
+            step(net, optimizer)
+        exchange.accept_parameters()
     step(net, optimizer)
     assert exchange.step == 2
 

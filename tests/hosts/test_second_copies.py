@@ -187,6 +187,44 @@ def test_second_copy_of_an_unknown_wrapper_is_said_once(kind: str, said: Callabl
     assert said() == 1
 
 
+@pytest.mark.parametrize("kind", ["diloco", "local_sgd"])
+def test_rewritten_named_after_every_exchange(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A write behind any exchange is said with the names of its tensors, each name once."""
+    net = alone()
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, WRITES[kind], model=net)
+
+    @torch.no_grad()
+    def write(t: int) -> None:
+        if t in (5, 9):
+            net.a.weight[0] = 0.0
+        if t in (9, 13):
+            net.b.bias.zero_()
+
+    train(optimizer, net, 16, write)
+    exchange.finish()
+    found = [m for m in caplog.messages if "parameters were written between" in m]
+    assert ["optimizer: a.weight." in m for m in found] == [True, False]
+    assert ["optimizer: b.bias." in m for m in found] == [False, True]
+
+
+def test_rewritten_after_every_step_is_information(caplog: pytest.LogCaptureFixture) -> None:
+    """A clamp of one small tensor after every step is one line of information, that names it."""
+    caplog.set_level(logging.INFO, logger="fsdp_demo")
+    net = alone()
+    optimizer = sgd(net.parameters())
+    exchange = fsdp_demo.attach(optimizer, preset("diloco", period=4, **AS_IS), model=net)
+
+    @torch.no_grad()
+    def clamp(t: int) -> None:
+        net.b.bias.clamp_(-1e-3, 1e-3)
+
+    train(optimizer, net, 16, clamp)
+    exchange.finish()
+    found = [r.levelname for r in caplog.records if "b.bias" in r.getMessage()]
+    assert found == ["INFO"] and "parameters were written" not in caplog.text
+
+
 def test_second_copy_on_one_island_is_said(
     run_ranks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
