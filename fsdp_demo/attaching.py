@@ -67,8 +67,8 @@ def attach(
         state: `Exchange.state_dict()` of this rank to resume from, or
             `checkpoint.load_exchange(...)`, which may have been saved by another number of islands
             or shards. Replicas without one take over from the one that is furthest.
-        batch: rows of a micro-batch per rank and micro-batches per step, for the line in the log
-            that says the effective batch.
+        batch: rows of a micro-batch per rank and micro-batches per step: the log says the effective
+            batch then, and warns where islands train unlike ones.
         catch_up: False leaves it to the caller to call `Exchange.catch_up`, which makes up for an
             exchange that a loss had cut off.
         fresh: at a step above 0 there is no state because none is wanted: no warning says what is
