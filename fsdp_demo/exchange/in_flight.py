@@ -71,6 +71,7 @@ class InFlightQueue:
         self.broken = self.replays = False
         self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
+        self.took_part: Callable[[int], None] = lambda islands: None
 
     def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
         """Set the channels and `ExchangeConfig.norm_limit`: at the start, and where the method is
@@ -208,8 +209,8 @@ class InFlightQueue:
         except Exception as e:
             error = e  # of any kind: the other ranks must learn of it in the vote
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        failed, stop, rewritten = self.connections.island.max(
-            float(error is not None), float(asked), flight.rewritten
+        failed, stop, rewritten, islands = self.connections.island.max(
+            float(error is not None), float(asked), flight.rewritten, float(len(headers))
         )
         if failed:
             self.broken = True
@@ -217,6 +218,8 @@ class InFlightQueue:
         self.watch.hear(headers, int(stop))
         if rewritten:
             self.watch.warn_of_rewritten()
+        if islands and flight.step >= 0:  # copies that are not active hear of it here
+            self.took_part(int(islands))
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
