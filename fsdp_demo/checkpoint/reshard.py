@@ -293,8 +293,11 @@ def reshard(
         channels[c.channel.name] = ChannelState(present, **_packed(c, works, kept.workspaces))
     first = own["shard"] == own["copy"] == 0  # it counts the tokens of the island
     mine = not shared or own["island"] == island
-    tokens = sum(outline.tokens for outline in outlines) if first and mine else 0
-    return replace(without_messages(outlines[0]), channels=channels, tokens=tokens)
+    all_counts = zip(*([o.tokens, *o.counts] for o in outlines), strict=True)
+    tokens, counted, everywhere = (sum(column) * first for column in all_counts)
+    counts = {"tokens": tokens * mine, "counts": [counted * mine, everywhere]}
+    counts["weighed"] = outlines[0].weighed if mine else {}
+    return replace(without_messages(outlines[0]), channels=channels, **counts)
 
 
 def _packed(

@@ -114,7 +114,7 @@ class RunState:
         elif saves.topology.rank == 0:  # at step 0, so that attach gives it what the others hold
             log.warning(
                 "%s: what messages have left out so far, moments of the inner optimizer that "
-                "islands do not share, random states and the count of tokens begin anew here",
+                "islands do not share, random states and its own count of tokens begin anew here",
                 saves.topology.name,
             )
 

@@ -144,7 +144,7 @@ class Exchange(Readings):
             agreed = self._runtime.step
             resume.load(self._runtime, ExchangeState.from_tree(tree))
             if agreed > self._runtime.step:  # another island is further
-                self._runtime.step = agreed
+                self._runtime.step, self._runtime.status.settled = agreed, 0
                 for c in self.channels:
                     c.enter(agreed)
         startup.take_over(self._runtime, donor, goes_on)
@@ -198,11 +198,14 @@ class Exchange(Readings):
         """
         self._first.accept_parameters()
 
-    def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
-        """Report this rank's tokens since the last call, for the island's weight, and its loss. The
-        next message has the mean of the losses since the last one, without NaN; a tensor is read
-        only then."""
-        self._runtime.status.add(tokens, loss)
+    def report(
+        self, tokens: int = 0, loss: float | Tensor | None = None, weight: Any = None
+    ) -> None:
+        """Report this rank's tokens since the last call, for logs and the island's weight, and its
+        loss. `weight`, a number, weighs in their place: labels, where tokens have none. The next
+        message has the mean of the losses since the last one, without NaN; tensors are read only
+        then."""
+        self._runtime.status.add(tokens, loss, weight)
 
     def watch_gradients(self) -> None:
         """Check the gradients of every step, also where the exchange neither clips nor sends them:

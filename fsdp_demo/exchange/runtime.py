@@ -114,6 +114,7 @@ class StepRuntime:
         calls = TickCalls(self.before, self.after, self.skip, lambda: self.needs_gradients)
         self.hooks = host.hooks(calls)
         self.status = LocalStatus(topology.elastic)
+        self.status.islands, queue.took_part = topology.islands, self.status.took_part
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None
         self.rewritten = Rewritten(host, queue.watch)

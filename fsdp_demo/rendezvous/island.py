@@ -237,7 +237,8 @@ CURE = (
     "exchange.skip() where one has none"
 )
 STEPS = ("optimizer.step()", "skip()")
-VOTES = ("finish()", "reset()", "totals()", "load_state_dict()", "stop_here()")  # none returns without others
+# of these none returns without the others
+VOTES = ("finish()", "reset()", "totals()", "load_state_dict()", "stop_here()")
 TORN = re.compile("gloo|nccl|connection (closed|reset)", re.IGNORECASE)
 F = TypeVar("F", bound=Callable[..., Any])
 _numbers = itertools.count()

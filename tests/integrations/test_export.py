@@ -266,6 +266,25 @@ def test_export_mean_needs_all_islands(run_ranks, tmp_path, caplog):
     assert (one_checkpoint.kind, one_checkpoint.step) == ("replica", 4)
 
 
+def test_export_takes_the_best_of_the_trainer(run_ranks, tmp_path, caplog, capsys):
+    """Without --step the step is the one that the Trainer's newest state calls its best."""
+    out = run_ranks(lambda r: trained(r, "diloco", 6, [2, 4, 6], period=2), islands=2, procs=1)
+    run = Path(out[0][1])
+    for island in (0, 1):
+        for step, best in ((4, 2), (6, 4)):
+            named = {"best_model_checkpoint": f"/moved/checkpoint-{best}", "best_metric": 2.5}
+            at = run / f"island{island}" / f"checkpoint-{step}" / "trainer_state.json"
+            at.write_text(json.dumps(named))
+    assert cli.main(["export", str(run), str(tmp_path / "best")]) == 0
+    assert "step 4, the Trainer's best (metric 2.5), the outer" in capsys.readouterr().out
+    assert "| step | 4, the Trainer's best" in (tmp_path / "best" / "README.md").read_text()
+    assert (export(run, tmp_path / "six", step=6).step, caplog.text) == (6, "")
+    for island in (0, 1):
+        (run / f"island{island}" / "checkpoint-4").rename(tmp_path / f"away{island}")
+    assert export(run, tmp_path / "newest").step == 6
+    assert "step 4, the Trainer's best, is not here" in caplog.text
+
+
 def test_export_two_runs_refused(run_ranks, tmp_path):
     """A folder with two runs is refused."""
     runs = [
