@@ -12,7 +12,6 @@ alone:
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from ...checkpoint.exchange_state import SavedExchange, load_exchange
 from ...checkpoint.folders import damaged
 from ...config.schema import ExchangeConfig
 from ...errors import first_few
+from ...files import read_json
 from ...tools.inspect import above, exchange_in, find_checkpoints, listed
 from .weights import outer_tensors
 
@@ -306,7 +306,7 @@ def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
     where: Any = given or _beside(chosen, run, *TOKENIZER)
     # recipes/pretrain.py names what it was given
     if where is None and (facts := _beside(chosen, run, FACTS)) is not None:
-        named = json.loads((facts / FACTS).read_text()).get("tokenizer")
+        named = read_json(facts / FACTS).get("tokenizer")
         where = named if named != "bytes" else None
     if where is None:
         return None
