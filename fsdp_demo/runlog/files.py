@@ -63,7 +63,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The objects of a file of lines, and how many lines were left out: half a line that a killed
     run has left, or what is no object. No file: no lines.
     """
-    if not path.exists():
+    if not path.is_file():
         return [], 0
     found, out = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

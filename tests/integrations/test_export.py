@@ -515,6 +515,17 @@ def test_export_metadata_executes_no_code(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize("data", [b"\x94", b"N.", b"p-1\n.", b"]."])
+def test_export_odd_metadata_is_damage(tmp_path, data):
+    """Metadata that is no pickle, or of something else, ends in a sentence."""
+    from fsdp_demo.integrations.export.weights import read_model
+
+    (tmp_path / "model_0").mkdir()
+    (tmp_path / "model_0" / ".metadata").write_bytes(data)
+    with pytest.raises(ValueError, match=r"is damaged \(|is no metadata of a distributed"):
+        read_model(tmp_path)
+
+
 def test_export_metadata_of_any_python():
     """Metadata that any release of Python wrote is read. Python 3.13 names the module of its paths
     `pathlib._local`, others `pathlib`.

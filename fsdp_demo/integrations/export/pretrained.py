@@ -12,7 +12,6 @@ alone:
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -325,7 +324,7 @@ def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
     where: Any = given or _beside(chosen, run, *TOKENIZER)
     # recipes/pretrain.py names what it was given
     if where is None and (facts := _beside(chosen, run, FACTS)) is not None:
-        named = json.loads((facts / FACTS).read_text()).get("tokenizer")
+        named = read_json(facts / FACTS).get("tokenizer")
         where = named if named != "bytes" else None
     if where is None:
         return None
