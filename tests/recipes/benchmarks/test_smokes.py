@@ -127,7 +127,7 @@ SMOKES = [
     ),
     Smoke(
         "benchmarks/step.py",
-        "--steps 2 --only demo --layers 1 --length 16",
+        "--steps 2 --only demo --worlds 1 --layers 1 --length 16",
         ("model +preset +tensors", figures(".* demo", 2)),
     ),
     Smoke(
