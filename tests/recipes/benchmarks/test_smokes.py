@@ -112,7 +112,7 @@ SMOKES = [
     ),
     Smoke(
         "benchmarks/scale.py",
-        "--sizes 1 --tensors 2 --replicas 2 --hidden 256 --repeat 1",
+        "--turn 1 --sizes 1 --tensors 2 --replicas 2 --hidden 256 --repeat 1",
         ("elements", figures("1 M elements", 2), figures("2 replicas", 2), "against size: "),
     ),
     Smoke(
@@ -138,7 +138,7 @@ SMOKES = [
     ),
     Smoke(
         "benchmarks/zero.py",
-        "--model tiny --batch 1 --repeat 1",
+        "--model tiny --stages 3 --batch 1 --repeat 1",
         ("elements of a rank", figures("ZeRO-3", 2)),
         needs="deepspeed",
     ),
@@ -150,7 +150,7 @@ SMOKES = [
     Smoke(
         "study/study.py",
         "--table front --only local_sgd --seeds 1 --steps 1 --eager --no-pictures --output FOLDER",
-        (f"front 2/2: .*: {FIGURE}, ", "method +seeds +loss", figures("local_sgd.* 1")),
+        (f"front 3/3: .*: {FIGURE}, ", "method +seeds +loss", figures("local_sgd.* 1")),
     ),
     Smoke(
         "study/study.py",
@@ -235,7 +235,10 @@ def test_program_prints_its_table(
 def test_program_is_asked_for_its_help(script: str, run_ranks: Callable[..., Any]) -> None:
     """What needs another machine than this is imported whole, and says its options."""
     ((status, out),) = run_ranks(played, 1, 1, args=(script, ["--help"]))
-    assert status == 0 and f"usage: {Path(script).name}" in out
+    assert (
+        status == 0
+        and f"usage: {'fsdp-demo doctor' if script == 'doctor.py' else Path(script).name}" in out
+    )
     if ASKED[script] == "root" and os.geteuid() != 0:
         pytest.skip("asked for its help alone: the rest needs root")
 
