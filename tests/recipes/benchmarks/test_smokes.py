@@ -159,11 +159,11 @@ SMOKES = [
     ),
 ]
 ASKED = {
-    "benchmarks/doctor_lab.py": "root",
+    "benchmarks/doctor_lab.py": "root and network namespaces",
     "benchmarks/gpu.py": "an NVIDIA GPU",
-    "benchmarks/ledger.py": "root",
-    "benchmarks/peers.py": "root",
-    "benchmarks/slow_link.py": "root",
+    "benchmarks/ledger.py": "root and network namespaces",
+    "benchmarks/peers.py": "root and network namespaces",
+    "benchmarks/slow_link.py": "root and network namespaces",
     "doctor.py": "two machines",
 }
 """Programs that are only asked for their help, and what else they need."""
@@ -235,12 +235,7 @@ def test_program_prints_its_table(
 def test_program_is_asked_for_its_help(script: str, run_ranks: Callable[..., Any]) -> None:
     """What needs another machine than this is imported whole, and says its options."""
     ((status, out),) = run_ranks(played, 1, 1, args=(script, ["--help"]))
-    assert (
-        status == 0
-        and f"usage: {'fsdp-demo doctor' if script == 'doctor.py' else Path(script).name}" in out
-    )
-    if ASKED[script] == "root" and os.geteuid() != 0:
-        pytest.skip("asked for its help alone: the rest needs root")
+    assert status == 0 and out.startswith("usage: ")
 
 
 def test_programs_are_all_started() -> None:
