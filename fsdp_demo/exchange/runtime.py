@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,7 +107,8 @@ class StepRuntime:
         self.topology, self.host = topology, host
         self.step = step
         # `collective` notes there which call each rank of the island is in
-        self._calls = self.calls = SiblingWatch(topology, lambda: self.step)
+        me = weakref.ref(self)  # for a thread, which must not keep the model
+        self._calls = self.calls = SiblingWatch(topology, lambda: getattr(me(), "step", step))
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
