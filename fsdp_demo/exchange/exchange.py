@@ -385,6 +385,8 @@ class Exchange(Readings):
         self._close()
 
     def _close(self) -> bool:
+        # at every end: finish(), detach(), an error in attach, a dropped exchange, exit. What is
+        # hooked into model or optimizer beside the steps is taken away here.
         if hasattr(self, "_exit"):
             atexit.unregister(self._exit)
         if hasattr(self, "_runtime"):
@@ -403,10 +405,13 @@ class Exchange(Readings):
 
     def __del__(self) -> None:
         # Nobody can call finish() any more, and heartbeats would have the others wait for this one.
-        # The collector may run in one of the threads that end here.
+        # The collector may run in one of the threads that end here, or in the midst of a log line.
         if hasattr(self, "_exit") and not self.closed:
-            leaving.warn_of_no_finish(self._runtime)
-            threading.Thread(target=self._close, name="close", daemon=True).start()
+            threading.Thread(target=self._dropped, name="close", daemon=True).start()
+
+    def _dropped(self) -> None:
+        leaving.warn_of_no_finish(self._runtime)
+        self._close()
 
 
 def _end_at_exit(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -86,7 +86,7 @@ class StepRuntime:
         stopped, stopped_alone, leaving, raises_stopped, drift, tells, told: as in `Readings`.
         ended: the last exchange is over.
         watches_gradients: `Exchange.watch_gradients` was called.
-        owner: the `Exchange`, which a second `attach` finds through the engine's hooks.
+        owner: the `Exchange`, which lives as long as the engine's hooks lead here.
         ahead: called ahead of each step, unless None (`first_step.py`).
         handing: called at the end of a step in which a joining island asks for the state of this
             one (`snapshot.py`).

@@ -1,4 +1,4 @@
-"""When an exchange has ended, model, optimizer and exchange are freed, and threads and sockets go."""
+"""A model is freed when its exchange has ended, and threads and sockets go."""
 
 from __future__ import annotations
 
