@@ -140,6 +140,9 @@ class Beginning:
             )
         elif state.global_step and not self.fresh:
             folder = self._folder(trainer)
+            if engine is None and not any(folder.glob("optimizer*")):
+                lost = "the inner optimizer's moments and the schedule of its rate begin anew"
+                warn(trainer, topology, f"{folder} holds no optimizer (save_only_model): {lost}")
             restore_local(
                 folder, exchange, trainer.model_wrapped, self.manager.group, engine is not None
             )
