@@ -55,9 +55,8 @@ class IslandGroup(Ranks):
         if topology.world == 1:
             return
         mesh = topology.kind == "mesh"
-        self._closes = (
-            not mesh
-        )  # torch names a group of a mesh by how many there are: no name twice
+        # torch names a group of a mesh by how many there are, so a name would come twice
+        self._closes = not mesh
         self.group = (
             topology.group
             if mesh and dist.get_backend(topology.group) == "gloo"
