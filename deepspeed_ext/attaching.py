@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from fsdp_demo import Exchange, ExchangeConfig, Topology, preset, presets
@@ -77,7 +78,8 @@ def attach(
     vacate(host.optimizers)
     # a checkpoint that was loaded may have brought another norm
     config, engine.optimizer.clip_grad = config.clipped_once(norm)
-    try:
+    with ExitStack() as undo:  # whoever goes on without an exchange has the engine as it was
+        undo.callback(host.partitions.clip_again)
         exchange = join(
             host,
             config,
@@ -91,14 +93,13 @@ def attach(
             catch_up=catch_up,
             fresh=fresh,
         )
-    except BaseException:  # whoever goes on without an exchange goes on with the engine as it was
-        host.partitions.clip_again()
-        raise
-    warn(engine)
-    if exchange.newcomer:
-        advance(engine, exchange.step)
-    if checkpoints:
-        folders.follow(engine, exchange)
+        undo.callback(exchange.detach)
+        warn(engine)
+        if exchange.newcomer:
+            advance(engine, exchange.step)
+        if checkpoints:
+            folders.follow(engine, exchange)
+        undo.pop_all()
     return exchange
 
 

@@ -20,10 +20,8 @@ log = logging.getLogger("fsdp_demo")
 
 def latest(folder: Path) -> str | None:
     """The tag that `FOLDER/latest` names; None without that file."""
-    try:
-        return (folder / "latest").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
+    named = folder / "latest"
+    return named.read_text(encoding="utf-8").strip() if named.is_file() else None
 
 
 def separate(engine: Any, replica: int) -> None:

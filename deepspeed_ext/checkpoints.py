@@ -24,10 +24,10 @@ from typing import Any
 
 from fsdp_demo import Exchange, Topology
 from fsdp_demo.checkpoint import CheckpointManager, SavedExchange, load_exchange, save_exchange
-from fsdp_demo.checkpoint.choice import HeldCheckpoint
 from fsdp_demo.checkpoint.files import FRESH, refuse_exchange
 from fsdp_demo.checkpoint.folders import MANIFEST
-from fsdp_demo.checkpoint.registry import CheckpointRegistry
+from fsdp_demo.checkpoint.manager import ResumePoint
+from fsdp_demo.checkpoint.registry import CheckpointRegistry, refuse_damaged
 from fsdp_demo.checkpoint.reshard import stretches
 from fsdp_demo.checkpoint.taking_over import LARGEST, begins_anew, forward, small
 from fsdp_demo.config.auto import method_note, undecided
@@ -107,19 +107,20 @@ class _Followed(ReplicaCheckpoints):
     def __init__(self, engine: Any, exchange: Exchange):
         super().__init__(engine, exchange.topology.island)
         self.exchange = exchange
-        self._managers: dict[Path, CheckpointManager] = {}
-        # made by all replicas together, unlike the managers
+        # made by all replicas together, unlike the manager
         self._registry = CheckpointRegistry(exchange.topology, self.ranks)
+        self._made: CheckpointManager | None = None
 
     def _manager(self, folder: Path) -> CheckpointManager:
-        """The manager of one directory. It removes no old tag: users have chosen their names."""
-        if folder not in self._managers:
-            place, registry = self.exchange.topology, self._registry
-            manager = CheckpointManager(folder, place, keep=None, own=True, registry=registry)
-            manager.votes = self.world  # DeepSpeed saves with collectives of all
-            manager.rotates = False
-            self._managers[folder] = manager
-        return self._managers[folder]
+        """The manager, at one directory. It removes no old tag: users have chosen their names."""
+        if self._made is None:
+            of = self.exchange.topology
+            self._made = CheckpointManager(folder, of, keep=None, registry=self._registry)
+            self._made.votes = self.world  # DeepSpeed saves with collectives of all
+            self._made.rotates = False
+        elif folder != self._made.root:
+            self._made.enter(folder)
+        return self._made
 
     def save(self, root: Path, tag: str, options: dict[str, Any]) -> Any:
         """Save as DeepSpeed does, into `root/<name of the replica>`, with the exchange's state.
@@ -188,25 +189,22 @@ class _Followed(ReplicaCheckpoints):
             return None, {}
         if self.exchange.finished:  # nobody to agree with
             return self.load_from(folder, tag, options)
-        chosen, plain = self._choose(manager, root, tag)
+        point, plain = self._choose(manager, root, tag)
         if plain:
             return self._load(manager, root / plain, None, False, options)
-        if chosen is None:
+        if point is None:
             return self.load_from(folder, tag, options)
-        if None in chosen and options["load_module_only"]:
+        if point.tells and options["load_module_only"]:
             raise NeedsDecision(
                 "load_module_only: no replica takes over weights alone, and some see no "
                 "checkpoint: copy the folder of one replica there"
             )
-        mine = manager.mine(chosen)
-        if mine is None:
-            furthest = max(h.step for h in chosen if h is not None)
-            return self._take_over(manager, tag or f"global_step{furthest}")
-        whole = self.ranks.from_first(lambda: manager.whole()[mine.step].name)
-        place = folder / (tag or whole)
+        place = point.folder
+        if place is None:
+            return self._take_over(manager, tag or f"global_step{point.step}")
         manager.verify(place)
         saved = self.world.together(lambda: load_exchange(place / PARTS), READS)
-        return self._load(manager, place, saved, None in chosen, options)
+        return self._load(manager, place, saved, point.tells, options)
 
     def _load(
         self,
@@ -305,19 +303,21 @@ class _Followed(ReplicaCheckpoints):
 
     def _choose(
         self, manager: CheckpointManager, root: Path, tag: str | None
-    ) -> tuple[list[HeldCheckpoint | None] | None, str]:
-        """The checkpoint that each replica goes on from; or None, and the tag of one of plain
-        DeepSpeed in `root`, "" for none.
+    ) -> tuple[ResumePoint | None, str]:
+        """From where this replica goes on; or None, and the tag of a checkpoint of plain DeepSpeed
+        in `root`, "" for none.
 
         Raises:
             NeedsDecision: a ValueError: replicas want different tags, or one that not all hold; in
-                a mesh not all hold any; they see unlike checkpoints of plain DeepSpeed.
+                a mesh not all hold any; they see unlike checkpoints of plain DeepSpeed; all that is
+                there is damaged.
             ValueError: nobody holds the tag that was named.
         """
         held = manager.held(tag or "")
         plain = self.ranks.from_first(lambda: _plain(root, manager.root, tag))
         seen = sorted({h.step for h in held})
-        notes = manager.registry.meet({"tag": tag, "seen": seen, "plain": plain})
+        note = {"tag": tag, "seen": seen, "plain": plain, "damaged": manager.damaged}
+        notes = manager.registry.meet(note)
         if len({n["tag"] for n in notes}) > 1:
             both = ", ".join(f"{n['name']}: {n['tag']!r}" for n in notes)
             raise NeedsDecision(
@@ -325,6 +325,8 @@ class _Followed(ReplicaCheckpoints):
                 "that all hold)"
             )
         if not any(n["seen"] for n in notes):
+            if not any(n["plain"] for n in notes):
+                refuse_damaged(notes)
             return None, _agreed_plain(notes, tag)
         named = tag is not None or manager.topology.kind != "islands"
         if named and not all(n["seen"] for n in notes):
@@ -338,7 +340,7 @@ class _Followed(ReplicaCheckpoints):
                 "tag, an island that holds no checkpoint takes over from the others; in a mesh "
                 f"none does){see('no-common-checkpoint')}"
             )
-        return manager.agree(held, "common" if named else "newest"), ""
+        return manager.agree(held, "common" if named else "newest", tag or ""), ""
 
 
 def _plain(root: Path, own: Path, tag: str | None) -> str:

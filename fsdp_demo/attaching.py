@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ from .rendezvous.topology import Topology
 
 log = logging.getLogger("fsdp_demo")
 
-_attached: WeakValueDictionary[torch.optim.Optimizer, Exchange] = WeakValueDictionary()
+# An exchange is held by the hooks on its optimizers alone, so it goes with them.
+_attached: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[Exchange]] = WeakKeyDictionary()
 
 
 def attach(
@@ -145,16 +147,19 @@ def join(
     elif earlier is not None:
         config = earlier
     start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
-    exchange = Exchange(host, config, model, topology, start)
-    exchange.opened = opened
-    if opened.waits_for_steps and earlier is None:
-        automatic.tell(topology, config)
-    if choice is not None:
-        exchange.auto_choice = choice
-        automatic.watch(exchange, choice)
-    elif undecided(config):
-        automatic.begin(exchange, model, total_steps(facts))
-    _attached.update(dict.fromkeys(host.optimizers, exchange))
+    with ExitStack() as undo:  # an error leaves the optimizers as they were
+        exchange = Exchange(host, config, model, topology, start)
+        undo.callback(exchange.detach)
+        exchange.opened = opened
+        if opened.waits_for_steps and earlier is None:
+            automatic.tell(topology, config)
+        if choice is not None:
+            exchange.auto_choice = choice
+            automatic.watch(exchange, choice)
+        elif undecided(config):
+            automatic.begin(exchange, model, total_steps(facts))
+        undo.pop_all()
+    _attached.update(dict.fromkeys(host.optimizers, ref(exchange)))
     return exchange
 
 
@@ -217,7 +222,8 @@ def vacate(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         ValueError: one of them has an exchange that runs.
     """
     for o in optimizers:
-        before = _attached.get(o)
+        found = _attached.get(o)
+        before = None if found is None else found()
         if before is not None and before.running:
             cure = f"finish() or detach() that one first, or attach once{see('attached-twice')}"
             raise ValueError(f"this optimizer has an exchange already: {cure}")

@@ -144,6 +144,10 @@ class NeedsDecision(ValueError):
     """
 
 
+class NotSaveable(ValueError):
+    """A value that no checkpoint can hold, such as a list in an optimizer's state."""
+
+
 class Superseded(RuntimeError):
     """Another life of this run has begun in the folder: this process must write there no more."""
 

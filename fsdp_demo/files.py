@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,10 +61,13 @@ def read_json(path: Path) -> Any:
     """The value of a JSON file, which is not read where it is larger than `LARGEST`.
 
     Raises:
-        OSError: it cannot be read. ValueError: see `parse_json`.
+        OSError: it cannot be read. ValueError: it is no plain file; see `parse_json`.
     """
-    if (found := path.stat().st_size) > LARGEST:
-        raise ValueError(f"JSON of {found:,} bytes, allowed are {LARGEST:,}")
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a fifo would be waited for
+        raise ValueError("a fifo, a device or a folder, not a file")
+    if found.st_size > LARGEST:
+        raise ValueError(f"JSON of {found.st_size:,} bytes, allowed are {LARGEST:,}")
     return parse_json(path.read_text(encoding="utf-8"))
 
 

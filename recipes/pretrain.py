@@ -157,8 +157,8 @@ def main() -> None:
                 with acc.accumulate(model):
                     loss = model(**batch).loss
                     acc.backward(loss)
-                    report.micro_batch(loss, batch["input_ids"].numel())
-                    # (*) optional: weights, and the loss of all islands
+                    report.micro_batch(loss)
+                    # (*) optional: tokens, weights, and the loss of all islands
                     exchange.report(tokens=batch["input_ids"].numel(), loss=loss)
                     # (*) the exchange hooks in here, once per `accumulation` micro-batches
                     optimizer.step()

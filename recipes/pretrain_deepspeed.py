@@ -137,8 +137,8 @@ def main() -> None:
                 batch = {name: value.to(world.device) for name, value in next(rows).items()}
                 loss = engine(**batch).loss
                 engine.backward(loss)
-                report.micro_batch(loss, batch["input_ids"].numel())
-                # (*) optional: weights, and the loss of all islands
+                report.micro_batch(loss)
+                # (*) optional: tokens, weights, and the loss of all islands
                 exchange.report(tokens=batch["input_ids"].numel(), loss=loss)
                 # (*) the exchange hooks in here, once per `accumulation` micro-batches
                 engine.step()

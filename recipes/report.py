@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import resource
@@ -19,6 +18,7 @@ import torch
 from fsdp_demo import ring_all_reduce_bytes
 from fsdp_demo.errors import counted
 from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, summarise, table, tracked
+from fsdp_demo.runlog.files import spared, write_json
 from fsdp_demo.tools.planner import PEAK
 from fsdp_demo.tools.report import make
 
@@ -122,7 +122,8 @@ class Report:
         self.main = accelerator.is_main_process
         self.start = self.step = exchange.step
         self.losses: list[torch.Tensor] = []
-        self.tokens = 0.0  # of this rank, or its share of them
+        # of all islands so far; of these, counted before the exchange began anew
+        self.tokens = self.earlier = 0
         self.validation: list[list[float]] = []
         self.began, self.evaluating = time.monotonic(), 0.0
         self.progress: ProgressLine | None = None
@@ -153,13 +154,12 @@ class Report:
         return {
             "step": self.step,
             "losses": [float(v) for v in self.losses],
-            "tokens": self.tokens,
+            "counted": self.tokens,
             "validation": self.validation,
             "seconds": time.monotonic() - self.began,
             "evaluating": self.evaluating,
             "before": {key: value for key, value in self._metrics().items() if key in self.before},
             "bytes_full": self._bytes_full(),
-            "islands": self.islands,
             "procs": self.procs,
         }
 
@@ -169,9 +169,10 @@ class Report:
         ones have counted.
         """
         procs = state.get("procs", self.procs)
-        islands = state.get("islands", self.islands)
         self.start, self.step, self.since = 0, state["step"], state["step"]
-        self.tokens = state["tokens"] * procs * islands / (self.procs * self.islands)
+        counted = int(self.exchange.totals()["global_tokens"])
+        self.earlier = max(state.get("counted", 0) - counted, 0)
+        self.tokens = counted + self.earlier
         self.full = state.get("bytes_full", full_bytes(self.parameters, self.since, self.islands))
         self.losses = [torch.tensor(v, device=self.accelerator.device) for v in state["losses"]]
         self.validation, self.before = state["validation"], {**state["before"]}
@@ -210,9 +211,8 @@ class Report:
         )
         self.tracks = True
 
-    def micro_batch(self, loss: torch.Tensor, tokens: int) -> None:
+    def micro_batch(self, loss: torch.Tensor) -> None:
         self.losses.append(loss.detach())
-        self.tokens += tokens
 
     def optimizer_step(self, lr: float) -> None:
         """Once per optimizer step, on every rank."""
@@ -225,7 +225,9 @@ class Report:
         values, energy = self._island(), self.exchange.kept_energy()
         if self.tracks:
             own = {"loss": values["loss"], "lr": lr}
-            self.accelerator.log(own | tracked(self.exchange), step=self.step)
+            metrics = own | tracked(self.exchange)
+            with spared(self.folder):
+                self.accelerator.log(metrics, step=self.step)
         self.losses.clear()
         if not self.main:
             return
@@ -299,18 +301,17 @@ class Report:
             summary["bytes"] = ledger_rows(self.exchange)
             self.record.finish(summary)
         if self.main and self.topology.island == 0:
-            (self.output / "summary.json").write_text(
-                json.dumps(summary, indent=2) + "\n", encoding="utf-8"
-            )
-            print(
-                "\n".join(f"{name:<28}{value}" for name, value in self._rows(summary)), flush=True
-            )
+            with spared(self.output / "summary.json"):
+                write_json(self.output / "summary.json", summary)
+            with spared(Path("the table on stdout")):
+                print("\n".join(f"{n:<28}{value}" for n, value in self._rows(summary)), flush=True)
         return summary
 
     def draw(self) -> None:
         """Once all islands have ended: the report of the run, by the main process of island 0."""
         if self.main and self.topology.island == 0:
-            make([self.output])
+            with spared(self.output / "report.html"):
+                make([self.output])
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self.began - self.evaluating, 1e-9)
@@ -322,10 +323,11 @@ class Report:
         """What the ranks of this island, in a mesh of all, count together (a collective).
 
         Means: loss, waiting, and `global_loss`, which every rank got from its peers with the last
-        exchange. Tokens are those of all islands, bytes those of one, memory is that of the rank
-        which took most.
+        exchange. Tokens are those of all islands that took part, bytes those of one, memory is that
+        of the rank which took most.
         """
         metrics = self._metrics()
+        self.tokens = self.earlier + int(self.exchange.totals()["global_tokens"])
         loss = torch.stack(self.losses).float().mean().item() if self.losses else 0.0
         everywhere = math.nan if metrics["loss"] is None else metrics["loss"]
         counts = [
@@ -334,20 +336,20 @@ class Report:
             peak_memory(self.accelerator.device),
         ]
         mine = torch.tensor(
-            [[loss, everywhere, self.tokens, *counts]],
+            [[loss, everywhere, *counts]],
             dtype=torch.float64,
             device=self.accelerator.device,
         )
         ranks = self.accelerator.gather(mine)
-        loss, everywhere, _, _, waiting, _ = ranks.mean(0).tolist()
-        _, _, tokens, sent, _, _ = ranks.sum(0).tolist()
+        loss, everywhere, _, waiting, _ = ranks.mean(0).tolist()
+        sent = ranks[:, 2].sum().item()
         return {
             "loss": loss,
             "global_loss": None if math.isnan(everywhere) else everywhere,
-            "tokens": round(tokens * self.worlds),
+            "tokens": self.tokens,
             "bytes_sent": round(sent * self.worlds / self.islands),
             "seconds_waiting": waiting,
-            "peak_memory": int(ranks[:, 5].max()),
+            "peak_memory": int(ranks[:, 4].max()),
         }
 
     def _rows(self, summary: dict[str, Any]) -> list[list[str]]:
@@ -376,7 +378,7 @@ class Report:
                 "-" if summary["global_loss"] is None else f"{summary['global_loss']:.3f}",
             ],
             [
-                "tokens/s, " + ("all islands" if whole else f"as of {counted(count, 'island')}"),
+                "tokens/s, " + ("all islands" if whole else "of those that took part"),
                 f"{summary['tokens_per_second']:.0f}",
             ],
             ["peak memory of a rank", size(summary["peak_memory"])],

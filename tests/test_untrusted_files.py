@@ -18,11 +18,12 @@ import torch
 
 import fsdp_demo
 import fsdp_demo.store.server as launched
-from fsdp_demo.checkpoint import load_exchange, save_exchange
+from fsdp_demo.checkpoint import CheckpointManager, load_exchange, save_exchange
 from fsdp_demo.checkpoint.files import read_part, write_part
-from fsdp_demo.checkpoint.folders import misfits, seal
+from fsdp_demo.checkpoint.folders import misfits, seal, sum_up
 from fsdp_demo.commands import during_run
 from fsdp_demo.config.parsing import read_yaml
+from fsdp_demo.errors import NeedsDecision
 from fsdp_demo.files import in_one_piece
 from fsdp_demo.net import tcp
 from fsdp_demo.runlog import files
@@ -82,7 +83,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     exchange.optimizers[0].step()
     save_exchange(folder / "exchange", exchange)
     exchange.finish()
-    seal(folder, 1, 1, one_disk=False)
+    sum_up(folder, 0, 1)
+    seal(folder, 1, 1)
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
@@ -175,6 +177,37 @@ def test_files_inspect_says_what_is_odd(tmp_path: Path, whole: Files, case: str)
     problems = "; ".join(odd["problems"])
     assert text in problems and "\n" not in problems, problems
     misfits(tmp_path / "checkpoint-1")  # a sentence, or nothing
+
+
+def test_files_resume_from_a_part_without_tokens_is_refused(tmp_path: Path, whole: Files) -> None:
+    """A part that lacks a field, though its checksum fits, is refused in a sentence."""
+    content = part(whole)
+    content["state"].pop("tokens")
+    (tmp_path / "rank0.json").write_bytes(sealed(content))
+    (tmp_path / "rank0.safetensors").write_bytes(whole["exchange/rank0.safetensors"])
+    with pytest.raises(ValueError, match=r"does not know \(KeyError\('tokens'\)\)"):
+        load_exchange(tmp_path).state(0, 0)
+
+
+@pytest.mark.parametrize("name", ["rank0.json", "rank0.safetensors", "../manifest.json"])
+def test_files_fifo_is_not_waited_for(tmp_path: Path, whole: Files, name: str) -> None:
+    """A fifo in the place of a file is refused by `inspect` and by a resume: neither waits for a
+    writer.
+    """
+    for file, data in whole.items():
+        path = tmp_path / "checkpoint-1" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    fifo = tmp_path / "checkpoint-1" / "exchange" / name
+    fifo.unlink()
+    os.mkfifo(fifo)
+    try:
+        problems = "; ".join(p for found in inspect.inspect(tmp_path) for p in found["problems"])
+    except ValueError as error:
+        problems = str(error)
+    assert "a fifo" in problems or "safetensors is missing" in problems, problems
+    with pytest.raises(NeedsDecision, match="no island holds a whole checkpoint"):
+        CheckpointManager(tmp_path, fsdp_demo.Topology()).resume_point("auto")
 
 
 @pytest.mark.parametrize("case", ["nested", "no file", "no header", "odd header", "other tensors"])

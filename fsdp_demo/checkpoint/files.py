@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import UNREADABLE, NotFinite
+from ..errors import UNREADABLE, NotFinite, NotSaveable
 from ..files import DEEPEST, in_one_piece, is_deep, parse_json, read_json
-from ..hosts.base import local_part, plain_parts
+from ..hosts.base import is_dtensor, local_part, plain_parts
 from ..version import __version__
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def write_part(folder: Path, name: str, head: Mapping[str, Any], tree: Any) -> N
     """Write `folder/name.safetensors` and then `folder/name.json`. No collectives.
 
     Raises:
-        ValueError: the tree holds something else, or is nested too deeply to be read again.
+        NotSaveable: the tree holds something else, or is nested too deeply to be read again.
     """
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     state = _detach(tree, "", tensors)
     if is_deep([state]):
-        raise ValueError(f"{name}: more than {DEEPEST} levels of lists and dicts in each other")
+        raise NotSaveable(f"{name}: more than {DEEPEST} levels of lists and dicts in each other")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"
     in_one_piece(path, lambda part: save_file(_unshared(tensors), part))
@@ -97,7 +97,7 @@ def read_head(path: Path) -> tuple[dict[str, Any], Any]:
     except UNREADABLE as error:
         raise _damaged(path, error) from None
     beside = path.with_suffix(".safetensors")
-    found = beside.stat().st_size if beside.exists() else None
+    found = beside.stat().st_size if beside.is_file() else None
     if found != wanted:
         what = "is missing" if found is None else f"has {found} bytes"
         raise ValueError(
@@ -134,8 +134,8 @@ def read_part(path: Path) -> tuple[dict[str, Any], Any]:
 
 
 def copied(node: Any) -> Any:
-    """A tree whose tensors are copies in host memory."""
-    if isinstance(node, Tensor):
+    """A tree whose tensors are copies in host memory; a DTensor stays, for `_detach` to refuse."""
+    if isinstance(node, Tensor) and not is_dtensor(node):
         return node.detach().to("cpu", copy=True)
     if isinstance(node, Mapping):
         return {k: copied(v) for k, v in node.items()}
@@ -146,6 +146,11 @@ def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     """The tree with tensors replaced by their keys, collected in `tensors`. Floats that JSON lacks
     become {"number": TEXT}.
     """
+    if is_dtensor(node):
+        raise NotSaveable(
+            f"{key!r} is a DTensor: keep its shard, .to_local(), which comes back to the same rank "
+            "of as many. DTensor.from_local makes a DTensor of it"
+        )
     if isinstance(node, Tensor):
         while key in tensors:  # {"a": {"b": t}, "a.b": t}
             key += "'"
@@ -154,14 +159,15 @@ def _detach(node: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Mapping):
         for k in node:
             if not isinstance(k, str):
-                raise ValueError(f"{key!r} has the key {k!r}, of type {type(k).__name__}: {_PLAIN}")
+                what = f"{key!r} has the key {k!r}, of type {type(k).__name__}"
+                raise NotSaveable(f"{what}: {_PLAIN}")
         return {k: _detach(v, f"{key}.{k}" if key else k, tensors) for k, v in node.items()}
     if isinstance(node, list | tuple):
         return [_detach(v, f"{key}.{i}" if key else str(i), tensors) for i, v in enumerate(node)]
     if isinstance(node, float) and not math.isfinite(node):
         return {"number": repr(node)}
     if node is not None and not isinstance(node, bool | int | float | str):
-        raise ValueError(f"{key!r} is of type {type(node).__name__}: {_PLAIN}")
+        raise NotSaveable(f"{key!r} is of type {type(node).__name__}: {_PLAIN}")
     return node
 
 

@@ -24,6 +24,7 @@ import re
 import secrets
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,14 @@ def found(root: Path, manifest: str = MANIFEST) -> list[tuple[int, Path]]:
     return [(step, folder) for step, _, folder in sorted(out)]
 
 
+def unsealed(root: Path, sealed: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """Folders with an exchange's parts that `found` has left out, for want of a manifest that says
+    a step: -1 stands for it.
+    """
+    parts = {path.parent for path in root.glob("*/exchange")} - {folder for _, folder in sealed}
+    return [(-1, folder) for folder in sorted(parts) if not is_put_off(folder)]
+
+
 def clear(folder: Path) -> None:
     """Make room for a checkpoint: what was there is not whole from now on."""
     remove(folder)
@@ -101,26 +110,18 @@ def sum_up(folder: Path, rank: int, world: int) -> None:
     in_one_piece(folder / f".sums{rank}", lambda p: p.write_text(json.dumps(sums)))
 
 
-def seal(folder: Path, step: int, world: int, one_disk: bool = True) -> None:
-    """Write the manifest from the sums of all ranks: from now on the checkpoint is whole.
-
-    Args:
-        one_disk: all ranks write to this disk. Else files here whose sums are not to be seen are
-            summed up here.
+def seal(folder: Path, step: int, world: int) -> None:
+    """Write the manifest from the sums of all ranks on this disk: from now on the checkpoint is
+    whole.
     """
     files: dict[str, Any] = {}
     for path in [folder / f".sums{r}" for r in range(world)]:
-        files |= json.loads(path.read_text()) if path.exists() or one_disk else {}
-    if not one_disk:
-        here = files_in(folder)
-        files = {name: files[name] for name in here if name in files}
-        for name in set(here) - set(files):
-            files[name] = measured(folder / name)
+        files |= json.loads(path.read_text())
     content = {"version": VERSION, "package": __version__, "step": step}
     content["files"] = dict(sorted(files.items()))
     in_one_piece(folder / MANIFEST, lambda p: p.write_text(json.dumps(content, indent=1)))
     for r in range(world):
-        (folder / f".sums{r}").unlink(missing_ok=not one_disk)
+        (folder / f".sums{r}").unlink()
     (folder / UNFINISHED).unlink(missing_ok=True)
     for place in {folder.parent, folder, *((folder / name).parent for name in files)}:
         sync_folder(place)
@@ -248,12 +249,12 @@ class Fence:
     def __init__(self, root: Path, run: str, name: str = ""):
         self.root, self.run, self.name, self.token = root, run, name, ""
 
-    def take(self, ranks: Ranks) -> None:
+    def take(self, ranks: Ranks, writes: bool = True) -> None:
         """Make this life the owner of the folder. All ranks of the replica call it together; the
-        first one writes the lock.
+        first one on each disk `writes` the lock.
         """
         self.token = ranks.from_first(lambda: secrets.token_hex(6))
-        ranks.together(lambda: self._write() if ranks.rank == 0 else None, str(self.root))
+        ranks.together(lambda: self._write() if writes else None, str(self.root))
 
     def _write(self) -> None:
         whose = {"run": self.run, "name": self.name, "token": self.token}
@@ -286,6 +287,29 @@ class Fence:
             f"{self.root} belongs to a later life (run {run!r}) than this process (run "
             f"{self.run!r}), which was taken for dead: nothing is saved; end it{see('later-life')}"
         )
+
+
+def sharers(root: Path, ranks: Ranks) -> tuple[int, int]:
+    """The number of this rank among those of its replica that see the same folder `root`, and their
+    count: fewer than all where nodes have a disk each. All ranks come together.
+    """
+    if ranks.world == 1:
+        return 0, 1
+
+    def leave() -> str:
+        name = f".seen-{secrets.token_hex(6)}"
+        with suppress(OSError):  # the first save will say so
+            root.mkdir(parents=True, exist_ok=True)
+            (root / name).touch()
+        return name
+
+    probe = root / ranks.from_first(leave)
+    # a path on a network's disk is one folder on unlike machines: who sees the probe shares it
+    where = ranks.everyone("" if probe.exists() else place(root))
+    if ranks.rank == 0:
+        probe.unlink(missing_ok=True)
+    same = [rank for rank, theirs in enumerate(where) if theirs == where[ranks.rank]]
+    return same.index(ranks.rank), len(same)
 
 
 def place(root: Path) -> str:

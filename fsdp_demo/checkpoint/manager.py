@@ -8,14 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import NeedsDecision, NotFinite, Superseded, see
+from ..errors import NeedsDecision, NotFinite, NotSaveable, Superseded, see
+from ..exchange import summary
 from ..peers.votes import Ranks
 from ..rendezvous.topology import Topology
 from . import folders
 from .choice import HeldCheckpoint, look, superfluous
+from .files import OTHER
 from .folders import MANIFEST, NEWER, Fence, misfits, place
 from .registry import CheckpointRegistry
 from .sharded_state import cpu_group
@@ -26,31 +29,45 @@ LAST_FAILURE = 3
 """Saves that may fail one after the other; this one raises."""
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """From where an island goes on, as all islands have agreed.
+
+    Attributes:
+        step: optimizer steps done there, by this island or by those it takes over from.
+        folder: its own checkpoint, which it loads; None: it takes over from the other islands.
+        tells: some islands take over, and hear from those that do not.
+    """
+
+    step: int
+    folder: Path | None
+    tells: bool
+
+
 class CheckpointManager:
     """Checkpoints of this replica. All ranks of all islands make one before `attach`, at the same
     point.
 
     Args:
-        root: folder of this island alone, seen by all its ranks, such as `Path(folder) /
-            topology.name`: two islands must not have the same. In a mesh, where all replicas share
-            it, each gets `root/replica<i>`.
+        root: folder of this island alone, such as `Path(folder) / topology.name`: two islands must
+            not have the same. In a mesh, where all replicas share it, each gets `root/replica<i>`.
+            Nodes of an island that have a disk each keep what their own ranks write.
         topology: as for `attach`.
         keep: how many to keep; never fewer than all that follow the newest step which every island
             is known to hold. None: all.
-        own: in a mesh, too, `root` is this replica's alone.
-        registry: where the islands ask each other, of a host with several folders; default one of
-            its own.
+        registry: of a host that has one: where the islands ask each other, and the words between
+            the ranks. No process group is made then, and in a mesh, too, `root` is this replica's.
 
     Attributes:
         group: process group of the replica's ranks over CPU tensors; None: a single rank.
         ranks: the words between the ranks of this replica, over that group.
         votes: between all ranks whose collectives `write` uses, if these are more.
         registry: where the islands ask each other.
-        one_disk: all ranks of the replica write to one disk.
         rotates: what is not needed any more goes after a save.
         common: the newest step that all islands are known to hold.
         best: a step that rotation spares.
         failed_saves: saves of this life that could not be made.
+        damaged: why the last `held` has left out the newest checkpoints that it could not use.
     """
 
     def __init__(
@@ -58,25 +75,38 @@ class CheckpointManager:
         root: Path | str,
         topology: Topology,
         keep: int | None = 2,
-        own: bool = False,
         registry: CheckpointRegistry | None = None,
     ):
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
-        shared = topology.kind == "mesh" and not own
+        shared = topology.kind == "mesh" and registry is None
         root = Path(root) / f"replica{topology.island}" if shared else Path(root)
-        self.root, self.topology, self.keep = root, topology, keep
-        self.group = cpu_group(topology)
-        self.ranks = self.votes = Ranks(self.group, topology.rank, topology.world)
-        self.one_disk, self.rotates, self.common = True, True, -1
+        self.topology, self.keep = topology, keep
+        summary.speak(topology)  # the first lines may come before `attach`
+        self.group = None if registry else cpu_group(topology)
+        ranks = registry.ranks if registry else Ranks(self.group, topology.rank, topology.world)
+        self.ranks = self.votes = ranks
+        self.registry = registry or CheckpointRegistry(topology, ranks)
+        self.rotates, self.damaged = True, ""
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0
-        self._fence = Fence(root, topology.run, topology.name)
-        self.registry = registry or CheckpointRegistry(topology, self.ranks)
-        self._made: set[int] = set()
-        self._loaded: int | None = None
+        self._fences: dict[Path, Fence] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[bool] | None = None
+        self.enter(root)
+
+    def enter(self, root: Path) -> None:
+        """Look into `root` and save there from now on. All ranks of the replica come together."""
+        self.root, self.common = root, -1
+        self._made: set[int] = set()
+        self._loaded: int | None = None
+        fence = Fence(root, self.topology.run, self.topology.name)
+        self._fence = self._fences.setdefault(root, fence)
+        self._number, self._sharers = folders.sharers(root, self.ranks)
+
+    def _once_per_disk(self, work: Callable[[], Any], ranks: Ranks | None = None) -> None:
+        """Let the first rank on each disk do something. All `ranks` come together."""
+        (ranks or self.ranks).together(lambda: self._number or work(), str(self.root))
 
     def path(self, step: int) -> Path:
         """The folder of a checkpoint, where no host gives it another name."""
@@ -86,10 +116,6 @@ class CheckpointManager:
         """The checkpoints whose manifest fits the sizes of the files, by step, ascending."""
         return {step: path for step, path in folders.found(self.root) if not misfits(path)}
 
-    def has(self, step: int) -> bool:
-        """Whether this replica has a complete checkpoint of `step` (all ranks come together)."""
-        return not self.ranks.any(step not in self.whole())
-
     def held(self, name: str = "") -> list[HeldCheckpoint]:
         """What the replica can resume from, the same list on all its ranks. What is not complete is
         named in the log, and what is of a newer release refused.
@@ -97,12 +123,20 @@ class CheckpointManager:
         Args:
             name: look into the folder of this name only.
         """
-        notes = self.ranks.from_first(lambda: [h.note() for h in self._held(name)])
+        notes, self.damaged = self.ranks.from_first(lambda: self._held(name))
+        if self._sharers < self.ranks.world:  # nodes with a disk each
+            there = self.ranks.everyone([*self.whole()])
+            lacking = [note[0] for note in notes if not all(note[0] in steps for steps in there)]
+            if lacking:
+                self.damaged += f"{self.root}: steps {lacking} are not whole on the disk of a node"
+                notes = [note for note in notes if note[0] not in lacking]
         return [HeldCheckpoint(*note) for note in notes]
 
-    def _held(self, name: str = "") -> list[HeldCheckpoint]:
+    def _held(self, name: str = "") -> tuple[list[list[Any]], str]:
+        """Notes of `held`, and what is left out."""
         out: dict[int, HeldCheckpoint] = {}
-        for step, folder in folders.found(self.root):
+        bad, found = [], folders.found(self.root)
+        for step, folder in [*found, *folders.unsealed(self.root, found)]:
             if name and folder.name != name:
                 continue
             why = misfits(folder)
@@ -114,12 +148,16 @@ class CheckpointManager:
                 out[step] = look(folder / "exchange", step, self.topology.islands)
             except ValueError as error:
                 log.warning("%s; it is left out", error)
-        return list(out.values())
+                bad.append(str(error).partition(OTHER)[0].rstrip(":; ")[:300])
+        return [h.note() for h in out.values()], "; ".join(bad[-2:])
 
     def adopt(self) -> None:
         """Delete saves that were cut off, and take back checkpoints that an earlier start has put
-        aside without getting to a common one. One rank of the replica calls it.
+        aside without getting to a common one. All ranks of the replica come together.
         """
+        self._once_per_disk(self._adopt)
+
+    def _adopt(self) -> None:
         for half in self.root.glob(f"*/{folders.UNFINISHED}"):
             if (half.parent / MANIFEST).exists():
                 half.unlink()
@@ -134,8 +172,8 @@ class CheckpointManager:
         Raises:
             ValueError: on every rank, if a file is damaged.
         """
-        rank, world = self.topology.rank, self.topology.world
-        mine = self.ranks.together(lambda: folders.damaged(folder, rank, world), str(folder))
+        share = self._number, self._sharers
+        mine = self.ranks.together(lambda: folders.damaged(folder, *share), str(folder))
         if bad := [name for names in self.ranks.everyone(mine) for name in names]:
             raise ValueError(
                 f"{folder} is damaged ({', '.join(bad[:4])}: checksum does not fit): remove this "
@@ -155,9 +193,9 @@ class CheckpointManager:
     ) -> bool:
         """Make the checkpoint of `step`. All ranks of the replica call it together.
 
-        A save that fails on any rank, since a file cannot be written (OSError) or values are not
-        finite, is a warning and counted in `failed_saves`; the half is removed and training goes
-        on. The third one in a row raises.
+        A save that fails on any rank, since a file cannot be written (OSError), or values are not
+        finite or of a kind that files do not hold, is a warning and counted in `failed_saves`; the
+        half is removed and training goes on. The third one in a row raises.
 
         Args:
             write: `write(folder)` on every rank puts this rank's files below `folder`; it may
@@ -177,7 +215,7 @@ class CheckpointManager:
         Raises:
             PeerLost: what was under way in the exchange is lost, on any rank: no checkpoint is
                 sealed, `guard` saves what is left.
-            OSError, NotFinite: the third save in a row that failed, or the last one.
+            OSError, NotFinite, NotSaveable: the third save in a row that failed, or the last one.
             RuntimeError: any other error of a rank (its own is raised there). The half is not
                 picked up.
             Superseded: the folder belongs to a later life.
@@ -209,9 +247,9 @@ class CheckpointManager:
 
     def _make(self, folder: Path) -> None:
         if not self._fence.token:  # nothing has been agreed on before
-            self._fence.take(self.ranks)
+            self._fence.take(self.ranks, not self._number)
         self._fence.check()
-        if self.topology.rank == 0:
+        if not self._number:
             folders.clear(folder)
 
     def wait(self) -> None:
@@ -233,7 +271,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """The run came to its end: `close`, and delete what this life has put aside."""
         self.close()
-        if self.topology.rank == 0 and self._made:
+        if not self._number and self._made:
             folders.forget_asides(self.root)
 
     def _complete(
@@ -245,7 +283,7 @@ class CheckpointManager:
         last: bool = False,
     ) -> bool:
         """Finish writing, vote, seal, rotate."""
-        rank, world, what = self.topology.rank, self.topology.world, f"checkpoint of step {step}"
+        share, what = (self._number, self._sharers), f"checkpoint of step {step}"
         try:
             if error is None and rest is not None:
                 rest()
@@ -253,21 +291,21 @@ class CheckpointManager:
             error = e
         try:
             self.votes.settle(error, what)
-            self.votes.together(lambda: folders.sum_up(folder, rank, world), what)
-            self.votes.together(lambda: self._seal(step, folder) if rank == 0 else None, what)
-        except (OSError, NotFinite) as why:
+            self.votes.together(lambda: folders.sum_up(folder, *share), what)
+            self._once_per_disk(lambda: self._seal(step, folder), self.votes)
+        except (OSError, NotFinite, NotSaveable) as why:
             self._failed(step, folder, why, last)
             return False
         self._failed_in_a_row = 0
         self._made.add(step)
-        if rank == 0 and self.rotates and not last:
+        if self.rotates and not last:
             self._rotate()
         return True
 
     def _failed(self, step: int, folder: Path, why: Exception, last: bool) -> None:
         # a later life removes what this one was writing
         self.votes.together(self._fence.check, str(folder))
-        if self.topology.rank == 0:
+        if not self._number:
             folders.remove(folder)  # a disk that is full needs the room
         if last:
             raise why
@@ -284,7 +322,7 @@ class CheckpointManager:
     def _seal(self, step: int, folder: Path) -> None:
         """Write the manifest: from then on the checkpoint is there."""
         self._fence.check()
-        folders.seal(folder, step, self.topology.world, self.one_disk)
+        folders.seal(folder, step, self._sharers)
         try:
             self._fence.check()
         except Superseded:
@@ -292,28 +330,34 @@ class CheckpointManager:
             raise
 
     def _rotate(self) -> None:
-        """On rank 0: remove what is not needed any more (`choice.superfluous`). The list is
-        published before anything goes. What cannot be asked or removed stays: nothing here may
-        end a training."""
+        """Remove what is not needed any more (`choice.superfluous`). The list is published before
+        anything goes. What cannot be asked or removed stays: nothing here may end a training."""
         try:
-            there, common = self.whole(), self.registry.common(self._held())
+            held = self.held()
+            common = self.ranks.from_first(lambda: self.registry.common(held))
             self.common = self.common if common is None else common
-            self._fence.check()
-            for step in superfluous(list(there), self.common, self.keep, self.best):
-                folders.remove(there[step])
-            if self.common in self._made:  # what this life has left behind is not needed any more
-                folders.forget_asides(self.root)
+            self._once_per_disk(self._remove_superfluous)
         except (RuntimeError, OSError, ValueError, TypeError) as error:
             # PeerLost is a RuntimeError
-            why = (str(error).splitlines() or [""])[0]
-            log.warning("%s: no old checkpoint is removed: %s", self.topology.name, why)
+            if self.topology.rank == 0:
+                why = (str(error).splitlines() or [""])[0]
+                log.warning("%s: no old checkpoint is removed: %s", self.topology.name, why)
+
+    def _remove_superfluous(self) -> None:
+        there = self.whole()
+        self._fence.check()
+        for step in superfluous(list(there), self.common, self.keep, self.best):
+            folders.remove(there[step])
+        if self.common in self._made:  # what this life has left behind is not needed any more
+            folders.forget_asides(self.root)
 
     # ---- what all islands hold -----------------------------------------------------------------
 
-    def resolve_resume_step(self, resume: bool | str = True, take_over: bool = False) -> int | None:
-        """The step from which this island resumes: the newest states that lie between the same
-        exchanges on all islands (`choice.py`). All ranks of all islands call it, before
-        `attach`.
+    def resume_point(
+        self, resume: bool | str = True, take_over: bool = False
+    ) -> ResumePoint | None:
+        """From where this island resumes: the newest states that lie between the same exchanges on
+        all islands (`choice.py`). All ranks of all islands call it, before `attach`.
 
         Nothing is deleted: what is newer is put aside, and held again at the next start if this one
         does not get to a common checkpoint.
@@ -328,18 +372,18 @@ class CheckpointManager:
                 holds. Give it on all islands.
 
         Returns:
-            None where no island holds any, and on an island that joins a run under way. An island
-            that lacks the step takes over (`has`). Islands may go on from unlike steps.
+            None where no island has any, and on an island that joins a run under way. Islands may
+            go on from unlike steps.
 
         Raises:
-            NeedsDecision: a ValueError: no step in common; one resumes and another does not; a new
-                run where an old one has left checkpoints; folders of islands that are swapped; one
-                folder for two islands.
+            NeedsDecision: a ValueError: no step in common; none that is whole, but a damaged one;
+                one resumes and another does not; a new run where an old one has left checkpoints;
+                folders of islands that are swapped; one folder for two islands.
             PeerLost: islands that did not come in time.
         """
         if resume not in (True, False, "auto"):
             raise ValueError(f"resume={resume!r}: allowed are True, False and 'auto'")
-        self.ranks.from_first(self.adopt)
+        self.adopt()
         # all that this island holds is older than what the others have
         if self.topology.under_way():
             self.own()
@@ -355,39 +399,39 @@ class CheckpointManager:
         # lost their place when they left
         auto = "newest" if self.topology.elastic else "auto"
         how = "take_over" if take_over else auto if resume == "auto" else "common"
-        chosen = self.agree(held, how, resume=resume, take_over=take_over)
-        if chosen is None:
+        point = self.agree(held, how, resume=resume, take_over=take_over)
+        if point is None:
             if resume is True and self.topology.rank == 0:
                 text = "%s: no island holds a checkpoint, this one looked in %s: begins at step 0"
                 log.warning(text, self.topology.name, self.root)
-            self.own()
-            return None
-        return self.go_on(chosen)
+        elif point.folder is None and self.topology.rank == 0:
+            text = "%s: %s holds nothing of step %d that fits: it takes over from the other islands"
+            log.warning(text, self.topology.name, self.root, point.step)
+        self.own(None if point is None else point.step)
+        return point
 
     def agree(
-        self, held: list[HeldCheckpoint], how: str, **same: Any
-    ) -> list[HeldCheckpoint | None] | None:
-        """`CheckpointRegistry.choose` for what this replica holds, in its folder. All ranks of all
-        islands come together.
+        self, held: list[HeldCheckpoint], how: str, name: str = "", **same: Any
+    ) -> ResumePoint | None:
+        """From where this island goes on, by `CheckpointRegistry.choose`; None where no island has
+        a checkpoint. All ranks of all islands come together.
+
+        Args:
+            held: what `held` said, with the same `name`. how, same: as for `choose`.
         """
-        return self.registry.choose(held, how, place(self.root), **same)
-
-    def mine(self, chosen: list[HeldCheckpoint | None]) -> HeldCheckpoint | None:
-        """This island's own entry in the answer of `agree`; None: it takes over."""
-        return chosen[self.topology.starters.index(self.topology.island)]
-
-    def go_on(self, chosen: list[HeldCheckpoint | None]) -> int:
-        """`own` the folder for the step that this island goes on from, which is returned."""
-        mine = self.mine(chosen)
-        step = mine.step if mine is not None else max(h.step for h in chosen if h is not None)
-        alike = mine is not None and len({h and h.step for h in chosen}) == 1
-        self.common = step if alike else -1
-        if mine is None and self.topology.rank == 0:
-            text = "%s: %s holds nothing of step %d: it takes over from the other islands"
-            log.warning(text, self.topology.name, self.root, step)
-        self._loaded = None if mine is None else step
-        self.own(step)
-        return step
+        of = self.topology
+        about = {"place": place(self.root), "damaged": self.damaged}
+        chosen = self.registry.choose(held, how, about, **same)
+        if chosen is None:
+            return None
+        mine = chosen[of.starters.index(of.island)]
+        step = max(h.step for h in chosen if h is not None) if mine is None else mine.step
+        self.common = step if {h and h.step for h in chosen} == {step} else -1
+        if mine is None:
+            return ResumePoint(step, None, True)
+        self._loaded = step
+        found = name or self.ranks.from_first(lambda: self.whole()[step].name)
+        return ResumePoint(step, self.root / found, None in chosen)
 
     def own(self, step: int | None = None, given_up: bool = False) -> None:
         """Make this life the owner of the folder, and put aside what is newer than `step`. All
@@ -396,6 +440,6 @@ class CheckpointManager:
         Args:
             given_up: a person named that step: see `folders.put_aside`.
         """
-        self._fence.take(self.ranks)
+        self._fence.take(self.ranks, not self._number)
         if step is not None:
-            self.ranks.from_first(lambda: folders.put_aside(self.root, step, given_up))
+            self._once_per_disk(lambda: folders.put_aside(self.root, step, given_up))

@@ -47,25 +47,27 @@ class CheckpointRegistry:
     def __init__(self, topology: Topology, ranks: Ranks):
         global _made
         _made += 1
-        self.topology, self._ranks, self._number, self._meetings = topology, ranks, _made, 0
+        self.topology, self.ranks, self._number, self._meetings = topology, ranks, _made, 0
         self._store: Store | None = None  # below the keys of the attempt
         self._quiet_until = 0.0
 
     def choose(
-        self, mine: Sequence[HeldCheckpoint], how: str, place: str = "", **same: Any
+        self, mine: Sequence[HeldCheckpoint], how: str, about: dict[str, str], **same: Any
     ) -> list[HeldCheckpoint | None] | None:
         """Tell the islands what this one holds, and hear from which state each goes on
         (`choice.choose`), in the order of `Topology.starters`. All that begin come together.
 
         Args:
-            place: the folder of this island (`folders.place`), which must be no other's.
+            about: "place", the folder of this island (`folders.place`), which must be no other's;
+                "damaged", as `CheckpointManager.damaged`.
             same: what must be told alike on all islands, by name.
 
         Raises:
-            NeedsDecision: a person must choose, islands differ in `same`, or two have one folder.
+            NeedsDecision: a person must choose, islands differ in `same`, two have one folder, or
+                all that is there is damaged.
             ValueError, PeerLost: see `meet`.
         """
-        notes = self.meet({"held": [h.note() for h in mine], "place": place, **same})
+        notes = self.meet({"held": [h.note() for h in mine], **about, **same})
         _refuse_one_folder(notes)
         for key in same:
             if len({str(n.get(key)) for n in notes}) > 1:
@@ -79,7 +81,10 @@ class CheckpointRegistry:
                 f"an island has left a note of another form ({error!r:.80}): use one release "
                 "everywhere"
             ) from None
-        return choose(names, held, how, self.topology.starters)
+        chosen = choose(names, held, how, self.topology.starters)
+        if chosen is None:
+            refuse_damaged(notes)
+        return chosen
 
     def common(self, mine: Sequence[HeldCheckpoint]) -> int | None:
         """The newest step that all islands are known to hold between the same exchanges, for
@@ -101,7 +106,7 @@ class CheckpointRegistry:
         note = {"name": self.topology.name, **note}
         if self.topology.islands == 1:
             return [note]
-        return list(self._ranks.from_first(lambda: self._meet(note)))
+        return list(self.ranks.from_first(lambda: self._meet(note)))
 
     def tell(self, note: dict[str, Any] | None) -> dict[str, Any]:
         """Where some islands take over: the note of the first one that does not and so gives one
@@ -176,6 +181,18 @@ class CheckpointRegistry:
         store = self._store.within(seconds)
         store.absent = absent
         return store
+
+
+def refuse_damaged(notes: Sequence[dict[str, Any]]) -> None:
+    """Raise NeedsDecision where an island has a folder of a checkpoint, though a damaged one: a run
+    that begins anew would write over it.
+    """
+    if bad := [f"{n.get('name')}: {n['damaged']}" for n in notes if n.get("damaged")]:
+        raise NeedsDecision(
+            f"no island holds a whole checkpoint, and there are damaged ones: {'; '.join(bad)}. "
+            "Copy what is damaged from another place, or move these folders away to begin at step "
+            f"0{see('damaged-checkpoint')}"
+        )
 
 
 def _refuse_one_folder(notes: Sequence[dict[str, Any]]) -> None:

@@ -93,10 +93,11 @@ class PartSet:
         """The `Exchange.state_dict()` that one rank saved, with its tensors (CPU).
 
         Raises:
-            ValueError: the part is missing, cut or damaged.
+            ValueError: see `outline`; or the part is damaged.
         """
         self.head(rank, island)
         state: dict[str, Any] = read_part(self.paths[island, rank])[1]
+        self._as_state(rank, island, state)
         return state
 
     def outline(self, rank: int, island: int) -> ExchangeState:
@@ -106,10 +107,15 @@ class PartSet:
         Raises:
             ValueError: the part is missing or torn, or holds what this release does not know.
         """
-        package, path = self.head(rank, island).get("package"), self.paths[island, rank]
+        self.head(rank, island)
+        return self._as_state(rank, island, read_head(self.paths[island, rank])[1])
+
+    def _as_state(self, rank: int, island: int, tree: dict[str, Any]) -> ExchangeState:
         try:
-            return ExchangeState.from_tree(read_head(path)[1])
-        except (KeyError, TypeError) as error:  # the checksum fits: it was written so
+            return ExchangeState.from_tree(tree)
+        except (KeyError, TypeError, AttributeError) as error:
+            # the checksum fits: it was written so
+            package, path = self.head(rank, island).get("package"), self.paths[island, rank]
             raise ValueError(
                 f"{path} holds what this fsdp_demo, {__version__}, does not know ({error!r:.80}): "
                 f"it was written by {package}; install that one, {FRESH}"
@@ -293,8 +299,11 @@ def reshard(
         channels[c.channel.name] = ChannelState(present, **_packed(c, works, kept.workspaces))
     first = own["shard"] == own["copy"] == 0  # it counts the tokens of the island
     mine = not shared or own["island"] == island
-    tokens = sum(outline.tokens for outline in outlines) if first and mine else 0
-    return replace(without_messages(outlines[0]), channels=channels, tokens=tokens)
+    all_counts = zip(*([o.tokens, *o.counts] for o in outlines), strict=True)
+    tokens, counted, everywhere = (sum(column) * first for column in all_counts)
+    counts = {"tokens": tokens * mine, "counts": [counted * mine, everywhere]}
+    counts["weighed"] = outlines[0].weighed if mine else {}
+    return replace(without_messages(outlines[0]), channels=channels, **counts)
 
 
 def _packed(

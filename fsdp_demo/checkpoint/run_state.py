@@ -29,7 +29,14 @@ from ..hosts.torch_params import unwrap, unwrap_model
 from .exchange_state import SavedExchange, describe_part, load_exchange
 from .files import copied, read_part, refuse_not_finite, write_part
 from .manager import CheckpointManager
-from .sharded_state import load_tensors, model_tensors, outside, save_tensors, tensors_of
+from .sharded_state import (
+    load_tensors,
+    model_tensors,
+    outside,
+    refuse_unsaveable,
+    save_tensors,
+    tensors_of,
+)
 from .taking_over import moments_in
 
 log = logging.getLogger("fsdp_demo")
@@ -51,6 +58,10 @@ class RunState:
             `attach`. What it holds beside the model (a criterion that learns) is saved, too.
         facts: of the run (JSON), for whoever exports the model.
 
+    Raises:
+        ValueError: the optimizer keeps what cannot be saved (`NotSaveable`); one that makes its
+            states at its first step raises there.
+
     Attributes:
         step: what was restored; 0 for a new run, and where everything is taken over from other
             islands.
@@ -71,6 +82,7 @@ class RunState:
         self.optimizers = [
             unwrap(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
         ]
+        refuse_unsaveable(model, self.optimizers)
         self._begun = [_numbers(group) for group in _groups(self.optimizers)]
         self.step, self.same = 0, True
         self._masks = {f"model.{plain_name(n)}" for n in masks(unwrap_model(model))}
@@ -87,34 +99,34 @@ class RunState:
     ) -> None:
         """Agree with the other islands on a step and load it, before `attach`.
 
-        An island without this step in its folder loads nothing: `attach` brings what the others
-        hold. An island that joins a run under way loads its newest checkpoint for the inner
+        An island whose folder holds nothing that fits loads nothing: `attach` brings what the
+        others hold. An island that joins a run under way loads its newest checkpoint for the inner
         optimizers' moments alone: the rest comes with `attach`.
 
         Args:
-            resume, take_over: see `CheckpointManager.resolve_resume_step`.
+            resume, take_over: see `CheckpointManager.resume_point`.
             fresh: leave the exchange's own state out: model and optimizer go on, the exchange
                 starts anew. Of another optimizer than the one that saved it the state begins anew,
                 too, with a warning.
 
         Raises:
-            NeedsDecision: see `CheckpointManager.resolve_resume_step`.
+            NeedsDecision: see `CheckpointManager.resume_point`.
             ValueError: damaged files, those of another model, or of another optimizer.
             PeerLost: islands that did not come in time.
         """
         saves = self.checkpoints
-        step = saves.resolve_resume_step(resume, take_over)
-        if step is None:
+        point = saves.resume_point(resume, take_over)
+        if point is None:
             if not fresh and saves.topology.under_way():
                 self._load_moments()
-        elif saves.has(step):
-            self._load(saves.path(step), fresh)
-            self.step = step
-            log.info("resumed from checkpoint of step %d", step)
+        elif point.folder is not None:
+            self._load(point.folder, fresh)
+            self.step = point.step
+            log.info("resumed from checkpoint of step %d", self.step)
         elif saves.topology.rank == 0:  # at step 0, so that attach gives it what the others hold
             log.warning(
                 "%s: what messages have left out so far, moments of the inner optimizer that "
-                "islands do not share, random states and the count of tokens begin anew here",
+                "islands do not share, random states and its own count of tokens begin anew here",
                 saves.topology.name,
             )
 
@@ -206,15 +218,16 @@ class RunState:
 
         Args:
             extra: gives what the training loop keeps on this rank (its place in the data,
-                counters): tensors and JSON values; asked when what is under way has arrived.
+                counters): tensors (of a DTensor the shard, `.to_local()`) and JSON values; asked
+                when what is under way has arrived.
             wait: False: training goes on while it is written.
             last: the process ends after it, as under `guard`: see `CheckpointManager.save`.
 
         Raises:
             PeerLost: what was under way in the exchange is lost; called again it saves what was
                 sent, to be sent once more (`guard` does so).
-            OSError, NotFinite: the third save in a row that failed, or the last one; before that a
-                warning (`CheckpointManager.save`).
+            OSError, NotFinite, NotSaveable: the third save in a row that failed, or the last one;
+                before that a warning (`CheckpointManager.save`).
         """
         refuse_shown(exchange.shows_result, "RunState.save()")
         group, what = self.checkpoints.group, f"checkpoint of step {exchange.step}"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import as_disk_error
+from ..errors import NotSaveable, as_disk_error, see
 from ..hosts.base import is_dtensor, is_replicate, local_part, pieces, plain_name, plain_parts
 from ..hosts.optimizers import holders, materialise, misfit, room, take_empty_step
 from ..hosts.torch_params import named_parameters, unwrap_model
@@ -91,7 +91,7 @@ def tensors_of(
     shard has a part of its own that cannot be cut anew, `@1of2` follows.
 
     Raises:
-        ValueError: an optimizer keeps a state that is neither tensor nor number.
+        NotSaveable: an optimizer keeps a state that is neither tensor nor number.
     """
     held = model_tensors(model)
     beside = outside(held, optimizers)
@@ -100,13 +100,30 @@ def tensors_of(
         for key, value in next((kept for o in optimizers if (kept := o.state.get(p))), {}).items():
             found = _as_tensors(f"optimizer.{name}.{key}", value, p)
             if not found and value is not None:
-                raise ValueError(
-                    f"the optimizer keeps {key}={value!r:.40} for {name}: a checkpoint that any "
-                    "number of shards loads holds tensors and numbers only. "
+                raise NotSaveable(
+                    f"the optimizer keeps {key} for {name}, of type {type(value).__name__}: a "
+                    "checkpoint that any number of shards loads holds tensors and numbers only. "
                     "Use an optimizer whose states are such (AdamW, SGD, MuonAdamW)"
+                    f"{see('unsaveable-state')}"
                 )
             out |= found
     return out
+
+
+def refuse_unsaveable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse, as `tensors_of`, optimizers with states that cannot be saved; one that has none yet
+    raises at the end of its first step.
+    """
+
+    def look(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        if stepped in waiting:  # torch walks its hooks here: none may be removed
+            waiting.remove(stepped)
+            tensors_of(model, optimizers)
+
+    tensors_of(model, optimizers)
+    waiting = {o for o in optimizers if not o.state}
+    for o in waiting:
+        o.register_step_post_hook(look)
 
 
 def _weights(

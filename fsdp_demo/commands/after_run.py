@@ -89,7 +89,7 @@ def add_export(commands: Commands) -> None:
         "--step",
         type=int,
         metavar="N",
-        help="of the checkpoints (default: the newest that suffices for the model)",
+        help="of the checkpoints (default: the Trainer's best, else the newest that suffices)",
     )
     sub.add_argument("--island", type=int, metavar="I", help="this island's replica alone")
     sub.add_argument(
@@ -122,5 +122,5 @@ def export(args: argparse.Namespace) -> int:
         model=args.model,
         tokenizer=args.tokenizer,
     )
-    print(f"{args.out}: step {chosen.step}, {chosen.says}")
+    print(f"{args.out}: step {chosen.step}{chosen.why}, {chosen.says}")
     return 0

@@ -20,7 +20,6 @@ import msgspec
 import torch
 
 from ..errors import see
-from ..files import from_json
 from ..membership.machine import Rank
 from ..membership.protocol_types import Member, Record
 from ..peers.connection import PeerConnection, QueuedPiece
@@ -49,8 +48,11 @@ NOTES: dict[str, Any] = {
 
 def read_note(note: bytes) -> list[Any]:
     """The short word of a note, and what stands behind it. Raises ValueError for another form."""
-    word, *behind = from_json(note, list[Any], "a note")
-    return [word, *msgspec.convert(behind, NOTES.get(str(word), list[Any]))]
+    try:
+        word, *behind = json.loads(note)
+        return [word, *msgspec.convert(behind, NOTES.get(str(word), list[Any]))]
+    except (TypeError, RecursionError) as error:  # no list, or one of too many levels
+        raise ValueError(str(error)) from None
 
 
 def say(poller: Poller, word: list[Any], wires: Iterable[PeerConnection]) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -115,7 +117,8 @@ class Exchange(Readings):
             raise
         self._departures.listen()
         # a script that forgets finish() must not end with a live process group
-        atexit.register(self._at_exit)
+        self._exit = partial(_end_at_exit, weakref.WeakMethod(self._at_exit))
+        atexit.register(self._exit)
         self._hooks.start()
 
     @torch.no_grad()
@@ -144,7 +147,7 @@ class Exchange(Readings):
             agreed = self._runtime.step
             resume.load(self._runtime, ExchangeState.from_tree(tree))
             if agreed > self._runtime.step:  # another island is further
-                self._runtime.step = agreed
+                self._runtime.step, self._runtime.status.settled = agreed, 0
                 for c in self.channels:
                     c.enter(agreed)
         startup.take_over(self._runtime, donor, goes_on)
@@ -198,11 +201,14 @@ class Exchange(Readings):
         """
         self._first.accept_parameters()
 
-    def report(self, tokens: int = 0, loss: float | Tensor | None = None) -> None:
-        """Report this rank's tokens since the last call, for the island's weight, and its loss. The
-        next message has the mean of the losses since the last one, without NaN; a tensor is read
-        only then."""
-        self._runtime.status.add(tokens, loss)
+    def report(
+        self, tokens: int = 0, loss: float | Tensor | None = None, weight: Any = None
+    ) -> None:
+        """Report this rank's tokens since the last call, for logs and the island's weight, and its
+        loss. `weight`, a number, weighs in their place: labels, where tokens have none. The next
+        message has the mean of the losses since the last one, without NaN; tensors are read only
+        then."""
+        self._runtime.status.add(tokens, loss, weight)
 
     def watch_gradients(self) -> None:
         """Check the gradients of every step, also where the exchange neither clips nor sends them:
@@ -414,7 +420,10 @@ class Exchange(Readings):
         self._close()
 
     def _close(self) -> bool:
-        atexit.unregister(self._at_exit)
+        # at every end: finish(), detach(), an error in attach, a dropped exchange, exit. What is
+        # hooked into model or optimizer beside the steps is taken away here.
+        if hasattr(self, "_exit"):
+            atexit.unregister(self._exit)
         if hasattr(self, "_runtime"):
             self._calls.close()
         if hasattr(self, "_first"):
@@ -430,3 +439,18 @@ class Exchange(Readings):
             )
             # the interpreter would end threads that wait in gloo by aborting the process
             leave(status_of(getattr(sys, "last_value", None)))
+
+    def __del__(self) -> None:
+        # Nobody can call finish() any more, and heartbeats would have the others wait for this one.
+        # The collector may run in one of the threads that end here, or in the midst of a log line.
+        if hasattr(self, "_exit") and not self.closed:
+            threading.Thread(target=self._dropped, name="close", daemon=True).start()
+
+    def _dropped(self) -> None:
+        leaving.warn_of_no_finish(self._runtime)
+        self._close()
+
+
+def _end_at_exit(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (end := method()) is not None:
+        end()

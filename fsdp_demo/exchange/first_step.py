@@ -233,7 +233,8 @@ class FirstStep:
             return []
         values = sums(list(now.values()), runtime.host.device)
         mine = {n: [v, n not in self._registered] for n, v in zip(now, values, strict=True)}
-        everyone = runtime.queue.ask(lambda peers: gather_json(peers, mine, DIGESTS)) or [mine]
+        everyone = runtime.queue.ask(lambda peers: gather_json(peers, mine, DIGESTS, runtime.step))
+        everyone = everyone or [mine]
         later = {name for theirs in everyone for name, (_, is_new) in theirs.items() if is_new}
         odd = [n for n in later if len({theirs.get(n, [None])[0] for theirs in everyone}) > 1]
         found = sorted({n for theirs in runtime.island.everyone(odd) for n in theirs})

@@ -33,7 +33,7 @@ def undecided(error: NeedsDecision, rank: int) -> NoReturn:
         >>> topology = fsdp_demo.Topology.from_env({})
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     try:
-        ...         step = CheckpointManager(folder, topology).resolve_resume_step(resume=True)
+        ...         step = CheckpointManager(folder, topology).resume_point(resume=True)
         ...     except fsdp_demo.NeedsDecision as error:
         ...         fsdp_demo.undecided(error, topology.rank)
         >>> step is None  # nothing is held

@@ -71,6 +71,7 @@ class InFlightQueue:
         self.broken = self.replays = False
         self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
+        self.took_part: Callable[[int], None] = lambda islands: None
 
     def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
         """Set the channels and `ExchangeConfig.norm_limit`: at the start, and where the method is
@@ -208,10 +209,11 @@ class InFlightQueue:
         except Exception as e:
             error = e  # of any kind: the other ranks must learn of it in the vote
         asked = max((h.flags & (STOP | LEAVING) for h in headers), default=0)
-        failed, stop, rewritten = self.connections.island.max(
+        failed, stop, rewritten, islands = self.connections.island.max(
             float(error is not None),
             float(asked),
             float(bool(self.watch.written) and flight.step >= 0),
+            float(len(headers)),
         )
         if failed:
             self.broken = True
@@ -219,6 +221,8 @@ class InFlightQueue:
         self.watch.hear(headers, int(stop))
         if rewritten:
             self.watch.tell_of_written(self.connections.island)
+        if islands and flight.step >= 0:  # copies that are not active hear of it here
+            self.took_part(int(islands))
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from ..hosts.base import TrainingHost
 from ..peers.collectives import ReceivedMessage, legs
 from ..peers.header import COUNTED, EARLY, FAR, HEADER, LEAVING, NOT_FINITE, SKIPPED, STOP, Header
 from ..rendezvous.island import IslandGroup
+from .saved_state import ExchangeState
 from .watch import give_up
 
 
@@ -245,6 +247,9 @@ class LocalStatus:
 
     Attributes:
         tokens: that this rank has counted since the start of the job.
+        counted: the same of what weighs; a tensor that nobody has read, where one was reported.
+        settled: tokens of all islands up to the last exchange, the share of this rank, as if each
+            that took part took as many as this island. islands: that took part in it.
         skipping: this replica does not take the step under way.
         bad: 1 if the gradients of the step under way are not finite, else 0: a number, or a scalar
             on the device that nobody has read. run: such steps in a row.
@@ -252,7 +257,8 @@ class LocalStatus:
 
     def __init__(self, alone: bool = False) -> None:
         self._alone = alone
-        self.tokens = 0
+        self.tokens = self.settled = self._open = 0
+        self.islands, self.counted = 1, 0
         self.skipping = False
         self.bad: float | Tensor = 0.0
         self.run: float | Tensor = 0.0
@@ -262,9 +268,10 @@ class LocalStatus:
         self._wanted = self._sent = self._together = False
         self._wanted_at = math.inf
 
-    def add(self, tokens: int, loss: float | Tensor | None) -> None:
-        """Count tokens; keep a loss for the next header, unread."""
-        self.tokens += tokens
+    def add(self, tokens: int, loss: float | Tensor | None, weight: Any) -> None:
+        """Count tokens, and what weighs (None: them); keep a loss for the next header, unread."""
+        self.tokens, self._open = self.tokens + tokens, self._open + tokens
+        self.counted = self.counted + (tokens if weight is None else weight)  # it may be a tensor
         if loss is not None:
             self._losses.append(
                 (
@@ -273,6 +280,16 @@ class LocalStatus:
                     else torch.tensor(loss, dtype=torch.float32, device="cpu")
                 ).reshape(())
             )
+
+    @property
+    def everywhere(self) -> int:
+        """The share of this rank in the tokens of all islands, since the last exchange, too."""
+        return self.settled + self._open * self.islands
+
+    def took_part(self, islands: int) -> None:
+        """Note that an exchange with so many islands has come."""
+        self.islands = islands
+        self.settled, self._open = self.everywhere, 0
 
     def request_stop(self, together: bool) -> None:
         """As `Exchange.request_stop`."""
@@ -340,27 +357,27 @@ class LocalStatus:
         """Tokens of the island since the last exchange of the channels `names`, and in all. A
         collective inside the island.
         """
-        tokens = island.sum(self.tokens)[0]
+        tokens = island.sum(float(self.counted))[0]
         return tokens - min(self._weighed.get(name, 0.0) for name in names), tokens
 
     def clear(self) -> None:
         """Forget tokens, losses and what was not finite, not the wish to stop."""
-        self.tokens, self._weighed = 0, {}
+        self.tokens = self.settled = self._open = self.counted = 0
+        self._weighed = {}
         self.bad = self.run = 0.0
         self._losses.clear()
 
-    def state(self) -> tuple[tuple[int, dict[str, float]], list[float]]:
-        """((tokens, tokens up to the last exchange of each channel), losses since the last
-        message), for `load`.
-        """
-        return (self.tokens, dict(self._weighed)), [float(v) for v in self._losses]
+    def state(self) -> dict[str, Any]:
+        """The fields of an `ExchangeState` that come from here, for `load`."""
+        counts, losses = [int(self.counted), self.everywhere], [float(v) for v in self._losses]
+        weighed = dict(self._weighed)
+        return {"tokens": self.tokens, "weighed": weighed, "counts": counts, "losses": losses}
 
-    def load(
-        self, tokens: int, weighed: dict[str, float], losses: Iterable[float], device: torch.device
-    ) -> None:
+    def load(self, saved: ExchangeState, device: torch.device) -> None:
         """Restore `state()`."""
-        self.tokens, self._weighed = tokens, dict(weighed)
-        self._losses = [torch.tensor(v, device=device, dtype=torch.float32) for v in losses]
+        self.tokens, self._weighed, self._open = saved.tokens, dict(saved.weighed), 0
+        self.counted, self.settled = saved.counts
+        self._losses = [torch.tensor(v, device=device, dtype=torch.float32) for v in saved.losses]
 
 
 def mean_rate(host: TrainingHost) -> float | Tensor:

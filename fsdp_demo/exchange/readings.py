@@ -246,12 +246,13 @@ class Readings:
     @collective("totals()")
     def totals(self) -> dict[str, float]:
         """The `metrics` of the whole island for a log: bytes and tokens summed over its ranks, the
-        longest wait, the mean loss over all ranks of all islands. All ranks of the island call it
-        together."""
+        longest wait, the mean loss and `global_tokens` over all ranks of all islands. All ranks of
+        the island call it together."""
         meter, seen, island = self._meter, self._queue.watch, self._runtime.island
-        known = not math.isnan(seen.loss)
-        sent, received, tokens, losses, ranks = island.sum(
-            meter.bytes_sent, meter.bytes_received, self.tokens, seen.loss if known else 0.0, known
+        known, mine = not math.isnan(seen.loss), self._runtime.status.everywhere
+        sent, received, tokens, everywhere, losses, ranks = island.sum(
+            *(meter.bytes_sent, meter.bytes_received, self.tokens, mine),
+            *(seen.loss if known else 0.0, known),
         )
         waited, count, left_out, far = island.max(
             meter.seconds_waiting, meter.exchanges, seen.left_out, seen.far
@@ -262,6 +263,7 @@ class Readings:
             "exchanges": int(count),
             "seconds_waiting": waited,
             "tokens": int(tokens),
+            "global_tokens": int(everywhere),
         }
         out |= {"loss": losses / ranks} if ranks else {}
         out |= {} if self.drift is None else {"drift": self.drift}

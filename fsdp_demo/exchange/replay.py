@@ -76,6 +76,8 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
         except PeerLost as error:  # on all ranks of the island: no step of its own was taken
             _follow_another(runtime, following, error)
     runtime.since = runtime.step
+    if runtime.topology.rank == 0:  # steps that were made up for count as those before
+        runtime.status.settled = stand.tokens * runtime.step // max(stand.step, 1)
     if following is not None:
         following.caught_up(runtime.step)
         log.info(

@@ -18,7 +18,6 @@ def state(runtime: StepRuntime) -> ExchangeState:
     """The state of this rank, for `Exchange.state_dict`."""
     queue = runtime.queue
     in_flight = queue.state()
-    (tokens, weighed), losses = runtime.status.state()
     return ExchangeState(
         step=runtime.step,
         digest=runtime.config.digest(),
@@ -27,12 +26,10 @@ def state(runtime: StepRuntime) -> ExchangeState:
         last={c.channel.name: queue.last[c.channel.name] for c in runtime.channels},
         applied=runtime.applied,
         begun=runtime.begun,
-        tokens=tokens,
-        weighed=weighed,
         loss=queue.watch.loss,
-        losses=losses,
         norms=queue.norms.state(),
         history=queue.history.note(),
+        **runtime.status.state(),
     )
 
 
@@ -83,7 +80,7 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
     runtime.queue.watch.loss = saved.loss
     runtime.queue.norms.load(saved.norms)
     runtime.queue.history.load(saved.history)
-    runtime.status.load(saved.tokens, saved.weighed, saved.losses, runtime.host.device)
+    runtime.status.load(saved, runtime.host.device)
 
 
 def forget(runtime: StepRuntime) -> None:
@@ -105,10 +102,11 @@ def agree_on_norms(queue: InFlightQueue, donor: int) -> None:
         )
 
 
-def agree(queue: InFlightQueue, step: int, donor: int) -> None:
+def agree(runtime: StepRuntime, donor: int) -> None:
     """Agree on the messages under way when the states were saved. Those that not all islands have
     received are sent once more (`InFlightQueue.send_again`); if an island lacks one that it should
-    have sent, all are dropped. All islands get the donor's history and one last exchange.
+    have sent, all are dropped. All islands get the donor's history and one last exchange, and one
+    without a count of tokens that of the donor.
 
     Islands may stand at unlike steps between the same exchanges: one that is behind sends its part
     when it comes to the step.
@@ -116,9 +114,11 @@ def agree(queue: InFlightQueue, step: int, donor: int) -> None:
     Raises:
         ValueError: messages are dropped, and islands stand at unlike steps.
     """
-    peers, island, flights = queue.connections.peers, queue.connections.island, queue.flights
+    queue, island, peers, status = runtime.queue, runtime.island, runtime.peers, runtime.status
+    flights, counted = queue.flights, island.sum(status.everywhere)[0]
     open_here = [[f.step, f.members, f.arrived is not None] for f in flights]
-    mine = {"step": step, "flights": open_here, "history": queue.history.note()}
+    note = queue.history.note()
+    mine = {"step": runtime.step, "flights": open_here, "history": note, "tokens": counted}
     everyone = gather_json(peers, mine) if peers is not None else []
     if everyone:
         queue.history.load(everyone[donor]["history"])
@@ -137,7 +137,10 @@ def agree(queue: InFlightQueue, step: int, donor: int) -> None:
     lost |= any(
         f.members != list(f.parts) for f, wanted in zip(flights, again, strict=True) if wanted
     )
-    dropped, *repeat = island.max(float(lost), *map(float, again))
+    heard = everyone[donor]["tokens"] if everyone else 0
+    dropped, tokens, *repeat = island.max(float(lost), heard, *map(float, again))
+    if not counted and island.rank == 0:
+        status.settled = int(tokens)
     if dropped:
         _drop(queue, apart=island.any(len({each["step"] for each in everyone}) > 1))
     own = [queue.last[c.channel.name] for c in queue.channels]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,7 +87,7 @@ class StepRuntime:
         stepped: this rank has begun a step since it joined the others. ended: the last exchange is
             over.
         watches_gradients: `Exchange.watch_gradients` was called.
-        owner: the `Exchange`, which a second `attach` finds through the engine's hooks.
+        owner: the `Exchange`, which lives as long as the engine's hooks lead here.
         ahead: called ahead of each step, unless None (`first_step.py`).
         handing: called at the end of a step in which a joining island asks for the state of this
             one (`snapshot.py`).
@@ -107,13 +108,15 @@ class StepRuntime:
         self.topology, self.host = topology, host
         self.step = step
         # `collective` notes there which call each rank of the island is in
-        self._calls = self.calls = SiblingWatch(topology, lambda: self.step)
+        me = weakref.ref(self)  # for a thread, which must not keep the model
+        self._calls = self.calls = SiblingWatch(topology, lambda: getattr(me(), "step", step))
         self.connections, self.island = queue.connections, queue.connections.island
         self.queue = queue
         self.work_with(config, bound)
         calls = TickCalls(self.before, self.after, self.skip, lambda: self.needs_gradients)
         self.hooks = host.hooks(calls)
         self.status = LocalStatus(topology.elastic)
+        self.status.islands, queue.took_part = topology.islands, self.status.took_part
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None
         self.rewritten = Rewritten(host, queue.watch)

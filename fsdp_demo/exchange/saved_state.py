@@ -128,6 +128,7 @@ class ExchangeState:
         channels: the state of each. in_flight: messages under way, oldest first.
         last, applied: as in `InFlightQueue`. begun: as in `StepRuntime`.
         tokens: of this rank; weighed: of the island up to the last exchange of each channel.
+        counts: [`counted`, `everywhere`] of `LocalStatus`.
         loss: the mean over the islands at the last exchange; losses: noted here since.
         norms: of the last messages (`watch.Norms.state`).
         history: as `History.note`; empty where it is not known.
@@ -142,6 +143,7 @@ class ExchangeState:
     begun: int = -1
     tokens: int = 0
     weighed: dict[str, float] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=lambda: [0, 0])
     loss: float = math.nan
     losses: list[float] = field(default_factory=list)
     norms: dict[str, Any] = field(default_factory=dict)
@@ -159,6 +161,7 @@ class ExchangeState:
             "losses": [self.loss, self.losses],
             "channels": {name: kept.to_tree() for name, kept in self.channels.items()},
             "in_flight": [f.to_tree() for f in self.in_flight],
+            **({"counts": self.counts} if self.counts != [self.tokens, 0] else {}),
             **({"norms": self.norms} if self.norms else {}),
             **({"history": self.history} if self.history else {}),
         }
@@ -183,6 +186,7 @@ class ExchangeState:
             begun=int(tree["begun"]),
             tokens=tokens,
             weighed=dict(weighed),
+            counts=list(tree.get("counts", [tokens, 0])),
             loss=loss,
             losses=list(losses),
             norms=dict(tree.get("norms", {})),

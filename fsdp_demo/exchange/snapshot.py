@@ -46,18 +46,20 @@ log = logging.getLogger("fsdp_demo")
 
 def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
     """Copy the state of this rank to host memory, and hand it to the donor feed of its peer group.
+    All ranks of the island call it together.
 
     Args:
         model: with the frozen parameters and buffers of the snapshot; None: none.
         told: further facts of the run (`Start.facts`).
     """
+    (tokens,) = runtime.island.sum(runtime.status.everywhere)
     if (feed := runtime.donor_feed) is None:
         return
     for c in runtime.channels:
         c.state()  # copies to the host may still be under way
     theirs = feed.brings.get("rest")
     same_rest = theirs is not None and theirs == brings(runtime, model).get("rest")
-    stand = DonorPosition.of(runtime, same_rest)
+    stand = DonorPosition.of(runtime, same_rest, int(tokens))
     parts = _parts(runtime, model, stand)
     head = snapshot_head.write(runtime, told, stand, [p.listed for p in parts])
     under_way = [f.future for f in runtime.queue.flights if f.future is not None]

@@ -59,6 +59,7 @@ class DonorPosition(Struct, frozen=True):
         norms: of the last messages that have come (`watch.Norms`).
         host: what the donor's host tells that of the newcomer (`Readings.tells`), not compared.
         history: of contributors (`saved_state.History`).
+        tokens: of all islands so far, as the donor's island counts them.
     """
 
     step: Whole
@@ -71,9 +72,10 @@ class DonorPosition(Struct, frozen=True):
     host: dict[str, Any]
     norms: Kept
     history: HistoryNote
+    tokens: Whole = 0
 
     @classmethod
-    def of(cls, runtime: StepRuntime, same_rest: bool) -> DonorPosition:
+    def of(cls, runtime: StepRuntime, same_rest: bool, tokens: int) -> DonorPosition:
         """The position of this rank."""
         queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
@@ -98,6 +100,7 @@ class DonorPosition(Struct, frozen=True):
             host=runtime.tells(),
             norms=queue.norms.state([(f.members, f.step) for f in queue.flights]),
             history=cast("HistoryNote", queue.history.note()),
+            tokens=tokens,
         )
 
 

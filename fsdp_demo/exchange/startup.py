@@ -170,7 +170,7 @@ def take_over(runtime: StepRuntime, donor: int, goes_on: bool) -> None:
     if runtime.before_step:
         _sync_optimizers(runtime, donor)
     resume.agree_on_norms(runtime.queue, donor)
-    resume.agree(runtime.queue, runtime.step, donor)
+    resume.agree(runtime, donor)
 
 
 class Agreed(NamedTuple):

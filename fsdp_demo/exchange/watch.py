@@ -407,7 +407,7 @@ class Rewritten:
         self._exchanged: set[int] = set()
         self._again: list[int] = []
         self._looks: list[int] = []
-        self._left: Tensor | None = None
+        self._left: Tensor | list[int] | None = None
 
     def exchanged(self, tensors: Iterable[int]) -> None:
         """Note that an exchange has written these of the host's `params`."""
@@ -417,15 +417,18 @@ class Rewritten:
     def note(self) -> None:
         """Note the sums at the end of a step, where there is something to look at."""
         self._looks = sorted(self._exchanged) or self._again
-        self._left = self._sums() if self._looks else None
         self._exchanged.clear()
+        if self._looks:  # nothing is read from a device here
+            sums = self._sums()
+            self._left = sums.tolist() if sums.device.type == "cpu" else sums
 
     def compare(self, aside: bool) -> None:
         """Compare, ahead of a step. aside: steps that do not count were taken meanwhile."""
         left, self._left = self._left, None
         if left is None or aside:
             return
-        moved = (self._sums() != left).tolist()
+        now = self._sums()
+        moved = (now != torch.as_tensor(left, device=now.device)).tolist()
         found = [i for i, other in zip(self._looks, moved, strict=True) if other]
         params, again = self._host.params, self._looks is self._again
         for i in found:

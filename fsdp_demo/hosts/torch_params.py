@@ -105,8 +105,8 @@ class TorchHost(TrainingHost):
             )
 
     def check_trained(self, index: int) -> None:
-        """Raise RuntimeError if `requires_grad` of a parameter of this optimizer is not what it was
-        at `attach`. Each call looks at every `TURNS`th of many.
+        """Raise RuntimeError if a parameter of this optimizer has another `requires_grad` or shape
+        than at `attach`. Each call looks at every `TURNS`th of many.
         """
         before, self._looks = self._trained[index], self._looks + 1
         turns = min(TURNS, -(-len(before) // FEW))
@@ -114,23 +114,28 @@ class TorchHost(TrainingHost):
             groups = self.optimizers[index].param_groups
             params = groups[0]["params"] if len(groups) == 1 else _parameters(groups)
             turn = self._looks % turns
-            if [p.requires_grad for p in params[turn::turns]] == before[turn::turns]:
+            if _shapes(params[turn::turns]) == before[turn::turns]:
                 return
         now = trained(self.optimizers[index])
         # `assert_unchanged` looks at the number
         if now == before or len(now) != len(before):
             return
         places = [(o, g, i) for o, g, i, _, _ in _walk(self.optimizers) if o == index]
-        (o, g, i), is_on = next(
-            (place, a) for place, a, b in zip(places, now, before, strict=True) if a != b
+        (o, g, i), a, b = next(
+            (place, a, b) for place, a, b in zip(places, now, before, strict=True) if a != b
         )
         named = dict(zip(self._places, (s.name for s in self.params), strict=True))
         # tied ones stand there once
         name = named.get((o, g, i), f"optimizer{o}.group{g}.parameter{i}")
+        if a is not None and b is not None:
+            raise RuntimeError(
+                f"{name} has the shape {[*a]}, at attach it had {[*b]}, which settled what is "
+                "exchanged: resize before attach, or detach() and attach again"
+            )
         raise RuntimeError(
-            f"requires_grad of {name} was switched {'on' if is_on else 'off'} after attach, which "
-            "settled what is exchanged: detach() and "
-            "attach again, or switch it back before the step"
+            f"requires_grad of {name} was switched {'off' if a is None else 'on'} after attach, "
+            "which settled what is exchanged: detach() and attach again, or switch it back before "
+            "the step"
         )
 
     def tensors(self, source: str) -> list[Tensor | None]:
@@ -256,9 +261,13 @@ def _walk(
                 yield o, g, i, p, given[i] if i < len(given) else ""
 
 
-def trained(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """`requires_grad` of all its parameters."""
-    return [p.requires_grad for p in _parameters(optimizer.param_groups)]
+def trained(optimizer: torch.optim.Optimizer) -> list[torch.Size | None]:
+    """The shapes of all its parameters; None for one that does not require gradients."""
+    return _shapes(_parameters(optimizer.param_groups))
+
+
+def _shapes(parameters: Sequence[Tensor]) -> list[torch.Size | None]:
+    return [p.shape if p.requires_grad else None for p in parameters]
 
 
 def _parameters(groups: Sequence[dict[str, Any]]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from ..errors import counted
+from ..exchange import summary
 from ..rendezvous.topology import Topology
 
 log = logging.getLogger("fsdp_demo")
@@ -59,6 +60,7 @@ def split_dataset_by_island(dataset: Any, topology: Topology | None = None) -> A
                 "is one row per island at least"
             )
         if rows < len(dataset):
+            summary.speak(topology)
             log.info(
                 "%d of %d rows are left out, so that %d islands get equally many",
                 len(dataset) - rows,

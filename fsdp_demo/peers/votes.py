@@ -18,6 +18,7 @@ from ..errors import (
     Mismatch,
     NeedsDecision,
     NotFinite,
+    NotSaveable,
     PeerLost,
     StoreSilent,
     Superseded,
@@ -133,11 +134,11 @@ class Ranks:
 
     def settle(self, error: Exception | None, what: str) -> None:
         """Vote on what happened. The worst is raised on all ranks: a lost peer before other errors,
-        these before a disk that is full or values that are not finite.
+        these before a disk that is full and values that are not finite or cannot be saved.
 
         Raises:
-            PeerLost, OSError, NotFinite, RuntimeError: or this rank's own error, where it is one of
-                the worst.
+            PeerLost, OSError, NotFinite, NotSaveable, RuntimeError: or this rank's own error, where
+                it is one of the worst.
         """
         error = error and as_disk_error(error)
         mine = 0
@@ -174,11 +175,12 @@ first.
 """
 
 _BY_NAME = {e.__name__: e for e in TOLD}
-_OTHER = 3
+_OTHER = 4
 _WORSE: dict[int, tuple[type[Exception], str]] = {
-    4: (PeerLost, "lost its peer"),
+    5: (PeerLost, "lost its peer"),
     1: (NotFinite, "found values that are not finite"),
-    2: (OSError, "could not write"),
+    2: (NotSaveable, "found a value that cannot be saved"),
+    3: (OSError, "could not write"),
 }
 """What a rank votes for an error (`_OTHER` for any other), the largest being the worst."""
 

@@ -53,7 +53,7 @@ PATIENCE = 5.0  # seconds that whoever stops waits for the store
 _lock = threading.RLock()
 _pulses: dict[tuple[int, str, str, int], Pulse] = {}  # of this process, by its id: a fork has none
 # who has waited in vain would take its own place for that of somebody dead
-_in_vain: dict[tuple[int, str, str, int], PeerLost] = {}
+_in_vain: dict[tuple[int, str, str, int], str] = {}
 
 
 class Finished(NeedsDecision):
@@ -78,7 +78,7 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
     known = os.getpid(), topology.endpoint, topology.run, topology.island
     with _lock:
         if known in _in_vain:
-            raise _in_vain[known]
+            raise PeerLost(_in_vain[known])
         if known not in _pulses:
             _refuse_second_main()
             try:
@@ -98,7 +98,7 @@ def join(topology: Replica, store: Store | None = None) -> Pulse:
                 raise
             except PeerLost as error:
                 if not isinstance(error, StoreSilent):
-                    _in_vain[known] = error
+                    _in_vain[known] = str(error)  # its traceback would keep the model
                 raise
             _pulses[known] = Pulse(topology, place, beats=topology.rank == 0, store=store)
         elif topology.world > 1 and topology.rank == 0:

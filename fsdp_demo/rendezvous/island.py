@@ -49,12 +49,15 @@ class IslandGroup(Ranks):
         super().__init__(None, topology.rank, topology.world)
         self.position, self.device = position, device
         self.copies: Any = None
-        self.norm_left = 0.0
+        self.norm_left, self._closes = 0.0, False
         # of the island, on the backend that training uses; None: the default group
         self._ranks: Any = topology.group
         if topology.world == 1:
             return
         mesh = topology.kind == "mesh"
+        self._closes = (
+            not mesh
+        )  # torch names a group of a mesh by how many there are: no name twice
         self.group = (
             topology.group
             if mesh and dist.get_backend(topology.group) == "gloo"
@@ -202,7 +205,13 @@ class IslandGroup(Ranks):
         return bad
 
     def release(self) -> None:
-        """Forget the groups (they belong to torch.distributed and end with it)."""
+        """Close the groups that were made here on gloo, and forget the others, which end with
+        torch.distributed.
+        """
+        for group in (self.group, self.copies) if self._closes else ():
+            with suppress(ValueError, AssertionError):  # torch.distributed has ended before
+                if group is not None and dist.get_backend(group) == "gloo":
+                    dist.destroy_process_group(group)
         self.group = self.copies = self._ranks = None
 
 
@@ -237,7 +246,8 @@ CURE = (
     "exchange.skip() where one has none"
 )
 STEPS = ("optimizer.step()", "skip()")
-VOTES = ("finish()", "reset()", "totals()", "load_state_dict()", "stop_here()")  # none returns without others
+# of these none returns without the others
+VOTES = ("finish()", "reset()", "totals()", "load_state_dict()", "stop_here()")
 TORN = re.compile("gloo|nccl|connection (closed|reset)", re.IGNORECASE)
 F = TypeVar("F", bound=Callable[..., Any])
 _numbers = itertools.count()

@@ -7,14 +7,18 @@ docs/report.md lists the files and their keys ("What a run leaves").
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .. import files
-from ..errors import counted
+from ..errors import counted, see
+
+log = logging.getLogger("fsdp_demo")
 
 FORMAT = 1
 """Of all files of a run. Another number is refused; a key that is not known is ignored."""
@@ -25,7 +29,7 @@ EXCHANGES_FILE, EVENTS_FILE, SUMMARY_FILE = "exchanges.jsonl", "events.jsonl", "
 NUMBERS = frozenset(
     (
         *("step", "seconds", "loss", "global_loss", "lr", "tokens", "tokens_per_second"),
-        *("bytes_sent", "bytes_full", "seconds_waiting"),
+        *("bytes_sent", "bytes_full", "seconds_waiting", "missing"),
         *("applied", "start", "end", "waiting", "bytes", "received"),
     )
 )
@@ -59,7 +63,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The objects of a file of lines, and how many lines were left out: half a line that a killed
     run has left, or what is no object. No file: no lines.
     """
-    if not path.exists():
+    if not path.is_file():
         return [], 0
     found, out = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -74,11 +78,52 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return found, out
 
 
+_refused = set[Path]()
+
+
+@contextmanager
+def spared(path: Path) -> Iterator[None]:
+    """Let an OSError of what writes `path` be a warning, once for each path: no log ends a run."""
+    try:
+        yield
+    except OSError as error:
+        if path not in _refused:
+            _refused.add(path)
+            text = "%s cannot be written (%s): training goes on, lines are counted%s"
+            log.warning(text, path, error.strerror or error, see("log-not-written"))
+
+
+def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append lines, all or none. Raises OSError where the disk takes them not."""
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(data) < len(data):
+            file.truncate(end)
+            raise OSError("no space is left")
+
+
 def keep_until(path: Path, step: int, key: str = "step") -> list[dict[str, Any]]:
     """Drop the lines whose `key` is later than `step`, and half lines; returns what is left."""
-    lines = [line for line in read_lines(path)[0] if line.get(key, 0) <= step]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found, half = read_lines(path)
+    lines = [line for line in found if line.get(key, 0) <= step]
+    if half or len(lines) < len(found):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        with spared(path):
+            files.in_one_piece(path, lambda part: part.write_text(text, encoding="utf-8"))
     return lines
+
+
+def set_aside(folder: Path) -> None:
+    """Move the files of an earlier training that has a line of metrics into the folder `earlier-1`
+    (`earlier-2`...) below, which `load` reads, too."""
+    if not read_lines(folder / STEPS_FILE)[0]:
+        return
+    (place := folder / f"earlier-{len([*folder.glob('earlier-*')]) + 1}").mkdir()
+    for name in (HEAD_FILE, STEPS_FILE, EXCHANGES_FILE, EVENTS_FILE, SUMMARY_FILE):
+        if (folder / name).exists():
+            (folder / name).rename(place / name)
+    log.info("the log of an earlier training in this folder is now in %s", place)
 
 
 # ---- a whole run -------------------------------------------------------------------------------
@@ -141,6 +186,9 @@ class Run:
             if island.diverged:
                 lines = counted(island.diverged, "line")
                 found.append(f"{island.name}: the loss of {lines} is NaN or infinite, not drawn.")
+            parts = (*island.lines, *island.exchanges, *island.events)
+            if missing := sum(int(p.get("missing", 0)) for p in parts):
+                found.append(f"{island.name}: {counted(missing, 'line')} could not be written.")
             if island.half:
                 half = counted(island.half, "line")
                 found.append(f"{island.name}: {half} left out, cut off or damaged.")

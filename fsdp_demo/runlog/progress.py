@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -142,15 +143,14 @@ class ProgressLine:
         """A whole line, above the one that is rewritten."""
         with self._lock:
             self.clear()
-            print(text, file=self._stream, flush=True)
+            self._put(f"{text}\n")
 
     def clear(self) -> None:
         """Take the line off the terminal."""
         with self._lock:
             self._held = time.monotonic() + HOLD
             if self._shown:
-                self._stream.write("\r\x1b[K")
-                self._stream.flush()
+                self._put("\r\x1b[K")
                 self._shown = False
 
     def close(self) -> None:
@@ -176,9 +176,13 @@ class ProgressLine:
     def _show(self) -> None:
         width = shutil.get_terminal_size().columns
         with self._lock:
-            self._stream.write(f"\r{self.text()[: width - 1]}\x1b[K")
-            self._stream.flush()
+            self._put(f"\r{self.text()[: width - 1]}\x1b[K")
             self._shown = True
+
+    def _put(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # full, or closed: no line ends a training
+            self._stream.write(text)
+            self._stream.flush()
 
     def _above(self, record: logging.LogRecord) -> bool:
         """A filter of the log's handlers: a record is written where the line was."""

@@ -4,11 +4,12 @@ writes for it.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from . import files
 
@@ -25,7 +26,8 @@ class RunRecord:
         facts: further facts of the run by name, JSON values.
 
     A record that begins at a later step than 0 goes on with the files that are there, up to that
-    step.
+    step; at step 0 `files.set_aside` takes them away. What cannot be written is a warning
+    (`files.spared`), and the next line that can be says how many are `missing` before it.
 
     Attributes:
         last: the last line of metrics.jsonl that an earlier start has left; empty without one.
@@ -45,8 +47,11 @@ class RunRecord:
         self._last: Any = None  # of the exchanges that were written
         self._seen = list(exchange.participants)
         self._left_out = self._counts()
-        self._files: dict[str, TextIO] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        self._missing = Counter[str]()
+        with files.spared(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not exchange.step:
+                files.set_aside(folder)
         topology = exchange.topology
         head = {
             "format": files.FORMAT,
@@ -61,19 +66,17 @@ class RunRecord:
             "began": time.time(),
             "facts": facts or {},
         }
-        if exchange.step and (before := files.read_json(folder / files.HEAD_FILE)) is not None:
-            head["began"] = before.get("began", head["began"])
-        self._first = head["began"]
-        self._head = head
-        files.write_json(folder / files.HEAD_FILE, head)
-        (folder / files.SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start
+        with suppress(OSError, ValueError):  # of an earlier start; a damaged head counts as none
+            (folder / files.SUMMARY_FILE).unlink(missing_ok=True)
+            if exchange.step and (before := files.read_json(folder / files.HEAD_FILE)) is not None:
+                head["began"] = before.get("began", head["began"])
+        self._first, self._head = head["began"], head
+        self._write_json(files.HEAD_FILE, head)
         self._began = time.perf_counter()
         self.resume(exchange.step)
 
     def resume(self, step: int) -> None:
         """Go on after `step`: what the files have of later steps was never part of this job."""
-        for file in self._files.values():
-            file.close()
         last = step if step else -1
         kept = {
             files.STEPS_FILE: files.keep_until(self._folder / files.STEPS_FILE, last),
@@ -88,10 +91,6 @@ class RunRecord:
         if step and self._exchange.newcomer:  # the others trained on meanwhile
             before = max(before, time.time() - self._first)
         self._began = time.perf_counter() - before
-        self._files = {
-            name: open(self._folder / name, "a", encoding="utf-8")  # noqa: SIM115
-            for name in kept
-        }
         if step and self._exchange.newcomer:
             self._event("joined", step, islands=[self._exchange.topology.island])
         else:
@@ -108,7 +107,7 @@ class RunRecord:
         """
         if self._exchange.config.preset != self._head["preset"]:
             self._head |= _method(self._exchange)
-            files.write_json(self._folder / files.HEAD_FILE, self._head)
+            self._write_json(files.HEAD_FILE, self._head)
             self.event("chosen", reason=self._exchange.chosen_because)
         now, before = list(self._exchange.participants), self._seen
         for kind, slots in (
@@ -138,13 +137,13 @@ class RunRecord:
 
     def exchanges(self) -> None:
         """Write the exchanges that have ended since the last call."""
+        ended = []
         for flown in self._exchange.timeline(self._last):
             start, end = (
                 None if t is None else t - self._began for t in (flown.began, flown.ended)
             )
             self._last = flown
-            self._write(
-                files.EXCHANGES_FILE,
+            ended.append(
                 {
                     "step": flown.step,
                     "applied": flown.applied,
@@ -155,8 +154,10 @@ class RunRecord:
                     "bytes": flown.sent,
                     "received": flown.received,
                     "islands": list(flown.islands),
-                },
+                }
             )
+        if ended:
+            self._write(files.EXCHANGES_FILE, *ended)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write something that happened at this step to `events.jsonl`."""
@@ -167,20 +168,23 @@ class RunRecord:
             files.EVENTS_FILE, {"kind": kind, "step": step, "seconds": self.seconds, **fields}
         )
 
-    def _write(self, name: str, value: dict[str, Any]) -> None:
-        print(json.dumps(value), file=self._files[name], flush=True)
+    def _write(self, name: str, *values: dict[str, Any]) -> None:
+        missing, path = self._missing[name], self._folder / name
+        told = {"missing": missing} if missing else {}
+        self._missing[name] += len(values)
+        with files.spared(path):
+            files.append(path, [values[0] | told, *values[1:]])
+            self._missing[name] = 0
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        with files.spared(self._folder / name):
+            files.write_json(self._folder / name, value)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the last exchanges and the summary of a run that has ended, and close the files."""
+        """Write the last exchanges and the summary of a run that has ended."""
         self.exchanges()
         self.event("finish")
-        files.write_json(self._folder / files.SUMMARY_FILE, summary)
-        self.close()
-
-    def close(self) -> None:
-        """Close the files without an end: the run goes on later, or was stopped."""
-        for file in self._files.values():
-            file.close()
+        self._write_json(files.SUMMARY_FILE, summary)
 
 
 def summarise(exchange: Any, values: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def _damage(folder: Path, saved: SavedExchange) -> Iterator[str]:
         path.with_suffix(".safetensors"): saved.head(rank, island)["file"]
         for (island, rank), path in saved.paths.items()
     }
-    if (folder / MANIFEST).is_file():
+    if (folder / MANIFEST).exists():
         try:
             wanted |= {folder / name: about for name, about in sums(folder).items()}
         except ValueError as error:

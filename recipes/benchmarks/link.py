@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 
 from fsdp_demo import Link, Topology
-from fsdp_demo.elastic import peer_group
+from fsdp_demo.elastic import chunks, connect
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.peers.header import PAYLOAD
 from fsdp_demo.rendezvous.position import ShardPosition
@@ -93,10 +93,10 @@ def meet(topology: Topology, connections: int) -> Candidate:
     made: list[int] = []
 
     def streams(rtt: float, num_peers: int) -> int:
-        made.append(connections or peer_group.streams(rtt, num_peers))
+        made.append(connections or chunks.streams(rtt, num_peers))
         return made[-1]
 
-    with mock.patch.object(peer_group, "streams", streams):
+    with mock.patch.object(connect, "streams", streams):
         line, _ = topology.join(ShardPosition())
     assert line is not None
     return Candidate(made[-1], line)

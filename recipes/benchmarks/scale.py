@@ -43,8 +43,6 @@ from fsdp_demo import preset  # noqa: E402
 SIZES = (1, 3, 10, 30, 100, 300)
 TENSORS = (10, 100, 1000, 10_000)
 REPLICAS = (2, 4, 8, 16)
-TURN = 10_000_000
-"""Elements that a model has in its turn, where it has fewer by several exchanges."""
 FLAT = 0.2
 
 Shapes = Sequence[tuple[int, int]]
@@ -76,10 +74,10 @@ class Run:
             for i in range(replicas - 1)
         ]
 
-    def turn(self, warm: bool) -> None:
-        """Exchanges of `TURN` elements in all, and one at least; those that `warm` are not
+    def turn(self, elements: int, warm: bool) -> None:
+        """Exchanges of so many elements in all, and one at least; those that `warm` are not
         counted."""
-        for _ in range(max(1, TURN // self.count)):
+        for _ in range(max(1, elements // self.count)):
             if not warm:
                 self.watch.start()
             look = silent if warm else self.watch
@@ -93,11 +91,11 @@ class Run:
         return self.facts | self.watch.medians(self.count)
 
 
-def measure(runs: Sequence[Run], repeat: int) -> list[dict[str, Any]]:
+def measure(runs: Sequence[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of runs that take turns, so that what else the machine does hits all alike."""
-    for round_ in range(repeat + 1):
+    for round_ in range(args.repeat + 1):
         for run in runs:
-            run.turn(warm=not round_)
+            run.turn(args.turn, warm=not round_)
     return [run.row for run in runs]
 
 
@@ -113,6 +111,12 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="*", default=list(REPLICAS))
     parser.add_argument("--hidden", type=int, default=2048, help="width of the layer (replicas)")
     parser.add_argument("--products", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument(
+        "--turn",
+        type=int,
+        default=10_000_000,
+        help="elements in a model's turn; a smaller model has several exchanges",
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args()
@@ -127,7 +131,7 @@ def main() -> None:
     }
     rows = []
     for kind, cases in kinds.items():
-        rows += measure([Run(kind, *case, args.products) for case in cases], args.repeat)
+        rows += measure([Run(kind, *case, args.products) for case in cases], args)
     say_where("cpu")
     stages = [k for k in rows[0] if k not in ("kind", "name", "elements", "tensors", "replicas")]
     body = [[r["name"], f"{r['elements']:,}", *(f"{r[s]:.2f}" for s in stages)] for r in rows]

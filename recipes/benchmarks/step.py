@@ -263,6 +263,9 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="A,B", help=f"presets out of {', '.join(CASES)}"
     )
+    parser.add_argument(
+        "--worlds", type=int, nargs="+", default=[*SETTINGS.values()], help="ranks: 1, 2 or both"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=40, help="steps of each copy")
     parser.add_argument("--rows", type=int, default=1)
@@ -281,7 +284,8 @@ def main() -> None:
         parser.error("--device cuda: torch finds no GPU here")
     gpus = torch.cuda.device_count() if args.device == "cuda" else max(SETTINGS.values())
     rows = []
-    for setting, name in [(s, n) for s, world in SETTINGS.items() if world <= gpus for n in wanted]:
+    settings = [s for s, world in SETTINGS.items() if world <= gpus and world in args.worlds]
+    for setting, name in [(s, n) for s in settings for n in wanted]:
         print(f"{setting}, {name} ...", file=sys.stderr)
         rows.append(row(setting, name, args))
     print(show(rows))

@@ -180,9 +180,9 @@ def rank(number: int, folder: str, args: argparse.Namespace, results: Any) -> No
     )
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     rows = torch.randint(256, (args.batch, 64), generator=torch.Generator().manual_seed(number))
-    lines = [times(args.model, stage, rows, args.repeat) for stage in (1, 2, 3)]
+    lines = [times(args.model, stage, rows, args.repeat) for stage in args.stages]
     held = lines[0]["held"]
-    kept = [memory(args.model, stage, rows, max(1, RANKS * held // 8)) for stage in (1, 2, 3)]
+    kept = [memory(args.model, stage, rows, max(1, RANKS * held // 8)) for stage in args.stages]
     if number == 0:
         results.send((lines, kept))
     dist.barrier()
@@ -247,6 +247,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", default="small", help="a json of recipes/models by name or path (small)"
+    )
+    parser.add_argument(
+        "--stages", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3], help="of ZeRO (all)"
     )
     parser.add_argument("--batch", type=int, default=2, help="rows of 64 tokens per rank (2)")
     parser.add_argument("--repeat", type=int, default=20, help="steps of every engine (20)")

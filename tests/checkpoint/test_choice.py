@@ -228,8 +228,8 @@ def note(*steps, **more):
 
 def test_registry_chooses_for_all_islands():
     """The registry chooses for all islands and refuses notes that do not agree."""
-    assert Told(note(10, 20)).choose(at(10, 20, 30), "common") == [HeldCheckpoint(20)] * 2
-    assert Told(note(resume="auto")).choose(at(10), "auto", resume="auto") == [
+    assert Told(note(10, 20)).choose(at(10, 20, 30), "common", {}) == [HeldCheckpoint(20)] * 2
+    assert Told(note(resume="auto")).choose(at(10), "auto", {}, resume="auto") == [
         HeldCheckpoint(10),
         None,
     ]
@@ -237,10 +237,10 @@ def test_registry_chooses_for_all_islands():
         NeedsDecision,
         match=r"islands differ in resume \(island0: True, island1: False\): give the same on all",
     ):
-        Told(note(10, resume=False)).choose(at(10), "common", resume=True)
+        Told(note(10, resume=False)).choose(at(10), "common", {}, resume=True)
     for wrong in ({"name": "island1"}, note() | {"held": [[1, 2, 3, 4, 5, 6, 7]]}):
         with pytest.raises(ValueError, match="note of another form"):
-            Told(wrong).choose(at(10), "common")
+            Told(wrong).choose(at(10), "common", {})
 
 
 def test_registry_common_checkpoint():
@@ -293,7 +293,7 @@ def test_registry_islands_not_begun():
             f"checkpoints1/meeting1/note/{i}",
             json.dumps({"name": f"island{i}", "held": [HeldCheckpoint(10, owner=i).note()]}),
         )
-    assert boards[0].choose([HeldCheckpoint(10, owner=0)], "common") == [
+    assert boards[0].choose([HeldCheckpoint(10, owner=0)], "common", {}) == [
         HeldCheckpoint(10, owner=i) for i in (0, 2, 3)
     ]
     boards[2].exchange([[10, ""]])

@@ -10,6 +10,7 @@ import pytest
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager
 from fsdp_demo.checkpoint.folders import MANIFEST
+from fsdp_demo.checkpoint.manager import ResumePoint
 
 from .test_exchange_state import cut
 
@@ -61,20 +62,18 @@ def test_rotation_keeps_newest(tmp_path):
     for step in range(1, 5):
         kept.save(step, write())
     assert list(kept.whole()) == [3, 4] and kept.common == 4
-    assert [
-        single(tmp_path).resolve_resume_step(),
-        single(tmp_path / "other").resolve_resume_step(),
-    ] == [4, None]
+    assert single(tmp_path).resume_point() == ResumePoint(4, kept.path(4), False)
+    assert single(tmp_path / "other").resume_point() is None
     with pytest.raises(ValueError, match=r"holds checkpoints of steps \[3, 4\]: go on from there"):
-        single(tmp_path).resolve_resume_step(resume=False)
+        single(tmp_path).resume_point(resume=False)
     cut(kept.path(4) / MANIFEST, 20)
-    assert single(tmp_path).resolve_resume_step() == 3
+    assert single(tmp_path).resume_point().step == 3
     manifest = kept.path(3) / MANIFEST
     manifest.write_text(
         json.dumps(json.loads(manifest.read_text()) | {"version": 2, "package": "9.1"})
     )
     with pytest.raises(ValueError, match="version 2, written by fsdp_demo 9.1"):
-        single(tmp_path).resolve_resume_step()
+        single(tmp_path).resume_point()
     with pytest.raises(ValueError, match="keep=0"):
         single(tmp_path, 0)
 
@@ -113,12 +112,12 @@ def plays(me, plan, keep=2, resume=True, take_over=False):
         ):
             time.sleep(0.01)
     kept.close()
+    whole, again = list(kept.whole()), CheckpointManager(kept.root, topology, keep)
     try:
-        return list(kept.whole()), CheckpointManager(
-            me.folder / f"home{me.island}", topology, keep
-        ).resolve_resume_step(resume, take_over)
+        point = again.resume_point(resume, take_over)
+        return whole, point and point.step
     except ValueError as error:
-        return list(kept.whole()), str(error)
+        return whole, str(error)
 
 
 def test_rotation_keeps_what_others_need(run_ranks):
@@ -162,6 +161,6 @@ def test_resume_islands_differ_refused(run_ranks):
         ):
             CheckpointManager(
                 me.folder / str(me.island), fsdp_demo.Topology.from_env()
-            ).resolve_resume_step(resume=me.island == 0)
+            ).resume_point(resume=me.island == 0)
 
     run_ranks(job, islands=2, procs=2)

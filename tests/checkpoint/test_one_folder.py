@@ -19,7 +19,7 @@ def test_one_folder_of_two_islands_refused(run_ranks):
     def job(me):
         kept = CheckpointManager(me.folder.parent / "shared", fsdp_demo.Topology.from_env())
         try:
-            return kept.resolve_resume_step("auto")
+            return kept.resume_point("auto")
         except NeedsDecision as error:
             return str(error)
 

@@ -195,5 +195,5 @@ def test_optimizer_state_not_finite_not_saved(tmp_path, caplog):
     assert "momentum.scale holds values that are not finite" in caplog.text
     with pytest.raises(NotFinite, match="holds values that are not finite"):
         job.state.save(job.exchange, last=True)
-    assert not job.state.checkpoints.has(STOP)
+    assert STOP not in job.state.checkpoints.whole()
     job.close()

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint  # before the first fork: it takes a second
 import fsdp_demo
 from fsdp_demo.checkpoint import CheckpointManager, RunState, run_state
 from fsdp_demo.checkpoint.files import read_part
+from fsdp_demo.checkpoint.manager import ResumePoint
 from fsdp_demo.checkpoint.run_state import random_states, set_random_states
 
 STEPS, STOP = 6, 3
@@ -114,7 +115,7 @@ def other_rank(me):
     moved = CheckpointManager(
         me.folder / "island0", fsdp_demo.Topology("islands", 1, 2, name="island1")
     )
-    moved.resolve_resume_step = lambda resume, take_over: 2
+    moved.resume_point = lambda resume, take_over: ResumePoint(2, moved.path(2), False)
     state = RunState(moved, one.model, one.optimizer)
     state.restore()
     state.restore_random()
@@ -155,9 +156,84 @@ def test_run_state_optimizer_objects_refused(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["note"] = "text"
     with pytest.raises(
-        ValueError, match="keeps note='text' for weight.*Use an optimizer whose states are such"
+        ValueError,
+        match="keeps note for weight, of type str: .*Use an optimizer whose states are such",
     ):
         run_state.tensors_of(model, [optimizer])
+
+
+class Lists(torch.optim.SGD):
+    """Keeps a list of tensors for each parameter from its first step on, as Shampoo and SOAP."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["factors"] = [torch.eye(2)]
+
+
+def test_run_state_list_states_refused_early(tmp_path):
+    """An optimizer whose states are lists is refused before the first save: at the end of its first
+    step, or at once where it has states. Where nothing is saved it trains.
+    """
+
+    def training(saves):
+        model = torch.nn.Linear(2, 2)
+        optimizer = Lists(model.parameters(), lr=0.1)
+        if saves:
+            RunState(CheckpointManager(tmp_path, fsdp_demo.Topology()), model, optimizer)
+        exchange = fsdp_demo.attach(
+            optimizer, "diloco", model=model, period=2, inner_optimizers="as_is"
+        )
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        exchange.finish()
+        return model, optimizer
+
+    with pytest.raises(ValueError, match="the optimizer keeps factors for weight, of type list"):
+        training(True)
+    model, optimizer = training(False)
+    with pytest.raises(ValueError, match=r"docs/troubleshooting.md#unsaveable-state"):
+        RunState(CheckpointManager(tmp_path, fsdp_demo.Topology()), model, optimizer)
+
+
+def unsaveable(me):
+    """A sharded model, and what its loop keeps."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=me.mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = CheckpointManager(me.folder / "own", fsdp_demo.Topology.from_env())
+    state = RunState(manager, model, optimizer)
+    exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
+    shards = {n: p.to_local().clone() for n, p in model.named_parameters()}
+    for kept in (
+        lambda: {"ema": dict(model.named_parameters())},
+        lambda: {"note": object()} if me.proc else {},
+    ):
+        state.save(exchange, kept)
+        assert not manager.whole()
+    with pytest.raises(ValueError):
+        state.save(exchange, lambda: {"ema": dict(model.named_parameters())}, wait=False)
+        manager.wait()
+    state.save(exchange, lambda: {"ema": shards})
+    exchange.finish()
+    again = RunState(manager, model, optimizer)
+    again.restore()
+    same = all(torch.equal(shards[n], t) for n, t in again.extra["ema"].items())
+    return manager.failed_saves, same, me.log.read_text()
+
+
+def test_run_state_extra_not_saveable_is_warning(run_ranks):
+    """A DTensor, or an object, in what a loop keeps is a warning that names it; the third in a row
+    ends the run. Shards are saved.
+    """
+    first, second = run_ranks(unsaveable, islands=1, procs=2)
+    assert first[:2] == second[:2] == (3, True)
+    assert "'ema.weight' is a DTensor: keep its shard" in first[2]
+    assert "another rank found a value that cannot be saved" in first[2]
+    assert "'note' is of type object" in second[2]
 
 
 def test_run_state_random_states_round_trip(tmp_path):

@@ -30,6 +30,7 @@ from fsdp_demo.checkpoint.folders import (
     LOCK,
     MANIFEST,
     Fence,
+    files_in,
     forget_asides,
     put_aside,
     take_back,
@@ -81,7 +82,7 @@ def lives(me, after):
         me.folder / "stale",
     )
     first = CheckpointManager(home, topology, keep=9)
-    first.resolve_resume_step(False)
+    first.resume_point(False)
     for step in range(10, 60, 10):
         first.save(step, text)
     first.close()
@@ -89,7 +90,7 @@ def lives(me, after):
         shutil.copytree(home / "checkpoint-10", stale / "checkpoint-10")
     second = CheckpointManager(stale if me.island else home, topology)
     out = [
-        second.resolve_resume_step(),
+        second.resume_point().step,
         names(home),
         sorted(p.parent.name for p in home.glob(f"*/{ASIDE}")),
     ]
@@ -99,7 +100,7 @@ def lives(me, after):
 def refused(me, topology, home, second):
     second.close()  # attach would refuse a wrong preset here
     third = CheckpointManager(home, topology)
-    step = third.resolve_resume_step()
+    step = third.resume_point().step
     third.verify(third.path(step))
     return step, names(home), any(home.glob(f"*/{ASIDE}"))
 
@@ -156,7 +157,7 @@ def test_save_cut_off_removed_others_kept(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         kept.save(20, cut_off)
     (tmp_path / "checkpoint-30").mkdir()  # of another tool
-    assert single(tmp_path).resolve_resume_step() == 10
+    assert single(tmp_path).resume_point().step == 10
     assert sorted(p.name for p in tmp_path.glob("check*")) == ["checkpoint-10", "checkpoint-30"]
 
 
@@ -176,7 +177,7 @@ def test_save_aside_listed_and_taken_back(tmp_path, caplog):
         "checkpoint-1"
     ]
     again = single(tmp_path)
-    assert again.resolve_resume_step() == 4 and again.has(4)
+    assert again.resume_point().folder == again.path(4)
 
 
 # -- joined between two exchanges ----------------------------------------------------------------
@@ -196,16 +197,48 @@ def unlike(me):
     leave(first, 25, delta=9 + me.island)
     meet(me, 1)
     second = CheckpointManager(home, topology)
-    step = second.resolve_resume_step()
-    return step, second.has(step), names(home), second.common
+    point = second.resume_point()
+    assert point.folder == second.path(point.step)
+    return point.step, names(home), second.common
 
 
 def test_save_unlike_steps_between_exchanges(run_ranks):
     """Islands that saved at unlike steps between two exchanges go on from their own."""
     out = run_ranks(unlike, islands=2, procs=2)
-    assert [o[:2] for o in out] == [(25, True)] * 2 + [(19, True)] * 2
-    assert out[2][2] == ["checkpoint-10", "checkpoint-19"]
-    assert out[0][2] == ["checkpoint-10", "checkpoint-17", "checkpoint-25"]
+    assert [o[0] for o in out] == [25] * 2 + [19] * 2
+    assert out[2][1] == ["checkpoint-10", "checkpoint-19"]
+    assert out[0][1] == ["checkpoint-10", "checkpoint-17", "checkpoint-25"]
+
+
+# -- nodes with a disk each ----------------------------------------------------------------------
+
+
+def on_own_disk(me):
+    """An island of two nodes, as torchrun numbers their ranks."""
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(me.proc)}
+    home, topology = me.folder / f"disk{me.proc}", fsdp_demo.Topology.from_env()
+    kept = CheckpointManager(home, topology, keep=2)
+    kept.resume_point(resume=False)
+    for step in range(1, 5):
+        kept.save(step, lambda folder: (folder / f"{me.proc}.txt").write_text("x") and None)
+    out = [names(home), files_in(home / "checkpoint-4"), (home / LOCK).exists()]
+    (home / "checkpoint-9").mkdir()
+    (home / "checkpoint-9" / folders.UNFINISHED).touch()
+    if me.proc:
+        (home / "checkpoint-4" / MANIFEST).unlink()
+    again = CheckpointManager(home, topology)
+    point = again.resume_point("auto")
+    again.verify(point.folder)
+    return [*out, point.step, names(home), sorted(p.name for p in home.glob("check*"))]
+
+
+def test_save_once_per_disk(run_ranks):
+    """Where nodes of an island have a disk each, each of them removes old checkpoints and halves,
+    and what one of them lacks is not resumed from.
+    """
+    for proc, out in enumerate(run_ranks(on_own_disk, islands=1, procs=2)):
+        last = ["checkpoint-3", "checkpoint-4"]
+        assert out == [last, [f"{proc}.txt"], True, 3, ["checkpoint-3"], last]
 
 
 # -- what cannot be written ----------------------------------------------------------------------
@@ -333,7 +366,7 @@ def test_save_torn_exchange_not_complete(tmp_path, tear):
         (place / "exchange" / "rank0.json").write_text("{")
     else:
         (place / "exchange" / "rank0.safetensors").unlink()
-    assert list(kept.whole()) == [3] and single(tmp_path).resolve_resume_step() == 3
+    assert list(kept.whole()) == [3] and single(tmp_path).resume_point().step == 3
 
 
 def test_save_nested_json_is_damage(tmp_path):
@@ -348,7 +381,9 @@ def test_save_nested_json_is_damage(tmp_path):
     kept = single(tmp_path)
     kept.save(1, text)
     (kept.path(1) / "manifest.json").write_text(deep)
-    assert list(kept.whole()) == [] and single(tmp_path).resolve_resume_step() is None
+    assert list(kept.whole()) == []
+    with pytest.raises(NeedsDecision, match="no manifest that can be read"):
+        single(tmp_path).resume_point()
 
 
 def test_save_swapped_folders_refused(run_ranks):
@@ -358,7 +393,7 @@ def test_save_swapped_folders_refused(run_ranks):
         kept = CheckpointManager(me.folder / f"home{me.island}", fsdp_demo.Topology.from_env())
         leave(kept, 5, island=1 - me.island, delta=4)
         try:
-            return kept.resolve_resume_step(take_over=take_over)
+            return kept.resume_point(take_over=take_over).step
         except NeedsDecision as error:
             return str(error)
 
@@ -373,10 +408,10 @@ def test_save_swapped_folders_refused(run_ranks):
 def test_save_earlier_life_writes_nothing(tmp_path):
     """A process of an earlier life writes nothing."""
     old = single(tmp_path)
-    old.resolve_resume_step(False)
+    old.resume_point(False)
     old.save(10, text)
     new = single(tmp_path)
-    assert new.resolve_resume_step() == 10
+    assert new.resume_point().step == 10
     with pytest.raises(Superseded, match="belongs to a later life"):
         leave(old, 13)
     with pytest.raises(Superseded):
@@ -394,7 +429,7 @@ def test_save_lock_taken_before_rename(tmp_path):
     """A save whose lock is taken before its folder gets its name is refused."""
     old = single(tmp_path)
     with pytest.raises(Superseded):
-        old.save(10, lambda folder: lambda: single(tmp_path).resolve_resume_step())
+        old.save(10, lambda folder: lambda: single(tmp_path).resume_point())
     assert list(old.whole()) == []
 
     def late(*of):
@@ -407,7 +442,7 @@ def test_save_lock_taken_before_rename(tmp_path):
         with pytest.raises(Superseded):
             third.save(10, text)
     # whole, but for its manifest: nobody gives it the name
-    assert single(tmp_path).resolve_resume_step() is None
+    assert single(tmp_path).resume_point() is None
     (tmp_path / LOCK).unlink()  # gone hinders nobody
     old.save(20, text)
     assert list(old.whole()) == [20]
@@ -415,11 +450,11 @@ def test_save_lock_taken_before_rename(tmp_path):
 
 def test_resume_nothing_found_names_folder(tmp_path, caplog):
     """A resume that finds nothing says where it looked."""
-    assert single(tmp_path / "typo").resolve_resume_step() is None
+    assert single(tmp_path / "typo").resume_point() is None
     assert f"looked in {tmp_path / 'typo'}: begins at step 0" in caplog.text
     caplog.clear()
     for resume in ("auto", False):
-        assert single(tmp_path / "new").resolve_resume_step(resume) is None
+        assert single(tmp_path / "new").resume_point(resume) is None
     assert not caplog.text
 
 
@@ -428,7 +463,7 @@ def test_resume_refused_start_leaves_folder(tmp_path):
     running = single(tmp_path)
     running.save(10, text)
     with pytest.raises(NeedsDecision, match="go on from there"):
-        single(tmp_path).resolve_resume_step(resume=False)
+        single(tmp_path).resume_point(resume=False)
     running.save(20, text)
     assert list(running.whole()) == [10, 20]
 

@@ -128,8 +128,7 @@ def test_benchmark_of_scale(
     many that are sent whole), each number of replicas.
     """
     out = tmp_path / "out.json"
-    monkeypatch.setattr(scale, "TURN", 1)
-    words = "--sizes 1 --tensors 2 8 --replicas 2 3 --hidden 256 --repeat 1".split()
+    words = "--turn 1 --sizes 1 --tensors 2 8 --replicas 2 3 --hidden 256 --repeat 1".split()
     run(scale, monkeypatch, *words, "--json", str(out))
     found, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert [(r["kind"], r["tensors"], r["replicas"]) for r in found["rows"]] == [

@@ -19,7 +19,7 @@ from deepspeed_ext.checkpoint_methods import separate
 from fsdp_demo.checkpoint import load_exchange
 from fsdp_demo.checkpoint.files import copied
 from fsdp_demo.checkpoint.folders import Fence
-from fsdp_demo.errors import Superseded
+from fsdp_demo.errors import NeedsDecision, Superseded
 from fsdp_demo.integrations.export.weights import anchors
 from fsdp_demo.peers.votes import Ranks
 from fsdp_demo.tools.inspect import inspect
@@ -402,6 +402,38 @@ def test_zero_save_earlier_life_writes_nothing(run_ranks, tmp_path) -> None:
     """A process of an earlier life writes nothing."""
     assert run_ranks(usurped, args=(tmp_path, zero.settings("zero1"))) == [False] * 4
     assert (tmp_path / "island0" / "latest").read_text() == "one"
+
+
+def new_directories(me: Any, root: Path, config: dict[str, Any]) -> Any:
+    """Saves to a new directory each time, and what a resume from a damaged checkpoint says."""
+    made, exchange = make(config, "demo")
+    zero.train(made, range(2), me.rank)
+    saver, groups = made.save_checkpoint.__self__, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "new_group", lambda *_, **__: groups.append(1))
+        managers = set()
+        for step in range(3):
+            assert made.save_checkpoint(str(root / str(step)), "one")
+            managers.add(id(saver._made))
+    part = root / "2" / f"island{me.island}" / "one" / "exchange" / "rank0.json"
+    if me.proc == 0:
+        part.write_bytes(part.read_bytes()[:-9])
+    saver.ranks.any(False)
+    with pytest.raises(NeedsDecision) as error:
+        made.load_checkpoint(str(root / "2"))
+    exchange.detach()
+    return len(groups), len(managers), str(error.value)
+
+
+def test_zero_save_to_new_directories(run_ranks, tmp_path) -> None:
+    """Saves to a new directory each time make no process group. A damaged checkpoint is no new
+    run.
+    """
+    for groups, managers, said in run_ranks(
+        new_directories, args=(tmp_path, zero.settings("zero1"))
+    ):
+        assert (groups, managers) == (0, 1)
+        assert "no island holds a whole checkpoint" in said and "2/island1/one" in said
 
 
 def test_zero_resume_flipped_bit_found(run_ranks, tmp_path) -> None:

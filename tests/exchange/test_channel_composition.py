@@ -535,11 +535,13 @@ def test_token_weights_per_fragment(alone) -> None:
     for t in range(14):
         if t == 9:
             state = exchange.state_dict()
-            assert state["tokens"][0] == 9 * 5
+            assert state["tokens"][0] == 9 * 5 and state["counts"] == [9 * 5, 9 * 5]
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         exchange.report(tokens=5)
         optimizer.step()
+    exchange.report(tokens=5, weight=torch.tensor(2))
+    assert exchange.tokens == 75 and exchange.state_dict()["counts"] == [72, 75]
     exchange.finish()
     assert all(weight == 30 for names, step, weight in sent if step >= 10 and step < 14), sent
 

@@ -340,6 +340,9 @@ def test_newcomer_trains_before_its_messages_count(run_ranks, name: str) -> None
         for at, until in ((2, 6), (5, 5), (7, 8)):
             _, exchange, model = joins(config, record, at, until)
             assert exchange.step == until
+            counted = 2 * sum(10 + t for t in range(at))  # by island 0, the donor
+            assert exchange.totals()["global_tokens"] == counted * until // at
+            assert exchange.tokens == 0  # its own, which weigh
             optimizer = exchange.optimizers[0]
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 5))
             for _ in range(until):

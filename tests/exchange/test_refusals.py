@@ -375,6 +375,25 @@ def test_requires_grad_switched_refused(kind: str) -> None:
     assert exchange.step == 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_resized_parameter_refused(kind: str) -> None:
+    """A parameter that was given more rows after attach is refused by name and shape: the new rows
+    would be on no other island.
+    """
+    net = alone()
+    optimizer = sgd(net.parameters())
+    fsdp_demo.attach(optimizer, KINDS[kind], model=net)
+    step(net, optimizer)
+    rows, width = net.a.weight.shape
+    net.a.weight.data, net.a.weight.grad = torch.randn(rows + 2, width), None
+    with pytest.raises(
+        RuntimeError,
+        match=rf"a.weight has the shape \[{rows + 2}, {width}\], at attach it had "
+        rf"\[{rows}, {width}\].*attach again",
+    ):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("which", [0, 37, 99])
 def test_requires_grad_checked_in_turns(which: int) -> None:
     """Each of many parameters is checked within some steps. A step at which nothing is due does not

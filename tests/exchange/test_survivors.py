@@ -94,7 +94,7 @@ def trained(me: Any, case: str, victim: int, at: int, steps: int = 14) -> Any:
             exchange.report(tokens=10 + me.island, loss=1.0 + me.island)
             optimizer.step()
             optimizer.zero_grad()
-        metrics = exchange.metrics()
+        metrics = exchange.metrics() | exchange.totals()
         exchange.finish()
         values = {n: p.detach().clone() for n, p in model.named_parameters()}
         return exchange.digests_equal(), exchange._peers and exchange._peers.slots, metrics, values
@@ -114,6 +114,9 @@ def test_survivors_train_on(run_ranks, case: str) -> None:
         assert one[0] and two[0]
         assert all(torch.equal(one[3][n], two[3][n]) for n in one[3])
     assert one[2]["loss"] == two[2]["loss"] == 2.0  # of islands 0 and 2
+    if case in ("demo", "diloco"):  # the lost island took part in the exchanges up to step 7, or 6
+        steps = {"demo": 3 * 7 + 2 * 7, "diloco": 3 * 6 + 2 * 8}[case]
+        assert [one[2]["global_tokens"], two[2]["global_tokens"]] == [10 * steps, 12 * steps]
 
 
 def test_survivors_woken_island_exits_75(run_ranks, tmp_path: Path) -> None:

@@ -103,7 +103,11 @@ def test_wire_every_message_has_header(run_ranks: Callable[..., Any]) -> None:
             (header.QUESTION, 2),
             (header.DIGESTS, 2),
         ]
-        assert first == second == [*expected, (header.DIGESTS, 2), (header.END, 2)]
+        assert (
+            first
+            == second
+            == [*expected, (header.DIGESTS, 2), (header.DIGESTS, 2), (header.END, 2)]
+        )
         return True
 
     assert run_ranks(run, 1, 1) == [True]

@@ -266,6 +266,25 @@ def test_export_mean_needs_all_islands(run_ranks, tmp_path, caplog):
     assert (one_checkpoint.kind, one_checkpoint.step) == ("replica", 4)
 
 
+def test_export_takes_the_best_of_the_trainer(run_ranks, tmp_path, caplog, capsys):
+    """Without --step the step is the one that the Trainer's newest state calls its best."""
+    out = run_ranks(lambda r: trained(r, "diloco", 6, [2, 4, 6], period=2), islands=2, procs=1)
+    run = Path(out[0][1])
+    for island in (0, 1):
+        for step, best in ((4, 2), (6, 4)):
+            named = {"best_model_checkpoint": f"/moved/checkpoint-{best}", "best_metric": 2.5}
+            at = run / f"island{island}" / f"checkpoint-{step}" / "trainer_state.json"
+            at.write_text(json.dumps(named))
+    assert cli.main(["export", str(run), str(tmp_path / "best")]) == 0
+    assert "step 4, the Trainer's best (metric 2.5), the outer" in capsys.readouterr().out
+    assert "| step | 4, the Trainer's best" in (tmp_path / "best" / "README.md").read_text()
+    assert (export(run, tmp_path / "six", step=6).step, caplog.text) == (6, "")
+    for island in (0, 1):
+        (run / f"island{island}" / "checkpoint-4").rename(tmp_path / f"away{island}")
+    assert export(run, tmp_path / "newest").step == 6
+    assert "step 4, the Trainer's best, is not here" in caplog.text
+
+
 def test_export_two_runs_refused(run_ranks, tmp_path):
     """A folder with two runs is refused."""
     runs = [
@@ -494,6 +513,17 @@ def test_export_metadata_executes_no_code(tmp_path):
     ):
         _PlainReader(str(tmp_path)).read_metadata()
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("data", [b"\x94", b"N.", b"p-1\n.", b"]."])
+def test_export_odd_metadata_is_damage(tmp_path, data):
+    """Metadata that is no pickle, or of something else, ends in a sentence."""
+    from fsdp_demo.integrations.export.weights import read_model
+
+    (tmp_path / "model_0").mkdir()
+    (tmp_path / "model_0" / ".metadata").write_bytes(data)
+    with pytest.raises(ValueError, match=r"is damaged \(|is no metadata of a distributed"):
+        read_model(tmp_path)
 
 
 def test_export_metadata_of_any_python():

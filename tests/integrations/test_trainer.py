@@ -2,12 +2,14 @@
 two islands, 2 x 2 with FSDP2.
 """
 
+import copy
 import logging
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +17,18 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import fsdp_demo  # noqa: E402
+from fsdp_demo.integrations.data import split_dataset_by_island  # noqa: E402
 from fsdp_demo.integrations.trainer import ExchangeCallback, exchange_optimizer  # noqa: E402
 from fsdp_demo.integrations.trainer import stop as trainer_stop  # noqa: E402
+from fsdp_demo.integrations.trainer.session import Session  # noqa: E402
 from fsdp_demo.runlog.files import load  # noqa: E402
 
 from ..support import trainer_script as script  # noqa: E402
@@ -655,3 +664,64 @@ def test_trainer_sigterm_twice(run_ranks):
 
     stays, killed = run_ranks(run, islands=2, procs=1, check=False)
     assert killed.status == -signal.SIGTERM and stays.value == 20
+
+
+@pytest.mark.parametrize(("procs", "together"), [(1, True), (2, True), (2, False)])
+def test_trainer_weight_tokens_counts_labels(run_ranks, procs, together):
+    """With reducer.weight=tokens two islands take the mean over all labels, as one process does,
+    where rows have unlike numbers of them, ranks add theirs up or not, and steps accumulate.
+    """
+
+    def rows(count):
+        found = []
+        for i in range(count):
+            ids = torch.randint(20, (13,), generator=torch.Generator().manual_seed(i))
+            found.append({"input_ids": ids, "labels": ids.clone()})
+            found[-1]["labels"][: 11 if i % 2 == 0 else 1] = -100  # 2 or 12 are left
+        return found
+
+    def run(rank):
+        made = rows(4 * procs)
+        script.fresh_state()
+        torch.manual_seed(0)
+        model = script.model()
+        reference = copy.deepcopy(model)
+        args = TrainingArguments(
+            str(rank.folder / "out"), max_steps=3, per_device_train_batch_size=1, use_cpu=True,
+            gradient_accumulation_steps=2, save_strategy="no", report_to=[], max_grad_norm=0.0,
+            lr_scheduler_type="constant", optim="sgd", learning_rate=0.5, disable_tqdm=True,
+            average_tokens_across_devices=together, logging_steps=1,
+        )  # fmt: skip
+        line = ExchangeCallback("full", **{"reducer.weight": "tokens"})
+        own = split_dataset_by_island(made)
+        trained = Trainer(model=model, args=args, train_dataset=own, callbacks=[line])
+        trained.train()
+        ids, labels = (torch.stack([row[name] for row in made]) for name in made[0])
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+        for _ in range(3):
+            reference(input_ids=ids, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        far = max((p - q).abs().max().item() for p, q in pairs)
+        return far, history(trained, "exchange/global_tokens")
+
+    for far, tokens in run_ranks(run, islands=2, procs=procs):
+        assert far < 1e-5 and tokens == [52 * procs * n for n in (1, 2, 3)]  # inputs, not labels
+
+
+def test_trainer_weight_without_a_count():
+    """Where the Trainer hands on no count of labels, those of a batch are counted, without the
+    first of a row where the loss is shifted; without labels the tokens.
+    """
+    args = SimpleNamespace(average_tokens_across_devices=False, process_index=1)
+    trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=3))
+    session = SimpleNamespace(_trainer=trainer, _weighed=-1)
+    batch = {"input_ids": torch.zeros(2, 3), "labels": torch.tensor([[1, 2, -100], [-100, 5, 6]])}
+    assert int(Session._weight(session, batch, None)) == 4
+    trainer._loss_shifts_labels = True
+    assert int(Session._weight(session, batch, None)) == 3
+    assert Session._weight(session, {"input_ids": torch.zeros(2, 3)}, None) == 6
+    assert [int(Session._weight(session, batch, n)) for n in (torch.tensor(9.0), 9)] == [9, 0]
+    args.average_tokens_across_devices, trainer.state.global_step = True, 4
+    assert Session._weight(session, batch, 9) == 0  # the first rank counts for all

@@ -52,6 +52,11 @@ def extra(preset, changes, **own):
     return out
 
 
+def tokens(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["tokens"] for line in lines]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_trainer_resume_bit_for_bit(run_ranks, name):
     """Every preset resumes bit for bit. From checkpoint-5, between two exchanges and, where there
@@ -89,11 +94,13 @@ def test_trainer_resume_bit_for_bit(run_ranks, name):
                     kept,
                     history(trained, "loss"),
                     history(trained, "exchange/loss"),
+                    tokens(rank.folder / "out" / f"island{rank.island}"),
                 )
             )
         return out
 
     for whole, resumed in run_ranks(run, islands=2, procs=2 if fsdp else 1, timeout=120):
+        assert whole[4] == resumed[4] and len(whole[4]) == 10  # the resume counts nothing twice
         assert torch.equal(whole[0], resumed[0]) and torch.equal(whole[1], resumed[1])
         assert whole[2] == resumed[2] and len(whole[2]) == 10 and whole[3][-5:] == resumed[3][-5:]
 

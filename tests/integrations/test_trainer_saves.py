@@ -302,6 +302,23 @@ def test_trainer_save_earlier_life_writes_nothing(run_ranks):
     assert run_ranks(work, islands=2, procs=1) == [["checkpoint-2"]] * 2
 
 
+def test_trainer_save_limit_on_each_node(run_ranks):
+    """`save_total_limit` holds on each node of an island whose nodes have a disk each."""
+
+    def work(rank):
+        folder = rank.folder / f"node{rank.proc}" / "out"
+        each = {"save_on_each_node": True, "save_total_limit": 2, "max_steps": 4, "save_steps": 1}
+        script.trainer(folder, extra("demo", {}), **SETTINGS, **each).train()
+        return sorted(p.name for p in (folder / f"island{rank.island}").glob("checkpoint-*"))
+
+    def node(rank):
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate asks for them, no more
+        return {**at, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank.proc)}
+
+    out = run_ranks(work, islands=2, procs=2, timeout=120, env=node)
+    assert out == [["checkpoint-3", "checkpoint-4"]] * 4
+
+
 def test_trainer_save_checksums_of_all_ranks(run_ranks):
     """The manifest has a checksum of every file, of whichever rank it is."""
 

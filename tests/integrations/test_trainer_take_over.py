@@ -17,6 +17,8 @@ from transformers import TrainerCallback  # noqa: E402
 
 import fsdp_demo  # noqa: E402
 from fsdp_demo.checkpoint import taking_over  # noqa: E402
+from fsdp_demo.checkpoint.choice import HeldCheckpoint  # noqa: E402
+from fsdp_demo.checkpoint.manager import ResumePoint  # noqa: E402
 from fsdp_demo.errors import NeedsDecision  # noqa: E402
 from fsdp_demo.integrations.trainer.beginning import (
     _with_others,
@@ -191,6 +193,25 @@ def test_trainer_resume_auto_says_once_that_training_begins(tmp_path, caplog):
         )
         assert find_checkpoint("auto", manager, fresh=False) is None
     assert caplog.text.count("island0: no island holds a checkpoint") == 1
+
+
+def test_trainer_named_unlike_history_takes_over(tmp_path):
+    """Of checkpoints that were named one history goes on, and other islands take over."""
+    (tmp_path / "checkpoint-4").mkdir()
+    manager = SimpleNamespace(
+        topology=SimpleNamespace(islands=2),
+        ranks=Ranks(None, 0, 1),
+        registry=SimpleNamespace(
+            meet=lambda note: [note, note], tell=lambda note: {"name": "b", "state": {}}
+        ),
+        root=tmp_path,
+        adopt=lambda: None,
+        held=lambda name: [HeldCheckpoint(4)],
+        agree=lambda held, how, name: ResumePoint(4, None, True) if how == "take_over" else None,
+        verify=lambda folder: None,
+    )
+    assert find_checkpoint("out/checkpoint-4", manager, fresh=False) == TakeOver(4, "b", {})
+    assert find_checkpoint("out/checkpoint-4", manager, True) == str(tmp_path / "checkpoint-4")
 
 
 def test_trainer_take_over_fresh(run_ranks):

@@ -49,7 +49,8 @@ class Exchange:
     config, drift, newcomer = SimpleNamespace(preset="full", to_yaml=lambda: "{}"), None, False
     activity, chosen_because = Activity(), ""
 
-    def __init__(self, islands: int, step: int):
+    def __init__(self, islands: int, procs: int, step: int):
+        self.ranks = islands * procs
         self.topology = SimpleNamespace(count=islands, kind="islands", name="island0", island=0)
         self.step, self.taken = step, 0
         self.participants = list(range(islands))
@@ -58,6 +59,9 @@ class Exchange:
         sent = self.taken if self.topology.count > 1 else 0
         waited = {"seconds_waiting": 0.0, "seconds_exchanging": 0.0}
         return {"bytes_sent": 100 * sent, "exchanges": sent, "loss": None, **waited}
+
+    def totals(self) -> dict[str, Any]:
+        return {"global_tokens": 10 * self.taken * self.ranks}
 
     def timeline(self, after: Any = None) -> Sequence[Any]:
         return []
@@ -78,7 +82,7 @@ def start(
     left: Sequence[int] = (),
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Steps of a job from `before` on: state, summary and table of rank 0."""
-    exchange = Exchange(islands, steps[0])
+    exchange = Exchange(islands, procs, steps[0])
     made = report.Report(
         Ranks(procs),
         exchange,
@@ -93,7 +97,7 @@ def start(
     if not steps[0]:  # as the recipes do
         made.evaluated(3.0, 0.0)
     for _ in range(*steps):
-        made.micro_batch(torch.tensor(2.0), 10)
+        made.micro_batch(torch.tensor(2.0))
         exchange.step, exchange.taken = exchange.step + 1, exchange.taken + 1
         made.optimizer_step(0.1)
     exchange.participants = list(left) or exchange.participants

@@ -144,7 +144,5 @@ def run(
                 record.line(lines[-1])
         if ended:
             record.finish(summary(lines, equal))
-        else:
-            record.close()
     monkeypatch.undo()
     return folder

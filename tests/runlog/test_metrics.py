@@ -47,7 +47,8 @@ def test_metrics_names_are_in_the_table(run_ranks: Any) -> None:
         assert all(of[name] != "rank" for name in totals)
         assert set(names) == {f"{PREFIX}{n}" for n in totals} | {"exchange/kept_energy/momentum"}
         assert all(metric(name) in TABLE for name in names)
-        assert names["exchange/tokens"] == 30 and names["exchange/loss"] == 2.5
+        assert names["exchange/tokens"] == 30 and names["exchange/global_tokens"] == 60
+        assert names["exchange/loss"] == 2.5
         assert names["exchange/not_finite"] == 1 and rank["bytes_sent"] == totals["bytes_sent"]
         always = {n: of for n, (_, of, _, when) in TABLE.items() if when == "always"}
         assert {n for n, of in always.items() if of != "rank"} <= set(totals)

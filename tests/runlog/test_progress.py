@@ -4,6 +4,7 @@ while training stands still.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import time
@@ -44,6 +45,18 @@ def test_progress_line_has_what_is_known() -> None:
     assert own == "step 3/9, loss 2.000 (this island), sending to 1"
     now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))
     assert line(Progress(3, 9), "training", now + 3600, now).endswith("training, ends 13:00")
+
+
+def test_progress_closed_stream_ends_nothing() -> None:
+    """A stream that takes nothing more ends no training."""
+    with open("/dev/full", "w") as out:
+        shown = ProgressLine(said(Activity()), 30, out)
+        shown.update(loss=1.0)
+        with contextlib.suppress(OSError):
+            out.close()
+    shown.update(loss=1.0)
+    shown.write("more")
+    shown.close()
 
 
 def test_progress_clock_has_the_day() -> None:

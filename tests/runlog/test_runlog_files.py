@@ -4,8 +4,10 @@ no run.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -91,12 +93,82 @@ def test_runlog_later_start_drops_later_lines(tmp_path, monkeypatch) -> None:
     assert record.last["step"] == 20 and record.seconds == pytest.approx(20.0)
     clock.now += 3
     record.line({"step": 21})
-    record.close()
     run = load(folder).islands[0]
     assert [line["step"] for line in run.lines] == [5, 10, 15, 20, 21]
     assert run.lines[-1]["seconds"] == pytest.approx(23.0) and run.head["began"] == began
     assert [e["step"] for e in run.exchanges] == list(range(20))
     assert (run.events[-1]["kind"], run.events[-1]["step"]) == ("resume", 20)
+
+
+def test_runlog_full_disk_is_a_warning(tmp_path, caplog) -> None:
+    """Where the disk is full a file gets one warning, and its next line says how many lack."""
+    full = tmp_path / "island0" / files.STEPS_FILE
+    record = RunRecord(full.parent, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
+    full.symlink_to("/dev/full")  # which nothing may read
+    for step in range(1, 5):
+        record.line({"step": step})
+    full.unlink()
+    record.line({"step": 5})
+    record.line({"step": 6})
+    (warned,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert f"{full} cannot be written (No space left on device)" in warned
+    assert [(line["step"], line.get("missing")) for line in lines(full)] == [(5, 4), (6, None)]
+    assert load(tmp_path).notes[1:] == ["island0: 4 lines could not be written."]
+
+
+def test_runlog_line_is_whole_or_absent(tmp_path, run_ranks) -> None:
+    """Of a line for which there is no room nothing stays in the file (RLIMIT_FSIZE of a rank)."""
+
+    def work(rank):
+        path = tmp_path / files.STEPS_FILE
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        record = RunRecord(tmp_path, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
+        for step in range(1, 9):
+            record.line({"step": step, "seconds": 1.5, "loss": 3.25})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        record.line({"step": 9, "seconds": 9.5})
+        return [(line["step"], line.get("missing")) for line in lines(path)]
+
+    assert run_ranks(work, 1, 1) == [[(1, None), (2, None), (9, 6)]]
+
+
+def test_runlog_unwritable_folder_ends_nothing(tmp_path) -> None:
+    """A record whose folder cannot be made lets a training end."""
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "island0"
+    record = RunRecord(folder, made.Said(made.Place(0, 1)), steps=9, parameters=1, procs=1)
+    record.tick()
+    record.line({"step": 1})
+    record.finish({})
+
+
+def test_runlog_drops_lines_in_one_piece(tmp_path, monkeypatch, caplog) -> None:
+    """Where later lines cannot be dropped, since there is no room, the file stays as it was."""
+    path = tmp_path / files.STEPS_FILE
+    files.append(path, [{"step": step} for step in range(4)])
+
+    def full(part: Path, *_: object, **__: object) -> None:
+        part.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert files.keep_until(path, 2) == [{"step": step} for step in range(3)]
+    assert len(lines(path)) == 4 and "cannot be written" in caplog.text
+
+
+def test_runlog_second_training_puts_the_first_aside(tmp_path, monkeypatch) -> None:
+    """A second training in a folder puts the files of the first aside, as a run of its own."""
+    folder = made.run(monkeypatch, tmp_path / "run", islands=1, steps=20) / "island0"
+    exchange = made.Said(made.Place(0, 1))
+    for _ in range(2):
+        record = RunRecord(folder, exchange, steps=9, parameters=1, procs=1)
+        record.line({"step": 3, "seconds": 0.5})
+    assert [line["step"] for line in lines(folder / files.STEPS_FILE)] == [3]
+    assert [e["kind"] for e in lines(folder / files.EVENTS_FILE)] == ["begin"]
+    first, second = (load(folder / f"earlier-{n}").islands[0] for n in (1, 2))
+    assert [line["step"] for line in first.lines] == [5, 10, 15, 20] and first.summary is not None
+    assert [line["step"] for line in second.lines] == [3]
+    assert len(load(tmp_path / "run").islands) == 1
 
 
 def test_runlog_counts_the_time_an_island_was_gone(tmp_path, monkeypatch) -> None:
@@ -108,7 +180,6 @@ def test_runlog_counts_the_time_an_island_was_gone(tmp_path, monkeypatch) -> Non
     record = RunRecord(folder, exchange, steps=90, parameters=1, procs=1)
     assert record.seconds == pytest.approx(500.0, abs=1.0)
     record.line({"step": 65, "tokens": 30, "loss": 1.0})
-    record.close()
     run = load(folder)
     assert (run.islands[0].events[-1]["kind"], run.islands[0].events[-1]["islands"]) == (
         "joined",
@@ -127,7 +198,6 @@ def test_runlog_head_has_the_choice_of_auto(tmp_path) -> None:
     exchange.step = 8
     record.tick()
     record.tick()
-    record.close()
     head = json.loads((tmp_path / files.HEAD_FILE).read_text())
     assert (head["preset"], head["chosen_because"]) == ("diloco", "the link is slow")
     assert "sync_every: 7" in head["config"]
@@ -144,7 +214,6 @@ def test_runlog_writes_each_exchange_once(tmp_path) -> None:
         if step % 2:
             record.exchanges()
     record.exchanges()
-    record.close()
     assert [e["step"] for e in lines(tmp_path / files.EXCHANGES_FILE)] == list(range(6))
 
 
@@ -182,4 +251,4 @@ def test_runlog_format_is_on_its_page() -> None:
     assert f"`format` in `run.json` is {files.FORMAT}." in page
     texts = {"channels", "islands", "kind", "reason"}
     named = {key for file in (files.STEPS_FILE, files.EXCHANGES_FILE) for key in keys(file)}
-    assert named | set(keys(files.EVENTS_FILE)) == files.NUMBERS | texts
+    assert named | set(keys(files.EVENTS_FILE)) == files.NUMBERS - {"missing"} | texts

@@ -269,7 +269,7 @@ def save(folder: str) -> Journey:
     topology = fsdp_demo.Topology.from_env()
     checkpoints = CheckpointManager(Path(folder) / f"island{topology.island}", topology)
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
-    checkpoints.resolve_resume_step(resume=False)
+    checkpoints.resume_point(resume=False)
     for _ in range(5):
         run.step()
     with run.journey as journey:
@@ -289,9 +289,9 @@ def load(folder: str) -> Journey:
     checkpoints = CheckpointManager(Path(folder) / f"island{topology.island}", topology)
     run = Run("streaming_diloco", topology, period=4, delay=3, layers=1)
     with run.journey as journey:
-        found = checkpoints.resolve_resume_step(resume="auto")
-        if found is not None and checkpoints.has(found):
-            saved = load_exchange(checkpoints.path(found) / "exchange")
+        found = checkpoints.resume_point(resume="auto")
+        if found is not None and found.folder is not None:
+            saved = load_exchange(found.folder / "exchange")
             run.exchange.rejoin(saved, saved.step, run.model)
         else:  # this island takes over from the others
             run.exchange.rejoin(None, 0, run.model)

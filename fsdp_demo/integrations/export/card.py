@@ -63,7 +63,7 @@ def _rows(chosen: Any, run: Path, model: Any, head: dict[str, Any]) -> Iterator[
     yield "settings", changed or "those of the preset"
     yield "islands", f"{head['islands']} in the last start, each of {ranks(head)}"
     yield "parameters", chosen.says
-    yield "step", chosen.step
+    yield "step", f"{chosen.step}{chosen.why}"
     sent = chosen.parts[0][1].outline(head["rank"], head["island"]).last.values()
     shown = numbers(
         chosen.parts[0][0], run, chosen.step, ended=all(at == chosen.step for at in sent)

@@ -12,9 +12,9 @@ alone:
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from ...checkpoint.exchange_state import SavedExchange, load_exchange
 from ...checkpoint.folders import damaged
 from ...config.schema import ExchangeConfig
-from ...errors import first_few
+from ...errors import UNREADABLE, first_few
+from ...files import read_json
 from ...tools.inspect import above, exchange_in, find_checkpoints, listed
 from .weights import outer_tensors
 
@@ -51,12 +52,14 @@ class Chosen:
         step: the optimizer step.
         config: of the exchange.
         parts: folder, exchange state and number of each island that is needed.
+        why: says that the step is the best one; else empty.
     """
 
     kind: str
     step: int
     config: ExchangeConfig
     parts: tuple[tuple[Path, SavedExchange, int], ...]
+    why: str = ""
 
     @property
     def says(self) -> str:
@@ -78,7 +81,7 @@ def export(
     Args:
         run: output folder of the Trainer or of recipes/pretrain.py, or one checkpoint of it.
         out: folder to write; made, or empty.
-        step: of the checkpoints; default the newest that all islands which are needed have.
+        step: default the Trainer's best, else the newest that all islands that are needed have.
         island: take this island's replica alone.
         model: config.json, folder or hub id of the architecture, for checkpoints without a
             config.json.
@@ -138,7 +141,11 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
             f"{run} holds no complete checkpoint of step {step}: there are {listed(whole)}{because}"
         )
     lacks: dict[int, list[int]] = {}
-    for at in [step] if step is not None else sorted(whole, reverse=True):
+    best, why = _best(whole) if step is None else (step, "")
+    if best is not None and best not in whole:
+        log.warning("the checkpoint of step %d, the Trainer's best, is not here", best)
+    order = sorted(whole, key=lambda at: (at == best, at), reverse=True)
+    for at in order if step is None else [step]:
         chosen, lacks[at] = _choice(at, whole[at], island)
         if chosen is not None:
             newer = [s for s in lacks if s > at]
@@ -149,7 +156,7 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
                     because,
                     at,
                 )
-            return chosen
+            return replace(chosen, why=why) if at == best else chosen
     at = max(lacks)
     if island is not None:
         raise ValueError(
@@ -162,6 +169,17 @@ def choose(run: Path, step: int | None, island: int | None) -> Chosen:
         f"{'their folders' if len(lacks[at]) > 1 else 'its folder'} beside the others in {run}, "
         f"or export one replica with --island {min(whole[at])}{because}"
     )
+
+
+def _best(whole: dict[int, dict[int, tuple[Path, SavedExchange]]]) -> tuple[int | None, str]:
+    """The step that the newest state of the Trainer calls its best, and the words for that."""
+    for at in sorted(whole, reverse=True):
+        for folder, _ in whole[at].values():
+            with suppress(OSError, *UNREADABLE):
+                state = read_json(folder / "trainer_state.json")
+                step = int(state["best_model_checkpoint"].rsplit("-", 1)[-1])
+                return step, f", the Trainer's best (metric {state['best_metric']:.4g})"
+    return None, ""
 
 
 def _whole_ones(run: Path) -> tuple[dict[int, dict[int, tuple[Path, SavedExchange]]], list[str]]:
@@ -306,7 +324,7 @@ def load_tokenizer(chosen: Chosen, run: Path, given: str | None) -> Any:
     where: Any = given or _beside(chosen, run, *TOKENIZER)
     # recipes/pretrain.py names what it was given
     if where is None and (facts := _beside(chosen, run, FACTS)) is not None:
-        named = json.loads((facts / FACTS).read_text()).get("tokenizer")
+        named = read_json(facts / FACTS).get("tokenizer")
         where = named if named != "bytes" else None
     if where is None:
         return None

@@ -4,7 +4,6 @@ from exchange states.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import warnings
@@ -23,6 +22,7 @@ from ...checkpoint.exchange_state import SavedExchange
 from ...checkpoint.reshard import Stretch, channels_of, gather
 from ...config.channel import covers
 from ...errors import UNREADABLE
+from ...files import read_json
 from ...hosts.base import plain_name
 
 FULL, SHARDED, ADAPTER = "pytorch_model_fsdp.bin", ".metadata", "adapter_model.safetensors"
@@ -60,7 +60,11 @@ def read_model(folder: Path) -> dict[str, Tensor]:
                 f"{folder} holds no model: looked for model.safetensors, {FULL}, "
                 f"model/*.safetensors and */{SHARDED}"
             )
-        found = _read_distributed(_PlainReader(str(metadata[0].parent)))
+        try:
+            found = _read_distributed(_PlainReader(str(metadata[0].parent)))
+        except (MemoryError, AttributeError, KeyError, TypeError) as error:
+            why = f"{metadata[0]} is damaged ({error!r:.80})"
+            raise ValueError(f"{why}: take another step") from None
     return {plain_name(name): tensor for name, tensor in found.items()}
 
 
@@ -71,7 +75,7 @@ def _indexed(index: Path) -> list[Path]:
         ValueError: it is damaged, or names a file elsewhere.
     """
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = read_json(index)["weight_map"].values()
         names = sorted({str(name) for name in files})
     except UNREADABLE as error:
         raise ValueError(f"{index} is damaged ({error!r:.80}): take another step") from None
@@ -126,7 +130,7 @@ class _PlainReader(FileSystemReader):
         with open(path, "rb") as file:
             try:
                 metadata: Metadata = _Names(file).load()
-            except (ValueError, pickle.UnpicklingError) as error:
+            except (pickle.UnpicklingError, MemoryError, EOFError, *UNREADABLE) as error:
                 raise ValueError(
                     f"{path} is no metadata of a distributed checkpoint: {error}"
                 ) from None

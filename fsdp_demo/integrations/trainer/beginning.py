@@ -10,7 +10,6 @@ own folder, if it is there. An island that holds none takes over from the others
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -27,17 +26,19 @@ from transformers.trainer_utils import get_last_checkpoint
 from ...attaching import attach
 from ...checkpoint.choice import HeldCheckpoint
 from ...checkpoint.exchange_state import SavedExchange
-from ...checkpoint.manager import CheckpointManager
+from ...checkpoint.manager import CheckpointManager, ResumePoint
 from ...checkpoint.registry import CheckpointRegistry
+from ...checkpoint.sharded_state import refuse_unsaveable
 from ...config.schema import ExchangeConfig
 from ...errors import NeedsDecision, see
 from ...exchange.exchange import Exchange
+from ...files import read_json
 from ...rendezvous.topology import Topology
 from .engine import engine_of
 from .evaluation import Evaluations
 from .joining import KINDS, TakeOver, common_state, load_moments, move_to
 from .setup import check_optimizer, warn
-from .state import manager_of, open_state, restore_local, step_of
+from .state import manager_of, open_state, restore_local, saves_tensors, step_of
 
 log = logging.getLogger("fsdp_demo")
 
@@ -90,6 +91,7 @@ class Beginning:
             ValueError: islands at unlike steps, and as `attach`, `open_state`, `restore_local`.
         """
         args: Any = trainer.args
+        model: Any = trainer.model
         state, engine = trainer.state, engine_of(trainer)
         check_optimizer(trainer, config)
         self.after.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
@@ -111,7 +113,7 @@ class Beginning:
         self.exchange = exchange = attach(
             trainer.optimizer if engine is None else engine,
             config,
-            model=trainer.model,
+            model=model,
             topology=topology,
             must_match=facts | Evaluations.facts(trainer),
             step=state.global_step,
@@ -123,6 +125,8 @@ class Beginning:
             fresh=self.fresh,
             **options,
         )
+        if args.save_strategy != "no" and saves_tensors(exchange, engine is not None):
+            refuse_unsaveable(model, exchange.optimizers)
         # after an error the others see at once that this island is gone; else the Trainer may train
         # on with this optimizer
         self.after.callback(exchange.detach)
@@ -136,6 +140,9 @@ class Beginning:
             )
         elif state.global_step and not self.fresh:
             folder = self._folder(trainer)
+            if engine is None and not any(folder.glob("optimizer*")):
+                lost = "the inner optimizer's moments and the schedule of its rate begin anew"
+                warn(trainer, topology, f"{folder} holds no optimizer (save_only_model): {lost}")
             restore_local(
                 folder, exchange, trainer.model_wrapped, self.manager.group, engine is not None
             )
@@ -181,9 +188,9 @@ def find_checkpoint(wanted: Any, manager: CheckpointManager, fresh: bool) -> Any
     """
     if not is_named(wanted) and wanted is not True and not isinstance(wanted, str):
         return wanted
-    manager.ranks.from_first(manager.adopt)
+    manager.adopt()
     found = (
-        _named(str(wanted), manager)
+        _named(str(wanted), manager, fresh)
         if is_named(wanted)
         else _newest(manager, fresh, auto=str(wanted).lower() == "auto")
     )
@@ -199,13 +206,9 @@ def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
     topology = manager.topology
     held = [HeldCheckpoint(h.step) if fresh else h for h in manager.held()]
     # the last to end has the newest state
-    chosen = manager.agree(held, "newest" if auto and topology.elastic else "auto")
-    if chosen is not None:
-        mine = manager.mine(chosen)
-        path = None if mine is None else str(manager.path(mine.step))
-        if None not in chosen:
-            return path
-        return _with_others(path, max(h.step for h in chosen if h is not None), manager.registry)
+    point = manager.agree(held, "newest" if auto and topology.elastic else "auto")
+    if point is not None:
+        return _where(point, manager.registry)
     if topology.islands == 1 and not auto:
         return True  # the Trainer's own words
     if not auto:
@@ -221,8 +224,17 @@ def _newest(manager: CheckpointManager, fresh: bool, auto: bool) -> Any:
     return None
 
 
-def _named(wanted: str, manager: CheckpointManager) -> Any:
-    """The checkpoint of the name `wanted` in this island's folder, else that very path."""
+def _where(point: ResumePoint | None, registry: CheckpointRegistry) -> str | TakeOver | None:
+    if point is None:
+        return None
+    path = None if point.folder is None else str(point.folder)
+    return _with_others(path, point.step, registry) if point.tells else path
+
+
+def _named(wanted: str, manager: CheckpointManager, fresh: bool) -> Any:
+    """The checkpoint of the name `wanted` in this island's folder, else that very path. Of those
+    with unlike histories one goes on, and the other islands take over.
+    """
     topology, name = manager.topology, Path(wanted).name
     if topology.islands == 1:
         return wanted
@@ -232,8 +244,12 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
             return str(manager.root / name)
         return wanted if not name.startswith("checkpoint-") or Path(wanted).is_dir() else None
 
-    found = manager.ranks.from_first(look)
-    notes = manager.registry.meet({"checkpoint": name, "found": found is not None})
+    found, held = manager.ranks.from_first(look), manager.held(name)
+    note = {"checkpoint": name, "found": found is not None, "held": bool(held) and not fresh}
+    notes = manager.registry.meet(note)
+    one = len({n.get("checkpoint") for n in notes}) == 1
+    if one and all(n.get("held") for n in notes):
+        return _where(manager.agree(held, "take_over", name), manager.registry)
     if all(n.get("found") for n in notes):
         return found
     have = ", ".join(
@@ -241,7 +257,6 @@ def _named(wanted: str, manager: CheckpointManager) -> Any:
         for n in notes
     )
     step = re.fullmatch(r"checkpoint-(\d+)", name)
-    one = len({n.get("checkpoint") for n in notes}) == 1
     if step is None or not one or not any(n.get("found") for n in notes):
         cure = f"name on all the same one, which an island holds{see('no-common-checkpoint')}"
         raise NeedsDecision(f"not every island sees a checkpoint that was named ({have}): {cure}")
@@ -290,9 +305,8 @@ def told(checkpoint: Path) -> dict[str, Any]:
     it cannot be read.
     """
     try:
-        text = (checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")
-        return common_state(json.loads(text))
-    except (OSError, ValueError, RecursionError, TypeError):
+        return common_state(read_json(checkpoint / TRAINER_STATE_NAME))
+    except (OSError, ValueError, TypeError):
         return {}
 
 

@@ -25,12 +25,13 @@ class TrainerRecord:
 
     Args:
         trainer, exchange: at the beginning of the training, when both stand at one step.
+        counted: its `global_tokens` then; 0 where its state begins anew.
 
     The Trainer's own bar, where it is shown, gets the line as its postfix; else the line is written
     as long as information is logged.
     """
 
-    def __init__(self, trainer: Trainer, exchange: Exchange):
+    def __init__(self, trainer: Trainer, exchange: Exchange, counted: int):
         self._exchange, self._trainer = exchange, trainer
         topology, args, state = exchange.topology, trainer.args, trainer.state
         model: Any = trainer.model
@@ -56,6 +57,7 @@ class TrainerRecord:
         )
         self._last = dict(self._record.last)
         self._before = dict(self._record.last)
+        self._before["tokens"] = max(self._before.get("tokens", 0) - counted, 0)
         handler: Any = trainer.callback_handler
         self._bar = next((c for c in handler.callbacks if isinstance(c, ProgressCallback)), None)
         self._line: ProgressLine | None = None
@@ -97,18 +99,17 @@ class TrainerRecord:
     def _values(self, numbers: dict[str, float]) -> dict[str, Any]:
         """Totals of the whole job: the last line of earlier starts has what these have counted."""
 
-        def whole(name: str, here: float) -> float:
-            return self._before.get(name, 0) + here
+        def whole(name: str, here: str = "") -> float:
+            return self._before.get(name, 0) + numbers.get(f"exchange/{here or name}", 0)
 
-        here = {name.removeprefix("exchange/"): value for name, value in numbers.items()}
-        tokens = whole("tokens", here.get("tokens", 0) * self._islands)
+        tokens = whole("tokens", "global_tokens")
         step = ring_all_reduce_bytes(self._islands, 2 * self._parameters)
         return {
             "tokens": int(tokens),
             "tokens_per_second": tokens / max(self._record.seconds, 1e-9),
-            "bytes_sent": int(whole("bytes_sent", here.get("bytes_sent", 0))),
+            "bytes_sent": int(whole("bytes_sent")),
             "bytes_full": step * self._exchange.step,
-            "seconds_waiting": whole("seconds_waiting", here.get("seconds_waiting", 0.0)),
+            "seconds_waiting": whole("seconds_waiting"),
         }
 
     def evaluated(self, loss: float) -> None:
@@ -135,8 +136,7 @@ class TrainerRecord:
         )
 
     def close(self) -> None:
-        """Close the files and end the line of progress."""
-        self._record.close()
+        """End the line of progress."""
         if self._line is not None:
             self._line.close()
             self._line = None

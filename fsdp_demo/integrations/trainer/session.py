@@ -97,7 +97,7 @@ class Session(TrainerCallback):
         self._engine_steps = engine_of(trainer) is not None  # before the Trainer's events of a step
         self._loss: Any = 0.0
         self._numbers: dict[str, float] = {}
-        self._steps_in_epoch = 0
+        self._steps_in_epoch, self._weighed = 0, -1
         self._pace: VotePace | None = None  # of an evaluation that can be left
         if self._engine_steps:
             after.callback(before_steps(trainer.accelerator, self._hear))
@@ -112,8 +112,9 @@ class Session(TrainerCallback):
         exchange.tells = functools.partial(tells, trainer, self._evaluations)
         warn_of_same_rows(exchange, trainer.train_dataset)
         self._record: TrainerRecord | None = None
+        counted = int(exchange.totals()["global_tokens"])
         if args.process_index == 0:
-            self._record = TrainerRecord(trainer, exchange)
+            self._record = TrainerRecord(trainer, exchange, counted)
             after.callback(self._close_record)
         handler = trainer.callback_handler
         # a new list: the old one is being walked
@@ -320,11 +321,26 @@ class Session(TrainerCallback):
         if (exchange := self.live) is None:
             return original(model, inputs, *args, **kwargs)
         exchange.catch_up()
-        exchange.report(tokens=tokens_in(inputs))
+        items = next(iter(args), kwargs.get("num_items_in_batch"))
+        exchange.report(tokens=tokens_in(inputs), weight=self._weight(inputs, items))
         loss = original(model, inputs, *args, **kwargs)
         if not self._engine_steps and isinstance(loss, torch.Tensor):
             self._loss = self._loss + loss.detach()
         return loss
+
+    def _weight(self, inputs: Any, items: Any) -> int | torch.Tensor:
+        """What a micro-batch adds to the weight of this island: labels, else tokens. `items`, by
+        which the Trainer divides, are those of a step, and of all ranks where they are added up."""
+        args, step = self._trainer.args, self._trainer.state.global_step
+        if items is not None:
+            again, self._weighed = self._weighed == step, step
+            counted = again or (args.average_tokens_across_devices and args.process_index > 0)
+            return 0 if counted else torch.as_tensor(items).sum().round().long()
+        labels = inputs.get("labels") if hasattr(inputs, "get") else None
+        if not isinstance(labels, torch.Tensor):
+            return tokens_in(inputs)
+        shifts = labels.ndim > 1 and getattr(self._trainer, "_loss_shifts_labels", False)
+        return (labels[..., 1:] if shifts else labels).ne(-100).sum()
 
     def evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")

@@ -315,6 +315,7 @@ def talk(trainer: Trainer, topology: Topology) -> None:
     errors on the others. Where the script has set up no logging, information goes to stderr, unless
     transformers was told to be quiet.
     """
+    summary.hush()  # what was set up before the Trainer was there
     first, level = trainer.args.process_index == 0, hf_logging.get_verbosity()
     if log.level == logging.NOTSET and (log.hasHandlers() or level > logging.WARNING or not first):
         log.setLevel(level if first else logging.ERROR)

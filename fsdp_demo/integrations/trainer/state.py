@@ -46,8 +46,13 @@ def save_state(
     if topology.kind == "mesh":
         folder = folder / f"replica{topology.island}"
     save_exchange(folder, exchange)
-    if topology.kind == "mesh" and not apart and _differs(exchange):
+    if saves_tensors(exchange, apart):
         save_tensors(folder / "model", tensors_of(model, exchange.optimizers), group, wait=True)
+
+
+def saves_tensors(exchange: Exchange, apart: bool) -> bool:
+    """Whether `save_state` writes parameters and optimizer states, too."""
+    return exchange.topology.kind == "mesh" and not apart and _differs(exchange)
 
 
 def open_state(checkpoint: Path) -> SavedExchange:
@@ -150,7 +155,6 @@ def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
         topology = replace(topology, kind="single", island=0, islands=1, **together)
     limit = args.save_total_limit
     manager = CheckpointManager(args.output_dir, topology, limit if limit and limit > 0 else None)
-    manager.one_disk = False
     if replica.kind == "mesh":
         manager.group = cpu_group(replica)
     return manager

@@ -112,7 +112,7 @@ SMOKES = [
     ),
     Smoke(
         "benchmarks/scale.py",
-        "--sizes 1 --tensors 2 --replicas 2 --hidden 256 --repeat 1",
+        "--turn 1 --sizes 1 --tensors 2 --replicas 2 --hidden 256 --repeat 1",
         ("elements", figures("1 M elements", 2), figures("2 replicas", 2), "against size: "),
     ),
     Smoke(
@@ -127,7 +127,7 @@ SMOKES = [
     ),
     Smoke(
         "benchmarks/step.py",
-        "--steps 2 --only demo --layers 1 --length 16",
+        "--steps 2 --only demo --worlds 1 --layers 1 --length 16",
         ("model +preset +tensors", figures(".* demo", 2)),
     ),
     Smoke(
@@ -138,7 +138,7 @@ SMOKES = [
     ),
     Smoke(
         "benchmarks/zero.py",
-        "--model tiny --batch 1 --repeat 1",
+        "--model tiny --stages 3 --batch 1 --repeat 1",
         ("elements of a rank", figures("ZeRO-3", 2)),
         needs="deepspeed",
     ),
@@ -150,7 +150,7 @@ SMOKES = [
     Smoke(
         "study/study.py",
         "--table front --only local_sgd --seeds 1 --steps 1 --eager --no-pictures --output FOLDER",
-        (f"front 2/2: .*: {FIGURE}, ", "method +seeds +loss", figures("local_sgd.* 1")),
+        (f"front 3/3: .*: {FIGURE}, ", "method +seeds +loss", figures("local_sgd.* 1")),
     ),
     Smoke(
         "study/study.py",
@@ -159,11 +159,11 @@ SMOKES = [
     ),
 ]
 ASKED = {
-    "benchmarks/doctor_lab.py": "root",
+    "benchmarks/doctor_lab.py": "root and network namespaces",
     "benchmarks/gpu.py": "an NVIDIA GPU",
-    "benchmarks/ledger.py": "root",
-    "benchmarks/peers.py": "root",
-    "benchmarks/slow_link.py": "root",
+    "benchmarks/ledger.py": "root and network namespaces",
+    "benchmarks/peers.py": "root and network namespaces",
+    "benchmarks/slow_link.py": "root and network namespaces",
     "doctor.py": "two machines",
 }
 """Programs that are only asked for their help, and what else they need."""
@@ -235,9 +235,7 @@ def test_program_prints_its_table(
 def test_program_is_asked_for_its_help(script: str, run_ranks: Callable[..., Any]) -> None:
     """What needs another machine than this is imported whole, and says its options."""
     ((status, out),) = run_ranks(played, 1, 1, args=(script, ["--help"]))
-    assert status == 0 and f"usage: {Path(script).name}" in out
-    if ASKED[script] == "root" and os.geteuid() != 0:
-        pytest.skip("asked for its help alone: the rest needs root")
+    assert status == 0 and out.startswith("usage: ")
 
 
 def test_programs_are_all_started() -> None:

@@ -1,0 +1,39 @@
+"""An engine is freed when its exchange has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import deepspeed_ext
+
+from ..support import zero
+from ..support.freed import left, references
+
+
+def test_zero_frees_the_engine(run_ranks: Any) -> None:
+    """Behind `finish` and `destroy` nothing is left of engine, model, optimizer and exchange. A
+    second attach is refused while the first exchange runs, and an error behind the meeting of the
+    islands leaves the engine free for another one.
+    """
+
+    def life(me: Any) -> dict[str, Any]:
+        made = zero.engine(zero.settings("zero2"))
+        step, clip = made.step, made.optimizer.clip_grad
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deepspeed_ext.attaching.warn", lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                deepspeed_ext.attach(made, "diloco", period=2)
+        assert made.step == step and made.optimizer.clip_grad == clip
+        exchange = deepspeed_ext.attach(made, "diloco", period=2)
+        with pytest.raises(ValueError, match="has an exchange already"):
+            deepspeed_ext.attach(made, "diloco", period=2)
+        zero.train(made, range(3), me.rank)
+        exchange.finish()
+        made.destroy()
+        inner = made.optimizer.optimizer
+        return references(engine=made, model=made.module, optimizer=inner, exchange=exchange)
+
+    for found in run_ranks(lambda me: left(life, me), 2, 1, group=True):
+        assert not found

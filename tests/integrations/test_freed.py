@@ -1,0 +1,72 @@
+"""A model is freed when its training has ended, under Accelerate and under the Trainer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+import fsdp_demo  # noqa: E402
+from fsdp_demo.integrations.accelerate import accelerator  # noqa: E402
+from fsdp_demo.integrations.trainer import ExchangeCallback  # noqa: E402
+
+from ..support import trainer_script as script  # noqa: E402
+from ..support.freed import left, references  # noqa: E402
+from ..support.trainer_script import before_ranks  # noqa: E402, F401
+
+
+def test_accelerate_frees_the_model(run_ranks: Any) -> None:
+    """Behind `finish` and `free_memory` nothing is left of what Accelerate has prepared."""
+
+    def life() -> dict[str, Any]:
+        made = accelerator(cpu=True)
+        model = torch.nn.Linear(8, 8)
+        model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        exchange = fsdp_demo.attach(optimizer, "diloco", model=model, period=2)
+        for _ in range(3):
+            made.backward(model(torch.randn(4, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.finish()
+        made.free_memory()
+        return references(model=model, optimizer=optimizer.optimizer, exchange=exchange)
+
+    for found in run_ranks(lambda: left(life), 1, 2):
+        assert not found
+
+
+def test_trainer_frees_the_model(run_ranks: Any) -> None:
+    """Of two Trainers in one process nothing is left; one that goes on from what `save_only_model`
+    has left says what begins anew.
+    """
+
+    def run(rank: Any) -> tuple[list[str], list[str], list[str]]:
+        said: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_demo").addHandler(handler)
+
+        def life(steps: int, resume: bool) -> dict[str, Any]:
+            more = {"max_steps": steps, "save_only_model": True, "eval_strategy": "no"}
+            callback = ExchangeCallback("diloco", period=2)
+            trained = script.trainer(rank.folder / "out", {"callbacks": [callback]}, **more)
+            trained.train(resume_from_checkpoint=resume)
+            trained.accelerator.free_memory()
+            return references(
+                model=trained.model,
+                optimizer=trained.optimizer.optimizer,
+                exchange=callback.exchange,
+            )
+
+        first, before = left(life, 4, False), list(said)
+        return first + left(life, 6, True), before, said
+
+    for found, before, said in run_ranks(run, 2, 1):
+        assert not found
+        assert not any("begin anew" in text for text in before)
+        assert any("checkpoint-4 holds no optimizer (save_only_model)" in text for text in said)
