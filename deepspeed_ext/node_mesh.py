@@ -237,12 +237,8 @@ def topology(engine: Any = None) -> Topology:
     mpu = installed() if engine is None else getattr(engine, "mpu", None)
     mesh, islands = topology_of(mpu), Topology.from_env()
     world, local = dist.get_world_size() if dist.is_initialized() else 1, local_ranks()
-    if (
-        installed() is None
-        and mesh is None
-        and "ISLAND_COUNT" not in os.environ
-        and 0 < local < world
-    ):
+    said = installed() is not None or mesh is not None or "ISLAND_COUNT" in os.environ
+    if not said and 0 < local < world:
         raise ValueError(
             f"one world of {world} ranks over nodes of {local}: ZeRO reduces between the nodes, "
             "and there is nobody to exchange with. Call "

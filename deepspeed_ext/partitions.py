@@ -104,29 +104,20 @@ class Partitions:
                 the other.
         """
         masters, parameters = self.masters(), dict(self.engine.module.named_parameters())
-        wrong = [
-            f
-            for f in self.fragments()
-            if not self._agrees(masters[f.master], f, parameters[f.name])
-        ]
+        wrong = []
+        for f in self.fragments():
+            low = self.computed_with(f, parameters[f.name])
+            part = masters[f.master].detach()[f.offset : f.offset + f.numel]
+            if not torch.equal(part.to(low), low):
+                wrong.append(f"of {f.name}, from element {f.start} on,")
         if replica(self.engine).any(bool(wrong)):
-            where = (
-                f"of {wrong[0].name}, from element {wrong[0].start} on,"
-                if wrong
-                else "of a parameter on another rank"
-            )
+            where = wrong[0] if wrong else "of a parameter on another rank"
             raise RuntimeError(
                 f"the fp32 master {where} is not what the model computes with: load weights "
                 "before deepspeed.initialize or through engine.load_checkpoint, take a step after "
                 f"safe_set_full_fp32_param; else deepspeed {VERSION} lays partitions out in a way "
                 "that is not known here (tried: 0.19.8)"
             )
-
-    def _agrees(self, master: Tensor, fragment: Fragment, parameter: Any) -> bool:
-        low = self.computed_with(fragment, parameter)
-        return torch.equal(
-            master.detach()[fragment.offset : fragment.offset + fragment.numel].to(low), low
-        )
 
     def push(self) -> None:
         """Copy the masters to the model's parameters, as the wrapper's own step does. All ranks of

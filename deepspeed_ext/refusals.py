@@ -222,13 +222,9 @@ def _channels(engine: Any, config: ExchangeConfig) -> Iterator[str]:
             "all one schedule and no fragments, or take FSDP2"
         )
     waits = [c for c in gradients if c.schedule.sync_every > 1 or c.schedule.delay]
-    named = (
-        [plain_name(n) for n, p in engine.module.named_parameters() if p.requires_grad]
-        if waits
-        else []
-    )
-    left = [name for name in named if not any(covers(c, name) for c in gradients)]
-    if left:
+    trained = (plain_name(n) for n, p in engine.module.named_parameters() if p.requires_grad)
+    left = [name for name in trained if not any(covers(c, name) for c in gradients)]
+    if waits and left:
         yield (
             "a gradient channel with a period or a delay that does not cover "
             f"{first_few(left, 3)}, where ZeRO steps a whole "
@@ -304,12 +300,8 @@ def warn(engine: Any) -> None:
     """
     if replica(engine).rank or not is_muon(engine.optimizer.optimizer):
         return
-    stepped = [
-        plain_name(n)
-        for n, p in engine.module.named_parameters()
-        if p.requires_grad and getattr(p, "use_muon", False)
-    ]
-    names = [name for name in stepped if matches(name, EMBEDDINGS)]
+    trained = ((plain_name(n), p) for n, p in engine.module.named_parameters() if p.requires_grad)
+    names = [n for n, p in trained if getattr(p, "use_muon", False) and matches(n, EMBEDDINGS)]
     if names:
         log.warning(
             "deepspeed_ext.attach found DeepSpeed's Muon at %s, which fsdp_demo leaves to AdamW: "

@@ -63,10 +63,8 @@ class EngineStepHooks(StepHooks):
         engine = self._engine
         if self._skipped is None:
             self._partitions.drop_gradients()
-            engine.micro_steps += (
-                engine.gradient_accumulation_steps()
-                - engine.micro_steps % engine.gradient_accumulation_steps()
-            )
+            each = engine.gradient_accumulation_steps()
+            engine.micro_steps += each - engine.micro_steps % each
         self._run_before()
         if base_step is not None:
             base_step()

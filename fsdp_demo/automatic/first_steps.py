@@ -85,9 +85,12 @@ def quick_probe(
         return island.max(needed)[0] < seconds
 
     def send(size: int) -> float:
+        """Seconds that a message of `size` bytes from each to all took, on the slowest rank."""
         if line is None:
             return 0.0
-        seen = max(_slowest(line, size) - rtt / 2, 1e-6)
+        data, begin = torch.zeros(size, dtype=torch.uint8, device="cpu"), time.monotonic()
+        line.all_gather(data)
+        seen = max(max(gather_number(line, time.monotonic() - begin)) - rtt / 2, 1e-6)
         rates.append(8 * size * (line.size - 1) / seen)
         return seen
 
@@ -101,14 +104,6 @@ def quick_probe(
     if line is None or not max(rates):
         return None
     return _rehearsed(line, max(rates), rtt)
-
-
-def _slowest(peers: PeerGroup, size: int) -> float:
-    """Seconds that a message of `size` bytes from each to all took, on the slowest rank."""
-    data = torch.zeros(size, dtype=torch.uint8, device="cpu")
-    start = time.monotonic()
-    peers.all_gather(data)
-    return max(gather_number(peers, time.monotonic() - start))
 
 
 def _rehearsed(peers: PeerGroup, rate: float, rtt: float) -> Link:

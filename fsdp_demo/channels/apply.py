@@ -131,7 +131,7 @@ def _since_sent(
     """A window of anchor - P - parameters, before the anchor steps; `flying` includes the delta
     whose mean arrives.
     """
-    before = window.of(c.written) if c.written is not None else c.fetch(c.anchor, window)
+    before = c.fetch(c.anchor if c.written is None else c.written, window)
     assert before is not None
     now = window.pack(ContiguousViews(tensors), torch.empty_like(before))
     return less(torch.sub(before, now, out=now), window, flying)
@@ -148,26 +148,22 @@ def _step_anchor(
     """One window of the outer step, the mean in `x`, which is used up; returns the anchor's window.
     `made`: transforms the mean; None: it is in the element domain. Without a `number` the anchor
     becomes anchor - mean, and the momentum stays what it was."""
-    applier, lr = c.channel.applier, rate(window, c.channel.applier, c.channel.codec.sparse)
+    applier, settings = c.channel.applier, c.channel.accumulator
+    lr = rate(window, applier, c.channel.codec.sparse)
     anchor = c.fetch(c.anchor, window)
     assert anchor is not None
     if c.channel.feedback == "put_back":
         assert c.accumulator is not None
         window.of(c.accumulator).add_(x)
-    if applier.local_delta:
-        assert (
-            c.accumulator is not None
-            and c.channel.accumulator is not None
-            and own is not None
-            and made is not None
-        )
-        momentum = made.inverse_(window.group, x.copy_(window.of(c.accumulator)))
-        local_step(anchor, window.of(own), momentum, c.channel.accumulator.beta, lr)
-        c.store(c.anchor, window, anchor)
-        return anchor
+        if applier.local_delta:
+            x.copy_(window.of(c.accumulator))
     mean = x if made is None else made.inverse_(window.group, x)
-    if number is None:
-        gain = c.channel.accumulator.gain if c.channel.accumulator is not None else 1.0
+    if applier.local_delta:
+        # the released rule of 2510.03371: anchor -= lr (own delta + beta accumulator)
+        assert own is not None and settings is not None
+        anchor.sub_(window.of(own).add_(mean, alpha=settings.beta), alpha=lr)
+    elif number is None:
+        gain = settings.gain if settings is not None else 1.0
         outer_step(anchor, None, mean, 0.0, False, 1.0 / gain)
     else:
         held, mu = c.fetch(c.momentum, window), applier.momentum_in(number)
@@ -201,15 +197,6 @@ def outer_step(
         else:
             mean = momentum
     anchor.sub_(mean, alpha=lr)
-
-
-def local_step(anchor: Tensor, delta: Tensor, momentum: Tensor, beta: float, lr: float) -> None:
-    """The released rule of 2510.03371: anchor -= lr (delta + beta momentum), with the replica's own
-    delta, in place.
-
-    `delta` is used up, `momentum` is the accumulator in the element domain, the mean put back.
-    """
-    anchor.sub_(delta.add_(momentum, alpha=beta), alpha=lr)
 
 
 def deliver(

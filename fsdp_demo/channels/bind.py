@@ -108,11 +108,10 @@ def buffer_channel(
         moving: the channels that write parameters: the first one gives the schedule.
         own: `ExchangeConfig.own_tensors`.
     """
-    if (
-        model is None
-        or placement.islands == 1
-        or not (buffers := Buffers(model, placement.host.device, own)).params
-    ):
+    if model is None or placement.islands == 1:
+        return []
+    buffers = Buffers(model, placement.host.device, own)
+    if not buffers.params:
         return []
     schedule = moving[0].schedule if moving else SyncSchedule(EVERY)
     what = Channel(NAME, "parameter", schedule, applier=Applier("replace"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -53,9 +53,7 @@ class ChannelPayload:
     def to(self, device: torch.device) -> ChannelPayload:
         """A copy of this payload with its tensors on `device`."""
         body, own = (t if t is None else t.to(device) for t in (self.body, self.own))
-        return ChannelPayload(
-            self.step, body, [v.to(device) for v in self.vectors], own, self.present, self.partial
-        )
+        return replace(self, body=body, own=own, vectors=[v.to(device) for v in self.vectors])
 
 
 @dataclass(frozen=True)
@@ -240,11 +238,7 @@ class ChannelRunner(LocalChannel):
         took away when the anchor was last written."""
         window.pack(tensors, out)
         if self.channel.source == "delta":
-            before = (
-                window.of(self.written)
-                if self.written is not None
-                else self.fetch(self.anchor, window)
-            )
+            before = self.fetch(self.anchor if self.written is None else self.written, window)
             assert before is not None
             torch.sub(before, out, out=out)
             less(out, window, _own(flying))

@@ -106,10 +106,8 @@ class ChannelCodec:
         if not self.codec.indexed:
             return not bool(body.any())
         spans = sparse.spans(self.layout, self.codec)
-        dense = body[spans[-1][2] if spans else 0 :]
-        return not (
-            any(bool(body[begin:middle].any()) for begin, middle, _ in spans) or bool(dense.any())
-        )
+        coded = [body[begin:middle] for begin, middle, _ in spans]
+        return not any(bool(t.any()) for t in (*coded, body[spans[-1][2] if spans else 0 :]))
 
     def taken_at_once(self, present: Sequence[bool] | None) -> Sequence[bool] | None:
         """The tensors whose values leave the accumulator when they are sent; None: all.

@@ -206,11 +206,9 @@ class SparseMean(DecodedMean):
             ]
             assert stretch.group is not None
             place, found = sparse.decode_window(stretch, self._coded[stretch.group], self.codec)
-            self._latest = (
-                stretch,
-                place,
-                _clipped(found) if self.reducer.clip == "median_norm" else found,
-            )
+            if self.reducer.clip == "median_norm":
+                found = _clipped(found)
+            self._latest = stretch, place, found
         stretch, place, found = self._latest
         first = window.first - stretch.first
         return place[:, first : first + window.count], found[:, first : first + window.count]

@@ -8,6 +8,7 @@ import argparse
 import inspect
 import sys
 import textwrap
+from dataclasses import fields
 
 from ..launch.command_line import Commands
 from ..net.link import Link, parse_rtt
@@ -103,18 +104,9 @@ def rehearse(args: argparse.Namespace) -> int:
     from ..launch.rehearsal import Rehearsal
     from ..launch.rehearse import Supervisor
 
-    plan = Rehearsal(
-        islands=args.islands,
-        procs=args.procs,
-        script=tuple(args.script),
-        launcher=args.launcher,
-        link=_link(args.link, args.rtt),
-        run=args.run,
-        cpu=args.cpu,
-        grace=args.grace,
-        restarts=args.restarts,
-        resume_args=args.resume_args,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(Rehearsal)}
+    given |= {"script": tuple(args.script), "link": _link(args.link, args.rtt)}
+    plan = Rehearsal(**given)
     return Supervisor(plan, sys.stdout).run()
 
 

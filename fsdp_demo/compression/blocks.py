@@ -266,10 +266,8 @@ class Layout:
 
     def places(self, tensors: Collection[int]) -> list[slice]:
         """The stretches of a workspace of this copy that hold these tensors, in either domain."""
-        base, blocks = (
-            self.num_blocks * BLOCK,
-            (p for p in self.pieces if p.region.tensor in tensors),
-        )
+        base = self.num_blocks * BLOCK
+        blocks = (p for p in self.pieces if p.region.tensor in tensors)
         found = [(BLOCK * p.start, BLOCK * (p.hi - p.lo)) for p in blocks]
         found += [(base + d.start, d.hi - d.lo) for d in self.dense if d.tensor in tensors]
         return [slice(first, first + size) for first, size in found]
@@ -296,12 +294,8 @@ def _share(
     """Yield (item, lo, hi) for each item of which elements lo..hi belong to `active_copy`, where
     all items, one after the other, are cut into `active_copies` equal shares.
     """
-    total = sum(sizes)
-    begin, end, at = (
-        total * active_copy // active_copies,
-        total * (active_copy + 1) // active_copies,
-        0,
-    )
+    begin, end = (sum(sizes) * c // active_copies for c in (active_copy, active_copy + 1))
+    at = 0
     for item, size in zip(items, sizes, strict=True):
         lo, hi = max(begin - at, 0), min(end - at, size)
         if lo < hi:

@@ -43,11 +43,9 @@ def encode(code: str, v: Tensor) -> Tensor:
     """The bytes of a vector fp32 [n]: uint8 [num_bytes]."""
     rows, rest = divmod(v.numel(), BLOCK)
     parts = [formats.encode(code, v[: rows * BLOCK].view(rows, BLOCK))]
-    return (
-        torch.cat([*parts, formats.encode(code, v[rows * BLOCK :].view(1, rest))])
-        if rest
-        else parts[0]
-    )
+    if rest:
+        parts.append(formats.encode(code, v[rows * BLOCK :].view(1, rest)))
+    return torch.cat(parts) if rest else parts[0]
 
 
 def decode(code: str, data: Tensor, n: int) -> Tensor:

@@ -330,10 +330,8 @@ def decode_rows(
     """
     size, bits = len(split[0][0]) // max(rows, 1), cols * FORMATS[code].bits
     at, end = first * bits // 8, ((first + count) * bits + 7) // 8
-    scales, codes = (
-        ([s[first * size : (first + count) * size] for s, _ in split] if size else []),
-        [c[at:end] for _, c in split],
-    )
+    scales = [s[first * size : (first + count) * size] for s, _ in split] if size else []
+    codes = [c[at:end] for _, c in split]
     if count * bits % 8:  # the last byte is not full
         parts = zip(scales, codes, strict=True) if size else ((c,) for c in codes)
         return torch.stack([decode(code, torch.cat(part), count, cols) for part in parts])

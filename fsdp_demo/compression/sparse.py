@@ -62,7 +62,11 @@ def encode_stretch(
     """
     g = stretch.group
     assert g is not None
-    picked = [_select(w, codec, w.of(work)) for w in stretch.parts]
+    picked = []
+    for w in stretch.parts:
+        rows = w.of(work).view(-1, EDGE, EDGE)[:, : g.r, : g.s].reshape(w.count, -1)
+        index = BY_DATA[codec.select](rows, g.k(codec.topk))
+        picked.append((index, rows.gather(1, index)))
     index, chosen = picked[0] if len(picked) == 1 else map(torch.cat, zip(*picked, strict=True))
     values.encode_rows(codec.value_dtype, chosen, data[span[0] : span[1]], g.count, stretch.first)
     form = position_form(g, codec.topk)
@@ -70,17 +74,6 @@ def encode_stretch(
     for plane, bits, new in zip(planes, form.planes, encode_positions(form, index), strict=True):
         at = stretch.first * bits // 8
         plane[at : at + len(new)] = new
-
-
-def _select(window: Window, codec: Codec, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions in the r x s block (int64) and values (fp32) of what is sent of each of a window's
-    blocks, [n, k].
-    """
-    g = window.group
-    assert g is not None
-    rows = work.view(-1, EDGE, EDGE)[:, : g.r, : g.s].reshape(window.count, -1)
-    index = BY_DATA[codec.select](rows, g.k(codec.topk))
-    return index, rows.gather(1, index)
 
 
 @dataclass(frozen=True)

@@ -291,10 +291,8 @@ class Transform:
 
     def _edges(self, group: Group, work: Tensor, inverse: bool) -> Tensor:
         """Blocks that do not fill their slots, in place: few, and always in fp32."""
-        left, right = (
-            matrix(self.name, group.r, work.device),
-            matrix(self.name, group.s, work.device).t(),
-        )
+        left = matrix(self.name, group.r, work.device)
+        right = matrix(self.name, group.s, work.device).t()
         if inverse:
             left, right = left.t(), right.t()
         x = work.view(-1, EDGE, EDGE)[:, : group.r, : group.s]
@@ -389,11 +387,8 @@ def onednn() -> bool:
     So one chooses oneDNN over MKL, whose kernels are half as fast on AMD. It works on CPUs without
     AMX. The function tries it, since torch does not say.
     """
-    x = (
-        torch.linspace(-9.0, 9.0, 4 * BLOCK, dtype=torch.float32, device="cpu")
-        .sin_()
-        .view(4, EDGE, EDGE)
-    )
+    x = torch.linspace(-9.0, 9.0, 4 * BLOCK, dtype=torch.float32, device="cpu").sin_()
+    x = x.view(4, EDGE, EDGE)
     d = dct_matrix(EDGE).float()
     exact = torch.matmul(d.double(), x.double())
     try:

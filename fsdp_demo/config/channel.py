@@ -273,11 +273,8 @@ def tensor_layout_kind(channel: Channel, name: str) -> str:
     """
     if not channel.codec.sparse or matches(name, channel.uncompressed):
         return "dense"
-    return (
-        "plain"
-        if channel.codec.transform == "none" or matches(name, channel.no_transform)
-        else "transform"
-    )
+    plain = channel.codec.transform == "none" or matches(name, channel.no_transform)
+    return "plain" if plain else "transform"
 
 
 def literal(name: str) -> str:

@@ -48,25 +48,15 @@ def expand(config: ExchangeConfig, names: Sequence[str]) -> list[Channel]:
     out: list[Channel] = []
     for channel in config.channels:
         out += [channel] if channel.fragments is None else _cut(channel, names)
+    # under its channel's name, which is what `after` speaks of
+    configured = [replace(c, name=c.name.partition(".")[0]) for c in out]
     for i, c in enumerate(out):
-        for other in out[:i]:
-            reason = rules.conflict(_as_configured(other, config), _as_configured(c, config))
-            shared = (
-                next((n for n in names if covers(c, n) and covers(other, n)), None)
-                if reason
-                else None
-            )
-            if shared is not None:
-                raise ValueError(f"parameter {shared!r}: {reason}")
+        for j, other in enumerate(out[:i]):
+            reason = rules.conflict(configured[j], configured[i])
+            for n in names if reason else ():
+                if covers(c, n) and covers(other, n):
+                    raise ValueError(f"parameter {n!r}: {reason}")
     return out
-
-
-def _as_configured(channel: Channel, config: ExchangeConfig) -> Channel:
-    """A fragment under its channel's name, which is what `after` speaks of."""
-    names = [c.name for c in config.channels]
-    return (
-        channel if channel.name in names else replace(channel, name=channel.name.rpartition(".")[0])
-    )
 
 
 def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
@@ -74,12 +64,9 @@ def _cut(channel: Channel, names: Sequence[str]) -> list[Channel]:
     mine = [n for n in names if covers(channel, n)]
     layers = sorted({layer for n in mine if (layer := layer_of(n)) is not None})
     if not layers:
-        nameless = any(_NAMELESS.match(n) for n in mine)
-        cure = (
-            "pass model= to attach, which gives parameters their names, or"
-            if nameless
-            else "the model has none to cut between, so"
-        )
+        cure = "the model has none to cut between, so"
+        if any(_NAMELESS.match(n) for n in mine):
+            cure = "pass model= to attach, which gives parameters their names, or"
         raise ValueError(
             f"channel {channel.name!r} has fragments of {channel.fragments.layers} layers, but no "
             "parameter name holds a layer number "

@@ -147,24 +147,19 @@ def build(cls: Any, data: Any, where: str) -> Any:
             f"{', '.join(f.name for f in fields(cls))}"
         )
     known, hints = [f.name for f in fields(cls)], _hints(cls)
+    prefix = f"{where}." if where else ""
     for key in data:
         if key not in known:
-            found = f"unknown key {where + '.' if where else ''}{key}{proposal(key, known)}"
+            found = f"unknown key {prefix}{key}{proposal(key, known)}"
             raise ValueError(f"{found} (allowed: {', '.join(known)}){see('unknown-key')}")
-    required = [
+    missing = [
         f.name
         for f in fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.name not in data and f.default is f.default_factory is dataclasses.MISSING
     ]
-    missing = [name for name in required if name not in data]
     if missing:
         raise ValueError(f"{where or 'the configuration'} lacks {', '.join(missing)}")
-    return cls(
-        **{
-            key: typed(hints[key], value, f"{where}.{key}" if where else key)
-            for key, value in data.items()
-        }
-    )
+    return cls(**{k: typed(hints[k], value, f"{prefix}{k}") for k, value in data.items()})
 
 
 _WORDS: dict[Any, str] = {

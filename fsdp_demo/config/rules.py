@@ -182,11 +182,8 @@ def overlap(a: Channel, b: Channel) -> str | None:
     """
     for p in a.include:
         for q in b.include:
-            if (
-                not matches(p, b.exclude)
-                and not matches(q, a.exclude)
-                and (fnmatchcase(p, q) or fnmatchcase(q, p))
-            ):
+            kept = not matches(p, b.exclude) and not matches(q, a.exclude)
+            if kept and (fnmatchcase(p, q) or fnmatchcase(q, p)):
                 return p if fnmatchcase(p, q) else q
     return None
 
@@ -203,23 +200,14 @@ def conflict(a: Channel, b: Channel) -> str | None:
             "the other; use include and exclude"
         )
     apart = math.gcd(a.schedule.sync_every, b.schedule.sync_every)
-    delayed = next(
-        (
-            x
-            for x in (a, b)
-            if x.source == "delta" and x.schedule.delay and x.name in (a.after, b.after)
-        ),
-        None,
-    )
-    if delayed is not None:
-        return (
-            f"channel {delayed.name!r} has a delay, so no anchor can be set after it while it is "
-            "in flight: set its schedule.delay=0"
-        )
-    meet = (
-        a.schedule.offset + a.schedule.delay - b.schedule.offset - b.schedule.delay
-    ) % apart == 0
-    if meet and a.name != b.after and b.name != a.after:
+    for x in (a, b):
+        if x.source == "delta" and x.schedule.delay and x.name in (a.after, b.after):
+            return (
+                f"channel {x.name!r} has a delay, so no anchor can be set after it while it is "
+                "in flight: set its schedule.delay=0"
+            )
+    lands = [x.schedule.offset + x.schedule.delay for x in (a, b)]
+    if (lands[0] - lands[1]) % apart == 0 and a.name != b.after and b.name != a.after:
         return (
             f"channels {a.name!r} and {b.name!r} both write it on the same step: say which is "
             f"first (after={a.name!r} in {b.name!r}), or "

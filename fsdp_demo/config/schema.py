@@ -111,9 +111,8 @@ class ExchangeConfig:
             if c.after and c.after not in names:
                 known = f"{nearest(c.after, names)} (channels: {', '.join(names)})"
                 raise ValueError(f"channel {c.name!r}: after={c.after!r} is no channel{known}")
-            for problem in rules.order_problems(
-                c, next((o for o in self.channels if o.name == c.after), None)
-            ):
+            first = next((o for o in self.channels if o.name == c.after), None)
+            for problem in rules.order_problems(c, first):
                 raise ValueError(f"channel {c.name!r}: {problem}")
             for other in self.channels[:i]:
                 pattern, reason = rules.overlap(other, c), rules.conflict(other, c)
@@ -293,18 +292,14 @@ class ExchangeConfig:
             select = (
                 f"top-{c.codec.topk}" if c.codec.indexed else f"{c.codec.select} {c.codec.topk}"
             )
-            how = (
-                f"{c.codec.transform}+{select}/{BLOCK} {c.codec.value_dtype}"
-                if c.codec.sparse
-                else c.codec.value_dtype
-            )
+            sparse = f"{c.codec.transform}+{select}/{BLOCK} " if c.codec.sparse else ""
             late = (
                 f", applied {counted(c.schedule.delay, 'step')} later" if c.schedule.delay else ""
             )
             cut = f", in fragments of {counted(c.fragments.layers, 'layer')}" if c.fragments else ""
             parts.append(
-                f"{when}{c.source} every {c.schedule.sync_every}{cut} ({how}, mean over "
-                f"{c.reducer.mean_over}{late})"
+                f"{when}{c.source} every {c.schedule.sync_every}{cut} "
+                f"({sparse}{c.codec.value_dtype}, mean over {c.reducer.mean_over}{late})"
             )
         return parts
 

@@ -300,11 +300,8 @@ def find_host(thing: Any) -> ModuleType | None:
         for module in packages - {"torch", "builtins"}:
             if (engine_module := named(module)) is not None:
                 return engine_module
-        thing = (
-            next(iter(thing), None)
-            if isinstance(thing, (list, tuple))
-            else getattr(thing, "optimizer", None)
-        )
+        several = isinstance(thing, (list, tuple))
+        thing = next(iter(thing), None) if several else getattr(thing, "optimizer", None)
     return None
 
 

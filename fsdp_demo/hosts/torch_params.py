@@ -190,13 +190,8 @@ class TorchHost(TrainingHost):
         return OptimizerStepHooks(self.optimizers, calls, self.check_trained)
 
     def optimizer_states(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        return [
-            (p, o.state[p])
-            for o in self.optimizers
-            for g in o.param_groups
-            for p in g["params"]
-            if p in o.state
-        ]
+        every = ((o.state, p) for o in self.optimizers for p in _parameters(o.param_groups))
+        return [(p, state[p]) for state, p in every if p in state]
 
     def init_optimizer_state(self) -> None:
         for optimizer in self.optimizers:

@@ -88,11 +88,8 @@ def accelerator(
     plugin, axes = kwargs.pop("fsdp_plugin", None), kwargs.pop("parallelism_config", None)
     refuse_hsdp(axes)
     asked = os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
-    if (
-        axes is None
-        and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
-        and asked != "1"
-    ):
+    used = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    if axes is None and used and asked != "1":
         raise ValueError(
             f"the launcher's configuration asks for dp_replicate_size={asked}, which Accelerate "
             "would make HSDP: pass "

@@ -99,11 +99,8 @@ def refuse_hsdp(config: Any) -> None:
     """Raise ValueError for Accelerate's own replicate axis, over which gradients are all-reduced at
     every step.
     """
-    if (
-        config is not None
-        and config.dp_replicate_size > 1
-        and not isinstance(config, ExchangeParallelismConfig)
-    ):
+    ours = config is None or isinstance(config, ExchangeParallelismConfig)
+    if not ours and config.dp_replicate_size > 1:
         raise ValueError(
             f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}) is HSDP: it "
             "all-reduces every gradient between nodes. Give "

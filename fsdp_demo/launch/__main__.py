@@ -75,13 +75,8 @@ def failed_status(error: ChildFailedError, folder: str | None, stopped_at: float
     # torch aborts if an interpreter ends with live groups
     if first.exitcode in (1, -signal.SIGABRT) and saved_before(folder, stopped_at):
         return SAVED
-    killed = [
-        f
-        for f in failures
-        if f.exitcode < 0
-        and f.exitcode != -signal.SIGTERM
-        and abs(f.timestamp - first.timestamp) < 5
-    ]
+    near = (f for f in failures if abs(f.timestamp - first.timestamp) < 5)
+    killed = [f for f in near if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     return shell_status(killed[0].exitcode if first.exitcode == 1 and killed else first.exitcode)
 
 
@@ -99,20 +94,14 @@ def _at_starts(folder: str | None, stop: _FirstStop) -> None:
         for file in Path(folder).glob("rank*") if folder else ():
             file.unlink(missing_ok=True)
         if [worker.world_size for worker in group.workers] == [1]:
-            _serve_itself(group)
+            # What its script starts by itself (`mp.spawn`, `debug_launcher`) has its variables.
+            # Those ranks would take the launcher's store for granted, and wait for it at an address
+            # that nobody serves. So the rank serves one itself, where it needs one.
+            type(group.spec.rdzv_handler).use_agent_store = False
+            group.master_port = reserve_port()
         return start(self, group)
 
     agent._start_workers = anew
-
-
-def _serve_itself(group: Any) -> None:
-    """The rank of a world of one serves its store itself, where it needs one, at a port of its own.
-
-    What its script starts by itself (`mp.spawn`, `debug_launcher`) has its variables. Those ranks
-    would take the launcher's store for granted, and wait for it at an address that nobody serves.
-    """
-    type(group.spec.rdzv_handler).use_agent_store = False
-    group.master_port = reserve_port()
 
 
 def _told_once() -> None:

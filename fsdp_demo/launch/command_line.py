@@ -35,12 +35,15 @@ class CommandParser(argparse.ArgumentParser):
         meant for.
         """
         words = list(sys.argv[1:] if args is None else args)
+        # another parser, or another program, takes the words after the first one
+        handed_on = any(a.nargs in (argparse.PARSER, argparse.REMAINDER) for a in self._actions)
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         unseen = iter(words)
         for word in unseen:
             flag, equals, _ = word.partition("=")
             if not word.startswith("-"):
                 self._check_command(word)
-                if self._rest_is_not_ours():
+                if handed_on:
                     break
             elif action := self._option_string_actions.get(flag):
                 if action.nargs is None and not equals:
@@ -48,7 +51,7 @@ class CommandParser(argparse.ArgumentParser):
             elif _BELOW_ZERO.fullmatch(word):  # one of several values
                 self._check_sign(word)
             elif flag.startswith("--") and " " not in word:  # with a space it is a value
-                self.error(f"unknown flag {flag}{_meant(flag, self._flags())}")
+                self.error(f"unknown flag {flag}{_meant(flag, flags)}")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -76,13 +79,6 @@ class CommandParser(argparse.ArgumentParser):
                 f"unknown command {word!r}"
                 + (_meant(word, known) or f"; there are {', '.join(known)}")
             )
-
-    def _rest_is_not_ours(self) -> bool:
-        """Whether another parser, or another program, takes the words after the first one."""
-        return any(a.nargs in (argparse.PARSER, argparse.REMAINDER) for a in self._actions)
-
-    def _flags(self) -> list[str]:
-        return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
 
 def _meant(found: str, known: Sequence[str]) -> str:

@@ -140,12 +140,10 @@ def node() -> int:
         launcher.main()
     except SystemExit as left:
         first = shell_status(left.code) if isinstance(left.code, int) else 1
-        return (
-            SAVED
-            if first in (1, 128 + signal.SIGABRT)
-            and saved_before(os.environ.get(STATUS_FOLDER), stopped_at)
-            else first
-        )
+        folder = os.environ.get(STATUS_FOLDER)
+        if first in (1, 128 + signal.SIGABRT) and saved_before(folder, stopped_at):
+            return SAVED
+        return first
     return 0
 
 

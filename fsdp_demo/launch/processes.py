@@ -125,10 +125,8 @@ def descendants(of: int, *, leave_out: Iterable[int] = ()) -> list[int]:
 def send(pids: Iterable[int], number: int) -> None:
     """Send a signal to each process that is still there."""
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def reap(known: Iterable[int]) -> None:

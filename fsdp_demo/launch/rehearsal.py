@@ -130,11 +130,8 @@ def devices(plan: Rehearsal) -> tuple[list[str], str]:
         return [""] * plan.islands, words
     groups = count // plan.procs
     slices = [ids[part * plan.procs : (part + 1) * plan.procs] for part in range(groups)]
-    words = (
-        "on GPUs of their own"
-        if groups >= plan.islands
-        else f"sharing {counted(groups * plan.procs, 'GPU')}"
-    )
+    enough = groups >= plan.islands
+    words = "on GPUs of their own" if enough else f"sharing {counted(groups * plan.procs, 'GPU')}"
     return [",".join(slices[island % groups]) for island in range(plan.islands)], words
 
 

@@ -247,7 +247,7 @@ class Supervisor:
             f"{island.name} ended with status {island.status} after {now - self.started:.0f} s"
         )
         # Its launcher is gone; ranks that it left behind are told to end now (and save).
-        send(self.strays(), signal.SIGTERM)
+        send(descendants(os.getpid(), leave_out=self.known()), signal.SIGTERM)
         if island.status != DECIDE:
             return  # the others train on
         if self.stop_at is None and any(other.status is None for other in self.islands):
@@ -266,15 +266,8 @@ class Supervisor:
                 send([island.process.pid], signal.SIGTERM)
 
     def known(self) -> list[int]:
-        return [
-            process.pid
-            for process in [self.store, *(island.process for island in self.islands)]
-            if process is not None
-        ]
-
-    def strays(self) -> list[int]:
-        """Processes that a launcher left behind, and what descends from them."""
-        return descendants(os.getpid(), leave_out=self.known())
+        started = [self.store, *(island.process for island in self.islands)]
+        return [process.pid for process in started if process is not None]
 
     def everything(self) -> list[int]:
         """All processes of the islands."""

@@ -129,14 +129,11 @@ class Link:
             raise ValueError(
                 f"link {text!r}: expected RATE,RTT such as 100Mbit,40ms, or only one of the two"
             )
-        if len(parts) == 2:
-            return cls(
-                None if parts[0].lower() == "none" else parse_rate(parts[0]), parse_rtt(parts[1])
-            )
         number = _split(parts[0])
-        if number is not None and number[1].lower() in _SECONDS:
+        if len(parts) == 1 and number is not None and number[1].lower() in _SECONDS:
             return cls(None, parse_rtt(parts[0]))
-        return cls(None if parts[0].lower() == "none" else parse_rate(parts[0]), 0.0)
+        rate = None if parts[0].lower() == "none" else parse_rate(parts[0])
+        return cls(rate, parse_rtt(parts[1]) if len(parts) == 2 else 0.0)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Link | None:
@@ -170,16 +167,10 @@ class Link:
         rate, rtt = "none", f"{self.rtt * 1e3:g}ms"
         if parse_rtt(rtt) != self.rtt:
             rtt = f"{self.rtt!r}s"
-        if self.bits_per_second is not None:
-            unit = next(
-                (
-                    unit
-                    for unit in ("Gbit", "Mbit", "kbit")
-                    if self.bits_per_second >= _BITS[unit.lower()]
-                ),
-                "bit",
-            )
-            rate = f"{self.bits_per_second / _BITS[unit.lower()]:g}{unit}"
-            if parse_rate(rate) != self.bits_per_second:
-                rate = f"{self.bits_per_second!r}bit"
+        if (bits := self.bits_per_second) is not None:
+            units = (unit for unit in ("Gbit", "Mbit", "kbit") if bits >= _BITS[unit.lower()])
+            unit = next(units, "bit")
+            rate = f"{bits / _BITS[unit.lower()]:g}{unit}"
+            if parse_rate(rate) != bits:
+                rate = f"{bits!r}bit"
         return f"{rate},{rtt}"

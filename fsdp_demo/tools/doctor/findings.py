@@ -69,12 +69,9 @@ def one_sided_firewall(seen: Examination) -> Iterator[Finding]:
         back = seen.reaches.get((j, i))
         if reach.state == OK or j in wrong or back is None or back.state != OK:
             continue
-        starts = j > i
-        then = (
-            "the run starts, but an island that comes back cannot join by this way"
-            if starts
-            else "a run does not start"
-        )
+        starts, then = j > i, "a run does not start"
+        if starts:
+            then = "the run starts, but an island that comes back cannot join by this way"
         yield Finding(
             "one-sided-firewall",
             f"{seen.label(i)} cannot connect to {seen.label(j)} at {reach.address} "
@@ -233,12 +230,10 @@ def window_limited(seen: Examination) -> Iterator[Finding]:
         window = one * 1e6 / 8 * found.rtt_ms / 1e3
         needed = 2 * best * 1e6 / 8 * found.rtt_ms / 1e3
         who, variable = (j, "tcp_rmem") if there > here else (i, "tcp_wmem")
-        where = (
-            f"waited {100 * max(here, there):.0f} % of the time for the "
-            + ("receiver's window" if there > here else "send buffer")
-            if told
-            else "is limited by its window"
-        )
+        where = "is limited by its window"
+        if told:
+            what = "receiver's window" if there > here else "send buffer"
+            where = f"waited {100 * max(here, there):.0f} % of the time for the {what}"
         yield Finding(
             "window-limited",
             f"one connection from {seen.label(i)} to {seen.label(j)} carries {one:.1f} Mbit/s and "

@@ -124,18 +124,15 @@ def plan_rows(
             parameter names hold no layer numbers.
         keep_inner: the inner optimizer that those must keep, or None.
     """
-    wanted: list[str | ExchangeConfig] = (
-        [HSDP, *(name for name in presets() if cuts(preset(name), situation))]
-        if exchanges is None
-        else list(exchanges)
-    )
-    rows = [
+    if exchanges is None:
+        known = [HSDP, *(name for name in presets() if cuts(preset(name), situation))]
+        return plan_rows(situation, known) + chosen_rows(situation, keep_inner)
+    return [
         hsdp_row(situation)
         if one == HSDP
         else plan_row(situation, preset(one) if isinstance(one, str) else one)
-        for one in wanted
+        for one in exchanges
     ]
-    return rows + (chosen_rows(situation, keep_inner) if exchanges is None else [])
 
 
 def chosen_rows(situation: Situation, keep_inner: str | None = None) -> list[Row]:
@@ -224,18 +221,14 @@ def choose(rows: Sequence[Row], situation: Situation, keep_inner: str | None = N
             f"no setting keeps the inner optimizer {keep_inner!r}: allow another one, or add "
             "presets that are defined for it"
         )
-    order = _order(keep_inner, situation)
+    place = {name: i for i, name in enumerate(_order(keep_inner, situation))}
     fits = [r for r in own if _fits(r, situation)]
     fits = [r for r in fits if not _loses(r, situation)] or fits
     good = [r for r in fits if _reaches(r, situation)]
     if good:
         row = min(
             good,
-            key=lambda r: (
-                _rounds_missing(r, situation),
-                _level(r),
-                order.index(r.name) if r.name in order else len(order),
-            ),
+            key=lambda r: (_rounds_missing(r, situation), _level(r), place.get(r.name, len(place))),
         )
     elif fits:
         row = max(fits, key=lambda r: r.compute_utilisation)

@@ -119,7 +119,10 @@ def _message(
     legs = [(0.0, 0.0), (0.0, 0.0)]
     if bytes_per_parameter is None:
         for plan, times in plans:
-            legs = _add(legs, _legs(plan.rounds(members)), times)
+            # headers, bodies and the parts of vectors leave together (`membership/machine.py`, a
+            # launch), then the means of these
+            bodies, parts, means = (*plan.rounds(members), (0, 0), (0, 0), (0, 0))[:3]
+            legs = _add(legs, [(bodies[0] + parts[0], bodies[1] + parts[1]), means], times)
     else:
         size = sum(prod(shape) for _, shape in names) * bytes_per_parameter
         legs = [(size * (islands - 1) / islands,) * 2] * 2
@@ -133,14 +136,6 @@ def _message(
         sum(transformed),
         releases(names, tensors),
     )
-
-
-def _legs(rounds: Sequence[tuple[int, int]]) -> list[Leg]:
-    """The two legs of one rank: headers, bodies and the parts of vectors leave together
-    (`membership/machine.py`, a launch), then the means of these.
-    """
-    bodies, parts, means = (*rounds, (0, 0), (0, 0), (0, 0))[:3]
-    return [(bodies[0] + parts[0], bodies[1] + parts[1]), means]
 
 
 def _add(legs: Sequence[Leg], more: Sequence[Leg], times: int) -> list[Leg]:

@@ -5,7 +5,6 @@ it, and how far that is from the user's case. Nothing is made up: no source, no 
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.schema import ExchangeConfig
+from ...files import read_json
 
 SMALL = 10e6
 """Below so many parameters our own study (0.49 to 3.3 M) is nearer than the papers, whose smallest
@@ -80,11 +80,7 @@ def _diloco(parameters: int, islands: int, period: int) -> dict[str, Any]:
     sizes = [float(n) for n in table["percent"]]
     rows = list(table["percent"].values())
     counts = table["islands"]
-
-    def at(row: list[float]) -> float:
-        return _between(islands, counts, row)
-
-    percent = _between(parameters, sizes, [at(row) for row in rows])
+    percent = _between(parameters, sizes, [_between(islands, counts, row) for row in rows])
     far, factor = [], 1.0
     if not sizes[0] <= parameters <= sizes[-1]:
         edge = sizes[0] if parameters < sizes[0] else sizes[-1]
@@ -112,7 +108,5 @@ def _between(x: float, xs: list[float], ys: list[float]) -> float:
 
 @cache
 def _data() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
-        (Path(__file__).parent / "gaps.json").read_text(encoding="utf-8")
-    )
+    found: dict[str, Any] = read_json(Path(__file__).parent / "gaps.json")
     return found

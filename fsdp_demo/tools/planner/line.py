@@ -85,13 +85,11 @@ def message_seconds(
         most = streams(link.rtt, num_peers)
         used = peers * min(most, max(ceil(size / max(peers, 1) / LARGEST), 1))
         pace = min(rate, used * system.window / link.rtt) if system.window else rate
-        if system.slow_start and i == 0:
-            open_window = _window(pace * link.rtt, used, idle, link.rtt, system.restarts)
-        seconds, open_window = (
-            _rounds(size, pace, link.rtt, open_window)
-            if system.slow_start
-            else (size / pace, open_window)
-        )
+        seconds = size / pace
+        if system.slow_start:
+            if i == 0:
+                open_window = _window(pace * link.rtt, used, idle, link.rtt, system.restarts)
+            seconds, open_window = _rounds(size, pace, link.rtt, open_window)
         total += link.rtt / 2 + seconds
     return total
 
@@ -110,8 +108,6 @@ def _rounds(size: float, pace: float, rtt: float, window: float) -> tuple[float,
     doubled by each, until windows fill the line.
     """
     seconds, full = 0.0, pace * rtt
-    if pace == float("inf"):
-        full = float("inf")
     while window < full and size > window:
         size, seconds, window = size - window, seconds + rtt, 2 * window
     return seconds + (size / pace), window
@@ -210,18 +206,13 @@ class _State:
         """A message leaves at this step; what is due at this step is applied."""
         ended = self.clock
         self._work(message.before)
-        arrival = self._carry(message, ended)
-        self.flights.append((self.step + message.delay, arrival, message.after))
-        self._land(self.step)
-
-    def _carry(self, message: Timed, ended: float) -> float:
-        """Put a message on the line in its turn; returns when it arrives."""
         self.line += message.seconds
         if not message.releases:
             self.free = max(self.clock, self.free) + message.seconds
         for share, early in message.releases:
             self.free = max(ended - early, self.free) + share * message.seconds
-        return self.free
+        self.flights.append((self.step + message.delay, self.free, message.after))
+        self._land(self.step)
 
     def _move(self, step: int) -> None:
         self.clock += (step - self.step) * self.step_seconds

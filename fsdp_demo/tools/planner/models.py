@@ -166,11 +166,9 @@ def load(name: str) -> Tensors:
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever transformers makes of a wrong file, or of no network
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        what = (
-            f"{path} does not describe a causal language model"
-            if path.exists()
-            else "it is no file that is there, and the hub did not give it"
-        )
+        what = "it is no file that is there, and the hub did not give it"
+        if path.exists():
+            what = f"{path} does not describe a causal language model"
         raise ValueError(f"--model {name!r}: {what} ({reason[:160]}): {_allowed(name)}") from None
     return [(n, tuple(p.shape)) for n, p in model.named_parameters()]
 

@@ -217,8 +217,8 @@ def _played(s: Situation, config: ExchangeConfig | None) -> Played:
     steps = sorted(found.due)
     gaps = {
         b: (b - a) % found.steps or found.steps
-        for a, b in zip([steps[-1], *steps[:-1]], steps, strict=True)
-    } if steps else {}  # fmt: skip
+        for a, b in zip(steps[-1:] + steps[:-1], steps, strict=True)
+    }
     due = {
         step: [_timed(s, m, gaps[step] * s.step_seconds) for m in messages]
         for step, messages in found.due.items()
@@ -260,19 +260,11 @@ def _ring(s: Situation) -> Timed:
 
 
 def _counted(s: Situation, config: ExchangeConfig) -> Cycle:
-    key = tuple((n, tuple(shape)) for n, shape in s.tensors)
+    key = tuple((n, tuple(shape)) for n, shape in s.tensors)  # a list would be no key of a cache
     return _cycle(config, key, s.islands, s.shards, s.system.bytes_per_parameter)
 
 
-@lru_cache(maxsize=256)
-def _cycle(
-    config: ExchangeConfig,
-    tensors: tuple[tuple[str, tuple[int, ...]], ...],
-    islands: int,
-    shards: int,
-    per: float | None,
-) -> Cycle:
-    return cycle(config, list(tensors), islands, shards, per)
+_cycle = lru_cache(maxsize=256)(cycle)
 
 
 # ---- words -------------------------------------------------------------------------------------

@@ -61,13 +61,12 @@ def far_apart(runs: Sequence[Run]) -> bool:
 
 def still(island: IslandFiles) -> Points:
     """(seconds, share of the time since the line before in which training stood still)."""
-    found, before = [], {"seconds": 0.0, "seconds_waiting": 0.0}
-    for line in island.lines:
-        took = line["seconds"] - before["seconds"]
-        waited = line.get("seconds_waiting", 0.0) - before["seconds_waiting"]
+    found = []
+    for a, b in pairwise([{"seconds": 0.0}, *island.lines]):
+        took = b["seconds"] - a["seconds"]
+        waited = b.get("seconds_waiting", 0.0) - a.get("seconds_waiting", 0.0)
         if took > 0:
-            found.append((float(line["seconds"]), min(max(waited / took, 0.0), 1.0)))
-        before = {"seconds": line["seconds"], "seconds_waiting": line.get("seconds_waiting", 0.0)}
+            found.append((float(b["seconds"]), min(max(waited / took, 0.0), 1.0)))
     return found
 
 
@@ -213,7 +212,7 @@ def comparison(found: Sequence[Figures]) -> list[list[str]]:
     """A table, head first: one row per run. A loss of training, where nothing was evaluated, is
     marked, and one of an evaluation that came before the last step.
     """
-    return [list(HEAD), *([*_row(f)] for f in found)]
+    return [HEAD, *map(_row, found)]
 
 
 def _row(f: Figures) -> list[str]:
