@@ -137,7 +137,7 @@ class ExchangeConfig:
         def begins(p: Phase) -> list[Phase]:
             if p.begin >= 1:
                 return [p]
-            return [] if steps is None else [replace(p, begin=max(1, round(p.begin * steps)))]
+            return [] if steps is None else [replace(p, begin=max(1.0, round(p.begin * steps, 0)))]
 
         channels = (
             replace(c, later=tuple(q for p in c.later for q in begins(p))) for c in self.channels

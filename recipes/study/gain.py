@@ -41,6 +41,18 @@ class Capped(Applier):
         return allowed(self.momentum, self.lr, self.gain, rho)
 
 
+class CappedConfig(ExchangeConfig):
+    """A configuration under a cap. The library builds no `Capped` from plain data, which it does
+    for a digest: that of the configuration without the cap is as good among replicas of one run.
+    """
+
+    def digest(self) -> int:
+        (channel,) = self.channels
+        shared = {f.name: getattr(channel.applier, f.name) for f in dataclasses.fields(Applier)}
+        plain = dataclasses.replace(channel, applier=Applier(**shared))
+        return ExchangeConfig(**{**vars(self), "channels": (plain,)}).digest()
+
+
 def allowed(momentum: float, lr: float, gain: float, rho: float) -> float:
     """`momentum`, or the largest one below it that keeps the steady step at `gain`."""
     c = max(gain / lr - 1.0, 0.0)
@@ -53,4 +65,5 @@ def capped(config: ExchangeConfig, gain: float) -> ExchangeConfig:
     (channel,) = config.channels
     plain = {f.name: getattr(channel.applier, f.name) for f in dataclasses.fields(channel.applier)}
     applier = Capped(**{**plain, "momentum_warmup": 0}, gain=gain)
-    return dataclasses.replace(config, channels=(dataclasses.replace(channel, applier=applier),))
+    channels = (dataclasses.replace(channel, applier=applier),)
+    return CappedConfig(**{**vars(config), "channels": channels})

@@ -413,6 +413,7 @@ def _storm(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("preset", ["demo", "diloco", "streaming_diloco"])
 def test_chaos_storm_of_all_kinds(tmp_path, preset) -> None:
     """Islands survive a storm of all kinds with equal digests."""

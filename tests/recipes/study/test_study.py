@@ -608,6 +608,7 @@ def test_study_two_processes_train_a_table(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_study_compiled_pass_is_the_eager_one(run_ranks):
     """The compiled pass has the losses of the eager one."""
 
@@ -616,7 +617,7 @@ def test_study_compiled_pass_is_the_eager_one(run_ranks):
         run = Run(CELLS[1], SHORT, 3)
         return [study_run.train_run(run, compiled) for compiled in (False, True)]
 
-    ((eager, compiled),) = run_ranks(both, 1, 1, timeout=300)
+    ((eager, compiled),) = run_ranks(both, 1, 1, timeout=500)
     np.testing.assert_allclose(eager["curve"]["loss"], compiled["curve"]["loss"], rtol=2e-5)
     assert eager["bytes_sent"] == compiled["bytes_sent"]
 
