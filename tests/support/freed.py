@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KEPT = {"presence", "pytest_timeout"}
-"""Threads that outlive a run: the island lives until its process ends."""
+KEPT = {"presence", "tqdm_monitor"}
+"""Threads that outlive a run: the island lives until its process ends, and so does tqdm."""
 
 
 def references(**objects: Any) -> dict[str, Callable[[], Any]]:
