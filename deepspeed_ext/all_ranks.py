@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -57,10 +58,7 @@ def told(values: Sequence[str]) -> str:
 
 def _spans(ranks: list[int]) -> str:
     """Example: [0, 1, 2, 5] -> '0-2, 5'."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
+    # inside a span a rank and its place in the list differ by one number
+    spans = groupby(enumerate(ranks), lambda placed: placed[1] - placed[0])
+    each = [[rank for _, rank in span] for _, span in spans]
+    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in each)

@@ -63,14 +63,6 @@ def advance(engine: Any, step: int) -> None:
         forward(engine.lr_scheduler, taken)
 
 
-def of_users(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The items that users have put into a `client_state`, as far as a note to another replica can
-    hold them, and the names of the others.
-    """
-    told = small({key: value for key, value in client.items() if key not in OF_DEEPSPEED})
-    return told, sorted(str(key) for key in client if key not in told and key not in OF_DEEPSPEED)
-
-
 PARTS = "exchange"
 CURE = "with DeepSpeed: engine.load_checkpoint(FOLDER OF ONE REPLICA) before attach starts it anew"
 READS = "reading the parts of the exchange's state"
@@ -271,7 +263,9 @@ class _Followed(ReplicaCheckpoints):
         """
         if client is None:
             return manager.registry.tell(None)
-        told, left = of_users(client)
+        of_users = {key: value for key, value in client.items() if key not in OF_DEEPSPEED}
+        told = small(of_users)
+        left = sorted(str(key) for key in of_users if key not in told)
         method = method_note(self.exchange.config, self.exchange.auto_choice)
         return manager.registry.tell({"client": told, "left": left, "method": method})
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,9 @@ def small(values: dict[str, Any]) -> dict[str, Any]:
     """
     out, left = {}, LARGEST
     for key, value in values.items():
-        try:
+        # else it is no JSON, or has no plain comparison
+        with suppress(TypeError, ValueError, RecursionError, RuntimeError):
             text = json.dumps({key: value})
             if len(text) <= left and bool(json.loads(text) == {key: value}):
                 out[key], left = value, left - len(text)
-        except (TypeError, ValueError, RecursionError, RuntimeError):
-            # no JSON, or no plain comparison
-            continue
     return out

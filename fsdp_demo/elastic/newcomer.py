@@ -164,10 +164,9 @@ class MemberSearch:
         """Let connections come to stand, for a moment."""
         end = time.monotonic() + AGAIN / 5
         wires = [w for r in reached for w in r.every]
-        while (left := end - time.monotonic()) > 0 and not (wires and all(w.met for w in wires)):
-            if not wires:
-                time.sleep(left)
-                return
+        if not wires:
+            time.sleep(AGAIN / 5)
+        while (left := end - time.monotonic()) > 0 and not all(w.met for w in wires):
             self.poller.dial_again(wires)
             self.poller.wait_until(lambda: all(w.met for w in wires), min(left, 0.02))
 
@@ -339,9 +338,8 @@ class Following:
             WireError: it is another message (`unpacked`).
         """
         while True:
-            found = None
-            while found is None:
-                found = self._messages.begin(0.5)
+            while (found := self._messages.begin(0.5)) is None:
+                pass
             n = found.n
             if found.item == "launch":
                 self._messages.end()
@@ -379,9 +377,8 @@ class Following:
         return PeerLost("the others have reset parameters while this island was joining")
 
     def _part(self, longest: int) -> Tensor:
-        part = None
-        while part is None:
-            part = self._messages.part(longest, 60.0)
+        while (part := self._messages.part(longest, 60.0)) is None:
+            pass
         return part
 
     def caught_up(self, step: int) -> None:

@@ -174,13 +174,11 @@ class FirstStep:
         a step; else at the end of an exchange in which there was none.
         """
         noted, done = self._parameters, self._loaded and not stepped
-        if self._runtime.hooks.aside or noted.sums is None or done:
-            self._loaded, noted.sums = False, None
-            return
-        if self._loaded:
+        looks = not (self._runtime.hooks.aside or noted.sums is None or done)
+        if looks and self._loaded:
             self._runtime.host.check_loaded()
-        moved = noted.moved()
-        if self._runtime.island.any(bool(moved)):
+        moved = noted.moved() if looks else []
+        if looks and self._runtime.island.any(bool(moved)):
             what = first_few(moved, 3) or "those of another rank"
             if self._loaded:
                 raise ValueError(

@@ -185,11 +185,7 @@ def pack_bits(bits: Sequence[bool]) -> Tensor:
     """uint8 [ceil(n / 8)], bit i of the little-endian number is bits[i]."""
     n = (len(bits) + 7) // 8
     number = sum(int(b) << i for i, b in enumerate(bits))
-    return (
-        torch.frombuffer(bytearray(number.to_bytes(n, "little")), dtype=torch.uint8)
-        if n
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    return torch.tensor([*number.to_bytes(n, "little")], dtype=torch.uint8, device="cpu")
 
 
 def unpack_bits(data: Tensor, n: int) -> list[bool]:
@@ -273,13 +269,9 @@ class LocalStatus:
         self.tokens, self._open = self.tokens + tokens, self._open + tokens
         self.counted = self.counted + (tokens if weight is None else weight)  # it may be a tensor
         if loss is not None:
-            self._losses.append(
-                (
-                    loss.detach()
-                    if isinstance(loss, Tensor)
-                    else torch.tensor(loss, dtype=torch.float32, device="cpu")
-                ).reshape(())
-            )
+            if not isinstance(loss, Tensor):
+                loss = torch.tensor(loss, dtype=torch.float32, device="cpu")
+            self._losses.append(loss.detach().reshape(()))
 
     @property
     def everywhere(self) -> int:

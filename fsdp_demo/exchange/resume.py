@@ -144,12 +144,8 @@ def agree(runtime: StepRuntime, donor: int) -> None:
     if dropped:
         _drop(queue, apart=island.any(len({each["step"] for each in everyone}) > 1))
     own = [queue.last[c.channel.name] for c in queue.channels]
-    first = (
-        [min(column) for column in zip(*gather_json(peers, own), strict=True)]
-        if peers is not None
-        else own
-    )
-    common = island.max(*(-v for v in first))  # the least of all ranks
+    rows = [own] if peers is None else gather_json(peers, own)
+    common = island.max(*(-min(v) for v in zip(*rows, strict=True)))  # the least of all ranks
     queue.last = {c.channel.name: -int(v) for c, v in zip(queue.channels, common, strict=True)}
     queue.unsent = [flight for flight, wanted in zip(queue.flights, repeat, strict=False) if wanted]
 

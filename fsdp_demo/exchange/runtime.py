@@ -436,13 +436,9 @@ class StepRuntime:
         """Whether this replica has joined the run within the round that these channels send: it has
         taken fewer steps than the others. (Tokens are counted since it joined.)"""
         own = self.step + 1 - self.since
-        sums_steps = {
-            c.channel.name: c.channel.schedule for c in self.channels if c.channel.sums_steps
-        }
-        return self.since > 0 and any(
-            name in sums_steps and not out.partial and own < sums_steps[name].sync_every
-            for name, out in outgoing.items()
-        )
+        within = [c.channel for c in self.channels if own < c.channel.schedule.sync_every]
+        rounds = [outgoing[c.name] for c in within if c.sums_steps and c.name in outgoing]
+        return self.since > 0 and not all(out.partial for out in rounds)
 
     def _norm(self, names: Collection[str]) -> float | Tensor:
         """The norm of this island's contribution to a message, the same on all its ranks; 0 where

@@ -106,7 +106,7 @@ def give(
         tensors: of the snapshot. A copy that is not active has none, and is not `following`.
     """
     runtime.step, runtime.begun, runtime.told = stand.step, -1, stand.host
-    _give_rest(runtime, model, tensors.get("rest"), stand.same_rest)
+    _give_rest(runtime, model, tensors.get("rest"))
     _give_parameters(runtime, stand, tensors)
     for c in runtime.channels:
         c.start(stand.step)
@@ -138,23 +138,14 @@ def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str
     return {"rest": digest(rest).hex()} if rest else {}
 
 
-def _give_rest(
-    runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None, same: bool
-) -> None:
-    """Set frozen parameters and buffers from `data` of the snapshot, if it has come, or keep them
-    (`same`); further copies get them from the first.
+def _give_rest(runtime: StepRuntime, model: torch.nn.Module | None, data: Tensor | None) -> None:
+    """Set frozen parameters and buffers from `data` of the snapshot, if it has come, or keep them;
+    further copies get them from the first.
     """
-    local = _rest(runtime, model)
-    if not local:
-        return
-    work = data
-    if work is None and same:
-        work = bytes_of(local)
-    elif work is None:
-        size = sum(t.numel() * t.element_size() for t in local)
-        work = torch.empty(size, dtype=torch.uint8, device="cpu")
-    runtime.island.broadcast(work)
-    write_bytes(work, local)
+    if local := _rest(runtime, model):
+        work = bytes_of(local) if data is None else data
+        runtime.island.broadcast(work)
+        write_bytes(work, local)
 
 
 def _give_parameters(

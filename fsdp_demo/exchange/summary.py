@@ -255,12 +255,10 @@ def clips(config: ExchangeConfig, host: TrainingHost) -> str:
     """A sentence about the gradient clipping in force."""
     if config.clip is None:
         return host.clips or "the exchange clips no gradients"
-    where = (
-        "the mean gradient over the islands"
-        if config.clips_mean
-        else "each replica's own gradient before the step"
-    )
-    if config.clip_scope == "islands" and not config.clips_mean:
+    where = "each replica's own gradient before the step"
+    if config.clips_mean:
+        where = "the mean gradient over the islands"
+    elif config.clip_scope == "islands":
         where = "the gradients by one norm over the islands (one round trip per step)"
     return f"norm {config.clip:g} clips {where}"
 

@@ -165,10 +165,7 @@ def _exact_means(
     rooms = _split(data, spans)
     parts = [body if isinstance(body, list) else _split(body, spans) for body in bodies]
     bodies.clear()
-    acc, its = (
-        torch.empty(STRETCH, dtype=torch.float32, device="cpu"),
-        torch.empty(STRETCH, dtype=torch.float32, device="cpu"),
-    )
+    acc, its = torch.empty(2, STRETCH, dtype=torch.float32, device="cpu").unbind()
     for i, (n, code) in enumerate(spans):
         shares = [_values(code, part[i]) for part in parts]
         values = coding.as_values(code, rooms[i])

@@ -174,11 +174,10 @@ class Expected:
                 "newcomer has lost its place"
             )
         wanted = [self.body] * count
-        if (
-            not (self._have_lengths(bodies, count) if self.longest else bodies == wanted)
-            or means != [n for n, _ in self.vectors]
-            or len(head.slots) not in (0, count)
-        ):
+        fit = bodies == wanted
+        if self.longest:
+            fit = len(bodies) == count and all(0 < b <= self.longest for b in bodies)
+        if not fit or means != [n for n, _ in self.vectors] or len(head.slots) not in (0, count):
             allowed = f"1 to {self.longest} each" if self.longest else f"{wanted}"
             raise WireError(
                 f"a message to follow has bodies of {bodies} bytes and vectors of {means} values, "
@@ -186,10 +185,6 @@ class Expected:
                 f"{[n for n, _ in self.vectors]}: use one release everywhere"
             )
         return head
-
-    def _have_lengths(self, bodies: Sequence[int], n: int) -> bool:
-        most = self.longest or 0
-        return len(bodies) == n and all(0 < b <= most for b in bodies)
 
 
 def packed(arrived: ReceivedMessage, coded: Sequence[Tensor] = ()) -> list[Tensor]:

@@ -184,7 +184,13 @@ class ZeroMQ:
         """The connection to each other rank: its listening one, or a new one that dials."""
         m, wires = self._meeting, dict[int, PeerConnection]()
         for j, note in notes.items():
-            if self._listens(m.rank, j, bool(m.address), bool(note["host"])):
+            if not (m.address or note["host"]):
+                both = f"{m.names[m.rank]} nor {m.label(j)}"
+                raise ValueError(
+                    f"neither {both} can be reached: one of two islands needs an address "
+                    "(ISLAND_ADDRESS)"
+                )
+            if m.address and (m.rank < j or not note["host"]):
                 wires[j] = bound[j][0]
             else:
                 if j in bound:
@@ -202,15 +208,6 @@ class ZeroMQ:
         wire = self._poller.add(False)
         wire.dial(f"tcp://{join_address(note['host'], port)}")
         return wire
-
-    def _listens(self, i: int, j: int, here: bool, there: bool) -> bool:
-        if not here and not there:
-            both = f"{self._meeting.names[i]} nor {self._meeting.label(j)}"
-            raise ValueError(
-                f"neither {both} can be reached: one of two islands needs an address "
-                "(ISLAND_ADDRESS)"
-            )
-        return here and (i < j or not there)
 
     def _greeting(self, k: int | str, sender: int, receiver: int) -> bytes:
         text = f"{self._meeting.prefix} {k} {sender} {receiver}"

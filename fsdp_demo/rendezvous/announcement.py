@@ -69,7 +69,13 @@ class Rendezvous:
         try:
             return self._join()
         except StoreSilent as error:
-            raise self._cured(error) from None
+            if "ISLAND_ENDPOINT=" in str(error):
+                raise  # it says the cure
+            raise StoreSilent(
+                f"{error}: see whether the store still runs at {self._topology.endpoint} and is "
+                "not stopped, and whether the network reaches it; "
+                f"then start all islands again{see('store-silent')}"
+            ) from None
 
     def _join(self) -> tuple[PeerGroup | None, int]:
         store = self._connect()
@@ -245,13 +251,3 @@ class Rendezvous:
             attempt.set("begun", self.prefix.rpartition("/")[2])
         pulse.quiet()
         return met
-
-    def _cured(self, error: StoreSilent) -> StoreSilent:
-        """The same error with a cure, for an island that has not met the others yet."""
-        if "ISLAND_ENDPOINT=" in str(error):
-            return error
-        return StoreSilent(
-            f"{error}: see whether the store still runs at {self._topology.endpoint} and is not "
-            "stopped, and whether the network reaches it; "
-            f"then start all islands again{see('store-silent')}"
-        )

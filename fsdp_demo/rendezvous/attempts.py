@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -324,7 +325,7 @@ class Pulse:
         self.taken, self.deadline = taken, min(topology.question, PATIENCE)
         self.prefix = prefix = f"{topology.run}/{taken.number}"
         self._open = lambda: topology.open_store(topology.question).under(prefix)
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[bool]] | None] = queue.SimpleQueue()
         self._island, self._asked = topology.island, ""
         self._beat: Job = lambda at: starting.beat(at, topology.island)
         self._each: list[Job] = [self._beat] if beats else []
@@ -360,13 +361,11 @@ class Pulse:
 
     def ask(self, job: Job, seconds: float) -> bool:
         """Do `job` at once, and wait for it at most so long; whether it was done."""
-        done: Future[Any] = Future()
+        done = Future[bool]()
         self._jobs.put((job, done))
-        try:
-            done.result(max(seconds, 0.0))
-        except Exception:  # logged where it happened, but the wait's own
-            return False
-        return True
+        with suppress(TimeoutError):
+            return done.result(max(seconds, 0.0))
+        return False
 
     def stop(self) -> None:
         """End the thread, unless a silent store holds it."""
@@ -381,20 +380,17 @@ class Pulse:
                 task = self._jobs.get(timeout=max(due - time.monotonic(), 0.0))
             except queue.Empty:
                 for job in list(self._each):
-                    if self._do(job) is not None and self.silent:
+                    if not self._do(job) and self.silent:
                         break  # each would wait for it anew
                 due = time.monotonic() + self._pause
                 continue
             if task is None:
                 return
             job, done = task
-            if (failure := self._do(job)) is None:
-                done.set_result(None)
-            else:
-                done.set_exception(failure)
+            done.set_result(self._do(job))
 
-    def _do(self, job: Job) -> Exception | None:
-        """Do one job; the error that it ended with has been logged."""
+    def _do(self, job: Job) -> bool:
+        """Do one job; whether it was done. An error is logged here."""
         try:
             self._at = self._at or self._open()
             job(self._at)
@@ -406,11 +402,11 @@ class Pulse:
                 log.warning("%s; %s%s", what, then, see("store-silent"))
             self._at, self.silent = None, True
             self._pause = min(max(2 * self._pause, 10.0), 60.0)
-            return error
+            return False
         except Exception as error:  # of a callback, or a value that somebody else wrote
             log.warning("presence: %s", error)
-            return error
+            return False
         if self.silent:
             log.info("the store answers again")
         self._pause, self.silent = starting.BEAT, False
-        return None
+        return True

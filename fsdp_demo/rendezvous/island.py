@@ -57,11 +57,14 @@ class IslandGroup(Ranks):
         mesh = topology.kind == "mesh"
         # torch names a group of a mesh by how many there are, so a name would come twice
         self._closes = not mesh
-        self.group = (
-            topology.group
-            if mesh and dist.get_backend(topology.group) == "gloo"
-            else _control(topology, mesh)
-        )
+        if mesh and dist.get_backend(topology.group) == "gloo":
+            self.group = topology.group
+        else:
+            # In a mesh its members alone make it: the other replicas need not come at the same
+            # time, but all ranks of an island must have made as many.
+            ranks = dist.get_process_group_ranks(topology.group) if mesh else None
+            patience = timedelta(seconds=topology.timeout + 60)
+            self.group = dist.new_group(ranks, patience, "gloo", use_local_synchronization=mesh)
         if mesh:
             self.copies = topology.group
         elif position.num_copies > 1 and position.num_shards > 1:
@@ -212,16 +215,6 @@ class IslandGroup(Ranks):
                 if group is not None and dist.get_backend(group) == "gloo":
                     dist.destroy_process_group(group)
         self.group = self.copies = self._ranks = None
-
-
-def _control(topology: Topology, mesh: bool) -> Any:
-    """A new gloo group of the island's ranks. In a mesh its members alone make it: the other
-    replicas need not come at the same time, but torch names such a group by how many a rank is
-    in, so all ranks of an island must have made as many."""
-    ranks = dist.get_process_group_ranks(topology.group) if mesh else None
-    return dist.new_group(
-        ranks, timedelta(seconds=topology.timeout + 60), "gloo", use_local_synchronization=mesh
-    )
 
 
 # Says in which call of the exchange each rank of an island is, when one has been in its for long.

@@ -305,17 +305,12 @@ class _Starters:
 
     def _here(self) -> list[int]:
         """The islands that have come and live."""
-        now, here = time.monotonic(), []
+        now, me = time.monotonic(), self._place.island
         for i in self.everyone:
-            if i != self._place.island:
-                if i not in self._names:
-                    if not self._at.get(f"came/{i}"):
-                        continue
-                    self.hear(i)
-                if not self._beats.lives(i, now):
-                    continue
-            here.append(i)
-        return here
+            if i != me and i not in self._names and self._at.get(f"came/{i}"):
+                self.hear(i)
+        others = [i for i in self._names if i in self.everyone and self._beats.lives(i, now)]
+        return sorted([me, *others])
 
     def _decide(self, here: list[int]) -> tuple[int, ...]:
         starters = _read(self._at.compare_set("starters", "", json.dumps(here)), self._place.count)

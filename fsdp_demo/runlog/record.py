@@ -72,26 +72,21 @@ class RunRecord:
                 head["began"] = before.get("began", head["began"])
         self._first, self._head = head["began"], head
         self._write_json(files.HEAD_FILE, head)
-        self._began = time.perf_counter()
         self.resume(exchange.step)
 
     def resume(self, step: int) -> None:
         """Go on after `step`: what the files have of later steps was never part of this job."""
-        last = step if step else -1
-        kept = {
-            files.STEPS_FILE: files.keep_until(self._folder / files.STEPS_FILE, last),
-            files.EXCHANGES_FILE: files.keep_until(
-                self._folder / files.EXCHANGES_FILE, step - 1, "applied"
-            ),
-            files.EVENTS_FILE: files.keep_until(self._folder / files.EVENTS_FILE, last),
-        }
-        self.last = (kept[files.STEPS_FILE] or [{}])[-1]
-        times = [line.get("seconds", 0.0) for lines in kept.values() for line in lines]
+        at, last, joins = self._folder, step if step else -1, step and self._exchange.newcomer
+        steps = files.keep_until(at / files.STEPS_FILE, last)
+        files.keep_until(at / files.EXCHANGES_FILE, step - 1, "applied")
+        events = files.keep_until(at / files.EVENTS_FILE, last)
+        self.last = (steps or [{}])[-1]
+        times = [line.get("seconds", 0.0) for line in (*steps, *events)]
         before = max(times, default=0.0)
-        if step and self._exchange.newcomer:  # the others trained on meanwhile
+        if joins:  # the others trained on meanwhile
             before = max(before, time.time() - self._first)
         self._began = time.perf_counter() - before
-        if step and self._exchange.newcomer:
+        if joins:
             self._event("joined", step, islands=[self._exchange.topology.island])
         else:
             self._event("resume" if step else "begin", step)

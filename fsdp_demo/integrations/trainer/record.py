@@ -35,7 +35,6 @@ class TrainerRecord:
         self._exchange, self._trainer = exchange, trainer
         topology, args, state = exchange.topology, trainer.args, trainer.state
         model: Any = trainer.model
-        self._islands = topology.count
         self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         # a plain torch module has no config, or one of its own kind
         config = getattr(model, "config", None)
@@ -103,7 +102,7 @@ class TrainerRecord:
             return self._before.get(name, 0) + numbers.get(f"exchange/{here or name}", 0)
 
         tokens = whole("tokens", "global_tokens")
-        step = ring_all_reduce_bytes(self._islands, 2 * self._parameters)
+        step = ring_all_reduce_bytes(self._exchange.topology.count, 2 * self._parameters)
         return {
             "tokens": int(tokens),
             "tokens_per_second": tokens / max(self._record.seconds, 1e-9),
