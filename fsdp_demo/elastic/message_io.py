@@ -164,7 +164,10 @@ class Traffic:
         if rank.state != "running" or view != rank.record.view or stream.header is None:
             return
         if isinstance(message, EarlyMessage):
-            self._keep_early(message, stream)
+            message.data, message.header = stream.sealed, stream.header
+            self._early[message.n, piece.of] = message
+            if message.n in self._messages:
+                self._messages[message.n].early[piece.of] = message
         elif message.n not in self._messages:
             return
         else:
@@ -181,21 +184,12 @@ class Traffic:
         if piece.what == "early" and sender in notes:
             self._detector.say(["kept", n], [notes[sender]])
 
-    def _keep_early(self, early: EarlyMessage, stream: Stream) -> None:
-        early.data, early.header = stream.sealed, stream.header
-        self._early[early.n, stream.piece.of] = early
-        if early.n in self._messages:
-            self._messages[early.n].early[stream.piece.of] = early
-
     # ---- what goes -----------------------------------------------------------------------------
 
     def send(self, action: protocol_events.Send) -> None:
         """Send a piece, once it has been calculated."""
-        piece, view, settled = (
-            action.piece,
-            action.view,
-            self._loop.machine.record.settlement(action.n),
-        )
+        piece, view = action.piece, action.view
+        settled = self._loop.machine.record.settlement(action.n)
         if piece.what == "early":
             for member in action.to:
                 self.send_early(self._early[action.n, piece.of], piece, member)

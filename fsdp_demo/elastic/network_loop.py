@@ -196,12 +196,8 @@ class Stopping:
         if rank.me not in self._told or rank.state in ("left", "expelled"):
             return
         self.together |= self._told >= set(rank.record.members) - rank.lost
-        word = [
-            "stops",
-            self._ends.get(rank.me, -1),
-            self.together,
-            self._applied_at.get(rank.me, -1),
-        ]
+        ends, applied_at = (at.get(rank.me, -1) for at in (self._ends, self._applied_at))
+        word = ["stops", ends, self.together, applied_at]
         if word != self._said or again:
             self._said = word
             detector.say(word, [*detector.notes.values(), *detector.siblings.values()])

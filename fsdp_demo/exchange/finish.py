@@ -63,11 +63,10 @@ def mean_parameters(runtime: StepRuntime, only: LocalChannel | None = None) -> T
     vector = work.cpu() if share else torch.zeros(work.numel(), dtype=torch.float32, device="cpu")
     header = peers.header(PARAMETERS if only is None else RESET, runtime.step)
 
+    counts = torch.tensor([share], dtype=torch.float32, device="cpu")
+
     def job(peers: PeerGroup) -> Tensor:
-        mean, part = peers.mean(
-            header,
-            [(vector, "fp32"), (torch.tensor([share], dtype=torch.float32, device="cpu"), "fp32")],
-        )
+        mean, part = peers.mean(header, [(vector, "fp32"), (counts, "fp32")])
         if not float(part):
             raise NotFinite(
                 f"no island has finite parameters (NaN or Inf) at step {runtime.step}: resume from "
@@ -79,16 +78,17 @@ def mean_parameters(runtime: StepRuntime, only: LocalChannel | None = None) -> T
     return mean.to(work.device)
 
 
-def set_mean(runtime: StepRuntime) -> float:
-    """Replace the parameters by their mean over the replicas; returns the drift of this one, |theta
-    - mean| / |mean|.
+def set_mean(runtime: StepRuntime) -> None:
+    """Replace the parameters by their mean over the replicas, and note the drift of this one,
+    |theta - mean| / |mean|.
     """
     own = runtime.parameters.tensors("parameter")
     before = [t.float().clone() for t in own if t is not None]
     runtime.parameters.write(mean_parameters(runtime), own)
     after = [t.float() for t in own if t is not None]
     far = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-    return drift(runtime.island, far, sum(float(a.square().sum()) for a in after))
+    runtime.drift = drift(runtime.island, far, sum(float(a.square().sum()) for a in after))
+    runtime.host.commit()
 
 
 def equal(runtime: StepRuntime) -> bool:
@@ -140,8 +140,7 @@ def conclude(runtime: StepRuntime) -> bool | None:
         runtime.exchange(
             runtime.buffers, runtime.buffers, math.inf, now=runtime.step - 1, last=True
         )
-        runtime.drift = set_mean(runtime)
-        runtime.host.commit()
+        set_mean(runtime)
         return None
     queue = runtime.queue
     moving = [c for c in queue.channels if c.channel.writes_parameters]
@@ -167,8 +166,7 @@ def conclude(runtime: StepRuntime) -> bool | None:
     runtime.host.commit()
     if equal(runtime):
         return True
-    runtime.drift = set_mean(runtime)
-    runtime.host.commit()
+    set_mean(runtime)
     if runtime.topology.rank == 0:
         log.warning(
             "%s: parameters differed between islands at the end (unlike hardware, or unlike "

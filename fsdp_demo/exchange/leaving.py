@@ -94,7 +94,10 @@ def stop_with_all(runtime: StepRuntime) -> None:
     peers, worker, seconds = runtime.peers, runtime.connections.worker, patience(runtime)
     ends_at: int | None = -1
     if peers is not None and worker is not None:
-        end, applied_at = time.monotonic() + seconds, _applied_at(runtime)
+        end, queue = time.monotonic() + seconds, runtime.queue
+        delays = {c.channel.name: c.channel.schedule.delay for c in queue.channels}
+        # the step count at which this island applied its last message; 0 where there was none
+        applied_at = max((n + delays[name] + 1 for name, n in queue.applied.items()), default=0)
         job = worker.submit(
             lambda: peers.stop_with_all(applied_at, max(end - time.monotonic(), 0.0))
         )
@@ -105,12 +108,6 @@ def stop_with_all(runtime: StepRuntime) -> None:
         peers.unsettled = ends_at is None
     (most,) = runtime.island.max(float(-1 if ends_at is None else ends_at))
     runtime.ends_at = int(most)
-
-
-def _applied_at(runtime: StepRuntime) -> int:
-    """The step count at which this island applied its last message; 0 where there was none."""
-    delays = {c.channel.name: c.channel.schedule.delay for c in runtime.queue.channels}
-    return max((step + delays[name] + 1 for name, step in runtime.queue.applied.items()), default=0)
 
 
 def say(runtime: StepRuntime, seconds: float) -> bool:

@@ -93,11 +93,8 @@ class MessageLayout:
         """
         mine = [parts[name] for name in self.sections]
         bits = pack_bits([p for part in mine for p in part.present or []])
-        return (
-            bits,
-            [p.body for p in mine if p.body is not None],
-            [v for p in mine for v in p.vectors],
-        )
+        bodies = [p.body for p in mine if p.body is not None]
+        return bits, bodies, [v for p in mine for v in p.vectors]
 
     def blank(self, bodies: Sequence[Tensor]) -> bool:
         """Whether the sections, as `pack` gives them, hold nothing but zeros."""
@@ -228,10 +225,8 @@ class Said:
             v if isinstance(v, Tensor) else torch.full((), v, device=device, dtype=torch.float32)
             for v in (loss, self.bad, self.run, self.norm, self.rate)
         ]
-        return [
-            torch.stack([p.float() for p in parts]),
-            *([] if self.total is None else [self.total.view(1)]),
-        ]
+        numbers = torch.stack([p.float() for p in parts])
+        return [numbers] if self.total is None else [numbers, self.total.view(1)]
 
 
 class LocalStatus:

@@ -94,13 +94,7 @@ class InFlightState:
             del arrived["slots"]  # they are of this run
         parts = {name: vars(out) for name, out in self.parts.items()}
         said = None if self.said is None else dict(vars(self.said))
-        return {
-            "step": self.step,
-            "members": self.members,
-            "parts": parts,
-            "arrived": arrived,
-            "said": said,
-        }
+        return {**vars(self), "parts": parts, "arrived": arrived, "said": said}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> InFlightState:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from .protocol_types import (
     Forward,
@@ -138,14 +139,7 @@ def settled(record: Record, reports: Reports, members: tuple[Member, ...]) -> Re
         if settlement != following.default(n):
             settlements.append(settlement)
         forwards += _forwards(kind, settlement, following.contributors(n), held, epoch)
-    return record.following(
-        view=epoch,
-        members=members,
-        base=following.base,
-        settlements=tuple(settlements),
-        forwards=tuple(forwards),
-        stable=stable,
-    )
+    return replace(following, settlements=tuple(settlements), forwards=tuple(forwards))
 
 
 def _kinds(held: Iterable[HeldMessage]) -> list[tuple[int, Kind]]:

@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import WireError
 from ..net.tcp import gather, stood
+from ..store.connection import REFUSED
 from . import pieces
 from .header import memory
 from .pieces import Counts, Inbox, NoRoom, PieceHeader
@@ -37,11 +38,6 @@ AT_ONCE, BRIEF, LONG = range(3)
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 NOT_THERE = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 class QueuedPiece:
