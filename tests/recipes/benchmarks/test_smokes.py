@@ -84,6 +84,13 @@ SMOKES = [
         (2, 1),
     ),
     Smoke(
+        "benchmarks/lora.py",
+        "--steps 2 --base-steps 1 --seeds 1 --ranks 2 --out FOLDER",
+        (f'"method": "full".*"loss": {FIGURE}', f'"A": "frozen", "loss": {FIGURE}'),
+        (2, 1),
+        needs="peft",
+    ),
+    Smoke(
         "benchmarks/muon.py",
         "--hidden 64 --layers 1 --repeat 1",
         ("ms per step", figures("MuonAdamW's", 3)),
