@@ -264,9 +264,11 @@ class Applier:
 
     def momentum_in(self, round: int) -> float:
         """The momentum in a round, counted from 1: the first of a warm-up has none."""
-        if not self.momentum_warmup:
-            return self.momentum
-        return self.momentum * min(1.0, max(round - 1, 0) / self.momentum_warmup)
+        return (
+            self.momentum * min(1.0, max(round - 1, 0) / self.momentum_warmup)
+            if self.momentum_warmup
+            else self.momentum
+        )
 
 
 @dataclass(frozen=True)

@@ -461,10 +461,12 @@ def joined_run(me: Any, case: str) -> Any:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = base_optimizer(config, named, lr=config.lr or 0.01)
     exchange = fsdp_demo.attach(optimizer, config, model=model, must_match={"steps": 200})
-    came, end, word = exchange.step, 10**9, join_server._word
+    came, end, word = exchange.step, 10**9, join_server.read_note
     if me.island == 0:  # no join is planned before the reset
         patch = pytest.MonkeyPatch()
-        patch.setattr(join_server, "_word", lambda note: word(note) if resets[0] else _later(note))
+        patch.setattr(
+            join_server, "read_note", lambda note: word(note) if resets[0] else _later(note)
+        )
     while exchange.step < end:
         loop(model, optimizer, exchange, exchange.step + 1)
         if me.island == 0 and exchange.step == 4:
