@@ -36,7 +36,7 @@ def test_storm_with_one_rank_and_many_open_messages() -> None:
     "lives",
     [
         pytest.param(range(24), id="24"),
-        pytest.param(range(24, 400), id="376", marks=pytest.mark.slow),
+        pytest.param(range(24, 400), id="376", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 def test_storm_of_newcomers(lives: range, options: dict[str, int]) -> None:

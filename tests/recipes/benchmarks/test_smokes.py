@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import socket
 import sys
 from collections.abc import Callable
@@ -139,7 +140,7 @@ SMOKES = [
     ),
     Smoke(
         "benchmarks/trace_exchange.py",
-        "--model tiny --steps 1 --warm-up 1 --out FOLDER",
+        "--model tiny --steps 6 --warm-up 1 --out FOLDER",
         (f"island 1: .*send {FIGURE} ms", r"trace\.svg"),
         (2, 1),
     ),
@@ -156,8 +157,9 @@ SMOKES = [
     ),
     Smoke(
         "study/study.py",
-        "--table front --only local_sgd --seeds 1 --steps 1 --eager --no-pictures --output FOLDER",
-        (f"front 3/3: .*: {FIGURE}, ", "method +seeds +loss", figures("local_sgd.* 1")),
+        "--table first --only 'full bf16' --seeds 1 --steps 1 --eager --no-pictures "
+        "--output FOLDER",
+        (f"first 1/1: .*: {FIGURE}, ", "method +seeds +loss", figures("full bf16 +1")),
     ),
     Smoke(
         "study/study.py",
@@ -225,7 +227,7 @@ def test_program_prints_its_table(
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     torchrun = {"TORCHELASTIC_RUN_ID": "smoke", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    words = [word.replace("FOLDER", str(tmp_path)) for word in smoke.words.split()]
+    words = [word.replace("FOLDER", str(tmp_path)) for word in shlex.split(smoke.words)]
     env = torchrun if smoke.ranks[1] > 1 else None
     found = run_ranks(
         played, *smoke.ranks, timeout=250, group=False, env=env, args=(smoke.script, words)
