@@ -17,8 +17,17 @@ import torch
 
 from fsdp_demo import ring_all_reduce_bytes
 from fsdp_demo.errors import counted
-from fsdp_demo.runlog import ProgressLine, RunRecord, ledger_rows, size, summarise, table, tracked
-from fsdp_demo.runlog.files import spared, write_json
+from fsdp_demo.runlog import (
+    ProgressLine,
+    RunRecord,
+    ledger_rows,
+    size,
+    spared,
+    summarise,
+    table,
+    tracked,
+    write_json,
+)
 from fsdp_demo.tools.planner import PEAK
 from fsdp_demo.tools.report import make
 

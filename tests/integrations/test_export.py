@@ -450,7 +450,7 @@ def test_export_command_without_deepspeed_warning(monkeypatch, tmp_path):
 
     def write(*_, **__):
         seen.append(os.environ.get("DS_ACCELERATOR"))
-        return SimpleNamespace(step=4, says="the anchor")
+        return SimpleNamespace(step=4, why="", says="the anchor")
 
     monkeypatch.setattr("fsdp_demo.integrations.export.pretrained.export", write)
     assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 0 and seen == ["cpu"]
