@@ -428,7 +428,7 @@ class Rewritten:
         if left is None or aside:
             return
         now = self._sums()
-        moved = (now != torch.as_tensor(left, device=now.device)).tolist()
+        moved = (now != torch.as_tensor(left, device=now.device)).cpu().tolist()
         found = [i for i, other in zip(self._looks, moved, strict=True) if other]
         params, again = self._host.params, self._looks is self._again
         for i in found:

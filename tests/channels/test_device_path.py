@@ -19,6 +19,7 @@ from fsdp_demo.channels.channel import ChannelRunner, Incoming, Received
 from fsdp_demo.channels.state import Placement
 from fsdp_demo.compression import blocks, transform, windows
 from fsdp_demo.config.fragments import expand
+from fsdp_demo.exchange.watch import Rewritten
 from fsdp_demo.hosts.torch_params import TorchHost
 from fsdp_demo.rendezvous.island import IslandGroup
 from fsdp_demo.rendezvous.position import ShardPosition
@@ -232,11 +233,13 @@ def test_device_exchange_steps_never_wait(
     run_ranks: Callable[..., Any], name: str, config: ExchangeConfig
 ) -> None:
     """The steps of an exchange never wait for the device. Only the worker waits, for the copy it is
-    about to send; parameters and the loss are those of the CPU.
+    about to send; parameters and the loss are those of the CPU. The watch for written parameters is
+    left out: it reads one vector from the device ahead of the step behind an exchange.
     """
 
     def run() -> Any:
-        with plug_in() as plug:
+        with plug_in() as plug, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Rewritten, "compare", lambda *_: None)
             found = values(islands(train(config, DEVICE)))
         expected = values(islands(train(config, CPU)))
         same = [
