@@ -182,9 +182,7 @@ def train(rank, source, output, options, at=None):
         patch.setattr(
             report.Report,
             "micro_batch",
-            lambda self, loss, n: (run.losses.append(float(loss.detach())), micro(self, loss, n))[
-                1
-            ],
+            lambda self, loss: (run.losses.append(float(loss.detach())), micro(self, loss))[1],
         )
         patch.setattr(sys, "argv", ["pretrain.py", *map(str, common), *map(str, options)])
         pretrain.main()
