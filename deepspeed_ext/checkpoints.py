@@ -106,10 +106,14 @@ class _Followed(ReplicaCheckpoints):
     def _manager(self, folder: Path) -> CheckpointManager:
         """The manager, at one directory. It removes no old tag: users have chosen their names."""
         if self._made is None:
-            of = self.exchange.topology
-            self._made = CheckpointManager(folder, of, keep=None, registry=self._registry)
-            self._made.votes = self.world  # DeepSpeed saves with collectives of all
-            self._made.rotates = False
+            self._made = CheckpointManager(
+                folder,
+                self.exchange.topology,
+                keep=None,
+                registry=self._registry,
+                votes=self.world,  # DeepSpeed saves with collectives of all
+                rotates=False,
+            )
         elif folder != self._made.root:
             self._made.enter(folder)
         return self._made

@@ -148,13 +148,11 @@ def join(
         config = earlier
     start = Start(step or 0, state, facts, batch or (), catch_up, fresh)
     with ExitStack() as undo:  # an error leaves the optimizers as they were
-        exchange = Exchange(host, config, model, topology, start)
+        exchange = Exchange(host, config, model, topology, start, opened, choice)
         undo.callback(exchange.detach)
-        exchange.opened = opened
         if opened.waits_for_steps and earlier is None:
             automatic.tell(topology, config)
         if choice is not None:
-            exchange.auto_choice = choice
             automatic.watch(exchange, choice)
         elif undecided(config):
             automatic.begin(exchange, model, total_steps(facts))

@@ -184,7 +184,7 @@ def test_auto_resume_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
         again = fsdp_demo.attach(optimizer, "auto", model=model, state=state)
         known = again.config == chosen
         known = known and again.auto_choice == why
-        before_, after = exchange._runtime.at_end, again._runtime.at_end
+        before_, after = exchange._at_end, again._at_end
         watched = isinstance(after, first_steps.LinkHealth) and after.planned == before_.planned
         again.detach()
 
@@ -421,7 +421,7 @@ def test_auto_warns_of_a_run_that_ends_before_the_choice(
     exchange = SimpleNamespace(
         config=preset("auto"),
         topology=SimpleNamespace(islands=2, rank=0),
-        _runtime=SimpleNamespace(),
+        on_step_end=lambda call: None,
     )
     with caplog.at_level(logging.WARNING, logger="fsdp_demo"):
         automatic.begin(exchange, None, steps)  # type: ignore[arg-type]
@@ -436,28 +436,28 @@ def test_auto_newcomer_during_the_choice(
     """
     known: list[Any] = [None, None, (preset("diloco"), AutoChoice("because", "1Gbit", 0.5))]
     monkeypatch.setattr(first_steps, "known_choice", lambda topology, state, island: known.pop(0))
-    watched, chosen = [], []
+    watched, chosen, called = [], [], []
     monkeypatch.setattr(first_steps, "watch", lambda exchange, choice: watched.append(choice))
     exchange = SimpleNamespace(
         config=preset("auto"),
         newcomer=True,
         step=3,
         topology=SimpleNamespace(islands=3, rank=0),
-        choose=lambda config, model: chosen.append(config),
+        choose=lambda config, model, choice: chosen.append((config, choice)),
+        on_step_end=called.append,
         host=SimpleNamespace(device=torch.device("cpu")),
-        _peers=None,
-        _island=Ranks(None, 0, 1),
-        _runtime=SimpleNamespace(at_end=None),
+        peers=None,
+        island=Ranks(None, 0, 1),
     )
     automatic.begin(exchange, None)  # type: ignore[arg-type]
-    measuring = exchange._runtime.at_end
+    (measuring,) = called
     measuring()
-    assert not chosen and exchange._runtime.at_end is measuring
+    assert not chosen and called == [measuring]
     exchange.step = MEASURED  # where the others would be asked
     measuring()
-    assert chosen == [preset("diloco")] and not known
-    assert exchange.auto_choice.reason == "because" and watched == [exchange.auto_choice]
-    assert exchange._runtime.at_end is not measuring
+    ((method, choice),) = chosen
+    assert method == preset("diloco") and choice.reason == "because" and not known
+    assert watched == [choice] and called == [measuring, None]
 
 
 def test_auto_undecided_configuration_reads_back() -> None:
@@ -501,8 +501,8 @@ def test_auto_ranks_with_unlike_clocks_send_equally_many(run_ranks: Any) -> None
         model = sharded(model_of(), 2)
         optimizer = optimizer_of("adamw", model)
         exchange = fsdp_demo.attach(optimizer, "auto", model=model)
-        assert exchange._peers is not None
-        sent = exchange._peers.meter.setup_bytes
+        assert exchange.peers is not None
+        sent = exchange.peers.meter.setup_bytes
         train(model, optimizer, me.island, range(MEASURED + 2))
         exchange.finish()
         return json.dumps(exchange.config.to_dict()), sent

@@ -240,7 +240,7 @@ def begin(exchange: Exchange, model: torch.nn.Module | None, steps: int | None =
             config.measured,
         )
     first = _FirstSteps(exchange, config, model, steps)
-    exchange._runtime.at_end = first
+    exchange.on_step_end(first)
     first.chosen_meanwhile()
 
 
@@ -270,9 +270,8 @@ def _take(
     choice: AutoChoice | None,
     model: torch.nn.Module | None,
 ) -> None:
-    exchange.choose(method, model)
-    exchange.auto_choice = choice
-    exchange._runtime.at_end = None
+    exchange.choose(method, model, choice)
+    exchange.on_step_end(None)
     if choice is not None:
         watch(exchange, choice)
 
@@ -280,7 +279,7 @@ def _take(
 def watch(exchange: Exchange, choice: AutoChoice) -> None:
     """Compare exchanges with the plan in a run that goes on, or that this island has joined."""
     if exchange.topology.islands > 1:
-        exchange._runtime.at_end = LinkHealth(exchange, situation_of(exchange, choice))
+        exchange.on_step_end(LinkHealth(exchange, situation_of(exchange, choice)))
 
 
 class _FirstSteps:
@@ -296,11 +295,11 @@ class _FirstSteps:
         self._exchange, self._config, self._model = exchange, config, model
         self._steps = steps
         self._ends: list[float] = []
-        peers = exchange._peers
+        peers = exchange.peers
         # an island that joins others finds them training
-        reading = None if exchange.newcomer else quick_probe(peers, island=exchange._island)
-        seen = exchange._island.sum((reading and reading.bits_per_second) or 0.0)[0]
-        rtt = exchange._island.max(0.0 if reading is None else reading.rtt)[0]
+        reading = None if exchange.newcomer else quick_probe(peers, island=exchange.island)
+        seen = exchange.island.sum((reading and reading.bits_per_second) or 0.0)[0]
+        rtt = exchange.island.max(0.0 if reading is None else reading.rtt)[0]
         shaped = peers.link.bits_per_second if peers is not None and peers.link else None
         rate = min(seen, shaped or math.inf)  # a rehearsed link is one for all ranks
         self._link = Link(rate, rtt) if rate else None
@@ -331,7 +330,7 @@ class _FirstSteps:
         exchange = self._exchange
         if not exchange.newcomer:
             return False
-        known = known_choice(exchange.topology, None, exchange._island)
+        known = known_choice(exchange.topology, None, exchange.island)
         if known is None:
             return False
         method, choice = known
@@ -367,9 +366,8 @@ class _FirstSteps:
         if topology.rank == 0:
             log.info("auto: %s", reason)
         tell(topology, method, planned)  # before the first message of the method
-        exchange.choose(method, self._model)
-        exchange.auto_choice = planned
-        exchange._runtime.at_end = LinkHealth(exchange, situation)
+        exchange.choose(method, self._model, planned)
+        exchange.on_step_end(LinkHealth(exchange, situation))
 
 
 class LinkHealth:

@@ -57,13 +57,14 @@ class CheckpointManager:
             is known to hold. None: all.
         registry: of a host that has one: where the islands ask each other, and the words between
             the ranks. No process group is made then, and in a mesh, too, `root` is this replica's.
+        votes: between all ranks whose collectives `write` uses, if these are more than the ranks.
+        rotates: remove what is not needed any more after a save.
+        grouped: the replica whose ranks `group` joins, where all replicas save together.
 
     Attributes:
         group: process group of the replica's ranks over CPU tensors; None: a single rank.
         ranks: the words between the ranks of this replica, over that group.
-        votes: between all ranks whose collectives `write` uses, if these are more.
         registry: where the islands ask each other.
-        rotates: what is not needed any more goes after a save.
         common: the newest step that all islands are known to hold.
         best: a step that rotation spares.
         failed_saves: saves of this life that could not be made.
@@ -76,6 +77,9 @@ class CheckpointManager:
         topology: Topology,
         keep: int | None = 2,
         registry: CheckpointRegistry | None = None,
+        votes: Ranks | None = None,
+        rotates: bool = True,
+        grouped: Topology | None = None,
     ):
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: allowed is 1 or more")
@@ -85,15 +89,17 @@ class CheckpointManager:
         summary.speak(topology)  # the first lines may come before `attach`
         self.group = None if registry else cpu_group(topology)
         ranks = registry.ranks if registry else Ranks(self.group, topology.rank, topology.world)
-        self.ranks = self.votes = ranks
+        self.ranks, self.votes = ranks, votes or ranks
         self.registry = registry or CheckpointRegistry(topology, ranks)
-        self.rotates, self.damaged = True, ""
+        self.rotates, self.damaged = rotates, ""
         self.best: int | None = None
         self.failed_saves = self._failed_in_a_row = 0
         self._fences: dict[Path, Fence] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[bool] | None = None
         self.enter(root)
+        if grouped is not None:
+            self.group = cpu_group(grouped)
 
     def enter(self, root: Path) -> None:
         """Look into `root` and save there from now on. All ranks of the replica come together."""
@@ -107,6 +113,10 @@ class CheckpointManager:
     def _once_per_disk(self, work: Callable[[], Any], ranks: Ranks | None = None) -> None:
         """Let the first rank on each disk do something. All `ranks` come together."""
         (ranks or self.ranks).together(lambda: self._number or work(), str(self.root))
+
+    def spare(self, step: int | None) -> None:
+        """Let rotation spare this step from now on (`best`)."""
+        self.best = step
 
     def path(self, step: int) -> Path:
         """The folder of a checkpoint, where no host gives it another name."""

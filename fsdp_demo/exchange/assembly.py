@@ -5,8 +5,6 @@ is exchanged (`auto`).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from ..channels.bind import Bound, bind
@@ -20,9 +18,9 @@ from ..peers.vector_pool import VectorPool, new_vector
 from ..rendezvous.topology import Topology
 from . import leaving
 from .in_flight import InFlightQueue
-from .message import kept_vector
+from .message import LocalStatus, kept_vector
 from .refusals import refuse, refuse_sparse
-from .runtime import StepRuntime
+from .runtime import StepPhases, StepRuntime
 from .sending import ExchangeConnections
 
 
@@ -38,21 +36,23 @@ def assemble(
     host: TrainingHost,
     model: torch.nn.Module | None,
     connections: ExchangeConnections,
+    phases: StepPhases,
     step: int,
 ) -> StepRuntime:
     """The parts for the method of `config`, from step `step` of the job. No communication.
 
     Args:
-        model: gives parameters their names, as for `attach`.
+        model: gives parameters their names, as for `attach`. phases: called around each step.
     """
     bound = _bound(config, host, model, connections, topology.islands)
-    queue = InFlightQueue(connections, host.device, topology.islands, speaks=topology.rank == 0)
-    runtime = StepRuntime(config, topology, host, bound, queue, step)
+    status = LocalStatus(topology.islands, alone=topology.elastic)
+    queue = InFlightQueue(
+        connections, host.device, topology.islands, topology.rank == 0, status.took_part
+    )
+    runtime = StepRuntime(config, topology, host, bound, queue, status, phases, step)
     leaving.allow(runtime)
-    if topology.elastic:
-        runtime.goes_on = partial(leaving.goes_on, runtime)
     if connections.peers is not None:
-        status = runtime.status  # not the runtime: whoever beats must not keep the model
+        # not by the runtime: whoever beats must not keep the model
         connections.peers.told_to_end = lambda: status.told
     return runtime
 

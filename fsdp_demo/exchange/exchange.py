@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..config.auto import AutoChoice, method_note
 from ..config.schema import ExchangeConfig
-from ..errors import PeerLost
+from ..errors import PeerLost, Stopped
 from ..hosts.base import TrainingHost
 from ..rendezvous.island import collective
 from ..rendezvous.topology import Topology
@@ -56,6 +56,8 @@ class Exchange(Readings):
             by those of the others. Until its first step they answer no questions of this one.
         opened: the configuration that was given, before it was known where its phases begin.
         auto_choice: the chosen method of an "auto" run with its measurements; else None.
+        told: where this island has joined a run under way, what the donor's trainer has told
+            (`serve_trainer`).
         shows_result: the model holds `outer_parameters` at the moment, not this replica's own.
 
     Example:
@@ -77,8 +79,11 @@ class Exchange(Readings):
         model: torch.nn.Module | None,
         topology: Topology,
         start: Start | None = None,
+        opened: ExchangeConfig | None = None,
+        auto_choice: AutoChoice | None = None,
     ):
-        self.topology, self.host, self.opened, start = topology, host, config, start or Start()
+        start = start or Start()
+        self.opened, self.auto_choice = opened or config, auto_choice
         assembly.check(config, host)
         if topology.kind != "single":  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
@@ -86,21 +91,22 @@ class Exchange(Readings):
         host.init_optimizer_state()
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
-        self.auto_choice: AutoChoice | None = None
+        self.told: dict[str, Any] = {}
+        self._tells: Callable[[], dict[str, Any]] = dict
+        self._at_end: Callable[[], None] | None = None
+        self._raises_stopped = True
         self._connections = ExchangeConnections(
             topology, host.shard_position(topology.rank, topology.world), host.device
         )
-        self._island, self._meter = self._connections.island, self._connections.meter
         self._departures = Departures(topology, self._connections)
         try:
-            Copies(host, self._island).check()
-            self._runtime = assembly.assemble(
-                config, topology, host, model, self._connections, start.step
+            Copies(host, self._connections.island).check()
+            phases = _Phases(self, model, start.facts)
+            runtime = assembly.assemble(
+                config, topology, host, model, self._connections, phases, start.step
             )
-            self._runtime.owner = self
-            self._queue, self._hooks = self._runtime.queue, self._runtime.hooks
-            self._calls = self._runtime.calls
-            self._runtime.handing = partial(snapshot.hand, self._runtime, model, start.facts)
+            super().__init__(topology, host, self._connections, runtime)
+            self._hooks = runtime.hooks
             self._first = FirstStep(self._runtime, model, lambda: self.shows_result)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
@@ -122,15 +128,40 @@ class Exchange(Readings):
         self._hooks.start()
 
     @torch.no_grad()
-    def choose(self, config: ExchangeConfig, model: torch.nn.Module | None) -> None:
+    def choose(
+        self,
+        config: ExchangeConfig,
+        model: torch.nn.Module | None,
+        auto_choice: AutoChoice | None = None,
+    ) -> None:
         """Replace the method, which has exchanged nothing so far, by that of `config`, on which all
         islands have agreed. All ranks of all islands call it at the end of the same step.
+
+        Args:
+            auto_choice: the choice that led to it, of an "auto" run.
 
         Raises:
             ValueError: the method is not defined for these optimizers or parameters.
         """
         assembly.change_method(self._runtime, config, model)
+        self.auto_choice = auto_choice or self.auto_choice
         self._announce()
+
+    def on_step_end(self, call: Callable[[], None] | None) -> None:
+        """From now on call this at the end of each step, in the place of what was called there
+        before; None: nothing. All ranks of the island come to it together.
+        """
+        self._at_end = call
+
+    def serve_trainer(self, tells: Callable[[], dict[str, Any]]) -> None:
+        """For a trainer that has a loop of its own: a stop is not raised as `Stopped`, since the
+        loop looks at `stopped`.
+
+        Args:
+            tells: gives JSON of at most a megabyte, which is handed to an island that joins
+                (`told`), with the state of the same step.
+        """
+        self._raises_stopped, self._tells = False, tells
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, make parameters and state equal, make the channels' state; or join a
@@ -138,7 +169,8 @@ class Exchange(Readings):
         """
         self.newcomer = replay.newcomer(self._runtime)
         if self.newcomer:
-            replay.join(self._runtime, model, start.facts)
+            self._first.pause()
+            self.told = replay.join(self._runtime, model, start.facts)
             self._first.joined(later=True)
             return
         donor, goes_on = startup.come_together(self._runtime, start, model)
@@ -147,12 +179,13 @@ class Exchange(Readings):
             agreed = self._runtime.step
             resume.load(self._runtime, ExchangeState.from_tree(tree))
             if agreed > self._runtime.step:  # another island is further
-                self._runtime.step, self._runtime.status.settled = agreed, 0
+                self._runtime.go_to(agreed)
+                self._runtime.status.settled = 0
                 for c in self.channels:
                     c.enter(agreed)
         startup.take_over(self._runtime, donor, goes_on)
-        if self._peers is not None:
-            self._peers.begun = True
+        if self.peers is not None:
+            self.peers.begun = True
         self._first.joined()
 
     @torch.no_grad()
@@ -179,7 +212,8 @@ class Exchange(Readings):
         refuse_shown(self.shows_result, "rejoin()")
         self._runtime.check_usable()
         resume.forget(self._runtime)
-        self._runtime.step, self._equal = step, None
+        self._runtime.go_to(step)
+        self._equal = None
         with self.paused():
             self._join(Start(step, state, fresh=True), model)
             self.catch_up()
@@ -215,7 +249,7 @@ class Exchange(Readings):
         if they hold NaN or Inf the inner optimizer takes no step, and its moments stay finite. The
         check costs a pass over the gradients.
         """
-        self._runtime.watches_gradients = True
+        self._runtime.watch_gradients()
 
     def rows_compared(self) -> None:
         """Skip the comparison of the islands' first payloads, for a host that has compared their
@@ -323,7 +357,7 @@ class Exchange(Readings):
             self._equal = finish.conclude(self._runtime)
             self._first.look_at_frozen()
             unlike = self._first.unlike_buffers()
-            self._runtime.ended = True
+            self._runtime.end()
             summary.ended(self._runtime, self.totals(), self._equal, unlike)
         if close:
             self._departures.finish(self.step)
@@ -338,7 +372,7 @@ class Exchange(Readings):
         # islands that resume at unlike steps between the same exchanges may ask before they go on
         return IslandConsensus(
             self._queue,
-            self._island,
+            self.island,
             lambda: 0 if self.step == self._first.joined_at else self.step,
         )
 
@@ -387,7 +421,7 @@ class Exchange(Readings):
         refuse_foreign_savers()
         refuse_shown(self.shows_result, "state_dict()")
         state = resume.state(self._runtime).to_tree() | method_note(self.config, self.auto_choice)
-        if (peers := self._peers) is not None and not peers.wait_stable(peers.timeout):
+        if (peers := self.peers) is not None and not peers.wait_stable(peers.timeout):
             raise PeerLost(
                 f"not all islands have what this one would save at step {self.step}, after "
                 f"{peers.timeout:g} s: not saved"
@@ -412,7 +446,7 @@ class Exchange(Readings):
         resume.roll_back(self._runtime, saved)
         self.accept_parameters()
         if self.step != before:
-            self._first.joined_at = self.step
+            self._first.go_on_from(self.step)
 
     def detach(self) -> None:
         """Remove the hooks and close the connections at once, without a last exchange."""
@@ -449,6 +483,34 @@ class Exchange(Readings):
     def _dropped(self) -> None:
         leaving.warn_of_no_finish(self._runtime)
         self._close()
+
+
+class _Phases:
+    """The `StepPhases` of an `Exchange`, which lives as long as the engine's hooks lead here.
+
+    Args:
+        model, told: with which a snapshot of this island is made (`snapshot.hand`).
+    """
+
+    def __init__(self, exchange: Exchange, model: torch.nn.Module | None, told: Mapping[str, Any]):
+        self._exchange, self._model, self._told = exchange, model, told
+
+    def before_step(self) -> None:
+        self._exchange._first.before_step()
+
+    def goes_on(self) -> bool:
+        return self._exchange._departures.goes_on(self._exchange._runtime)
+
+    def hand_snapshot(self) -> None:
+        exchange = self._exchange
+        snapshot.hand(exchange._runtime, self._model, self._told, exchange._tells)
+
+    def end_of_step(self) -> None:
+        exchange = self._exchange
+        if exchange._at_end is not None and not exchange.stopped:
+            exchange._at_end()
+        if exchange.stopped and exchange._raises_stopped:
+            raise Stopped(f"stopped after step {exchange.step} on request")
 
 
 def _end_at_exit(method: weakref.WeakMethod[Callable[[], None]]) -> None:

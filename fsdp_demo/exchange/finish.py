@@ -87,7 +87,8 @@ def set_mean(runtime: StepRuntime) -> None:
     runtime.parameters.write(mean_parameters(runtime), own)
     after = [t.float() for t in own if t is not None]
     far = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-    runtime.drift = drift(runtime.island, far, sum(float(a.square().sum()) for a in after))
+    whole = sum(float(a.square().sum()) for a in after)
+    runtime.note_drift(drift(runtime.island, far, whole))
     runtime.host.commit()
 
 

@@ -114,8 +114,8 @@ class LoadHook:
 
 
 class FirstStep:
-    """The work that an exchange does once, ahead of the first step (`StepRuntime.ahead`), and ahead
-    of each step after a load of the model or an optimizer.
+    """The work that an exchange does once, ahead of the first step (`StepPhases.before_step`), and
+    ahead of each step after a load of the model or an optimizer.
 
     Args:
         runtime: of this rank.
@@ -138,6 +138,7 @@ class FirstStep:
         self._frozen = Noted(self._frozen_parameters, runtime.host.device)
         self._registered = self._buffers().keys()
         self._behind = False
+        self._next: Callable[[], None] | None = None  # the work ahead of the coming step
         self.joined_at = runtime.step
         self._loaded, self._accepted_at = False, -1
         hook, modules = LoadHook(self._note_load), [] if model is None else model.modules()
@@ -149,6 +150,19 @@ class FirstStep:
         for handle in self._handles:
             handle.remove()
 
+    def before_step(self) -> None:
+        """Do what is to be done ahead of the coming step."""
+        if self._next is not None:
+            self._next()
+
+    def pause(self) -> None:
+        """Do nothing ahead of a step until `joined`: those of another island are repeated."""
+        self._next = None
+
+    def go_on_from(self, step: int) -> None:
+        """Note the step to which all islands were taken back (`joined_at`)."""
+        self.joined_at = step
+
     def joined(self, later: bool = False) -> None:
         """Begin the watch. later: this island has joined the others, who were under way."""
         self.joined_at, self._behind = -1 if later else self._runtime.step, True
@@ -157,14 +171,14 @@ class FirstStep:
         self._frozen.note()
         self._runtime.rewritten.forget()
         self._runtime.hooks.aside = False
-        self._runtime.ahead = self._run if self._parameters.sums is not None else None
+        self._next = self._run if self._parameters.sums is not None else None
 
     def _run(self) -> None:
         """Ahead of the first step, and of one after a load; called again as long as it raises."""
         self.catch_up()
         self.check()
         # a loop that moves frozen parameters has done so once ahead of its second step
-        self._runtime.ahead = self.look_at_frozen if self._frozen.sums else None
+        self._next = self.look_at_frozen if self._frozen.sums else None
         if self._runtime.config.needs_gradients:
             refuse_sparse(self._runtime.host)
 
@@ -206,7 +220,7 @@ class FirstStep:
         it together.
         """
         runtime = self._runtime
-        runtime.ahead = None
+        self._next = None
         moved = self._frozen.moved() if self._frozen.sums else []
         if not self._frozen.sums or not runtime.island.any(bool(moved)):
             return
@@ -288,7 +302,7 @@ class FirstStep:
         kept = any(c.channel.source == "delta" or c.channel.accumulator for c in runtime.channels)
         accepted = self._accepted_at == runtime.step or self._undone() or runtime.finished
         if kept and self._parameters.sums is None and not accepted:
-            self._loaded, runtime.ahead = True, self._run
+            self._loaded, self._next = True, self._run
             self._parameters.note()
 
     def catch_up(self) -> None:
@@ -313,7 +327,7 @@ class FirstStep:
             runtime.topology.name,
             runtime.step,
         )
-        runtime.step -= 1
+        runtime.go_to(runtime.step - 1)
         try:
             stages = [
                 [c for c in late if bool(c.channel.after) == second] for second in (False, True)
@@ -323,4 +337,4 @@ class FirstStep:
                 runtime.send([c for c in stages[1] if c.channel.schedule.due(runtime.step)])
             runtime.land(stages[1], runtime.step)
         finally:
-            runtime.step += 1
+            runtime.go_to(runtime.step + 1)

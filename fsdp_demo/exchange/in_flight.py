@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +43,7 @@ class InFlightQueue:
         device: of the payloads.
         islands: of the run.
         speaks: this rank logs the findings of `watch`.
+        took_part: called with the number of islands in a message that was applied.
 
     Attributes:
         channels: all of them, in the order of the configuration.
@@ -59,9 +61,14 @@ class InFlightQueue:
     """
 
     def __init__(
-        self, connections: ExchangeConnections, device: torch.device, islands: int, speaks: bool
+        self,
+        connections: ExchangeConnections,
+        device: torch.device,
+        islands: int,
+        speaks: bool,
+        took_part: Callable[[int], None],
     ):
-        self.device = device
+        self.device, self._took_part = device, took_part
         self.connections = connections
         self.watch, self.history = Watch(connections.peers, speaks), History(islands)
         self.flights: list[PendingExchange] = []
@@ -71,7 +78,6 @@ class InFlightQueue:
         self.broken = self.replays = False
         self.ledger, self.waits_since = Ledger(), 0.0
         self.unsent: list[PendingExchange] = []
-        self.took_part: Callable[[int], None] = lambda islands: None
 
     def work_with(self, channels: Sequence[ChannelRunner], norm_limit: float | None) -> None:
         """Set the channels and `ExchangeConfig.norm_limit`: at the start, and where the method is
@@ -222,7 +228,7 @@ class InFlightQueue:
         if rewritten:
             self.watch.tell_of_written(self.connections.island)
         if islands and flight.step >= 0:  # copies that are not active hear of it here
-            self.took_part(int(islands))
+            self._took_part(int(islands))
         if headers and flight.step >= 0:
             if arrived.slots != self.history.slots:
                 self.history.hear(flight.step, arrived.slots)
@@ -250,8 +256,9 @@ class InFlightQueue:
         self.last = {c.channel.name: step for c in self.channels}
 
     def clear(self) -> None:
-        """Wait for the messages under way, and drop them."""
+        """Wait for the messages under way, and drop them, lost ones, too."""
         self.ask(lambda peers: None)
+        self.broken = False
         self.flights.clear()
         self.applied.clear()
         self.norms.load({})
@@ -273,6 +280,19 @@ class InFlightQueue:
             )
             self.sender.send_again(flight)
 
+    def agree_on(self, last: dict[str, int], unsent: list[PendingExchange]) -> None:
+        """Set what islands that resume have agreed on (`last`, `unsent`)."""
+        self.last, self.unsent = last, unsent
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Within this context a newcomer makes up for steps (`replays`)."""
+        self.replays = True
+        try:
+            yield
+        finally:
+            self.replays = False
+
     # ---- what is kept --------------------------------------------------------------------------
 
     def state(self) -> list[InFlightState]:
@@ -291,6 +311,18 @@ class InFlightQueue:
                 self.broken = True
                 raise
         return [f.state() for f in self.flights]
+
+    def follow(
+        self,
+        step: int,
+        last: Mapping[str, int],
+        applied: Mapping[str, int],
+        flights: list[PendingExchange],
+    ) -> None:
+        """Stand where the donor of this newcomer stood at `step`, with its messages under way."""
+        self.begin(step)
+        self.last |= last
+        self.applied, self.flights = dict(applied), flights
 
     def load(
         self, saved: Sequence[InFlightState], last: dict[str, int], applied: dict[str, int]

@@ -58,20 +58,6 @@ def allow(runtime: StepRuntime) -> None:
         runtime.peers.longest_early = longest
 
 
-def goes_on(runtime: StepRuntime) -> bool:
-    """Whether this island, which is told to end as all others are, takes further steps, since
-    another one has applied a message that this one has not come to. That message is here already;
-    at most `delay` steps are taken. All ranks of the island call it together, at the end of a step.
-    """
-    if runtime.stops_by is None:
-        if not _all_stop(runtime):
-            return False
-        runtime.stops_by = time.monotonic() + patience(runtime)
-        stop_with_all(runtime)
-    late = time.monotonic() >= runtime.stops_by
-    return not runtime.island.any(late or runtime.step >= runtime.ends_at)
-
-
 def _all_stop(runtime: StepRuntime) -> bool:
     """Whether all islands are told to end, after a wait of at most half of `patience`. A collective
     of the island.
@@ -87,9 +73,12 @@ def _all_stop(runtime: StepRuntime) -> bool:
         time.sleep(0.02)
 
 
-def stop_with_all(runtime: StepRuntime) -> None:
+def stop_with_all(runtime: StepRuntime) -> int:
     """Send nothing more, and wait, for at most `patience`, until all islands have all messages that
     any has sent. A collective of the island.
+
+    Returns:
+        The step count at which the furthest island has applied its last message; -1: not known.
     """
     peers, worker, seconds = runtime.peers, runtime.connections.worker, patience(runtime)
     ends_at: int | None = -1
@@ -107,7 +96,7 @@ def stop_with_all(runtime: StepRuntime) -> None:
             ends_at = None
         peers.unsettled = ends_at is None
     (most,) = runtime.island.max(float(-1 if ends_at is None else ends_at))
-    runtime.ends_at = int(most)
+    return int(most)
 
 
 def say(runtime: StepRuntime, seconds: float) -> bool:
@@ -257,6 +246,9 @@ class Departures:
     def __init__(self, topology: Topology, connections: ExchangeConnections):
         self._topology, self._connections = topology, connections
         self._presence = Presence(topology)
+        # where all islands are told to end: the latest time and the step count at which this stops
+        self._stops_by: float | None = None
+        self._ends_at = -1
 
     def listen(self) -> None:
         """Begin to watch for another attempt that the others have begun without this island."""
@@ -270,10 +262,26 @@ class Departures:
                 lambda why: None if peers.all_end else peers.expel(why),
             )
 
+    def goes_on(self, runtime: StepRuntime) -> bool:
+        """Whether this island, which is told to end as all others are, takes further steps, since
+        another one has applied a message that this one has not come to. That message is here
+        already; at most `delay` steps are taken. All ranks of the island call it together, at the
+        end of a step.
+        """
+        if not self._topology.elastic:
+            return False
+        if self._stops_by is None:
+            if not _all_stop(runtime):
+                return False
+            self._stops_by = time.monotonic() + patience(runtime)
+            self._ends_at = stop_with_all(runtime)
+        late = time.monotonic() >= self._stops_by
+        return not runtime.island.any(late or runtime.step >= self._ends_at)
+
     def leave(self, runtime: StepRuntime, stopped: bool) -> None:
         """Tell the others that this island trains no further (`Exchange.leave`)."""
         topology, peers = self._topology, self._connections.peers
-        together = runtime.stops_by is not None
+        together = self._stops_by is not None
         if not stopped and peers is not None and peers.abandoned:
             together = True
             stop_with_all(runtime)

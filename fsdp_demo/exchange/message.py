@@ -234,7 +234,7 @@ class LocalStatus:
     to the next message.
 
     Args:
-        alone: an island that is told to end leaves the others, who train on.
+        islands: of the run. alone: an island that is told to end leaves the others, who train on.
 
     Attributes:
         tokens: that this rank has counted since the start of the job.
@@ -246,10 +246,10 @@ class LocalStatus:
             on the device that nobody has read. run: such steps in a row.
     """
 
-    def __init__(self, alone: bool = False) -> None:
+    def __init__(self, islands: int = 1, alone: bool = False) -> None:
         self._alone = alone
         self.tokens = self.settled = self._open = 0
-        self.islands, self.counted = 1, 0
+        self.islands, self.counted = islands, 0
         self.skipping = False
         self.bad: float | Tensor = 0.0
         self.run: float | Tensor = 0.0

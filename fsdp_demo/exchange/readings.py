@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
@@ -18,11 +17,9 @@ from ..config.auto import AutoChoice
 from ..config.schema import ExchangeConfig
 from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
-from ..peers.header import Meter
-from ..rendezvous.island import SiblingWatch, collective
+from ..rendezvous.island import IslandGroup, collective
 from ..rendezvous.topology import Topology
 from . import summary
-from .in_flight import InFlightQueue
 from .leaving import next_due
 from .ledger import ExchangeRecord, LedgerPage
 from .runtime import StepRuntime
@@ -59,16 +56,29 @@ class Activity:
 
 
 class Readings:
-    """The readable state of an `Exchange`; `step`, `raises_stopped` and `tells` can be set, too."""
+    """What can be read of an exchange: no method here changes it.
 
-    topology: Topology
-    host: TrainingHost
-    auto_choice: AutoChoice | None
-    _calls: SiblingWatch
-    _connections: ExchangeConnections
-    _meter: Meter
-    _queue: InFlightQueue
-    _runtime: StepRuntime
+    Args:
+        topology, host, connections, runtime: of this rank.
+
+    Attributes:
+        topology: the place of this rank among islands and ranks.
+        host: the engine's parameters and optimizers.
+        auto_choice: the chosen method of an "auto" run with its measurements; else None.
+    """
+
+    auto_choice: AutoChoice | None = None
+
+    def __init__(
+        self,
+        topology: Topology,
+        host: TrainingHost,
+        connections: ExchangeConnections,
+        runtime: StepRuntime,
+    ):
+        self.topology, self.host = topology, host
+        self._connections, self._meter = connections, connections.meter
+        self._runtime, self._queue, self._calls = runtime, runtime.queue, runtime.calls
 
     def __repr__(self) -> str:
         t = self.topology
@@ -94,14 +104,10 @@ class Readings:
         """Optimizer steps of the job done so far (ticks)."""
         return self._runtime.step
 
-    @step.setter
-    def step(self, value: int) -> None:
-        self._runtime.step = value
-
     @property
     def stopped(self) -> bool:
         """Whether all ranks of this island stop after this step; the step raises `Stopped` then,
-        unless `raises_stopped` is False."""
+        but under a trainer with a loop of its own."""
         return self._runtime.stopped
 
     @property
@@ -127,15 +133,6 @@ class Readings:
         return self._runtime.leaving
 
     @property
-    def raises_stopped(self) -> bool:
-        """Whether a stop is raised as `Stopped`; False for a host that ends its loop by itself."""
-        return self._runtime.raises_stopped
-
-    @raises_stopped.setter
-    def raises_stopped(self, value: bool) -> None:
-        self._runtime.raises_stopped = value
-
-    @property
     def applied(self) -> dict[str, int]:
         """For each channel the step of the last message that was applied here, -1 for none."""
         return self._runtime.applied
@@ -157,7 +154,7 @@ class Readings:
         """The `participants` that have applied that exchange, as far as this rank knows: without
         islands that had left after an early part, or were lost since. After `finish()` all count:
         the last exchange has ended on all of them."""
-        peers, early = self._peers, self._queue.history.early
+        peers, early = self.peers, self._queue.history.early
         here = self.participants if peers is None else peers.alive
         return [slot for slot in self.participants if slot not in early and slot in here]
 
@@ -166,21 +163,6 @@ class Readings:
         """|theta_r - mean| / |mean| of this replica when the mean was last taken; None where
         replicas are equal by construction."""
         return self._runtime.drift
-
-    @property
-    def tells(self) -> Callable[[], dict[str, Any]]:
-        """A function of this island's host (a Trainer). Its result, JSON of at most a megabyte, is
-        handed to an island that joins (`told`), with the state of the same step."""
-        return self._runtime.tells
-
-    @tells.setter
-    def tells(self, value: Callable[[], dict[str, Any]]) -> None:
-        self._runtime.tells = value
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """The result of the donor's `tells`, where this island has joined a run under way."""
-        return self._runtime.told
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -202,7 +184,7 @@ class Readings:
         """The present activity of this rank; any thread may read it."""
         if self.finished or self.closed:
             return Activity("finished")
-        peers, since = self._peers, self._queue.waits_since
+        peers, since = self.peers, self._queue.waits_since
         if peers is None:
             return Activity()
         if since:
@@ -248,7 +230,7 @@ class Readings:
         """The `metrics` of the whole island for a log: bytes and tokens summed over its ranks, the
         longest wait, the mean loss and `global_tokens` over all ranks of all islands. All ranks of
         the island call it together."""
-        meter, seen, island = self._meter, self._queue.watch, self._runtime.island
+        meter, seen, island = self._meter, self._queue.watch, self.island
         known, mine = not math.isnan(seen.loss), self._runtime.status.everywhere
         sent, received, tokens, everywhere, losses, ranks = island.sum(
             *(meter.bytes_sent, meter.bytes_received, self.tokens, mine),
@@ -273,7 +255,7 @@ class Readings:
     def _members(self) -> dict[str, int]:
         """Where islands come and go: the number of members, of those in the last message, and of
         changes of the members."""
-        peers = self._peers
+        peers = self.peers
         if peers is None or not peers.elastic:
             return {}
         return {"alive": len(peers.alive), "participating": peers.size, "epoch": peers.epoch}
@@ -298,7 +280,7 @@ class Readings:
         found: dict[str, float] = {}
         for c in [c for c in self.channels if c.watches_energy]:  # on all ranks or on none
             mine = (0.0, 0.0) if c.energy is None else tuple(c.energy.tolist())
-            whole, left, known = self._runtime.island.sum(*mine, float(c.energy is not None))
+            whole, left, known = self.island.sum(*mine, float(c.energy is not None))
             if known:
                 found[c.channel.name] = 1.0 - left / whole if whole else 1.0
         return found
@@ -330,5 +312,12 @@ class Readings:
         return self.config.result(self.topology.islands)
 
     @property
-    def _peers(self) -> PeerGroup | None:
+    def peers(self) -> PeerGroup | None:
+        """The ranks with the same shard on the other islands; None on a rank that has none, and
+        when the connections are closed."""
         return self._connections.peers
+
+    @property
+    def island(self) -> IslandGroup:
+        """The other ranks of this island, and what they vote on."""
+        return self._connections.island

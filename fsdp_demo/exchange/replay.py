@@ -44,9 +44,11 @@ def newcomer(runtime: StepRuntime) -> bool:
     return runtime.island.any(mine) if runtime.island.position.num_copies > active_copies else mine
 
 
-def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
-    """Start from a donor's snapshot and repeat its steps since. All ranks of the island call it
-    together, with the engine's step hooks paused.
+def join(
+    runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Start from a donor's snapshot and repeat its steps since; what the donor's host tells. All
+    ranks of the island call it together, with the engine's step hooks paused.
 
     Args:
         model: as for `attach`.
@@ -57,7 +59,6 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
         PeerLost: the donor is lost and there is no other, or the run has ended.
         Stopped: the others stopped meanwhile.
     """
-    runtime.ahead = None
     if runtime.peers is not None:
         runtime.peers.digest = runtime.config.digest()
     log.info(
@@ -68,14 +69,14 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
         following = None if runtime.peers is None else runtime.peers.following
         try:
             stand = _take_snapshot(runtime, model, told, following)
-            runtime.since = NEVER
+            runtime.trains_from(NEVER)
             taken = _take_ticks(runtime, following)
             break
         except StoreSilent:
             raise
         except PeerLost as error:  # on all ranks of the island: no step of its own was taken
             _follow_another(runtime, following, error)
-    runtime.since = runtime.step
+    runtime.trains_from(runtime.step)
     if runtime.topology.rank == 0:  # steps that were made up for count as those before
         runtime.status.settled = stand.tokens * runtime.step // max(stand.step, 1)
     if following is not None:
@@ -90,6 +91,7 @@ def join(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
             counted(taken, "step"),
             following.fetched / 2**20,
         )
+    return stand.host
 
 
 def _follow_another(runtime: StepRuntime, following: Following | None, error: PeerLost) -> None:
@@ -102,7 +104,6 @@ def _follow_another(runtime: StepRuntime, following: Following | None, error: Pe
         lambda: None if following is None else following.another(again), f"{name}: another donor"
     )
     resume.forget(runtime)
-    runtime.queue.broken = False
 
 
 def _take_snapshot(
@@ -202,18 +203,17 @@ def _take_ticks(runtime: StepRuntime, following: Following | None) -> int:
     number. Learning rates are restored afterwards.
     """
     before, taken = run_specification.read_rates(runtime.host), 0
-    runtime.queue.replays = True
     try:
-        while (tick := _next(runtime, following)) is not None:
-            _take(runtime, tick)
-            taken += 1
+        with runtime.queue.replaying():
+            while (tick := _next(runtime, following)) is not None:
+                _take(runtime, tick)
+                taken += 1
     except Stopped:
         raise Stopped(
             f"the other islands stopped after step {runtime.step}, when this one was about to join "
             "them: nothing to join"
         ) from None
     finally:
-        runtime.queue.replays = False
         run_specification.write_rates(runtime.host, before)
     return taken
 

@@ -73,9 +73,8 @@ def load(runtime: StepRuntime, saved: ExchangeState) -> None:
         )
     for c in runtime.channels:
         c.load(saved.channels[c.channel.name], saved.step)
-    runtime.step, runtime.begun, runtime.acted = saved.step, saved.begun, -1
+    runtime.go_to(saved.step, saved.begun)
     runtime.rewritten.forget()
-    runtime.hooks.begin_anew()
     runtime.queue.load(saved.in_flight, saved.last, saved.applied)
     runtime.queue.watch.loss = saved.loss
     runtime.queue.norms.load(saved.norms)
@@ -87,8 +86,8 @@ def forget(runtime: StepRuntime) -> None:
     """Wait for the messages under way, and drop them with the counts and losses so far."""
     runtime.queue.clear()
     runtime.status.clear()
-    runtime.drift, runtime.begun, runtime.acted = None, -1, -1
-    runtime.hooks.begin_anew()
+    runtime.note_drift(None)
+    runtime.go_to(runtime.step, begun=-1)
     for c in runtime.channels:
         c.present = [False] * len(c.covered)
 
@@ -146,8 +145,10 @@ def agree(runtime: StepRuntime, donor: int) -> None:
     own = [queue.last[c.channel.name] for c in queue.channels]
     rows = [own] if peers is None else gather_json(peers, own)
     common = island.max(*(-min(v) for v in zip(*rows, strict=True)))  # the least of all ranks
-    queue.last = {c.channel.name: -int(v) for c, v in zip(queue.channels, common, strict=True)}
-    queue.unsent = [flight for flight, wanted in zip(queue.flights, repeat, strict=False) if wanted]
+    queue.agree_on(
+        {c.channel.name: -int(v) for c, v in zip(queue.channels, common, strict=True)},
+        [flight for flight, wanted in zip(queue.flights, repeat, strict=False) if wanted],
+    )
 
 
 def _drop(queue: InFlightQueue, apart: bool) -> None:

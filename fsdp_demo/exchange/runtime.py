@@ -23,9 +23,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from ..config.schema import ExchangeConfig
 from ..elastic import agreement
 from ..elastic.join_server import DonorFeed
 from ..elastic.peer_group import PeerGroup
-from ..errors import PeerLost, Stopped, see
+from ..errors import PeerLost, see
 from ..hosts.base import TrainingHost
 from ..hosts.step_hooks import TickCalls
 from ..peers.header import LEAVING
@@ -54,6 +54,33 @@ from .watch import EVERY, Rewritten, drift, total
 log = logging.getLogger("fsdp_demo")
 
 
+class StepPhases(Protocol):
+    """The work around a step that is not the channels' (`exchange.py` has it). All ranks of an
+    island come to each method together.
+    """
+
+    def before_step(self) -> None:
+        """Ahead of a step, before anything else is done."""
+
+    def goes_on(self) -> bool:
+        """At the end of a step after which this island, which is told to end, would stop alone:
+        whether it takes further steps (`leaving.py`).
+        """
+        ...
+
+    def hand_snapshot(self) -> None:
+        """At the end of a step in which a joining island asks for the state of this one: hand it
+        over (`snapshot.py`).
+        """
+
+    def end_of_step(self) -> None:
+        """At the end of a step, after everything else.
+
+        Raises:
+            Stopped: this island stops here.
+        """
+
+
 class StepRuntime:
     """The parts of an exchange on one rank, and the order in which they act.
 
@@ -62,6 +89,8 @@ class StepRuntime:
         host: the engine's parameters and optimizers.
         bound: the channels at work on this rank.
         queue: the messages under way.
+        status: tokens, losses and wishes of this replica, for its messages.
+        phases: called around each step.
         step: of the job, to start from.
 
     Attributes:
@@ -70,7 +99,6 @@ class StepRuntime:
             before it.
         island: the other ranks of this replica. calls: the present collective of each of them.
         hooks: the engine's step hooks, which call `before`, `after` and `skip`.
-        status: tokens, losses and wishes of this replica, for its messages.
         rewritten: the check for parameters written since an exchange.
         step: optimizer steps of the job done so far (ticks).
         begun: the step whose gradients are in the accumulators; a step that is cut off and taken
@@ -81,19 +109,9 @@ class StepRuntime:
         seconds: of the last step.
         rows: of all islands in a step, 0 where one did not tell. rows_differ: an island trains more
             than another.
-        stops_by: the latest time (`time.monotonic`) at which this island stops, where all are told
-            to end. ends_at: the step count at which it does.
-        stopped, stopped_alone, leaving, raises_stopped, drift, tells, told: as in `Readings`.
+        stopped, stopped_alone, leaving, drift: as in `Readings`.
         stepped: this rank has begun a step since it joined the others. ended: the last exchange is
             over.
-        watches_gradients: `Exchange.watch_gradients` was called.
-        owner: the `Exchange`, which lives as long as the engine's hooks lead here.
-        ahead: called ahead of each step, unless None (`first_step.py`).
-        handing: called at the end of a step in which a joining island asks for the state of this
-            one (`snapshot.py`).
-        at_end: called at the end of a step, after everything else.
-        goes_on: called at the end of a step after which this island is to stop alone: whether it
-            takes further steps (`leaving.py`).
     """
 
     def __init__(
@@ -103,9 +121,11 @@ class StepRuntime:
         host: TrainingHost,
         bound: Bound,
         queue: InFlightQueue,
+        status: LocalStatus,
+        phases: StepPhases,
         step: int,
     ):
-        self.topology, self.host = topology, host
+        self.topology, self.host, self.status, self._phases = topology, host, status, phases
         self.step = step
         # `collective` notes there which call each rank of the island is in
         me = weakref.ref(self)  # for a thread, which must not keep the model
@@ -115,29 +135,18 @@ class StepRuntime:
         self.work_with(config, bound)
         calls = TickCalls(self.before, self.after, self.skip, lambda: self.needs_gradients)
         self.hooks = host.hooks(calls)
-        self.status = LocalStatus(topology.elastic)
-        self.status.islands, queue.took_part = topology.islands, self.status.took_part
         copies = Copies(host, self.island)
         self._copies = copies if copies.pending else None
         self.rewritten = Rewritten(host, queue.watch)
         self._pace = VotePace()
         self._exchanged = False  # a message has left or was applied since the last vote
         self.drift: float | None = None
-        self.begun = self.acted = self.ends_at = -1
+        self.begun = self.acted = -1
         self.since = self.rows = 0
         self.seconds, self._ended_at = 0.0, time.monotonic()
-        self.stops_by: float | None = None
         self.ended = self.stopped = self.stopped_alone = self.leaving = self.rows_differ = False
-        self.stepped = False
-        self.raises_stopped = True
-        self.watches_gradients = False
-        self.ahead: Callable[[], None] | None = None
-        self.tells: Callable[[], dict[str, Any]] = dict
-        self.told: dict[str, Any] = {}
-        self.owner: object = None
-        self.handing: Callable[[], None] | None = None
-        self.at_end: Callable[[], None] | None = None
-        self.goes_on: Callable[[], bool] | None = None
+        self.stepped = self._watches_gradients = False
+        self._goes_on = False  # told to end, and takes further steps all the same
         self._rates: list[list[dict[str, Any]]] | None = None  # of this step, for a joining island
 
     def work_with(self, config: ExchangeConfig, bound: Bound) -> None:
@@ -151,10 +160,39 @@ class StepRuntime:
         for c in self.channels:
             c.measures = config.norm_limit is not None and self.topology.islands > 1
 
+    def go_to(self, step: int, begun: int | None = None) -> None:
+        """Stand at `step` of the job. `begun`: nothing of that step is done, and accumulators hold
+        the gradients of this step (-1: of none); None: all that stays as it is.
+        """
+        self.step = step
+        if begun is not None:
+            self.begun, self.acted = begun, -1
+            self.hooks.begin_anew()
+
+    def trains_from(self, step: int) -> None:
+        """Note that this replica has joined a run under way, and trains by itself from `step`."""
+        self.since = step
+
+    def note_rows(self, rows: int, differ: bool) -> None:
+        """Note the rows of all islands in a step, and whether an island trains more than another."""
+        self.rows, self.rows_differ = rows, differ
+
+    def note_drift(self, value: float | None) -> None:
+        """Note how far this replica was from the mean when that was last taken."""
+        self.drift = value
+
+    def watch_gradients(self) -> None:
+        """As `Exchange.watch_gradients`."""
+        self._watches_gradients = True
+
+    def end(self) -> None:
+        """Count no further steps: the last exchange is over."""
+        self.ended = True
+
     @property
     def needs_gradients(self) -> bool:
         """Whether gradients are read or changed in a step."""
-        return self.config.needs_gradients or self.watches_gradients
+        return self.config.needs_gradients or self._watches_gradients
 
     @property
     def peers(self) -> PeerGroup | None:
@@ -200,9 +238,8 @@ class StepRuntime:
                 "gradients were exchanged, and are not sent twice. End this island, and resume "
                 f"from a checkpoint{see('step-failed')}"
             )
-        if self.ahead is not None:
-            with torch.no_grad():
-                self.ahead()
+        with torch.no_grad():
+            self._phases.before_step()
         self.stepped = True
         self.rewritten.compare(self.hooks.aside)
         self.host.assert_unchanged()
@@ -219,7 +256,7 @@ class StepRuntime:
     @torch.no_grad()
     def _act_on_gradients(self) -> None:
         mine = self.before_step
-        self._look_at_gradients(bool(mine) or self.watches_gradients)
+        self._look_at_gradients(bool(mine) or self._watches_gradients)
         if self._copies is not None:
             self._copies.look(mine)
         outgoing, applied = {}, []
@@ -274,10 +311,7 @@ class StepRuntime:
         asked = self.settle_stop()
         if asked or self._rates is not None:
             self._let_follow(asked and not self.stopped)
-        if self.at_end is not None and not self.stopped:
-            self.at_end()
-        if self.stopped and self.raises_stopped:
-            raise Stopped(f"stopped after step {self.step} on request")
+        self._phases.end_of_step()
 
     @torch.no_grad()
     @collective("skip()")
@@ -512,7 +546,7 @@ class StepRuntime:
             self.status.begin()
         elif self.island.world > 1:
             known = self._exchanged or self.stopped or bool(self.queue.watch.stop)
-            known |= self.stops_by is not None
+            known |= self._goes_on
             if not self._pace.due(now=known):
                 return False
         self._exchanged = False
@@ -530,7 +564,8 @@ class StepRuntime:
         )
         self._pace.agreed(slowest)
         together = bool(flags)
-        if told and not together and self.goes_on is not None and self.goes_on():
+        self._goes_on = bool(told) and not together and self._phases.goes_on()
+        if self._goes_on:
             return not unwanted
         self.stopped, self.stopped_alone = together or bool(leaves), bool(leaves) and not together
         self.leaving = bool(int(flags) & LEAVING if together else told)
@@ -543,5 +578,5 @@ class StepRuntime:
         if self._rates is not None and self.donor_feed is not None:
             self.donor_feed.tick(Tick(self.step - 1, self._rates))
         self._rates = None
-        if asked and self.handing is not None:
-            self.handing()
+        if asked:
+            self._phases.hand_snapshot()

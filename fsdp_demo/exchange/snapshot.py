@@ -44,13 +44,19 @@ log = logging.getLogger("fsdp_demo")
 # ---- the donor ---------------------------------------------------------------------------------
 
 
-def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str, Any]) -> None:
+def hand(
+    runtime: StepRuntime,
+    model: torch.nn.Module | None,
+    told: Mapping[str, Any],
+    tells: Callable[[], dict[str, Any]],
+) -> None:
     """Copy the state of this rank to host memory, and hand it to the donor feed of its peer group.
     All ranks of the island call it together.
 
     Args:
         model: with the frozen parameters and buffers of the snapshot; None: none.
         told: further facts of the run (`Start.facts`).
+        tells: gives what the host of this island tells that of the newcomer.
     """
     (tokens,) = runtime.island.sum(runtime.status.everywhere)
     if (feed := runtime.donor_feed) is None:
@@ -59,7 +65,7 @@ def hand(runtime: StepRuntime, model: torch.nn.Module | None, told: Mapping[str,
         c.state()  # copies to the host may still be under way
     theirs = feed.brings.get("rest")
     same_rest = theirs is not None and theirs == brings(runtime, model).get("rest")
-    stand = DonorPosition.of(runtime, same_rest, int(tokens))
+    stand = DonorPosition.of(runtime, same_rest, int(tokens), tells())
     parts = _parts(runtime, model, stand)
     head = snapshot_head.write(runtime, told, stand, [p.listed for p in parts])
     under_way = [f.future for f in runtime.queue.flights if f.future is not None]
@@ -105,7 +111,7 @@ def give(
         stand: the donor's position.
         tensors: of the snapshot. A copy that is not active has none, and is not `following`.
     """
-    runtime.step, runtime.begun, runtime.told = stand.step, -1, stand.host
+    runtime.go_to(stand.step, begun=-1)
     _give_rest(runtime, model, tensors.get("rest"))
     _give_parameters(runtime, stand, tensors)
     for c in runtime.channels:
@@ -120,15 +126,11 @@ def give(
         c.written = c.pack("parameter") if c.written is not None else None
     runtime.host.commit(model)
     queue = runtime.queue
-    queue.begin(stand.step)
-    queue.last |= stand.last
-    queue.applied = dict(stand.applied)
+    flights = [_flight(runtime, i, f, tensors, following) for i, f in enumerate(stand.flights)]
+    queue.follow(stand.step, stand.last, stand.applied, flights)
     queue.history.load(stand.history)
     queue.watch.loss = queue.watch.loss if stand.loss is None else stand.loss
     queue.norms.load(stand.norms)
-    queue.flights = [
-        _flight(runtime, i, f, tensors, following) for i, f in enumerate(stand.flights)
-    ]
 
 
 def brings(runtime: StepRuntime, model: torch.nn.Module | None) -> dict[str, str]:

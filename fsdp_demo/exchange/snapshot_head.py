@@ -57,7 +57,7 @@ class DonorPosition(Struct, frozen=True):
             not handed on.
         same_rest: frozen parameters and buffers do not come: the newcomer has the same.
         norms: of the last messages that have come (`watch.Norms`).
-        host: what the donor's host tells that of the newcomer (`Readings.tells`), not compared.
+        host: what the donor tells (`Exchange.serve_trainer`), not compared.
         history: of contributors (`saved_state.History`).
         tokens: of all islands so far, as the donor's island counts them.
     """
@@ -75,8 +75,10 @@ class DonorPosition(Struct, frozen=True):
     tokens: Whole = 0
 
     @classmethod
-    def of(cls, runtime: StepRuntime, same_rest: bool, tokens: int) -> DonorPosition:
-        """The position of this rank."""
+    def of(
+        cls, runtime: StepRuntime, same_rest: bool, tokens: int, host: dict[str, Any]
+    ) -> DonorPosition:
+        """The position of this rank; see the attributes."""
         queue, loss = runtime.queue, runtime.queue.watch.loss
         flights = [
             OpenExchange(
@@ -97,7 +99,7 @@ class DonorPosition(Struct, frozen=True):
             flights=flights,
             counts=counts(runtime),
             same_rest=same_rest,
-            host=runtime.tells(),
+            host=host,
             norms=queue.norms.state([(f.members, f.step) for f in queue.flights]),
             history=cast("HistoryNote", queue.history.note()),
             tokens=tokens,

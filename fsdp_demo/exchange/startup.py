@@ -111,9 +111,9 @@ def come_together(
     donor, furthest, apart, unlike, goes_on, rows, rows_differ = (
         int(v) for v in runtime.island.max(*map(float, found))
     )
-    runtime.rows, runtime.rows_differ = rows, bool(rows_differ)
+    runtime.note_rows(rows, bool(rows_differ))
     runtime.queue.watch.unlike = bool(unlike)
-    runtime.step = own.step if apart else furthest
+    runtime.go_to(own.step if apart else furthest)
     if apart:
         log.info(
             "%s goes on from step %d, the furthest island from %d: no exchange lies between",

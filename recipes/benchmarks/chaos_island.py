@@ -287,7 +287,7 @@ class Training:
             self.facts.tell("poisoned", step=exchange.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        line: Any = exchange._peers
+        line: Any = exchange.peers
         waited = exchange.metrics()["seconds_waiting"] - before
         epoch = (
             line._driver.machine.record.epoch if line.elastic and line._driver is not None else -1

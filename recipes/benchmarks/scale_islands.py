@@ -91,7 +91,7 @@ def _now() -> dict[str, float]:
 
 def _connections(exchange: Any) -> int:
     """To each peer, for messages; 0 while this island follows and takes no part."""
-    peers = exchange._peers
+    peers = exchange.peers
     if peers._driver is None or peers.following is not None:
         return 0
     return max((len(wires) for wires in peers._driver.connections.values()), default=0)

@@ -83,7 +83,7 @@ class Trained:
                 self._timed("inside", ticks._run_after),
             )
             # whether what is sent is finite; nothing is clipped here
-            island: Any = self.exchange._island
+            island: Any = self.exchange.island
             island.clip, island.not_finite = (
                 self._timed("looking", island.clip),
                 self._timed("looking", island.not_finite),

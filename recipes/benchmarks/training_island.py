@@ -98,7 +98,7 @@ class Island:
         os.environ["ISLAND_RUN"] = run
         self._drained()
         new, _ = Topology.from_env().join(ShardPosition())
-        old: Any = self.exchange._peers
+        old: Any = self.exchange.peers
         old.meter.setup_bytes += new.meter.setup_bytes
         old.release()
         old._me, old._next = new._me, new._next

@@ -54,7 +54,7 @@ def cut_after(exchange: Any, step: int, sends: int) -> None:
     """Of the messages of step `step` and later `sends` more pieces leave; then the line is dead, on
     this side as on the other.
     """
-    left, cut, number = [sends], list[int](), [exchange._peers._next]
+    left, cut, number = [sends], list[int](), [exchange.peers._next]
     launch = exchange._queue.launch
 
     def launched(*given: Any, **named: Any) -> Any:

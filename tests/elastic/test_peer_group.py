@@ -122,7 +122,7 @@ def test_streams_do_not_change_training(run_ranks, everywhere, name) -> None:
         counts = {
             k: v for k, v in exchange.metrics().items() if k.startswith(("bytes", "messages"))
         }
-        connections = exchange._peers.num_connections
+        connections = exchange.peers.num_connections
         exchange.finish()
         return out, counts, connections
 

@@ -268,7 +268,7 @@ def test_delay_overlaps_training(run_ranks) -> None:
             **{"schedule.delay": 3, "applier.mix": 0.5},
         )
         exchange = fsdp_demo.attach(optimizer, config, model=model, topology=topology)
-        gate, line = threading.Event(), exchange._peers
+        gate, line = threading.Event(), exchange.peers
         exchanged = line.exchange
 
         def held(*args: Any, **kw: Any) -> Any:

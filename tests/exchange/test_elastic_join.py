@@ -47,7 +47,7 @@ def grown(me: Any, case: str, late: int, islands: int) -> Any:
     optimizer = kind(model.parameters(), lr=1e-3)
     exchange = fsdp_demo.attach(optimizer, CASES[case], model=model, must_match={"steps": 50})
     first, topology = exchange.step, exchange.topology
-    slots = exchange._peers.slots
+    slots = exchange.peers.slots
     while exchange.step < (int(together.read_text() or 10**9) if together.exists() else 10**9):
         backward(model, topology.island, exchange.step)
         optimizer.step()
@@ -56,12 +56,12 @@ def grown(me: Any, case: str, late: int, islands: int) -> Any:
             begun.touch()
         if me.island == 0 and not together.exists():
             time.sleep(0.02)
-            if len(exchange._peers.slots) == islands:
+            if len(exchange.peers.slots) == islands:
                 part = me.folder / f"part{os.getpid()}"
                 part.write_text(str(exchange.step + MORE))
                 part.rename(together)
     exchange.finish()
-    found = exchange._peers.slots if exchange._peers else None
+    found = exchange.peers.slots if exchange.peers else None
     values = [p.detach().clone() for p in model.parameters()]
     parts = topology.starters, topology.islands, topology.count
     return first, slots, exchange.digests_equal(), exchange.step, values, parts, found
@@ -162,7 +162,7 @@ def handed_over(me: Any, case: str, moment: str) -> Any:
         time.sleep(0.02)
         if exchange.step == 4:
             begun.touch()
-        if me.island == 1 and not together.exists() and exchange._peers.slots == (1, 2):
+        if me.island == 1 and not together.exists() and exchange.peers.slots == (1, 2):
             part = me.folder / f"part{os.getpid()}"
             part.write_text(str(exchange.step + MORE))
             part.rename(together)

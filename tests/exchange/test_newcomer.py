@@ -748,7 +748,7 @@ def test_newcomer_first_weights(run_ranks, name: str) -> None:
         record, _ = recorded(config, STEPS)
         _, exchange, model = joins(config, record, 2, 4)
         assert exchange.step == 4
-        optimizer, line = exchange.optimizers[0], exchange._peers
+        optimizer, line = exchange.optimizers[0], exchange.peers
         replayed = len(line.said)
         for t in range(4, STEPS):
             exchange.report(tokens=t)

@@ -471,7 +471,7 @@ def joined_run(me: Any, case: str) -> Any:
         loop(model, optimizer, exchange, exchange.step + 1)
         if me.island == 0 and exchange.step == 4:
             begun.touch()
-        feed, size = exchange._runtime.donor_feed, len(exchange._peers.slots)
+        feed, size = exchange._runtime.donor_feed, len(exchange.peers.slots)
         now = [not resets[0] and feed is not None and feed.feeding, attached.exists()]
         said = exchange.across_islands.largest([*map(float, now), float(size)])
         for k, p in enumerate([model.layers[1].weight, model.layers[2].bias]):

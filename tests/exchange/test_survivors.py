@@ -97,7 +97,7 @@ def trained(me: Any, case: str, victim: int, at: int, steps: int = 14) -> Any:
         metrics = exchange.metrics() | exchange.totals()
         exchange.finish()
         values = {n: p.detach().clone() for n, p in model.named_parameters()}
-        return exchange.digests_equal(), exchange._peers and exchange._peers.slots, metrics, values
+        return exchange.digests_equal(), exchange.peers and exchange.peers.slots, metrics, values
     finally:
         if me.island == victim:
             os._exit(1)

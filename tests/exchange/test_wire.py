@@ -35,7 +35,7 @@ def test_wire_claimed_length_refused(run_ranks: Callable[..., Any], claimed: int
 
     def speak(line: Any) -> Any:
         if line.rank == 1:
-            Tap(SimpleNamespace(_peers=line), lies)
+            Tap(SimpleNamespace(peers=line), lies)
         tracemalloc.start()
         with pytest.raises((WireError, PeerLost)) as caught:
             agreement.gather_json(line, {"here": line.rank})

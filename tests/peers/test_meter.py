@@ -60,7 +60,7 @@ def metered(config: fsdp_demo.ExchangeConfig, count: int, steps: int = 7) -> lis
                 p.grad = torch.full_like(p, float(i - t))
             optimizer.step()
         exchange.flush()
-        assert exchange._peers.wait_read(10.0)  # what is counted has left
+        assert exchange.peers.wait_read(10.0)  # what is counted has left
         out = exchange.metrics(), before, [to(r) for r in range(count)], len(tap.all_left())
         assert exchange.digests_equal() == config.equal_after_exchange or not config.channels[
             0

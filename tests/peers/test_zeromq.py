@@ -157,7 +157,7 @@ def test_zeromq_training_is_that_of_a_mesh(run_ranks, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         counts = {k: v for k, v in exchange.metrics().items() if k.startswith("bytes")}
-        elastic = exchange._peers.elastic
+        elastic = exchange.peers.elastic
         exchange.finish()
         return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, elastic
 

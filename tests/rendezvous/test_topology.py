@@ -199,7 +199,7 @@ def test_topology_islands_start_in_any_order(run_ranks) -> None:
         exchange = fsdp_demo.attach(
             sgd([torch.nn.Parameter(torch.full((3,), float(me.island)))]), "full"
         )
-        out = exchange._peers.names, exchange.topology.island, exchange.digests_equal()
+        out = exchange.peers.names, exchange.topology.island, exchange.digests_equal()
         exchange.finish()
         Presence(exchange.topology).end("finished")
         return out

@@ -340,7 +340,7 @@ def death(folder: str) -> Journey | None:
     for _ in range(2):
         run.step()
     journey.__exit__()
-    assert run.exchange._peers.slots == (0, 2)
+    assert run.exchange.peers.slots == (0, 2)
     run.exchange.finish()
     return journey
 
@@ -395,7 +395,7 @@ def newcomer(folder: str) -> Journey:
         if island == 0:
             write(begun, json.dumps(sorted(attached | journey.ordinary)))
         with journey:
-            while len(exchange._peers.slots) < 3:
+            while len(exchange.peers.slots) < 3:
                 time.sleep(0.05)
                 run.step()
     if island == 0:

@@ -85,10 +85,10 @@ class Tap:
     ):
         self.change = change
         self.sent: list[tuple[int, int]] = []
-        self.message, self._meter = 0, exchange._peers.meter
-        self._first = exchange._peers._next
+        self.message, self._meter = 0, exchange.peers.meter
+        self._first = exchange.peers._next
         self._before = self._meter.bytes_sent
-        for member, wires in exchange._peers._driver.connections.items():
+        for member, wires in exchange.peers._driver.connections.items():
             for wire in wires:
                 wire.post_send = partial(self._send, member.slot, wire.post_send)
 

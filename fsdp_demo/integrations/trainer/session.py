@@ -107,9 +107,8 @@ class Session(TrainerCallback):
         self._manager = beginning.manager
         after.callback(setattr, args, "save_total_limit", args.save_total_limit)
         args.save_total_limit = None  # the manager rotates
-        exchange.raises_stopped = False
         self._evaluations = Evaluations(exchange, trainer)
-        exchange.tells = functools.partial(tells, trainer, self._evaluations)
+        exchange.serve_trainer(functools.partial(tells, trainer, self._evaluations))
         warn_of_same_rows(exchange, trainer.train_dataset)
         self._record: TrainerRecord | None = None
         counted = int(exchange.totals()["global_tokens"])

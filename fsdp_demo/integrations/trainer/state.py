@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Trainer
 from ...checkpoint.exchange_state import SavedExchange, load_exchange, save_exchange
 from ...checkpoint.files import read_head, refuse_exchange
 from ...checkpoint.manager import CheckpointManager
-from ...checkpoint.sharded_state import cpu_group, load_tensors, save_tensors, tensors_of
+from ...checkpoint.sharded_state import load_tensors, save_tensors, tensors_of
 from ...exchange.exchange import Exchange
 from ...rendezvous.topology import Topology
 
@@ -154,10 +154,9 @@ def manager_of(trainer: Trainer, topology: Topology) -> CheckpointManager:
         together = {"rank": args.process_index, "world": args.world_size, "group": None}
         topology = replace(topology, kind="single", island=0, islands=1, **together)
     limit = args.save_total_limit
-    manager = CheckpointManager(args.output_dir, topology, limit if limit and limit > 0 else None)
-    if replica.kind == "mesh":
-        manager.group = cpu_group(replica)
-    return manager
+    keep = limit if limit and limit > 0 else None
+    grouped = replica if replica.kind == "mesh" else None
+    return CheckpointManager(args.output_dir, topology, keep, grouped=grouped)
 
 
 def save_all(
@@ -191,7 +190,7 @@ def save_all(
         missing = trainer.args.should_save and not (folder / "config.json").exists()
         if missing and isinstance(config, PretrainedConfig):
             config.save_pretrained(folder)
-        manager.best = step_of(state.best_model_checkpoint)
+        manager.spare(step_of(state.best_model_checkpoint))
 
     made = manager.save(state.global_step, write)
     if not made and step_of(state.best_model_checkpoint) == state.global_step:
