@@ -85,7 +85,7 @@ class Exchange(Readings):
         start = start or Start()
         self.opened, self.auto_choice = opened or config, auto_choice
         assembly.check(config, host)
-        if topology.kind != "single":  # alone nothing is sent: shapes are enough to plan with
+        if topology.islands > 1:  # alone nothing is sent: shapes are enough to plan with
             refuse_meta(host, model)
         refuse_unknown(host, model, config.own_tensors)
         host.init_optimizer_state()

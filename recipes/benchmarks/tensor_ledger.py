@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdp_demo.elastic import chunks  # noqa: E402
 from fsdp_demo.elastic.message_state import RoundMessage  # noqa: E402
+from fsdp_demo.elastic.peer_group import PeerGroup  # noqa: E402
 from fsdp_demo.membership.protocol_types import Member, Piece, Settlement, What  # noqa: E402
 from fsdp_demo.peers.header import Sealed  # noqa: E402
-from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup  # noqa: E402
 from fsdp_demo.rendezvous.topology import Topology  # noqa: E402
 
 
@@ -106,13 +106,12 @@ class Echo(Topology):
         return EchoPeers(self.islands), position.num_copies
 
 
-class EchoPeers(LonePeerGroup):
+class EchoPeers(PeerGroup):
     """Makes room for what would come, as `elastic/chunks.py` does, and fills it from what is
     sent."""
 
     def __init__(self, size: int):
-        super().__init__("island0", 60.0)
-        self._set(range(size))
+        super().__init__(Member(0), {0: "island0"}, range(size), 60.0)
 
     def _taken_part(self, message: RoundMessage) -> Settlement:
         self._next += 1
