@@ -184,7 +184,7 @@ def test_auto_resume_takes_what_was_chosen(run_ranks: Any, everywhere: Any) -> N
         again = fsdp_demo.attach(optimizer, "auto", model=model, state=state)
         known = again.config == chosen
         known = known and again.auto_choice == why
-        before_, after = exchange._at_end, again._at_end
+        before_, after = exchange._phases.at_end, again._phases.at_end
         watched = isinstance(after, first_steps.LinkHealth) and after.planned == before_.planned
         again.detach()
 

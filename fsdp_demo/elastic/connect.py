@@ -27,7 +27,7 @@ from .driver import Driver
 from .failure_detector import FailureDetector
 from .join_server import JoinServer
 from .newcomer import Following, MemberSearch
-from .peer_group import PeerGroup
+from .peer_group import PeerGroup, PeerUser
 from .store_session import StoreSession
 
 log = logging.getLogger("fsdp_demo")
@@ -80,6 +80,7 @@ def starting_peers(
     open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
+    user: PeerUser | None = None,
 ) -> PeerGroup:
     """Meet the other islands that begin a run, or the other replicas of a mesh (`Meeting.ranks`),
     all at once.
@@ -88,6 +89,7 @@ def starting_peers(
         meeting: of the peer group: `rank` and `size` are slots; `prefix` is that of all peer
             groups.
         open_store: a connection of its own, below the keys of the meeting.
+        user: what the user gives the peer group.
 
     Raises:
         ValueError, PeerLost: see `zeromq.ZeroMQ.open`.
@@ -100,7 +102,7 @@ def starting_peers(
         transport = ZeroMQ(at_peer_group, poller)
         notes, connections = (by_member(transport.open(k), members) for k in ("notes", 0))
         siblings = _siblings(poller, meeting, place, me)
-        peers = PeerGroup(me, place.names, meeting.ranks, meeting.timeout, link, place.share)
+        peers = PeerGroup(me, place.names, meeting.ranks, meeting.timeout, link, place.share, user)
         start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
         start.member(
             first_record(members.values()), notes, {m: [wire] for m, wire in connections.items()}
@@ -136,6 +138,7 @@ def newcomer_peers(
     open_store: Callable[[], Store],
     link: Link | None,
     limits: Limits,
+    user: PeerUser | None = None,
 ) -> PeerGroup:
     """Join a run under way: the peer group of a newcomer, which follows its donor until it takes
     part.
@@ -153,7 +156,7 @@ def newcomer_peers(
     try:
         siblings = _siblings(poller, meeting, place, me)
         search = MemberSearch(poller, meeting, me, place.rank, labels)
-        peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share)
+        peers = PeerGroup(me, place.names, [], meeting.timeout, link, place.share, user)
         start = Starter(poller, meeting, place, me, siblings, open_store, limits, peers)
 
         def follow(turn: int, seconds: float, since: Record | None, lost: Member | None) -> None:

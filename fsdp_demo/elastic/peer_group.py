@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,22 @@ from .message_state import EarlyMessage, RoundMessage, Vectors, Weigh
 from .newcomer import Following
 
 
+@dataclass
+class PeerUser:
+    """What the user of a peer group, an exchange, gives it.
+
+    Attributes:
+        submit: runs a job in the thread that exchanges, after all that is under way.
+        told_to_end: asked in the network thread whether this rank was told to end; the others hear
+            of it.
+        meter: counts bytes and seconds.
+    """
+
+    submit: Callable[[Callable[[], None]], Any] = lambda job: job()
+    told_to_end: Callable[[], bool] = lambda: False
+    meter: Meter = field(default_factory=Meter)
+
+
 class PeerGroup:
     """The ranks that hold the same shard on every island that lives, one per island.
 
@@ -45,27 +62,19 @@ class PeerGroup:
         slots: of the islands that take part.
         timeout: seconds to wait for the others at the start.
         link: pace of a rehearsal, or None; `share` ranks of this island use it at once.
+        user: what the user gives it.
 
     Attributes:
-        begun: until then the loss of an island ends the start.
         slots: the islands of the last message; rank, size, names: this one among them, how many
             they are, and what errors call them.
-        digest: of the configuration, once it is agreed. ending: what is sent from now on belongs to
-            `finish()`.
+        digest: of the configuration, once it is agreed.
         num_connections: to each peer, for messages.
         alike, something: of a message to compare, whether all have sent the same of this rank's
             part, and whether that is more than zeros.
         unsettled: not all islands have what this one has, and will not: nothing may be saved.
         donor_feed: where islands may join a run under way, what this one hands them as a donor.
             following: what this one reads as a newcomer, until it takes part.
-        submit: runs a job in the thread that exchanges, after all that is under way.
-        told_to_end: asked in the network thread whether this rank was told to end; the others hear
-            of it.
-        new_vector: makes room for the mean of a payload of one vector, fp32 [n].
-        longest_early: bytes that an island which leaves may send ahead of a message (`send_early`).
     """
-
-    unsettled = False
 
     def __init__(
         self,
@@ -75,37 +84,63 @@ class PeerGroup:
         timeout: float,
         link: Link | None = None,
         share: int = 1,
+        user: PeerUser | None = None,
     ):
         self.timeout, self.link, self.share = timeout, link, share
-        self.meter = Meter()
-        self.digest, self.ending = 0, False
-        self.alike = self.something = self.begun = False
+        self._user = user or PeerUser()
+        self.meter = self._user.meter
+        self.digest = 0
+        self.alike = self.something = self.unsettled = self._begun = self._ending = False
         self.donor_feed: DonorFeed | None = None
         self.following: Following | None = None
         self._me, self._names, self._next = me, names, 0
         self._driver: Driver | None = None
         self._closed = False
-        self.submit: Callable[[Callable[[], None]], Any] = lambda job: job()
-        self.told_to_end: Callable[[], bool] = lambda: False
-        self.num_connections, self.longest_early = 1, 0
-        self.new_vector: Callable[[int], Tensor] = new_vector
+        self.num_connections, self._longest_early = 1, 0
+        self._new_vector: Callable[[int], Tensor] = new_vector
         self._message: RoundMessage | None = None  # under way
         self._set(slots)
 
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """Make this rank a member."""
         self._driver, self.num_connections = driver, num_connections
-        driver.traffic.longest = lambda: self.longest_early
-        driver.stopping.wish = lambda: self.told_to_end()
+        driver.traffic.longest = lambda: self._longest_early
+        driver.stopping.wish = self._user.told_to_end
         if driver.join_server is not None:
-            self.donor_feed = DonorFeed(
-                driver.join_server, lambda job: self.submit(job), lambda: self._next
-            )
+            self.donor_feed = DonorFeed(driver.join_server, self._user.submit, lambda: self._next)
 
     def follow(self, following: Following, slots: Sequence[int]) -> None:
         """Make this rank a newcomer: what the islands at `slots` agree on comes from its donor."""
         self._set(slots)
-        self.following, self.begun = following, True
+        self.following, self._begun = following, True
+
+    def work_with(
+        self, longest_early: int, new_vector: Callable[[int], Tensor] = new_vector
+    ) -> None:
+        """Set what belongs to the method: at the start, and where it is chosen later.
+
+        Args:
+            longest_early: bytes that an island which leaves may send ahead of a message
+                (`send_early`).
+            new_vector: makes room for the mean of a payload of one vector, fp32 [n].
+        """
+        self._longest_early, self._new_vector = longest_early, new_vector
+
+    def agree_on(self, digest: int) -> None:
+        """Name this configuration in every header from now on."""
+        self.digest = digest
+
+    def begin(self) -> None:
+        """Note that the islands have come together: until then the loss of one ends the start."""
+        self._begun = True
+
+    def give_up(self) -> None:
+        """Note that not all islands have what this one has (`unsettled`)."""
+        self.unsettled = True
+
+    def end(self) -> None:
+        """Note that what is sent from now on belongs to `finish()`."""
+        self._ending = True
 
     def _set(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
@@ -130,7 +165,7 @@ class PeerGroup:
 
     def header(self, kind: int, step: int = 0, **fields: Any) -> Header:
         """The header of a message of this rank, but for its number."""
-        flags = fields.pop("flags", 0) | ENDING * self.ending
+        flags = fields.pop("flags", 0) | ENDING * self._ending
         return Header(self.digest, step, kind=kind, flags=flags, **fields)
 
     def all_gather(
@@ -195,12 +230,12 @@ class PeerGroup:
             longest,
             self.num_connections,
             compare,
-            self.new_vector,
+            self._new_vector,
         )
         settled = self._taken_part(message)
         out, before = message.result(settled), self.slots
         self._set([m.slot for m in message.counted(settled)])
-        if not self.begun and self.slots != before:
+        if not self._begun and self.slots != before:
             lost = ", ".join(self.label_of(s) for s in before if s not in self.slots)
             raise PeerLost(f"{lost} was lost while the islands came together")
         self.alike, self.something = message.alike, message.something
@@ -421,7 +456,7 @@ class PeerGroup:
         leaves.
         """
         if self._driver is not None:
-            self._driver.close("bye" if self.ending else "leave", 5.0)
+            self._driver.close("bye" if self._ending else "leave", 5.0)
         elif self.following is not None:
             self.following.close()
         self._driver, self._closed = None, True

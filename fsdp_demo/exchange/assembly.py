@@ -11,7 +11,6 @@ from ..channels.bind import Bound, bind
 from ..channels.state import Placement
 from ..config.fragments import expand
 from ..config.schema import ExchangeConfig
-from ..elastic.peer_group import PeerGroup
 from ..hosts.base import TrainingHost
 from ..hosts.optimizers import check_inner
 from ..peers.vector_pool import VectorPool, new_vector
@@ -36,24 +35,22 @@ def assemble(
     host: TrainingHost,
     model: torch.nn.Module | None,
     connections: ExchangeConnections,
+    status: LocalStatus,
     phases: StepPhases,
     step: int,
 ) -> StepRuntime:
     """The parts for the method of `config`, from step `step` of the job. No communication.
 
     Args:
-        model: gives parameters their names, as for `attach`. phases: called around each step.
+        model: gives parameters their names, as for `attach`.
+        status, phases: as for `StepRuntime`.
     """
     bound = _bound(config, host, model, connections, topology.islands)
-    status = LocalStatus(topology.islands, alone=topology.elastic)
     queue = InFlightQueue(
         connections, host.device, topology.islands, topology.rank == 0, status.took_part
     )
     runtime = StepRuntime(config, topology, host, bound, queue, status, phases, step)
-    leaving.allow(runtime)
-    if connections.peers is not None:
-        # not by the runtime: whoever beats must not keep the model
-        connections.peers.told_to_end = lambda: status.told
+    _prepare_peers(runtime)
     return runtime
 
 
@@ -67,12 +64,12 @@ def change_method(
     watched = any(c.watches_energy for c in runtime.channels)
     runtime.work_with(config, bound)
     if (peers := runtime.peers) is not None:
-        peers.digest = config.digest()
+        peers.agree_on(config.digest())
     for c in bound.channels:
         c.watches_energy = watched
         c.start(runtime.step)
     runtime.queue.begin(runtime.step)
-    leaving.allow(runtime)
+    _prepare_peers(runtime)
     if config.needs_gradients:
         refuse_sparse(runtime.host)
 
@@ -94,16 +91,18 @@ def _bound(
         home="cpu" if config.offload_outer_state else None,
     )
     names = [s.name for s in host.params if not s.frozen]
-    bound = bind(expand(config, names), config, placement, model)
-    if host.device.type == "cpu" and connections.peers is not None:
-        _keep_vectors(bound, connections.peers)
-    return bound
+    return bind(expand(config, names), config, placement, model)
 
 
-def _keep_vectors(bound: Bound, peers: PeerGroup) -> None:
-    """Let a vector and its mean that every step needs use their memory again (`kept_vector`)."""
-    peers.new_vector = new_vector
-    active = {c.section: c for c in bound.channels if c.section is not None}
-    if (section := kept_vector(list(active))) is not None:
-        pool = VectorPool(section.layout.numel)
-        active[section].new_vector = peers.new_vector = pool.new_vector
+def _prepare_peers(runtime: StepRuntime) -> None:
+    """Tell the peer group what belongs to the method. A vector and its mean that every step needs
+    use their memory again (`kept_vector`).
+    """
+    if (peers := runtime.peers) is None:
+        return
+    room = new_vector
+    active = {c.section: c for c in runtime.channels if c.section is not None}
+    section = kept_vector(list(active)) if runtime.host.device.type == "cpu" else None
+    if section is not None:
+        room = active[section].new_vector = VectorPool(section.layout.numel).new_vector
+    peers.work_with(leaving.longest_part(runtime), room)

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,15 +23,17 @@ from torch import Tensor
 
 from ..config.auto import AutoChoice, method_note
 from ..config.schema import ExchangeConfig
-from ..errors import PeerLost, Stopped
+from ..errors import PeerLost
 from ..hosts.base import TrainingHost
 from ..rendezvous.island import collective
 from ..rendezvous.topology import Topology
 from ..status import leave, status_of
-from . import assembly, finish, leaving, replay, reset, resume, snapshot, startup, summary
+from . import assembly, finish, leaving, replay, reset, resume, startup, summary
 from .consensus import IslandConsensus
 from .first_step import FirstStep, refuse_unknown
 from .leaving import Departures
+from .message import LocalStatus
+from .phases import Phases
 from .readings import Readings
 from .refusals import Copies, refuse_foreign_savers, refuse_meta, refuse_shown, warn_of_outside
 from .saved_state import ExchangeState
@@ -92,22 +94,24 @@ class Exchange(Readings):
         self.shows_result = self.newcomer = False
         self._equal: bool | None = None
         self.told: dict[str, Any] = {}
-        self._tells: Callable[[], dict[str, Any]] = dict
-        self._at_end: Callable[[], None] | None = None
-        self._raises_stopped = True
+        status = LocalStatus(topology.islands, alone=topology.elastic)
         self._connections = ExchangeConnections(
-            topology, host.shard_position(topology.rank, topology.world), host.device
+            topology,
+            host.shard_position(topology.rank, topology.world),
+            host.device,
+            lambda: status.told,  # not by the exchange: whoever beats must not keep the model
         )
         self._departures = Departures(topology, self._connections)
         try:
             Copies(host, self._connections.island).check()
-            phases = _Phases(self, model, start.facts)
+            phases = self._phases = Phases(self, self._departures, model, start.facts)
             runtime = assembly.assemble(
-                config, topology, host, model, self._connections, phases, start.step
+                config, topology, host, model, self._connections, status, phases, start.step
             )
             super().__init__(topology, host, self._connections, runtime)
             self._hooks = runtime.hooks
-            self._first = FirstStep(self._runtime, model, lambda: self.shows_result)
+            self._first = FirstStep(runtime, model, lambda: self.shows_result)
+            phases.begin(runtime, self._first)
             with self.paused(), torch.no_grad():
                 self._join(start, model)
                 if start.catch_up:
@@ -151,7 +155,7 @@ class Exchange(Readings):
         """From now on call this at the end of each step, in the place of what was called there
         before; None: nothing. All ranks of the island come to it together.
         """
-        self._at_end = call
+        self._phases.at_end = call
 
     def serve_trainer(self, tells: Callable[[], dict[str, Any]]) -> None:
         """For a trainer that has a loop of its own: a stop is not raised as `Stopped`, since the
@@ -161,7 +165,7 @@ class Exchange(Readings):
             tells: gives JSON of at most a megabyte, which is handed to an island that joins
                 (`told`), with the state of the same step.
         """
-        self._raises_stopped, self._tells = False, tells
+        self._phases.raises_stopped, self._phases.tells = False, tells
 
     def _join(self, start: Start, model: torch.nn.Module | None) -> None:
         """Agree on the run, make parameters and state equal, make the channels' state; or join a
@@ -185,7 +189,7 @@ class Exchange(Readings):
                     c.enter(agreed)
         startup.take_over(self._runtime, donor, goes_on)
         if self.peers is not None:
-            self.peers.begun = True
+            self.peers.begin()
         self._first.joined()
 
     @torch.no_grad()
@@ -483,34 +487,6 @@ class Exchange(Readings):
     def _dropped(self) -> None:
         leaving.warn_of_no_finish(self._runtime)
         self._close()
-
-
-class _Phases:
-    """The `StepPhases` of an `Exchange`, which lives as long as the engine's hooks lead here.
-
-    Args:
-        model, told: with which a snapshot of this island is made (`snapshot.hand`).
-    """
-
-    def __init__(self, exchange: Exchange, model: torch.nn.Module | None, told: Mapping[str, Any]):
-        self._exchange, self._model, self._told = exchange, model, told
-
-    def before_step(self) -> None:
-        self._exchange._first.before_step()
-
-    def goes_on(self) -> bool:
-        return self._exchange._departures.goes_on(self._exchange._runtime)
-
-    def hand_snapshot(self) -> None:
-        exchange = self._exchange
-        snapshot.hand(exchange._runtime, self._model, self._told, exchange._tells)
-
-    def end_of_step(self) -> None:
-        exchange = self._exchange
-        if exchange._at_end is not None and not exchange.stopped:
-            exchange._at_end()
-        if exchange.stopped and exchange._raises_stopped:
-            raise Stopped(f"stopped after step {exchange.step} on request")
 
 
 def _end_at_exit(method: weakref.WeakMethod[Callable[[], None]]) -> None:

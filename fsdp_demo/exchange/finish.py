@@ -135,7 +135,7 @@ def conclude(runtime: StepRuntime) -> bool | None:
     1, no momentum. The rest in the accumulators is lost.
     """
     if runtime.peers is not None:
-        runtime.peers.ending = True
+        runtime.peers.end()
     if not runtime.config.equal_at_end:
         flush(runtime)
         runtime.exchange(

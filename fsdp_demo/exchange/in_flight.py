@@ -191,7 +191,7 @@ class InFlightQueue:
         """
         question, worker = PendingExchange(-1, [], {}), self.connections.worker
         if worker is not None:
-            question.future = worker.submit(partial(job, worker.peers))
+            question.future = worker.submit(partial(job, self.connections.peers))
         return self._wait(question)
 
     def layout(self, members: Collection[str], step: int) -> MessageLayout:

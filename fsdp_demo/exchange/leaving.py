@@ -49,13 +49,11 @@ def patience(runtime: StepRuntime) -> float:
     return max(whole - runtime.status.stopping_for(), min(GRACE, whole)) / 2
 
 
-def allow(runtime: StepRuntime) -> None:
-    """Set the longest early part that is accepted from another island."""
-    if runtime.peers is not None:
-        names = [c.channel.name for c in runtime.after_step]
-        layouts = [runtime.queue.layout(names, step) for step in runtime.config.begins]
-        longest = max(m.num_bytes + total_bytes(m.vectors) for m in layouts)
-        runtime.peers.longest_early = longest
+def longest_part(runtime: StepRuntime) -> int:
+    """Bytes of the longest early part that is accepted from another island."""
+    names = [c.channel.name for c in runtime.after_step]
+    layouts = [runtime.queue.layout(names, step) for step in runtime.config.begins]
+    return max(m.num_bytes + total_bytes(m.vectors) for m in layouts)
 
 
 def _all_stop(runtime: StepRuntime) -> bool:
@@ -94,7 +92,8 @@ def stop_with_all(runtime: StepRuntime) -> int:
             ends_at = job.result(seconds + 1.0)
         except Late:
             ends_at = None
-        peers.unsettled = ends_at is None
+        if ends_at is None:
+            peers.give_up()
     (most,) = runtime.island.max(float(-1 if ends_at is None else ends_at))
     return int(most)
 

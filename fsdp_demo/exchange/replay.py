@@ -60,7 +60,7 @@ def join(
         Stopped: the others stopped meanwhile.
     """
     if runtime.peers is not None:
-        runtime.peers.digest = runtime.config.digest()
+        runtime.peers.agree_on(runtime.config.digest())
     log.info(
         "%s: the run is under way: this island joins it, with the state that the others have now",
         runtime.topology.name,

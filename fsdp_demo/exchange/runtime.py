@@ -55,7 +55,7 @@ log = logging.getLogger("fsdp_demo")
 
 
 class StepPhases(Protocol):
-    """The work around a step that is not the channels' (`exchange.py` has it). All ranks of an
+    """The work around a step that is not the channels' (`phases.py` has it). All ranks of an
     island come to each method together.
     """
 
@@ -174,7 +174,7 @@ class StepRuntime:
         self.since = step
 
     def note_rows(self, rows: int, differ: bool) -> None:
-        """Note the rows of all islands in a step, and whether an island trains more than another."""
+        """Note the rows of all islands in a step, and whether some islands train more of them."""
         self.rows, self.rows_differ = rows, differ
 
     def note_drift(self, value: float | None) -> None:

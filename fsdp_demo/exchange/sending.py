@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from ..channels.channel import ChannelPayload
 from ..compression.windows import pinned
 from ..elastic.message_state import Vectors
-from ..elastic.peer_group import PeerGroup
+from ..elastic.peer_group import PeerGroup, PeerUser
 from ..peers.collectives import ReceivedMessage
 from ..peers.header import (
     LEAVING,
@@ -86,8 +86,8 @@ class CommWorker:
     out.
     """
 
-    def __init__(self, peers: PeerGroup):
-        self.peers = peers
+    def __init__(self, meter: Meter):
+        self._meter = meter
         self._jobs: queue.SimpleQueue[
             tuple[Callable[..., Any], Callable[[], Any] | None, Exchanging] | None
         ] = queue.SimpleQueue()
@@ -105,7 +105,7 @@ class CommWorker:
                 result = job()
             except BaseException as error:  # handed to the thread that waits
                 failure = error
-            self.peers.meter.seconds_exchanging += time.perf_counter() - start
+            self._meter.seconds_exchanging += time.perf_counter() - start
             del job, staged  # and what they hold, before the thread that waits goes on
             if failure is None:
                 future.set_result(result)
@@ -136,15 +136,14 @@ class CommWorker:
         try:
             return future.result()
         finally:
-            self.peers.meter.seconds_waiting += future.waited(start, time.perf_counter())
+            self._meter.seconds_waiting += future.waited(start, time.perf_counter())
 
     def close(self) -> bool:
-        """End the thread after all submitted jobs, and close the peer group; False if the thread
-        hangs on a silent peer and is left behind.
+        """End the thread after all submitted jobs; False if it hangs on a silent peer and is left
+        behind.
         """
         self._jobs.put(None)
         self._thread.join(5.0)
-        self.peers.release()
         return not self._thread.is_alive()
 
 
@@ -155,8 +154,11 @@ class ExchangeConnections:
     Args:
         position: of the rank in its island.
         device: of its parameters.
+        told_to_end: asked whether this rank was told to end (`PeerUser`).
 
     Attributes:
+        peers: to the ranks with the same shard on the other islands; None on a copy that is not
+            active, and when closed.
         active_copies: how many of the copies of a shard have peers.
         worker: runs exchanges on the wire; None on a copy that is not active, and when closed.
         island: the other ranks of this replica.
@@ -165,27 +167,28 @@ class ExchangeConnections:
         active: whether this rank has, or had until `close`, a peer group.
     """
 
-    def __init__(self, topology: Topology, position: ShardPosition, device: torch.device):
+    def __init__(
+        self,
+        topology: Topology,
+        position: ShardPosition,
+        device: torch.device,
+        told_to_end: Callable[[], bool],
+    ):
         self.closed = self.active = False
-        self.worker: CommWorker | None = None
+        self.meter = Meter()
+        self.peers: PeerGroup | None = None
+        worker = CommWorker(self.meter)
+        self.worker: CommWorker | None = worker
         try:
-            peers, self.active_copies = topology.join(position)
-            self.active = peers is not None
-            self.worker = CommWorker(peers) if peers is not None else None
-            if peers is not None and self.worker is not None:
-                peers.submit = self.worker.submit
-            self.meter = peers.meter if peers is not None else Meter()
+            user = PeerUser(worker.submit, told_to_end, self.meter)
+            self.peers, self.active_copies = topology.join(position, user)
+            if self.peers is None:
+                self._close_peers()
+            self.active = self.peers is not None
             self.island = IslandGroup(topology, position, device)
         except BaseException:  # Ctrl-C while waiting for peers, too
             self._close_peers()
             raise
-
-    @property
-    def peers(self) -> PeerGroup | None:
-        """To the ranks with the same shard on the other islands; None on a copy that is not active,
-        and when closed.
-        """
-        return None if self.worker is None else self.worker.peers
 
     def close(self) -> bool:
         """Close all connections; False if a silent peer still holds the worker's thread."""
@@ -196,7 +199,9 @@ class ExchangeConnections:
 
     def _close_peers(self) -> bool:
         ended = self.worker is None or self.worker.close()
-        self.worker = None
+        if self.peers is not None:
+            self.peers.release()
+        self.worker = self.peers = None
         return ended
 
 
@@ -341,9 +346,10 @@ class MessageSender:
 
     def send(self, flight: PendingExchange, said: Said) -> None:
         """Hand a message to the worker; its answer comes in `flight.future`."""
-        if (worker := self._connections.worker) is not None:
-            flight.future = worker.submit(*self._job(worker.peers, flight, said))
-            worker.peers.meter.exchanges += 1
+        worker, peers = self._connections.worker, self._connections.peers
+        if worker is not None and peers is not None:
+            flight.future = worker.submit(*self._job(peers, flight, said))
+            peers.meter.exchanges += 1
 
     def send_again(self, flight: PendingExchange) -> None:
         """Send a message once more, with the same bytes and the same share."""

@@ -107,7 +107,7 @@ def come_together(
     own = start.point(runtime.topology.world)
     found = agree_on_run(runtime, start.facts, own)
     if runtime.peers is not None:
-        runtime.peers.digest = runtime.config.digest()  # from here on in every message
+        runtime.peers.agree_on(runtime.config.digest())
     donor, furthest, apart, unlike, goes_on, rows, rows_differ = (
         int(v) for v in runtime.island.max(*map(float, found))
     )

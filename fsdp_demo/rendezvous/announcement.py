@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypedDict
 
 from ..elastic.connect import Limits, PeerPosition, newcomer_peers, starting_peers
-from ..elastic.peer_group import PeerGroup
+from ..elastic.peer_group import PeerGroup, PeerUser
 from ..errors import StoreSilent, counted, see
 from ..net.address import route_to, split_endpoint
 from ..net.link import Link
@@ -59,7 +59,7 @@ class Rendezvous:
         self._starters: tuple[int, ...] = ()
         self._late = False  # the others train already
 
-    def join(self) -> tuple[PeerGroup | None, int]:
+    def join(self, user: PeerUser | None = None) -> tuple[PeerGroup | None, int]:
         """The peers of this rank, None for a copy that is not active, and the number of active
         copies.
 
@@ -67,7 +67,7 @@ class Rendezvous:
             ValueError, PeerLost: see `topology.Topology.join`.
         """
         try:
-            return self._join()
+            return self._join(user)
         except StoreSilent as error:
             if "ISLAND_ENDPOINT=" in str(error):
                 raise  # it says the cure
@@ -77,7 +77,7 @@ class Rendezvous:
                 f"then start all islands again{see('store-silent')}"
             ) from None
 
-    def _join(self) -> tuple[PeerGroup | None, int]:
+    def _join(self, user: PeerUser | None) -> tuple[PeerGroup | None, int]:
         store = self._connect()
         infos = self._look(store) if self._late else self._meet(store)
         store.deadline = self._topology.question
@@ -88,7 +88,7 @@ class Rendezvous:
         names = [
             infos[i]["name"] if i in infos else f"island{i}" for i in range(self._topology.islands)
         ]
-        return self._peers(store, active_copies, names), active_copies
+        return self._peers(store, active_copies, names, user), active_copies
 
     def _connect(self) -> Store:
         """Open the store, and settle which keys this meeting has."""
@@ -216,7 +216,9 @@ class Rendezvous:
 
     # -- how they are reached ---------------------------------------------------------------------
 
-    def _peers(self, store: Store, active_copies: int, names: Sequence[str]) -> PeerGroup:
+    def _peers(
+        self, store: Store, active_copies: int, names: Sequence[str], user: PeerUser | None
+    ) -> PeerGroup:
         """Connect to the peers, which may come and go."""
         topology, position = self._topology, self._position
         pulse, attempt = attempts.join(topology), store.under(self._attempt)
@@ -243,7 +245,7 @@ class Rendezvous:
             """A connection of its own, below the keys of this meeting."""
             return topology.open_store(topology.question).under(self.prefix)
 
-        common = own_store, self._link, limits
+        common = own_store, self._link, limits, user
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:

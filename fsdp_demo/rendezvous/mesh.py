@@ -25,7 +25,7 @@ from contextlib import suppress
 from hashlib import blake2b
 
 from ..elastic.connect import Limits, PeerPosition, starting_peers
-from ..elastic.peer_group import PeerGroup
+from ..elastic.peer_group import PeerGroup, PeerUser
 from ..errors import PeerLost, StoreSilent
 from ..net.address import interface_addresses
 from ..net.link import Link
@@ -79,8 +79,8 @@ def _address_of(interface: str) -> str:
     )
 
 
-def mesh_peers(topology: Replica, link: Link | None) -> PeerGroup:
-    """Meet the other ranks of the peer group, all at once.
+def mesh_peers(topology: Replica, link: Link | None, user: PeerUser | None = None) -> PeerGroup:
+    """Meet the other ranks of the peer group, all at once. user: what the user gives it.
 
     Raises:
         ValueError: GLOO_SOCKET_IFNAME names no interface. PeerLost: somebody did not come in time.
@@ -114,7 +114,7 @@ def mesh_peers(topology: Replica, link: Link | None) -> PeerGroup:
             goes_on=goes_on,
         )
         try:
-            peers = starting_peers(meeting, place, lambda: store, link, limits)
+            peers = starting_peers(meeting, place, lambda: store, link, limits, user)
         except CameAgain as error:
             log.info("%s: meeting again", error)
             continue

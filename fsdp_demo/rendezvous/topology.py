@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..elastic.peer_group import PeerGroup
+from ..elastic.peer_group import PeerGroup, PeerUser
 from ..membership.protocol_types import Member
 from ..net.link import Link
 from . import attempts, environment
@@ -150,9 +150,11 @@ class Topology(Replica):
         """
         return cls("mesh", rank, size, f"island{rank}", timeout=timeout, store=store)
 
-    def join(self, position: ShardPosition) -> tuple[PeerGroup | None, int]:
+    def join(
+        self, position: ShardPosition, user: PeerUser | None = None
+    ) -> tuple[PeerGroup | None, int]:
         """Meet the other islands: the peers of this rank (None for a copy that is not active) and
-        the number of active copies.
+        the number of active copies. user: what the user gives the peer group.
 
         Raises:
             ValueError: a used run id, or islands whose shards do not agree.
@@ -161,13 +163,13 @@ class Topology(Replica):
         if self.kind == "single":
             environment.say_single(self._meant, self.rank)
         if self.islands == 1:
-            alone = PeerGroup(Member(0), {0: self.name}, [0], self.timeout)
+            alone = PeerGroup(Member(0), {0: self.name}, [0], self.timeout, user=user)
             return alone, position.num_copies
         link = Link.from_env()
         if self.one_world:
-            return mesh_peers(self, link), position.num_copies
+            return mesh_peers(self, link, user), position.num_copies
         self._rendezvous = Rendezvous(self, position, link)
-        return self._rendezvous.join()
+        return self._rendezvous.join(user)
 
     def under_way(self) -> bool:
         """Whether this island comes to a run that the others are training already, and so joins it

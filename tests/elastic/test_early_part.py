@@ -72,7 +72,7 @@ def leaves(
 
     def fn(line: Any) -> Any:
         out = []
-        line.longest_early = 1 << 20
+        line.work_with(1 << 20)
         for n in range(6):
             if n == AT and line.slot == 1:
                 before(line)
@@ -164,7 +164,7 @@ def test_early_part_behind_a_question_does_not_count(run_ranks, gathered: bool) 
         of = Islands(3)
 
         def fn(line: Any) -> Any:
-            line.longest_early = 1 << 20
+            line.work_with(1 << 20)
             out = [check(line, n, message(line, n, gathered), gathered) for n in range(2)]
             if line.slot == 1:
                 line.send_early(*sent(line, 2, gathered), 5.0)
@@ -190,7 +190,7 @@ def test_early_part_stays_when_another_is_lost(run_ranks, gathered: bool) -> Non
         of = Islands(4)
 
         def fn(line: Any) -> Any:
-            line.longest_early = 1 << 20
+            line.work_with(1 << 20)
             out = [check(line, n, message(line, n, gathered), gathered) for n in range(AT)]
             if line.slot == 1:
                 assert line.send_early(*sent(line, AT, gathered), 5.0)
@@ -220,7 +220,7 @@ def test_early_part_of_two_leavers_counts(run_ranks) -> None:
         of = Islands(4)
 
         def fn(line: Any) -> Any:
-            line.longest_early = 1 << 20
+            line.work_with(1 << 20)
             out = [check(line, n, message(line, n, False), False) for n in range(AT)]
             if line.slot in (1, 2):
                 while line.slot == 2 and 1 in line.alive:
@@ -245,7 +245,7 @@ def test_early_part_alone_waits_for_nobody(run_ranks) -> None:
         of = Islands(2)
 
         def fn(line: Any) -> Any:
-            line.longest_early = 1 << 20
+            line.work_with(1 << 20)
             message(line, 0, True)
             if line.slot == 0:
                 line.leave()
@@ -267,7 +267,7 @@ def test_early_part_beyond_its_size_is_refused(run_ranks) -> None:
         of = Islands(3)
 
         def fn(line: Any) -> Any:
-            line.longest_early = 1000
+            line.work_with(1000)
             message(line, 0, True)
             if line.slot == 1:
                 return line.send_early(*sent(line, 1, False), 1.0)
@@ -319,7 +319,7 @@ def test_leave_logs_no_loss_of_the_others(run_ranks) -> None:
     """
 
     def fn(line: Any, of: Islands, said: list[str]) -> None:
-        line.longest_early = 1 << 20
+        line.work_with(1 << 20)
         message(line, 0, True)
         if line.slot == 0:
             line.leave()

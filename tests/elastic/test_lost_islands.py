@@ -227,7 +227,7 @@ def test_end_waits_for_nobody_that_is_gone(run_ranks) -> None:
             if line.slot == 1:
                 two.kill(1, rank)
             elif rank == 0:
-                line.ending = True
+                line.end()
                 line.release()
                 raise PeerLost("this one has ended")
             else:

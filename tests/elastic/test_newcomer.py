@@ -174,14 +174,13 @@ class Run:
             self.results[2] = error
         finally:
             if line is not None:
-                line.ending = True
+                line.end()
                 line.release()
 
     def follows(self, line: PeerGroup) -> Any:
         follow = line.following
         assert follow is not None
-        worker = CommWorker(line)
-        line.submit = worker.submit
+        worker = CommWorker(line.meter)
         while follow.head(LONGEST, 0.5, {}) is None:
             pass
         while follow.bodies([36000], 0.5) is None:

@@ -36,9 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def worker() -> Iterator[CommWorker]:
-    meter = SimpleNamespace(seconds_waiting=0.0, seconds_exchanging=0.0)
-    peers: Any = SimpleNamespace(meter=meter, release=lambda: None)
-    worker = CommWorker(peers)
+    worker = CommWorker(Meter())
     yield worker
     assert worker.close()
 

@@ -111,7 +111,7 @@ class Islands:
         line = connect.starting_peers(
             meeting, place, lambda: self.store.under("line"), None, limits
         )
-        line.begun = True
+        line.begin()
         self.lines[slot, rank], self._hubs[line._driver._poller] = line, (slot, rank)
         return line
 
@@ -133,7 +133,7 @@ class Islands:
                 self._met.wait(self.timeout)
                 self.results[slot, rank] = fn(line)
                 line.wait_stable(self.timeout)
-                line.ending = True
+                line.end()
             except BaseException as error:
                 if not isinstance(error, PeerLost):
                     traceback.print_exc()
