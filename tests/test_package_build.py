@@ -171,7 +171,8 @@ def test_package_build_sdist_holds_the_whole_tree(built: tuple[Path, Path]) -> N
     ]
     wanted += [
         "tests/run.sh",
-        "tests/conftest.py",
+        "conftest.py",
+        "benchmarks/bytes.py",
         "recipes/setup.sh",
         "recipes/models/small.json",
         "docs/figures/tables.py",

@@ -9,7 +9,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
+sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "benchmarks")]
 
 Rows = list[list[str]]
 

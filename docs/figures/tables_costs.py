@@ -55,7 +55,7 @@ def memory() -> Rows:
 
 
 def positions() -> Rows:
-    """Bytes and times of positions, as `recipes/benchmarks/positions.py --json` wrote them."""
+    """Bytes and times of positions, as `benchmarks/positions.py --json` wrote them."""
     codes = ("int8", "2bit", "1bit")
     head = ["k of 4096", "bits", "Rice, random", "Rice, chosen", *(f"bytes, {c}" for c in codes)]
     rows = [[*head, "ns, 12 bits", "ns", "ratio", "ratio with values"]]
@@ -69,7 +69,7 @@ def positions() -> Rows:
 
 
 def codec() -> Rows:
-    """Compression beside its published form, as `recipes/benchmarks/codec.py --json` wrote it."""
+    """Compression beside its published form, as `benchmarks/codec.py --json` wrote it."""
     head = ["", "published form", "ours", "ratio", "bytes per coefficient", "same coefficients"]
     memory = "temporaries, MB: published (largest tensor) / ours (all)"
     rows, found = [[*head, "residual off by", memory]], load("codec.json")
@@ -100,7 +100,7 @@ def codec_stages() -> Rows:
 
 
 def scale() -> Rows:
-    """Cost against size, tensors and replicas, as `recipes/benchmarks/scale.py --json` wrote it."""
+    """Cost against size, tensors and replicas, as `benchmarks/scale.py --json` wrote it."""
     found = load("scale.json")["rows"]
     stages = ["momentum, transform", "selection, codes, residual", "decode, gradient", "apply"]
     rows = [["", "elements", "tensors", "replicas", *stages, "all"]]
@@ -122,7 +122,7 @@ def idle() -> Rows:
 
 
 def formats() -> Rows:
-    """Number formats of values, as `recipes/benchmarks/number_formats.py --json` wrote them."""
+    """Number formats of values, as `benchmarks/number_formats.py --json` wrote them."""
     head = ["format", "bits per value", "error, Gaussian", "error, t3", "encode, ns", "decode, ns"]
     rows = [head]
     for r in load("formats.json")["codes"]:
@@ -133,7 +133,7 @@ def formats() -> Rows:
 
 
 def step() -> Rows:
-    """A whole step with a message, as `recipes/benchmarks/step.py --json` wrote it."""
+    """A whole step with a message, as `benchmarks/step.py --json` wrote it."""
     head = ["", "preset", "step alone, ms", "with the exchange", "of it in the hooks, ms"]
     rows = [[*head, "check for NaN and Inf, ms", "memory alone, MB", "more"]]
     for r in load("step.json")["rows"]:
@@ -145,7 +145,7 @@ def step() -> Rows:
 
 
 def zero_times() -> Rows:
-    """Steps under ZeRO, as `recipes/benchmarks/zero.py --json` wrote them."""
+    """Steps under ZeRO, as `benchmarks/zero.py --json` wrote them."""
     head = ["", "elements of a rank", "plain step, ms: wall, CPU", "not due: wall", "CPU"]
     head += ["in the exchange, ms", "plain again: wall", "CPU", "due: ns per element, CPU"]
     rows = [head]

@@ -12,7 +12,7 @@ STORMS = ("demo", "diloco", "streaming_diloco")
 
 
 def storm() -> Rows:
-    """Storms of faults, as `recipes/benchmarks/chaos.py --json` wrote them."""
+    """Storms of faults, as `benchmarks/chaos.py --json` wrote them."""
     head = [
         "storm",
         "survived",
@@ -55,7 +55,7 @@ def doctor() -> Rows:
 
 
 def peers() -> Rows:
-    """Presets beside other programs, as `recipes/benchmarks/peers.py --json` wrote them."""
+    """Presets beside other programs, as `benchmarks/peers.py --json` wrote them."""
     head = ["preset", "beside", "link", "s/step, ours", "theirs", "ratio (range)"]
     rows = [[*head, "CPU s/step, ours", "theirs", "ratio (range)", "equal"]]
     found = load("peers.json")["rows"]
@@ -73,7 +73,7 @@ def peers() -> Rows:
 
 def slow_predict() -> Rows:
     """Seconds per step that the planner predicted, and what was measured then, as
-    `recipes/benchmarks/slow_link_predict.py --json` wrote it.
+    `benchmarks/slow_link_predict.py --json` wrote it.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in load("slow_link_predict.json")["rows"]:
@@ -99,7 +99,7 @@ def uplinks() -> Rows:
 
 
 def slow_link() -> Rows:
-    """Speed that presets keep, as `recipes/benchmarks/slow_link.py --json` wrote it."""
+    """Speed that presets keep, as `benchmarks/slow_link.py --json` wrote it."""
     found = _slow()
     links = list(dict.fromkeys(link for cells in found.values() for link in cells))[1:]
     head = ["preset", "tokens/s, no limit", *map(_rate, links), "100 Mbit/s without the lab"]

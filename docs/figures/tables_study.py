@@ -8,14 +8,14 @@ from typing import Any
 
 from figure_cells import HERE, ROOT, Rows, cell, load
 from report import size
-from study.cells import parameters
-from study.methods import METHODS
-from study.stats import interval
-from study.tables import SIZES
 
 from fsdp_demo import preset
 from fsdp_demo.config.methods import UNPUBLISHED
 from fsdp_demo.runlog.words import times
+from study.cells import parameters
+from study.methods import METHODS
+from study.stats import interval
+from study.tables import SIZES
 
 STUDY = {
     "study-forms": ("questions", "published form"),

@@ -19,7 +19,7 @@ from ..support import pages
 
 ROOT = pages.ROOT
 FIGURES = ROOT / "docs" / "figures"
-sys.path[:0] = [str(FIGURES), str(ROOT / "recipes"), str(ROOT / "recipes" / "benchmarks")]
+sys.path[:0] = [str(FIGURES), str(ROOT / "recipes"), str(ROOT / "benchmarks")]
 
 pytest.importorskip("transformers")  # shapes of the models
 
@@ -31,10 +31,10 @@ import tables  # noqa: E402
 import tables_costs  # noqa: E402
 import tables_links  # noqa: E402
 import tables_study  # noqa: E402
-from study.methods import sign_muloco  # noqa: E402
 
 from fsdp_demo import Link, load_config, preset, ring_all_reduce_bytes  # noqa: E402
 from fsdp_demo.exchange.plan import plan_model  # noqa: E402
+from study.methods import sign_muloco  # noqa: E402
 
 STORMS = [
     pytest.param(name, id=name)
@@ -137,7 +137,9 @@ def test_figures_file_has_date_machine_and_command(file: str) -> None:
     assert file in about, f"docs/figures/about.json does not name {file}"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", about[file]["date"]) and about[file]["machine"]
     (script,) = (
-        word for word in shlex.split(about[file]["command"]) if word.startswith("recipes/")
+        word
+        for word in shlex.split(about[file]["command"])
+        if word.startswith(("recipes/", "benchmarks/"))
     )
     assert (ROOT / script).is_file()
 

@@ -78,5 +78,5 @@ def test_site_every_picture_has_a_script() -> None:
     drawn = {p.name for p in (ROOT / "docs" / "pictures").glob("*.svg")}
     study = {p.stem for p in (ROOT / "docs" / "figures").glob("study-*.json")}
     of_study = {f"{name}-{what}.svg" for name in study for what in ("bytes", "intervals", "tokens")}
-    measured = {"trace.svg"}  # recipes/benchmarks/trace_exchange.py, on the day that the page says
+    measured = {"trace.svg"}  # benchmarks/trace_exchange.py, on the day that the page says
     assert drawn - of_study - measured == set(make().PICTURES)

@@ -21,12 +21,13 @@ OPERATORS = set("|&;()<>")
 
 
 def pages() -> list[Path]:
-    """README.md, docs/**/*.md and the READMEs of recipes/."""
+    """README.md, docs/**/*.md and the READMEs of recipes/ and benchmarks/."""
     return [
         ROOT / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "recipes" / "README.md",
-        ROOT / "recipes" / "study" / "README.md",
+        ROOT / "benchmarks" / "README.md",
+        ROOT / "benchmarks" / "study" / "README.md",
     ]
 
 
