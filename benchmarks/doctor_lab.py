@@ -1,7 +1,7 @@
 """Each fault that `fsdp-demo doctor` names, provoked once between two islands in a network lab. Needs
 Linux and root.
 
-    python benchmarks/doctor_lab.py --json docs/figures/doctor.json   # all, some six minutes
+    python benchmarks/doctor_lab.py --json benchmarks/figures/doctor.json   # all, some six minutes
     python benchmarks/doctor_lab.py --only mtu-black-hole,none
 
 Islands are network namespaces (`network_lab.py`). For each fault the lab is built anew, the fault

@@ -276,7 +276,7 @@ PEERS = {
             {"momentum_warmup": 0},
             periodic=True,
             module="torchft.local_sgd",
-            cure="docs/measured/results-links.md, Beside other programs, says how it is installed",
+            cure="benchmarks/results/links.md, Beside other programs, says how it is installed",
         ),
         Peer(
             "demo",

@@ -4,7 +4,7 @@ its digest is entered, too, and what the repository keeps counts for it.
     python benchmarks/study/study.py --enter "what has changed since"
 
 A full run takes minutes, and ends elsewhere on another processor. So both codes train short runs
-here: this checkout, and the last commit that changed docs/figures/study-codes.json. Each is a
+here: this checkout, and the last commit that changed benchmarks/figures/study-codes.json. Each is a
 process of this file, `python alike.py CHECKOUT TABLE ONLY JOBS`, and prints its results as JSON.
 """
 
@@ -58,9 +58,11 @@ def compare(table: str, only: str, jobs: int) -> tuple[Found, Found]:
 
 @contextlib.contextmanager
 def last_entry() -> Iterator[Path]:
-    """A checkout of the last commit that changed the list of codes."""
+    """A checkout of the last commit that changed what the list of codes says."""
     git = ["git", "-C", str(ROOT)]
-    words = [*git, "log", "-1", "--format=%H", "--", "docs/figures/study-codes.json"]
+    # the file has changed its place since some entries: a commit that only moves it enters nothing
+    words = [*git, "log", "-1", "--format=%H", "--follow", "--diff-filter=M", "--"]
+    words.append("benchmarks/figures/study-codes.json")
     commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         at = str(Path(folder, "entered"))

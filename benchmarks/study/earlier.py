@@ -1,4 +1,4 @@
-"""Tables of the first study: one seed, 0.92 M parameters. docs/measured/study.md shows them."""
+"""Tables of the first study: one seed, 0.92 M parameters. results/study.md shows them."""
 
 from __future__ import annotations
 

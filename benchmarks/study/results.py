@@ -14,7 +14,7 @@ from typing import Any
 
 from study.cells import Run, code_version
 
-FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+FIGURES = Path(__file__).parents[1] / "figures"
 KEPT = FIGURES / "study-runs.jsonl"
 """A line is a result: its cell, setting, seed, code, losses, bytes and loss curve."""
 

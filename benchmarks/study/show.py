@@ -57,7 +57,8 @@ def show(study: Study, output: Path, pictures: bool) -> None:
 
 
 def publish(study: Study) -> None:
-    """Write a table into the folders of the documents: json, and pictures.
+    """Write a table into the folder of figures, and its pictures beside the pages of results; the
+    one that docs/study.md shows goes there.
 
     Raises:
         ValueError: fewer results than are published.
@@ -73,7 +74,10 @@ def publish(study: Study) -> None:
             )
         write(path, as_json(study, rows))
         if len(rows) >= FEW and len({row.group for row in rows}) == 1:
-            draw(study, rows, FIGURES.parent / "pictures", "study-")
+            results = FIGURES.parent / "results"
+            draw(study, rows, results, "study-")
+            if (of_docs := results / "study-main-bytes.svg").exists():
+                of_docs.replace(FIGURES.parents[1] / "docs" / "pictures" / of_docs.name)
 
 
 def as_json(study: Study, rows: list[Row]) -> str:

@@ -6,9 +6,9 @@ Trains byte-level Llamas on the Python library's sources through the library its
 the real payloads; the replicas of a run are threads of one process. Every run (a method with its
 settings, and a seed) is stored when it is done, under a key of its configuration and the code, so
 that an interrupted table goes on where it stood. Runs are shared between tables, and what the
-repository keeps (`docs/figures/study-runs.jsonl`) is not trained again. Seeds are paired: one seed
-gives all methods the same initial weights and order of the data. Writes OUTPUT/TABLE.md, TABLE.json
-and pictures, and prints the table.
+repository keeps (`benchmarks/figures/study-runs.jsonl`) is not trained again. Seeds are paired: one
+seed gives all methods the same initial weights and order of the data. Writes OUTPUT/TABLE.md,
+TABLE.json and pictures, and prints the table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PACE = 60 / (parameters("study-small") * 4 * Setting().tokens)
 
 SAME = 1e-2
 """Nats that one run may end apart on another machine, where bf16 products are made another way:
-0.006 was seen (docs/measured/study.md). On the same machine runs end equal.
+0.006 was seen (benchmarks/results/study.md). On the same machine runs end equal.
 """
 
 
@@ -204,12 +204,12 @@ def parse() -> argparse.Namespace:
     add("--seeds", type=int, help="number of seeds, 0, 1, ... (default: the table's)")
     add("--jobs", type=int, default=1, help="processes in parallel, each of one thread")
     add("--list", action="store_true", help="show cells and estimated time; train nothing")
-    add("--keep", action="store_true", help="add the results to docs/figures/study-runs.jsonl")
+    add("--keep", action="store_true", help="add the results to figures/study-runs.jsonl")
     add("--verify", type=int, metavar="N", help="train N kept runs again, and compare")
     add(
         "--enter",
         metavar="WHY",
-        help="add this code to docs/figures/study-codes.json, so that kept runs count for it, if "
+        help="add this code to figures/study-codes.json, so that kept runs count for it, if "
         "short runs of all cells are equal to those of the code that was added last",
     )
     add("--retry", action="store_true", help="train again what failed")

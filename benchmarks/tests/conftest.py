@@ -1,4 +1,6 @@
-"""What all tests of the benchmarks share: where the study and the recipes lie, torch's own Muon."""
+"""What all tests of the benchmarks share: where plain imports find the study, the recipes and the
+figures of docs/; torch's own Muon.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 # at the end: `tests` is the folder of the repository, not the one beside the study
-sys.path += [str(ROOT / "recipes"), str(ROOT / "benchmarks")]
+sys.path += [str(ROOT / folder) for folder in ("recipes", "benchmarks", "docs/figures")]
 
 
 @pytest.fixture(autouse=True)

@@ -115,7 +115,7 @@ def test_doctor_lab_slow_core_needs_control_groups(monkeypatch, tmp_path) -> Non
 
 def test_doctor_lab_kept_rows_name_every_fault() -> None:
     """The rows that are kept name every fault."""
-    rows = json.loads((ROOT / "docs" / "figures" / "doctor.json").read_text())
+    rows = json.loads((ROOT / "benchmarks" / "figures" / "doctor.json").read_text())
     faults = {name: fault.says for name, fault in lab.FAULTS.items()}
     assert {row["fault"]: row["done"] for row in rows} == faults
     assert all(row["named"] and row["alike"] for row in rows)

@@ -21,15 +21,14 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "peers.py"
-sys.path[:0] = [str(ROOT / "docs" / "figures")]
 
-import figure_cells  # noqa: E402
-import tables  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks import (  # noqa: E402
     hotpath,
+    kept,
     peers,
+    tables,
 )
 from benchmarks import network_lab as lab  # noqa: E402
 from benchmarks.peers_twins import PEERS  # noqa: E402
@@ -88,7 +87,7 @@ def test_peers_benchmark_rows_and_tables(tmp_path: Path, monkeypatch: pytest.Mon
     text = peers.show(rows)
     assert "bit for bit" in text and "off by 3e-08" in text and "not comparable: int8" in text
     (tmp_path / "peers.json").write_text(json.dumps({"rows": rows}))
-    monkeypatch.setattr(figure_cells, "HERE", tmp_path)
+    monkeypatch.setattr(kept, "FOLDERS", (tmp_path, *kept.FOLDERS))
     made = tables.TABLES["peers"]()
     assert made[1][:6] == ["`full`", "PyTorch DDP", "100 Mbit/s", "2.00", "2.00", "1.00 (0.50 to 1.50)"]  # fmt: skip  # noqa: E501
     assert [r[-1] for r in made[1:]] == [

@@ -145,6 +145,7 @@ SMOKES = [
         "--steps 2 --only demo --worlds 1 --layers 1 --length 16",
         ("model +preset +tensors", figures(".* demo", 2)),
     ),
+    Smoke("tables.py", "", ("table: study-main", rf"`demo`, 100 events \| {FIGURE} of 100")),
     Smoke(
         "trace_exchange.py",
         "--model tiny --steps 6 --warm-up 1 --out FOLDER",

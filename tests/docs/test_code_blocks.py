@@ -1,5 +1,5 @@
-"""Code in README.md, docs/*.md and the READMEs of recipes/ and benchmarks/: python runs, yaml and
-json are parsed, commands name what exists.
+"""Code in README.md, docs/*.md and recipes/README.md: python runs, yaml and json are parsed,
+commands name what exists.
 
 What is not run says why in the line above its fence: `<!-- not run: REASON -->`. `text` is never
 run.

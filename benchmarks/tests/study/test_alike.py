@@ -156,7 +156,8 @@ def test_last_entry_is_a_checkout() -> None:
     if not (alike.ROOT / ".git").exists():
         pytest.skip("this is no checkout of git")
     with alike.last_entry() as folder:
-        listed = json.loads((folder / "docs" / "figures" / "study-codes.json").read_text())
+        (file,) = folder.rglob("study-codes.json")
+        listed = json.loads(file.read_text())
         assert listed[-1]["codes"] and (folder / "fsdp_demo").is_dir()
     assert not folder.exists()
     words = ["git", "-C", str(alike.ROOT), "worktree", "list"]

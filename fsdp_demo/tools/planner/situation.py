@@ -74,7 +74,7 @@ fp32, the kernel (planner_times.py, as for the CPU below)."""
 
 _ARITHMETIC = (
     "arithmetic: bytes moved over the memory's rate; sparse presets took 3 to 7 times as long on "
-    "an H100 (docs/measured/results-compute.md)"
+    "an H100 (benchmarks/results/compute.md)"
 )
 
 

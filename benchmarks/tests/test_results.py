@@ -1,16 +1,23 @@
-"""Measured tables have a date, a machine and a command, or say that these were not recorded."""
+"""Pages of benchmarks/: measured tables have a date, a machine and a command, or say that these
+were not recorded; links lead somewhere, and commands name what exists.
+"""
 
 from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from ..support import pages
+from tests.docs.test_code_blocks import problems
+from tests.support import pages
 
-DOCS = pages.ROOT / "docs"
-MEASURED = sorted(f"measured/{p.stem}" for p in (DOCS / "measured").glob("*.md"))
+MEASURED = [
+    *sorted((pages.ROOT / "benchmarks" / "results").glob("*.md")),
+    pages.ROOT / "docs" / "results.md",
+]
+ALL = [pytest.param(page, id=pages.name(page)) for page in pages.of_benchmarks()]
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 MACHINE = re.compile(r"CPU core|Xeon|EPYC|H100|no machine matters|machine was not recorded")
 COMMAND = re.compile(r"```bash|`[^`\n]*\.(?:py|sh)\b[^`\n]*`|commands? .*not recorded")
@@ -36,9 +43,9 @@ def sections(text: str, inherit: bool = False) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("page", "head", "below"),
     [
-        pytest.param(page, head, below, id=f"{page} {head}")
+        pytest.param(pages.name(page), head, below, id=f"{page.stem} {head}")
         for page in MEASURED
-        for head, below in sections((DOCS / f"{page}.md").read_text(encoding="utf-8"), inherit=True)
+        for head, below in sections(page.read_text(encoding="utf-8"), inherit=True)
         if TABLE.search(below) and head not in ("What is tested where", "Pages")
     ],
 )
@@ -53,4 +60,23 @@ def test_measured_table_has_date_machine_and_command(page: str, head: str, below
         )
         if not form.search(below)
     ]
-    assert not lacks, f"docs/{page}.md, {head}, lacks {' and '.join(lacks)}"
+    assert not lacks, f"{page}, {head}, lacks {' and '.join(lacks)}"
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_results_links_lead_somewhere(page: Path) -> None:
+    """Links of a page of benchmarks/ lead to files that are there."""
+    targets = (to.partition("#")[0] for to in pages.links(page.read_text(encoding="utf-8")))
+    missing = [to for to in targets if to and not (page.parent / to).exists()]
+    assert not missing, f"{pages.name(page)} links to what is not there: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_results_commands_name_what_exists(page: Path) -> None:
+    """Commands on a page of benchmarks/ name programs, flags and files that exist, and each block
+    says why it is not run.
+    """
+    text = page.read_text(encoding="utf-8")
+    wrong = [p for command in pages.commands(text) for p in problems(command)]
+    assert not wrong, "\n".join(wrong)
+    assert all(b.not_run or b.language == "text" for b in pages.blocks(text))

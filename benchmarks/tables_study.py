@@ -1,4 +1,4 @@
-"""Tables of the study (docs/study*.md), and what the planner and the README take from it."""
+"""Tables of the study, and what docs/study.md and the planner take from it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import statistics
 from typing import Any
 
-from figure_cells import HERE, ROOT, Rows, cell, load
+from figure_cells import Rows, cell
 from report import size
 
+from benchmarks.kept import ROOT, find, load
 from fsdp_demo import preset
 from fsdp_demo.config.methods import UNPUBLISHED
 from fsdp_demo.runlog.words import times
@@ -86,20 +87,24 @@ def study_front() -> Rows:
     return rows
 
 
-def study_short() -> Rows:
-    """Of the tuned rows those that nothing beats with as few bytes, and `full`, which is beaten."""
+def study_short() -> list[dict[str, str]]:
+    """The rows of docs/study.md: of the tuned ones those that nothing beats with as few bytes, and
+    `full`, which is beaten.
+    """
     ended = [row for row in tuned().values() if not row["failed"]]
     found = sorted(ended, key=lambda row: (row["ratio"], -row["loss"]))
     full = tuned()["full"]
-    rows = [["method", "fewer bytes", "loss", "beside the all-reduce with AdamW"]]
+    rows = []
     for i, row in enumerate(found):
+        loss = f"{row['loss']:.3f}"
         if row is full or row["name"] == full["name"]:
-            rows.append(["`full`: all-reduce, AdamW", "1 x", f"{row['loss']:.3f}", "-"])
+            cells = ["`full`: all-reduce, AdamW", "1 x", loss, "-"]
         elif all(row["loss"] < other["loss"] for other in found[i + 1 :]):
             name = row["name"].removesuffix(" tuned")
-            rows.append(
-                [f"`{name}`", times(row["ratio"]), f"{row['loss']:.3f}", percent(row, full)]
-            )
+            cells = [f"`{name}`", times(row["ratio"]), loss, percent(row, full)]
+        else:
+            continue
+        rows.append(dict(zip(("method", "fewer", "loss", "beside"), cells, strict=True)))
     return rows
 
 
@@ -157,7 +162,7 @@ def study_claims() -> Rows:
 
 def study_rounds() -> Rows:
     """How the deltas of tuned methods point, by quarters of the run, and the gain of a round."""
-    lines = (HERE / "study-runs.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = find("study-runs.jsonl").read_text(encoding="utf-8").splitlines()
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in map(json.loads, lines):
         name = run["cell"]["name"]
@@ -243,7 +248,7 @@ def _with_phases(name: str) -> dict[str, Any]:
     full = table["rows"][0]["losses"]
     pairs = {row["is"]: _pairs(table, row) for row in table["rows"] if "is" in row}
     return {
-        "source": f"our study (docs/figures/study-length.json): {table['steps']} steps, "
+        "source": f"our study (benchmarks/figures/study-length.json): {table['steps']} steps, "
         f"{table['seeds']}",
         "date": load("about.json")["study-length.json"]["date"],
         "parameters": parameters(table["model"]),
@@ -295,13 +300,26 @@ def _at_size(size: str) -> dict[str, Any]:
             best.setdefault(name, row)
     full = next(r for r in rows if r["name"] == f"full {size}")
     return {
-        "source": f"our study (docs/figures/study-size.json): {SIZES[size][1]} steps, "
+        "source": f"our study (benchmarks/figures/study-size.json): {SIZES[size][1]} steps, "
         "one seed or two",
         "date": load("about.json")["study-size.json"]["date"],
         "parameters": parameters(SIZES[size][0]),
         "loss": round(full["loss"], 6),
         "difference": {name: round(row["difference"], 6) for name, row in best.items()},
     }
+
+
+def gaps_are_stale() -> bool:
+    """Whether the planner's table has other rows of the study than the study has now."""
+    return bool(json.loads(GAPS.read_text(encoding="utf-8")) != planner_gaps())
+
+
+SHORT = ROOT / "docs" / "figures" / "study-short.json"
+
+
+def write_short() -> None:
+    """Write the rows of docs/study.md."""
+    SHORT.write_text(json.dumps(study_short(), indent=1) + "\n", encoding="utf-8")
 
 
 def write_gaps() -> None:

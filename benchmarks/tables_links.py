@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from figure_cells import Rows, is_there, load
+from figure_cells import Rows, rate
 from report import size
+
+from benchmarks.kept import load
 
 STORMS = ("demo", "diloco", "streaming_diloco")
 
@@ -22,19 +23,13 @@ def storm() -> Rows:
         "digests that differ",
     ]
     rows = [[*head, "tokens in completed rounds", "loss", "loss, undisturbed at as many tokens"]]
-    for name in STORMS:
-        if is_there(f"storm-{name}.json"):
-            rows.append(_storm(name, load(f"storm-{name}.json")))
+    rows += [_storm(name, load(f"storm-{name}.json")) for name in STORMS]
     return rows
 
 
 def storm_kinds() -> Rows:
     """The same storms by what was done: events that were survived, and the longest stall."""
-    found = {
-        name: load(f"storm-{name}.json")["by_kind"]
-        for name in STORMS
-        if is_there(f"storm-{name}.json")
-    }
+    found = {name: load(f"storm-{name}.json")["by_kind"] for name in STORMS}
     kinds = sorted({kind for by_kind in found.values() for kind in by_kind})
     rows = [["what happens", *(f"`{name}`: survived, longest stall" for name in found)]]
     for kind in kinds:
@@ -79,7 +74,7 @@ def slow_predict() -> Rows:
     for row in load("slow_link_predict.json")["rows"]:
         found.setdefault(row["case"], {})[row["link"]] = row
     links = list(dict.fromkeys(link for cells in found.values() for link in cells))
-    rows = [["setting", *(f"{_rate(link.partition(',')[0])}: s, off" for link in links)]]
+    rows = [["setting", *(f"{rate(link.partition(',')[0])}: s, off" for link in links)]]
     for case, cells in found.items():
         there = [cells.get(link) for link in links]
         rows.append(
@@ -93,7 +88,7 @@ def uplinks() -> Rows:
     rows = [["setting", "uplink", "no limit, s", "predicted", "measured", "off", "crossed"]]
     for r in load("uplinks.json")["rows"]:
         times = [f"{r[key]:.2f}" for key in ("without_limit", "predicted", "measured")]
-        link = _rate(r["link"].partition(",")[0])
+        link = rate(r["link"].partition(",")[0])
         rows.append([r["case"], link, *times, f"{r['off']:+.0%}", f"{r['crossed']:.2f}"])
     return rows
 
@@ -102,7 +97,7 @@ def slow_link() -> Rows:
     """Speed that presets keep, as `benchmarks/slow_link.py --json` wrote it."""
     found = _slow()
     links = list(dict.fromkeys(link for cells in found.values() for link in cells))[1:]
-    head = ["preset", "tokens/s, no limit", *map(_rate, links), "100 Mbit/s without the lab"]
+    head = ["preset", "tokens/s, no limit", *map(rate, links), "100 Mbit/s without the lab"]
     rows = [[*head, "waiting per step, ms", "delay process", "bytes per step and island"]]
     for case, cells in found.items():
         at, first = cells.get("100Mbit"), next(iter(cells.values()))
@@ -113,17 +108,6 @@ def slow_link() -> Rows:
             size(first["bytes_per_step"]),
         ]
         rows.append([_case(case), f"{first['tokens_per_second']:.0f}", *kept, *own])
-    return rows
-
-
-def slow_methods() -> Rows:
-    """The same for the methods of the quickstart, at 100 Mbit/s."""
-    rows = [["method", "speed kept", "without the lab", "waiting per step, ms"]]
-    for case, cells in _slow().items():
-        at = cells.get("100Mbit")
-        if at is not None and at["preset"] in ("full", "demo", "diloco"):
-            kept = [_kept_speed(at, name) for name in ("ratio", "ratio_without_lab")]
-            rows.append([_case(case), *kept, _stood_still(at)[0]])
     return rows
 
 
@@ -169,13 +153,7 @@ def _stood_still(cell: dict[str, Any] | None) -> list[str]:
 
 
 def _link(row: dict[str, Any]) -> str:
-    return _rate(row["link"]) if row["rtt_ms"] else "no limit"
-
-
-def _rate(link: str) -> str:
-    """As "100 Mbit/s"."""
-    number, unit = re.fullmatch(r"([\d.]+)(\w+)", link).groups()  # type: ignore[union-attr]
-    return f"{number} {unit}/s"
+    return rate(row["link"]) if row["rtt_ms"] else "no limit"
 
 
 def _of_kind(found: dict[str, Any] | None) -> str:

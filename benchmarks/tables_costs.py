@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from figure_cells import Rows, cell, load
+from figure_cells import Rows, cell
+
+from benchmarks.kept import load
 
 HOT = {  # rows of codec.json
     "k8": "k = 8",
