@@ -36,7 +36,7 @@ def remembered(
         island: the ranks of this island, which call it together.
     """
     known = known_choice(topology, state, island)
-    if topology.kind == "islands" and topology.islands > 1 and not _under_way(topology):
+    if topology.elastic and not _under_way(topology):
         # one that takes over from the others has no state that says it
         told = island.from_first(lambda: _together(topology, known))
         known = known or read(told)
@@ -70,7 +70,7 @@ def known_choice(
         told = state
     elif heads := getattr(state, "heads", None):
         told = heads[0]
-    elif topology.kind == "islands" and topology.islands > 1 and _under_way(topology):
+    elif topology.elastic and _under_way(topology):
         told = island.from_first(lambda: _in_store(topology))
     return read(told)
 
@@ -132,7 +132,7 @@ def tell(topology: Topology, config: ExchangeConfig, choice: AutoChoice | None =
     """Put into the store what this run began with, for islands that join later; on the first rank.
     A store that is silent now gets it when it answers again: this run can do without.
     """
-    if topology.rank != 0 or topology.kind != "islands" or topology.islands == 1:
+    if topology.rank != 0 or not topology.elastic:
         return
     pulse, text = attempts.join(topology), json.dumps(method_note(config, choice))
 

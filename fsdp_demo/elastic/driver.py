@@ -48,7 +48,8 @@ class Driver(NetworkLoop):
     Attributes:
         traffic: the messages that are kept, and their pieces. stopping: which islands are told to
             end. early_pieces: what an island that leaves sends ahead of its time.
-        join_server: where newcomers ask, if they can come in here.
+        join_server: where newcomers ask. None where members are fixed: nobody comes, and all must
+            stay.
         changes: how many views this rank has adopted.
     """
 
@@ -70,6 +71,7 @@ class Driver(NetworkLoop):
         self._fetched = machine.record.epoch
         self._frozen_at = 0.0
         self._stopped: set[Member] = set()  # have said that they leave in order
+        self._reasons: dict[Member, str] = {}  # of the losses in this view
         self.traffic = Traffic(poller, self, self._take_later, self.refuse)
         self.early_pieces = EarlyPieces(self, self.traffic)
         self.stopping = Stopping(self)
@@ -79,11 +81,14 @@ class Driver(NetworkLoop):
             lambda why: self.do(lambda: self.fail(why)),
         )
         self._store_session.epoch = machine.record.epoch
-        if machine.record.epoch == 0 and machine.rank == 0:
-            self._store_session.begin(machine.record)
         self.traffic.adopt(machine.record)
         detector.forgive(time.monotonic())
         poller.run(self.begin)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the members are those of the start: nobody joins, and all must stay (a mesh)."""
+        return self.join_server is None
 
     # ---- asked by other threads ----------------------------------------------------------------
 
@@ -97,7 +102,11 @@ class Driver(NetworkLoop):
     def leave(self, stopped: bool = False) -> None:
         """Tell the others that this island goes on no more, and whether it was `stopped` in order
         on all its ranks; they settle without waiting for a timer. This is said at the return.
+        Fixed members are told nothing: nobody goes on without this one, and they may still lack its
+        last message.
         """
+        if self.fixed:
+            return
         self._let_land()
 
         def job() -> None:
@@ -109,9 +118,12 @@ class Driver(NetworkLoop):
         self._wait(lambda: self._closed or (self._left and self._is_said()), LAST_WORD)
 
     def expel(self, why: str) -> None:
-        """End this island as one that the others have expelled. In the network thread."""
+        """End this island as one that the others have expelled; fixed members do not go on without
+        it, and the next message of each fails. In the network thread.
+        """
         log.error("this island cannot go on, and ends: %s", why)
-        self._expelled(self.machine.record)
+        if not self.fixed:
+            self._expelled(self.machine.record)
 
     def joined(self, then: Callable[[], None]) -> None:
         """Tell the others that this rank follows no more; `then` runs in the network thread."""
@@ -131,9 +143,10 @@ class Driver(NetworkLoop):
         return self.wait(reached, seconds)
 
     def close(self, word: str, linger: float) -> None:
-        """End, with a word to the others: "bye" at the end of a run, "leave" before it. The
-        connections close.
+        """End, with a word to the others: "bye" at the end of a run and among fixed members,
+        "leave" before it. The connections close.
         """
+        word = "bye" if self.fixed else word
         if not self._closed:
             if word == "leave":
                 self._let_land()
@@ -175,8 +188,15 @@ class Driver(NetworkLoop):
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """With every beat, while no island is lost."""
-        self._progress.look(self.machine, now)
+        """With every beat, while no island is lost. Who stands among fixed members is lost itself:
+        nobody could go on when it has ended.
+        """
+        if not self.fixed:
+            self._progress.look(self.machine, now)
+            return
+        n, seconds, behind = self.detector.behind(now)
+        if behind and seconds > self.detector.dead:
+            self._lose({behind[0]: f"it is alive, but has not come to message {n}"})
 
     def _step(self, event: Event) -> None:
         """Tell the machine what has happened, and do what it asks for."""
@@ -289,7 +309,18 @@ class Driver(NetworkLoop):
         self.detector.say(["frozen", action.view, lost], everybody)
 
     def _too_few(self, action: protocol_events.TooFew) -> None:
-        if action.members:
+        if action.lost:
+            slots, view = [m.slot for m in action.lost], self.machine.record.view
+            self.detector.say(["frozen", view, slots], self.detector.siblings.values())
+            unheard = "another rank of this island does not hear it"
+            how = [
+                f"{self._how_it_went(m)}: {self._reasons.get(m, unheard)}"
+                for m in sorted(action.lost)
+            ]
+            least, left = self.machine.min_continue, len(action.members)
+            few = f"{least} must go on together, and {left} of them can"
+            self.fail(f"{'; '.join(how)}; {few}{see('island-lost')}")
+        elif action.members:
             who = ", ".join(self.labels(m.slot) for m in action.members)
             what = "only %s could go on, which is less than ISLAND_MIN: waiting for the others"
             log.warning(what, who)
@@ -304,6 +335,7 @@ class Driver(NetworkLoop):
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
             self.detector.drop(member)
+        self._reasons.clear()
         self.traffic.adopt(record)
         self.changes += 1
         self.detector.forgive(time.monotonic())
@@ -356,7 +388,7 @@ class Driver(NetworkLoop):
             self.stopping.hear(word, member)
         elif what == "frozen":
             view, lost = word[1], set(word[2])
-            self.later(SOON, lambda: self._freeze_too(view, lost))
+            self.later(SOON, lambda: self._freeze_too(view, lost, member is None))
         elif member is not None:
             self._hear_peer(what, word, member)
         elif what == "vote":
@@ -383,31 +415,32 @@ class Driver(NetworkLoop):
                 self._stopped.add(member)
             self._lose({member: "it was stopped" if member in self._stopped else "it has ended"})
         elif what == "refused":
-            self.refused(member, f"it has refused what this island sent: {word[1]:.300}")
+            self._lose({member: f"it has refused what this island sent: {word[1]:.300}"})
         elif what == "stands":
             others = self._progress.told(self.machine, word[1], word[2], member)
             if others is not None:
                 self._gone(protocol_events.Expelled(others))
 
-    def _freeze_too(self, view: int, lost: set[int]) -> None:
-        """Freeze a view that another rank has frozen, which does not hear `lost`. Those of them
-        that are half silent here, too, are lost at once: nobody waits for a report that will not
-        come.
+    def _freeze_too(self, view: int, lost: set[int], sibling: bool) -> None:
+        """Freeze a view that a peer or `sibling` has frozen, which does not hear `lost`. Those of
+        them that are half silent here, too, are lost at once: nobody waits for a report that will
+        not come.
         """
         quiet = self.detector.quiet(time.monotonic(), unheard=True)
         if view == self.machine.record.view:
             self._lose({member: "silent here, too" for member in quiet if member.slot in lost})
-        self._take_later(view, protocol_events.FrozenHeard(view))
+        unheard = frozenset(m for m in self.notes if sibling and m.slot in lost)
+        self._take_later(view, protocol_events.FrozenHeard(view, unheard))
 
     def refuse(self, member: Member, error: WireError) -> None:
-        """Count a peer that has sent damaged data as lost, and tell it why."""
+        """Count a peer that has sent damaged data as lost, and tell it why. Among fixed members the
+        damage is the error of the message that is waited for.
+        """
+        if self.stopping.last is not None:
+            self.stopping.last.damage = error
         if member in self.notes:
             self.detector.say(["refused", str(error)], [self.notes[member]])
         self._lose({member: str(error)})
-
-    def refused(self, member: Member, why: str) -> None:
-        """Log why a peer has refused a piece of this island, which is about to be expelled."""
-        log.error("%s: %s", self.labels(member.slot), why)
 
     def _how_it_went(self, member: Member) -> str:
         """A peer that takes part no more, and whether it was stopped in order, for the log."""
@@ -423,6 +456,7 @@ class Driver(NetworkLoop):
         here = set(self.machine.record.members) - self.machine.lost
         lost = [m for m in found if m in here and not self.stopping.departed(m)]
         for member in lost:
+            self._reasons[member] = found[member]
             log.warning("%s: %s", self._how_it_went(member), found[member])
         if lost:
             # The machine freezes, and writes its report, at the first loss that it is told: so it

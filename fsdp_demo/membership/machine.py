@@ -308,7 +308,8 @@ class Rank:
 
     def _peer_lost(self, event: protocol_events.ConnectionLost) -> tuple[Rank, Actions]:
         """Freeze at the loss of a peer. One reason is enough, in one peer group: the peer group is
-        the judge of life (store-unasked)."""
+        the judge of life (store-unasked).
+        """
         if (
             event.member not in self.record.members
             or event.member == self.me
@@ -316,11 +317,25 @@ class Rank:
         ):
             return self, ()
         rank = replace(self, lost=self.lost | {event.member})
+        if few := rank._too_few_without(rank.lost):
+            return rank, few
         return rank._freeze() if rank.state == "running" else (rank, ())
+
+    def _too_few_without(self, lost: frozenset[Member]) -> Actions:
+        """Say so where too few members are left without these, which a rank of this island has
+        lost. Nobody need report: whoever goes on hears each other in every peer group.
+        """
+        left = tuple(m for m in self.record.members if m not in lost)
+        if len(left) >= self.min_continue:
+            return ()
+        return (protocol_events.TooFew(left, lost=lost.intersection(self.record.members)),)
 
     def _frozen_heard(self, event: protocol_events.FrozenHeard) -> tuple[Rank, Actions]:
         """Freeze at the news of a change. A frame of another view is of no use."""
-        return self._freeze() if self._receives(event.view) else (self, ())
+        if not self._receives(event.view):
+            return self, ()
+        few = self._too_few_without(self.lost | event.lost)
+        return (self, few) if few else self._freeze()
 
     def _freeze(self) -> tuple[Rank, Actions]:
         """Freeze first, then report what is held; once in a view (freeze-first)."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypedDict
 
-from ..elastic.connect import Limits, PeerPosition, elastic_peers, newcomer_peers
+from ..elastic.connect import Limits, PeerPosition, newcomer_peers, starting_peers
 from ..elastic.peer_group import PeerGroup
 from ..errors import StoreSilent, counted, see
 from ..net.address import route_to, split_endpoint
@@ -238,7 +238,7 @@ class Rendezvous:
         if self._late:
             met = newcomer_peers(meeting, place, pulse.taken.life, *common)
         else:
-            met = elastic_peers(meeting, place, *common)
+            met = starting_peers(meeting, place, *common)
             attempt.set("begun", self.prefix.rpartition("/")[2])
         pulse.quiet()
         return met

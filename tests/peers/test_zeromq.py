@@ -18,12 +18,11 @@ import zmq
 
 import fsdp_demo
 from fsdp_demo import WireError, preset
-from fsdp_demo.elastic.connect import PeerPosition
+from fsdp_demo.elastic.connect import Limits, PeerPosition, starting_peers
 from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.peers.header import PAYLOAD
 from fsdp_demo.peers.pieces import LARGEST
 from fsdp_demo.peers.zeromq import Meeting, ZeroMQ
-from fsdp_demo.rendezvous import fixed_peers
 from fsdp_demo.store.client import WorldStore
 from fsdp_demo.store.server import StoreServer
 
@@ -86,7 +85,9 @@ def on_lines(fn: Callable[[PeerGroup], Any], count: int, **how: Any) -> list[Any
     names = {i: f"island{i}" for i in range(count)}
 
     def work(transport: Any, rank: int) -> Any:
-        line = fixed_peers.met(transport._meeting, PeerPosition(rank, 0, 1, names))
+        meeting, place = transport._meeting, PeerPosition(rank, 0, 1, names)
+        limits = Limits(meeting.timeout, meeting.timeout, count, joins=False)
+        line = starting_peers(meeting, place, lambda: meeting.store, None, limits)
         try:
             return fn(line)
         finally:
@@ -157,7 +158,7 @@ def test_zeromq_training_is_that_of_a_mesh(run_ranks, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         counts = {k: v for k, v in exchange.metrics().items() if k.startswith("bytes")}
-        elastic = exchange._peers.elastic
+        elastic = exchange._peers.takes_newcomers
         exchange.finish()
         return {n: p.detach().clone() for n, p in model.named_parameters()}, counts, elastic
 

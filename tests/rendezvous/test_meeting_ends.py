@@ -55,7 +55,7 @@ def test_meeting_goes_on_without_a_killed_island(
     everywhere.setattr(starting, "BEAT", 0.2)
 
     def fn(me: Any) -> list[str]:
-        plain, notes, said = announcement.elastic_peers, ZeroMQ._notes, list[str]()
+        plain, notes, said = announcement.starting_peers, ZeroMQ._notes, list[str]()
 
         def killed(*args: Any) -> Any:
             if moment == "behind its addresses":
@@ -68,7 +68,7 @@ def test_meeting_goes_on_without_a_killed_island(
             raise Killed
 
         if me.island == 1:
-            announcement.elastic_peers = killed
+            announcement.starting_peers = killed
         for _ in range(2):
             topology = Topology.from_env()
             try:
@@ -79,7 +79,7 @@ def test_meeting_goes_on_without_a_killed_island(
                 break
             except (PeerLost, Killed) as error:
                 said.append(str(error))
-                announcement.elastic_peers = plain
+                announcement.starting_peers = plain
                 forget()
         return said
 
@@ -167,11 +167,6 @@ def test_meeting_newcomer_does_not_search_in_vain(rank: int) -> None:
     poller.close(0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="each rank counts its meetings in a store that lives on (`times/<island>`): after a "
-    "start that only one side came to the two meet under other keys for ever",
-)
 def test_meeting_in_a_mesh_after_a_start_that_failed(run_ranks: Callable[..., Any]) -> None:
     """Replicas on a store that outlives their processes come together though one of them died
     before the last meeting.

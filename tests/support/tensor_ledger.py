@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_demo.elastic import chunks
 from fsdp_demo.elastic.message_state import RoundMessage
+from fsdp_demo.elastic.peer_group import PeerGroup
 from fsdp_demo.membership.protocol_types import Member, Piece, Settlement, What
 from fsdp_demo.peers.header import Sealed
-from fsdp_demo.rendezvous.fixed_peers import LonePeerGroup
 from fsdp_demo.rendezvous.topology import Topology
 
 
@@ -102,13 +102,12 @@ class Echo(Topology):
         return EchoPeers(self.islands), position.num_copies
 
 
-class EchoPeers(LonePeerGroup):
+class EchoPeers(PeerGroup):
     """Makes room for what would come, as `elastic/chunks.py` does, and fills it from what is
     sent."""
 
     def __init__(self, size: int):
-        super().__init__("island0", 60.0)
-        self._set(range(size))
+        super().__init__(Member(0), {0: "island0"}, range(size), 60.0)
 
     def _taken_part(self, message: RoundMessage) -> Settlement:
         self._next += 1

@@ -58,7 +58,7 @@ def examine(
     planned, topology = topology, joining_island(topology)
     own = address(topology)
     mine = local(planned, own, disk_mb_s, step_seconds)  # with room for those that come later
-    if topology.kind != "islands":
+    if not topology.elastic:
         return Examination((mine,))
     say(f"waiting for {counted(topology.count, 'island')} at {topology.endpoint}")
     shared = SharedNotes(topology)
@@ -82,9 +82,7 @@ def examine(
 
 def address(topology: Topology) -> str:
     """The address at which the others reach this island in a run; "" for a single replica."""
-    if topology.kind != "islands":
-        return topology.address
-    return topology.address or route_to(topology.endpoint)
+    return topology.address or (route_to(topology.endpoint) if topology.endpoint else "")
 
 
 def local(
@@ -194,7 +192,7 @@ def joining_island(topology: Topology) -> Topology:
     Raises:
         ValueError: the island would come later than the others.
     """
-    if topology.kind == "islands" and topology.island >= topology.count:
+    if topology.island >= topology.count:
         raise ValueError(
             f"ISLAND_RANK={topology.island} with ISLAND_COUNT={topology.count}: doctor examines "
             "the islands that begin a run; raise ISLAND_COUNT to examine more"
