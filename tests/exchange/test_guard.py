@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 import torch
 
+import conftest
 import fsdp_demo
 from fsdp_demo import ExchangeConfig, PeerLost, WireError, preset
 from fsdp_demo.exchange.guard import start_again
 from fsdp_demo.status import DECIDE, SAVED
 
-from .. import conftest
 from ..support import probe, threaded
 from ..support.threaded import Tap
 from ..support.world import replica

@@ -26,6 +26,7 @@ from fsdp_demo.rendezvous import attempts, starting
 from fsdp_demo.rendezvous import environment as variables
 from fsdp_demo.rendezvous.position import ShardPosition
 from fsdp_demo.rendezvous.stop_notices import Presence
+from fsdp_demo.store.client import NotAllCame
 from fsdp_demo.store.server import StoreServer
 
 from ..support import probe
@@ -52,7 +53,7 @@ def environment(store: tuple[str, int], **changes: str) -> dict[str, str]:
 def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
     with pytest.raises(kind) as error:
         call()
-    assert type(error.value) in (kind, attempts.Finished, starting.Unlike)
+    assert type(error.value) in (kind, attempts.Finished, starting.Unlike, NotAllCame)
     return str(error.value)
 
 

@@ -30,7 +30,6 @@ from .probe import Pair, Probe
 MEET = 15.0  # seconds that two islands have to connect
 SLACK = 30.0  # seconds beyond the budget, after which a pair is given up
 LATE = 120.0  # seconds that an island may come later to a point of the examination than another
-LOOK = 0.05  # seconds between two looks at the store
 
 T = TypeVar("T")
 
@@ -236,21 +235,12 @@ class SharedNotes:
         """
         t = self._topology
         self.store.set(f"{name}/{t.island}", to_json(mine))
-        found, end = {t.island: mine}, time.monotonic() + seconds
-        while missing := [i for i in range(t.count) if i not in found]:
-            for i in missing:
-                if self.store.get(f"{name}/{i}"):
-                    found[i] = self.store.note(f"{name}/{i}", f"island {i}", form)
-            if len(found) < t.count and time.monotonic() > end:
-                gone = ", ".join(str(i) for i in range(t.count) if i not in found)
-                raise PeerLost(
-                    f"waited {seconds:g} s for {counted(t.count, 'island')} at {t.endpoint}, run "
-                    f"{t.run!r}, at {name!r}: missing {gone}. Start fsdp-demo doctor on all "
-                    "islands with the same ISLAND_ENDPOINT, ISLAND_RUN and ISLAND_COUNT"
-                    f"{see('missing-islands')}"
-                )
-            time.sleep(LOOK)
-        return dict(sorted(found.items()))
+        what = f"{counted(t.count, 'island')} at {t.endpoint}, run {t.run!r}, at {name!r}"
+        cure = (
+            ". Start fsdp-demo doctor on all islands with the same ISLAND_ENDPOINT, ISLAND_RUN and "
+            f"ISLAND_COUNT{see('missing-islands')}"
+        )
+        return self.store.gather(name, range(t.count), form, seconds, what, cure=cure)
 
     def leave(self) -> None:
         """End the examination, so that the next one of this run gets keys of its own."""
