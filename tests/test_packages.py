@@ -239,3 +239,49 @@ def written(root: Path, files: dict[str, str]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         (file.parent / "__init__.py").touch()
         file.write_text(text + "\n")
+
+
+SET_BY_THEMSELVES = {
+    "connections": "exchange.sending.ExchangeConnections",
+    "driver": "elastic.driver.Driver",
+    "exchange": "exchange.exchange.Exchange",
+    "manager": "checkpoint.manager.CheckpointManager",
+    "peers": "elastic.peer_group.PeerGroup",
+    "queue": "exchange.in_flight.InFlightQueue",
+    "runtime": "exchange.runtime.StepRuntime",
+    "session": "integrations.trainer.session.Session",
+}
+"""What variables and attributes are called that hold an object of these classes."""
+
+
+def assigned(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Each attribute of another object that is assigned or deleted there, and its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield ast.unparse(node.value), node.lineno
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            yield ast.unparse(node.args[0]), node.lineno
+
+
+def test_packages_attributes_are_set_by_their_class() -> None:
+    """Nobody else assigns the attributes of eight classes: what their parts need is a constructor's
+    argument, and what changes later goes by a method.
+    """
+    found = []
+    for name, file in modules(ROOT).items():
+        for owner, line in assigned(ast.parse(file.read_text())):
+            if owner.rpartition(".")[2].lstrip("_") in SET_BY_THEMSELVES:
+                found.append(f"{name}:{line}: {owner}")
+    assert not found, found
+    seen = [
+        owner for owner, _ in assigned(ast.parse("self._peers.a = 1\nsetattr(runtime, 'b', 2)"))
+    ]
+    assert seen == ["self._peers", "runtime"]
+
+
+def test_packages_classes_that_set_their_attributes_are_there() -> None:
+    """The classes of that rule are where it says."""
+    for place in SET_BY_THEMSELVES.values():
+        module, _, name = place.rpartition(".")
+        text = (ROOT / "fsdp_demo" / f"{module.replace('.', '/')}.py").read_text()
+        assert f"class {name}" in text, place

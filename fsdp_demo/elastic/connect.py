@@ -254,12 +254,16 @@ class Starter:
             lambda tell, failed: self._store_session(record, tell, failed),
             place.label,
             lambda record: expelled(place, record),
+            self.peers.told_to_end,
+            self.peers.longest_early,
+            self._join_server if self.limits.joins else None,
         )
-        if self.limits.joins:
-            driver.join_server = self.join_server = JoinServer(
-                self.poller, meeting.prefix, meeting.address, driver, place.names
-            )
+        self.join_server = driver.join_server
         self.peers.drive(driver, max((len(w) for w in connections.values()), default=1))
+
+    def _join_server(self, driver: Driver) -> JoinServer:
+        at = self.meeting
+        return JoinServer(self.poller, at.prefix, at.address, driver, self.place.names)
 
     def _store_session(
         self, record: Record, tell: Callable[[Event], None], failed: Callable[[str], None]

@@ -44,6 +44,9 @@ class Driver(NetworkLoop):
             a reason when a change of members has failed.
         expelled: called in the network thread when the others went on without this island; must not
             return to training.
+        told_to_end: asked in the network thread whether this rank was told to end.
+        longest_early: gives the bytes that an island which leaves may send ahead of a message.
+        opens: makes the join server; None where members are fixed.
 
     Attributes:
         traffic: the messages that are kept, and their pieces. stopping: which islands are told to
@@ -61,20 +64,22 @@ class Driver(NetworkLoop):
         store_session: Callable[[Callable[[Event], None], Callable[[str], None]], StoreSession],
         labels: Callable[[int], str],
         expelled: Callable[[Record], None],
+        told_to_end: Callable[[], bool],
+        longest_early: Callable[[], int],
+        opens: Callable[[Driver], JoinServer] | None,
     ):
         super().__init__(poller, machine, detector, labels)
         self.notes, self.connections = detector.notes, detector.connections
         self._expelled = expelled
-        self.join_server: JoinServer | None = None
         self.changes = 0
         self._early: list[tuple[int, Event]] = []  # of epochs whose record is not here yet
         self._fetched = machine.record.epoch
         self._frozen_at = 0.0
         self._stopped: set[Member] = set()  # have said that they leave in order
         self._reasons: dict[Member, str] = {}  # of the losses in this view
-        self.traffic = Traffic(poller, self, self._take_later, self.refuse)
+        self.traffic = Traffic(poller, self, self._take_later, self.refuse, longest_early)
         self.early_pieces = EarlyPieces(self, self.traffic)
-        self.stopping = Stopping(self)
+        self.stopping = Stopping(self, told_to_end)
         self._progress = ProgressWatch(detector, labels)
         self._store_session = store_session(
             lambda event: self.do(lambda: self._take(event)),
@@ -83,6 +88,7 @@ class Driver(NetworkLoop):
         self._store_session.epoch = machine.record.epoch
         self.traffic.adopt(machine.record)
         detector.forgive(time.monotonic())
+        self.join_server = None if opens is None else opens(self)
         poller.run(self.begin)
 
     @property
@@ -94,7 +100,7 @@ class Driver(NetworkLoop):
 
     def launch(self, message: RoundMessage) -> None:
         """Send a message, the next number; what is to be done for it comes in its `tasks`."""
-        self.stopping.last = message
+        self.stopping.launches(message)
         self.do(lambda: self._launch(message))
         if self._failed:  # before it was posted: nobody does it any more
             message.tasks.put(PeerLost(self._failed))

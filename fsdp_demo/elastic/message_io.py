@@ -35,10 +35,10 @@ class Traffic:
     Args:
         received: called with an epoch and the event that a piece is here. refused: called with a
             peer whose piece is damaged, and how.
+        longest_early: gives the bytes that an island which leaves may send ahead of a message.
 
     Attributes:
-        longest: gives the bytes that an island which leaves may send ahead of a message. refused:
-            as given.
+        refused: as given.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Traffic:
         loop: NetworkLoop,
         received: Callable[[int, protocol_events.Event], None],
         refused: Callable[[Member, WireError], None],
+        longest_early: Callable[[], int],
     ):
         self._poller, self._loop, self._detector = poller, loop, loop.detector
-        self._received, self.refused = received, refused
+        self._received, self.refused, self._longest_early = received, refused, longest_early
         self._messages: dict[int, RoundMessage] = {}
         self._early: dict[tuple[int, Member], EarlyMessage] = {}
-        self.longest: Callable[[], int] = lambda: 0
         self._streams = Streams(poller, self._detector.connections, refused, loop.labels)
         self._forwards: dict[tuple[int, Piece], Member] = {}
 
@@ -131,7 +131,7 @@ class Traffic:
             and n >= self._loop.machine.freed
             and (n, piece.of) not in self._early
         ):
-            self._streams.expect(EarlyMessage(n, kind, self.longest()), piece, sender)
+            self._streams.expect(EarlyMessage(n, kind, self._longest_early()), piece, sender)
 
     def look(self) -> None:
         """Take the pieces that have come."""

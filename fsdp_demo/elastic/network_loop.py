@@ -161,15 +161,16 @@ class Stopping:
     """What one rank and its peers say about their end. Runs in the network thread, but for
     `stop_with_all`; the attributes are read from any thread.
 
+    Args:
+        told_to_end: asked whether this rank was told to end.
+
     Attributes:
-        wish: asked whether this rank was told to end.
         together: all members are told to end. gave_up: a message of this rank is abandoned.
         last: the newest message of this rank.
     """
 
-    def __init__(self, loop: NetworkLoop):
-        self._loop = loop
-        self.wish: Callable[[], bool] = lambda: False
+    def __init__(self, loop: NetworkLoop, told_to_end: Callable[[], bool]):
+        self._loop, self._told_to_end = loop, told_to_end
         self.together = self.gave_up = False
         self.last: RoundMessage | None = None
         self._told: set[Member] = set()
@@ -186,12 +187,16 @@ class Stopping:
             return None
         return max(self._applied_at.values(), default=-1)
 
+    def launches(self, message: RoundMessage) -> None:
+        """Note the newest message of this rank."""
+        self.last = message
+
     def look(self, again: bool = False) -> None:
         """Tell the others that this rank was told to end, and where it ends: once for each change,
         or `again`.
         """
         rank, detector = self._loop.machine, self._loop.detector
-        if self.wish():
+        if self._told_to_end():
             self._told.add(rank.me)
         if rank.me not in self._told or rank.state in ("left", "expelled"):
             return

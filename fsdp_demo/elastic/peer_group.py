@@ -101,11 +101,18 @@ class PeerGroup:
         self._message: RoundMessage | None = None  # under way
         self._set(slots)
 
+    @property
+    def told_to_end(self) -> Callable[[], bool]:
+        """As in `PeerUser`."""
+        return self._user.told_to_end
+
+    def longest_early(self) -> int:
+        """Bytes that an island which leaves may send ahead of a message (`send_early`)."""
+        return self._longest_early
+
     def drive(self, driver: Driver, num_connections: int = 1) -> None:
         """Make this rank a member."""
         self._driver, self.num_connections = driver, num_connections
-        driver.traffic.longest = lambda: self._longest_early
-        driver.stopping.wish = self._user.told_to_end
         if driver.join_server is not None:
             self.donor_feed = DonorFeed(driver.join_server, self._user.submit, lambda: self._next)
 

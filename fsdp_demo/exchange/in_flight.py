@@ -189,9 +189,10 @@ class InFlightQueue:
         """Run `job` on the peer group after what is in flight, with the island's vote. None on a
         copy without peers.
         """
-        question, worker = PendingExchange(-1, [], {}), self.connections.worker
-        if worker is not None:
-            question.future = worker.submit(partial(job, self.connections.peers))
+        question = PendingExchange(-1, [], {})
+        worker, peers = self.connections.worker, self.connections.peers
+        if worker is not None and peers is not None:
+            question.future = worker.submit(partial(job, peers))
         return self._wait(question)
 
     def layout(self, members: Collection[str], step: int) -> MessageLayout:

@@ -87,7 +87,7 @@ class CommWorker:
     """
 
     def __init__(self, meter: Meter):
-        self._meter = meter
+        self.meter = meter
         self._jobs: queue.SimpleQueue[
             tuple[Callable[..., Any], Callable[[], Any] | None, Exchanging] | None
         ] = queue.SimpleQueue()
@@ -105,7 +105,7 @@ class CommWorker:
                 result = job()
             except BaseException as error:  # handed to the thread that waits
                 failure = error
-            self._meter.seconds_exchanging += time.perf_counter() - start
+            self.meter.seconds_exchanging += time.perf_counter() - start
             del job, staged  # and what they hold, before the thread that waits goes on
             if failure is None:
                 future.set_result(result)
@@ -136,7 +136,7 @@ class CommWorker:
         try:
             return future.result()
         finally:
-            self._meter.seconds_waiting += future.waited(start, time.perf_counter())
+            self.meter.seconds_waiting += future.waited(start, time.perf_counter())
 
     def close(self) -> bool:
         """End the thread after all submitted jobs; False if it hangs on a silent peer and is left

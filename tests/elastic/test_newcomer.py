@@ -369,7 +369,7 @@ def test_stop_keeps_a_question_that_the_newcomer_is_not_asked() -> None:
     for n in range(6):
         rank, _ = rank.step(protocol_events.Launched(n, "gather", question=n == 5))
     detector = SimpleNamespace(notes={}, siblings={}, say=lambda word, wires: None)
-    stopping = Stopping(SimpleNamespace(machine=rank, detector=detector))
+    stopping = Stopping(SimpleNamespace(machine=rank, detector=detector), lambda: False)
     stopping.end()
     stopping.hear(["stops", 5, True, -1], members[2])
     assert not stopping.abandoned(5) and stopping.abandoned(6)

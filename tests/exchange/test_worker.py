@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import fsdp_demo.exchange.sending as worker_module
 from fsdp_demo.exchange.sending import CommWorker, Exchanging
+from fsdp_demo.peers.header import Meter
 
 
 class Clock:
@@ -56,7 +55,7 @@ def test_worker_device_time_is_no_link_time(clock: Clock, worker: CommWorker) ->
         return f"{found} sent"
 
     assert worker.wait(worker.submit(job, staged)) == "copy sent"
-    meter = worker.peers.meter
+    meter = worker.meter
     assert (meter.seconds_waiting, meter.seconds_exchanging) == (3.0, 3.0)
 
 
@@ -75,7 +74,7 @@ def test_worker_counts_an_earlier_exchange_as_link_time(clock: Clock, worker: Co
 
     worker.submit(earlier)
     worker.wait(worker.submit(str.upper, staged))
-    assert worker.peers.meter.seconds_waiting == 7.0
+    assert worker.meter.seconds_waiting == 7.0
 
 
 def test_worker_device_failure_is_raised(worker: CommWorker) -> None:
