@@ -125,6 +125,7 @@ class FirstStep:
             since they are not exchanged. None: they are not watched.
 
     Attributes:
+        next: the work ahead of the coming step; None: there is none.
         joined_at: the step from which this replica goes on with the others; -1 where it has joined
             a run under way.
     """
@@ -138,7 +139,7 @@ class FirstStep:
         self._frozen = Noted(self._frozen_parameters, runtime.host.device)
         self._registered = self._buffers().keys()
         self._behind = False
-        self._next: Callable[[], None] | None = None  # the work ahead of the coming step
+        self.next: Callable[[], None] | None = None
         self.joined_at = runtime.step
         self._loaded, self._accepted_at = False, -1
         hook, modules = LoadHook(self._note_load), [] if model is None else model.modules()
@@ -150,14 +151,9 @@ class FirstStep:
         for handle in self._handles:
             handle.remove()
 
-    def before_step(self) -> None:
-        """Do what is to be done ahead of the coming step."""
-        if self._next is not None:
-            self._next()
-
     def pause(self) -> None:
         """Do nothing ahead of a step until `joined`: those of another island are repeated."""
-        self._next = None
+        self.next = None
 
     def go_on_from(self, step: int) -> None:
         """Note the step to which all islands were taken back (`joined_at`)."""
@@ -171,14 +167,14 @@ class FirstStep:
         self._frozen.note()
         self._runtime.rewritten.forget()
         self._runtime.hooks.aside = False
-        self._next = self._run if self._parameters.sums is not None else None
+        self.next = self._run if self._parameters.sums is not None else None
 
     def _run(self) -> None:
         """Ahead of the first step, and of one after a load; called again as long as it raises."""
         self.catch_up()
         self.check()
         # a loop that moves frozen parameters has done so once ahead of its second step
-        self._next = self.look_at_frozen if self._frozen.sums else None
+        self.next = self.look_at_frozen if self._frozen.sums else None
         if self._runtime.config.needs_gradients:
             refuse_sparse(self._runtime.host)
 
@@ -220,7 +216,7 @@ class FirstStep:
         it together.
         """
         runtime = self._runtime
-        self._next = None
+        self.next = None
         moved = self._frozen.moved() if self._frozen.sums else []
         if not self._frozen.sums or not runtime.island.any(bool(moved)):
             return
@@ -302,7 +298,7 @@ class FirstStep:
         kept = any(c.channel.source == "delta" or c.channel.accumulator for c in runtime.channels)
         accepted = self._accepted_at == runtime.step or self._undone() or runtime.finished
         if kept and self._parameters.sums is None and not accepted:
-            self._loaded, self._next = True, self._run
+            self._loaded, self.next = True, self._run
             self._parameters.note()
 
     def catch_up(self) -> None:

@@ -49,7 +49,8 @@ class Phases:
 
     def before_step(self) -> None:
         """As `StepPhases.before_step`."""
-        self._first.before_step()
+        if (work := self._first.next) is not None:
+            work()
 
     def goes_on(self) -> bool:
         """As `StepPhases.goes_on`."""

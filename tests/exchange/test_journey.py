@@ -44,18 +44,27 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [("demo", {}), ("streaming_diloco", {"period": 10, "delay": 5, "layers": 1})],
+    ("name", "title", "changes"),
+    [
+        ("demo", "A gradient under `demo`", {}),
+        ("streaming_diloco", "A delta", {"period": 10, "delay": 5, "layers": 1}),
+    ],
 )
-def test_journey_files_of_a_step(run_ranks: Any, name: str, changes: dict[str, int]) -> None:
-    """A step of the default path enters at most the files that the table of journeys lists."""
+def test_journey_files_of_a_step(
+    run_ranks: Any, name: str, title: str, changes: dict[str, int]
+) -> None:
+    """A step of the default path enters at most the files that the table of journeys lists, and
+    each room that the page names.
+    """
 
-    def run(me: Any) -> tuple[set[str], set[str], set[str]]:
+    def run(me: Any) -> tuple[set[str], set[str], set[str], set[str]]:
         followed = journey.step(name, **changes)
         clocked = set().union(*map(followed.entered_by, journey.BY_THE_CLOCK))
-        return followed.threads, clocked, followed.files
+        missed = journey.written(title) - followed.rooms
+        return followed.threads, clocked, followed.files, missed
 
-    for threads, clocked, files in run_ranks(run, 2, 1):
+    for threads, clocked, files, missed in run_ranks(run, 2, 1):
+        assert not missed
         assert threads >= {"MainThread", "exchange", "network"}
         assert clocked <= PRESENCE, clocked
         assert files >= {"exchange/runtime.py", "elastic/peer_group.py", "membership/machine.py"}
@@ -76,14 +85,22 @@ def test_journey_files_of_save_and_load(run_ranks: Any, tmp_path: Path) -> None:
         state = {"exchange/resume.py", "exchange/saved_state.py"}
         return {file for file in files if file.startswith("checkpoint/") or file in state}
 
-    for files in run_ranks(lambda me: journey.save(str(tmp_path)).files, 2, 1):
+    def run(me: Any, follow: Any) -> tuple[set[str], set[str]]:
+        followed = follow(str(tmp_path))
+        return followed.files, followed.rooms
+
+    entered: set[str] = set()
+    for files, rooms in run_ranks(lambda me: run(me, journey.save), 2, 1):
+        entered |= rooms
         assert files >= {"checkpoint/manager.py", "checkpoint/folders.py"}
         assert len(files) <= MOST["save"], " ".join(sorted(files))
         assert len(kept(files)) <= KEPT["save"], kept(files)
-    for files in run_ranks(lambda me: journey.load(str(tmp_path)).files, 3, 1):
+    for files, rooms in run_ranks(lambda me: run(me, journey.load), 3, 1):
+        entered |= rooms
         assert files >= {"checkpoint/choice.py", "exchange/resume.py"}
         assert len(files) <= MOST["load"], " ".join(sorted(files))
         assert len(kept(files)) <= KEPT["load"], kept(files)
+    assert not journey.written("A save and a load") - entered
 
 
 def test_journey_files_of_a_lost_island(run_ranks: Any, tmp_path: Path) -> None:
@@ -93,11 +110,12 @@ def test_journey_files_of_a_lost_island(run_ranks: Any, tmp_path: Path) -> None:
 
     def run(me: Any) -> Any:
         followed = journey.death(str(tmp_path))
-        return followed and (followed.threads, followed.files, followed.beyond)
+        return followed and (followed.threads, followed.files, followed.beyond, followed.rooms)
 
     one, lost, two = run_ranks(run, 3, 1, timeout=120)
     assert lost is None
-    for threads, files, beyond in (one, two):
+    assert not journey.written("An island dies") - one[3] - two[3]
+    for threads, files, beyond, _ in (one, two):
         assert threads >= {"exchange", "network", "membership store"}
         assert {"elastic/store_session.py", "store/client.py"} <= beyond
         assert len(files) <= MOST["death"], " ".join(sorted(files))
@@ -109,12 +127,13 @@ def test_journey_files_of_a_newcomer(run_ranks: Any, tmp_path: Path) -> None:
     the table of journeys lists.
     """
 
-    def run(me: Any) -> tuple[set[str], set[str]]:
+    def run(me: Any) -> tuple[set[str], set[str], set[str]]:
         followed = journey.newcomer(str(tmp_path))
-        return followed.files, followed.beyond
+        return followed.files, followed.beyond, followed.rooms
 
     donor, _, newcomer = run_ranks(run, 3, 1, timeout=120)
-    for name, (files, beyond) in {"donor": donor, "newcomer": newcomer}.items():
+    assert not journey.written("A newcomer joins") - donor[2] - newcomer[2]
+    for name, (files, beyond, _) in {"donor": donor, "newcomer": newcomer}.items():
         assert {"exchange/snapshot.py", "peers/bulk_stream.py"} <= beyond
         assert len(files) <= MOST[name], " ".join(sorted(files))
         assert len(beyond) <= BEYOND[name], " ".join(sorted(beyond))

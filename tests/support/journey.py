@@ -24,6 +24,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -138,6 +139,12 @@ class Journey:
         return {short(file) for file, _, line in self._entered[thread] if line in works(file)}
 
     @property
+    def rooms(self) -> set[str]:
+        """What was entered, as docs/architecture.md writes it: `file.py:Class.function`."""
+        ways = self._entered.values()
+        return {f"{short(file)}:{name}" for entered in ways for file, name, _ in entered}
+
+    @property
     def files(self) -> set[str]:
         """Files of the stays."""
         return {file for file, _ in self.stays}
@@ -183,6 +190,15 @@ class Journey:
             print(f"beyond the ordinary way: {len(beyond)} files: {' '.join(beyond)}")
         print(f"each once, in this order: {' '.join(self.order)}")
         print(f"in a circle, or behind one: {' '.join(sorted(seen - {*self.order})) or 'none'}")
+
+
+def written(title: str) -> set[str]:
+    """The rooms of a journey of docs/architecture.md, whose title begins so."""
+    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    journey = text.partition(f"### {title}")[2].partition("\n### ")[0]
+    found = set(re.findall(r"`([a-z_/]+\.py:[A-Za-z_.]+)`", journey))
+    assert found, title
+    return found
 
 
 def short(file: str) -> str:
