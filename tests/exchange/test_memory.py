@@ -33,18 +33,17 @@ sys.path.insert(0, str(RECIPES))
 
 from benchmarks import memory as weighing  # noqa: E402
 
+from ..support.inside import in_ranks  # noqa: E402
+
 # the test's model is this much smaller than one that 64 MB are small for: so are the chunks, and
 # the bound
 SCALE = 64
 BOUND = 64_000_000
 TENSORS = weighing.small(128, 8, 16384)  # 0.72 M parameters, the largest tensor 262 kB
 ODD = [
-    ("embed.weight", (200, 150)),
-    ("layers.0.weight", (124, 122)),
-    ("layers.1.weight", (131, 70)),
-    ("norm", (5,)),
-    ("one", (1,)),
-]
+    ("embed.weight", (200, 150)), ("layers.0.weight", (124, 122)), ("layers.1.weight", (131, 70)),
+    ("norm", (5,)), ("one", (1,)),
+]  # fmt: skip
 
 CASES: dict[str, ExchangeConfig] = {
     **{name: weighing.shortened(name) for name in presets()},
@@ -213,48 +212,41 @@ def _vectors(section: ChannelCodec) -> int:
 def test_memory_plan_edges_and_small_tensors(name: str, smaller: None) -> None:
     """Padded blocks and whole tensors are counted as they are laid out."""
     config = CASES[name]
-    planned, found = (
-        plan_memory(config, ODD, 2, staged=False),
-        weighing.measure(config, ODD, 2, weighing.steps_of(config)),
-    )
+    planned = plan_memory(config, ODD, 2, staged=False)
+    found = weighing.measure(config, ODD, 2, weighing.steps_of(config))
     assert (found.device_state, found.host_state) == (planned.device_state, planned.host_state)
 
 
-def test_memory_plan_two_islands_of_two_ranks(run_ranks: Any) -> None:
+@in_ranks()
+def test_memory_plan_two_islands_of_two_ranks(me: Any) -> None:
     """The planned memory holds with real peers and FSDP2 shards instead of an echo."""
-    config, tensors = (
-        preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9}),
-        weighing.small(64, 2, 100),
+    config = preset("decoupled_momentum", period=1, **{"applier.momentum": 0.9})
+    tensors = weighing.small(64, 2, 100)
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.ParameterDict(
+        {n.replace(".", "_"): nn.Parameter(torch.randn(shape)) for n, shape in tensors}
     )
-
-    def run(me: Any) -> tuple[int, int]:
-        from torch.distributed.fsdp import fully_shard
-
-        model = nn.ParameterDict(
-            {n.replace(".", "_"): nn.Parameter(torch.randn(shape)) for n, shape in tensors}
-        )
-        fully_shard(model, mesh=me.mesh())
-        named = list(model.named_parameters())
-        optimizer = fsdp_demo.base_optimizer(config, named)
-        ledger = weighing.Ledger()
-        constants()
-        with weighing.followed(ledger):
-            exchange = fsdp_demo.attach(optimizer, config, model=model)
-            for _ in range(2):
-                for _, p in named:
-                    p.grad = torch.ones_like(p)
-                optimizer.step()
-            shapes = [(n, p.shape) for n, p in named]
-            planned = plan_memory(config, shapes, 2, 2, me.proc, staged=False).device_state
-            end = time.monotonic() + 10.0
-            # a message is kept until all have landed it: the next beat says so
-            while ledger.now["device"] > planned and time.monotonic() < end:
-                time.sleep(0.05)
-            exchange.detach()
-        return ledger.now["device"], planned
-
-    for held, planned in run_ranks(run, 2, 2):
-        assert held == planned > 0
+    fully_shard(model, mesh=me.mesh())
+    named = list(model.named_parameters())
+    optimizer = fsdp_demo.base_optimizer(config, named)
+    ledger = weighing.Ledger()
+    constants()
+    with weighing.followed(ledger):
+        exchange = fsdp_demo.attach(optimizer, config, model=model)
+        for _ in range(2):
+            for _, p in named:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        shapes = [(n, p.shape) for n, p in named]
+        planned = plan_memory(config, shapes, 2, 2, me.proc, staged=False).device_state
+        end = time.monotonic() + 10.0
+        # a message is kept until all have landed it: the next beat says so
+        while ledger.now["device"] > planned and time.monotonic() < end:
+            time.sleep(0.05)
+        exchange.detach()
+    held = ledger.now["device"]
+    assert held == planned > 0
 
 
 # ---- where it is kept --------------------------------------------------------------------------
@@ -336,10 +328,8 @@ def test_memory_plan_readme_table() -> None:
     rows = {e.preset: e for e in weighing.entries(weighing.load("llama-3.2-1b"), 4, 8)}
     device = {n: round(e.here.per_parameter("device_state"), 2) for n, e in rows.items()}
     host = {n: round(e.host.per_parameter("host_state"), 2) for n, e in rows.items()}
-    none, outer = (
-        dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0),
-        {"diloco": 8.0, "streaming_diloco": 8.0},
-    )
+    none = dict.fromkeys(("full", "local_sgd", "local_adam", "desloc"), 0.0)
+    outer = {"diloco": 8.0, "streaming_diloco": 8.0}
     sparse = {"demo": 4.0, "random": 4.25, "stride": 4.0}
     assert device == {
         **none,
@@ -363,11 +353,9 @@ def test_memory_plan_readme_table() -> None:
         "muloco": 8.0,
         "sign_muloco": 8.0,
     }
-    assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == {
-        **dict.fromkeys(sparse, "SGD"),
-        "muloco": "Muon + AdamW",
-        "sign_muloco": "Muon + AdamW",
-    }
+    assert {n: e.inner for n, e in rows.items() if e.inner != "AdamW"} == dict(
+        **dict.fromkeys(sparse, "SGD"), muloco="Muon + AdamW", sign_muloco="Muon + AdamW"
+    )
 
 
 # ---- the script --------------------------------------------------------------------------------
@@ -378,9 +366,7 @@ def script(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     weighing.main()
 
 
-def test_memory_benchmark_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_benchmark_table(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The table of the memory benchmark is the plan."""
     script(
         monkeypatch,
@@ -406,16 +392,12 @@ def test_memory_benchmark_table(
     ("words", "says"),
     [(["--model", "nothing"], "is not known"), (["--shards", "0"], "is not allowed")],
 )
-def test_memory_benchmark_bad_input(
-    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_benchmark_bad_input(words: list[str], says, monkeypatch, capsys) -> None:
     """Bad input of the memory benchmark ends in an error of one line."""
     with pytest.raises(SystemExit) as ended:
         script(monkeypatch, *words)
     printed = capsys.readouterr()
-    assert (
-        ended.value.code == 2
-        and printed.out == ""
-        and says in printed.err
-        and printed.err.count("\n") == 1
-    )
+    assert ended.value.code == 2
+    assert printed.out == ""
+    assert says in printed.err
+    assert printed.err.count("\n") == 1

@@ -38,16 +38,10 @@ from ..oracles import wire  # noqa: E402
 # blocks of 64 x 64 with edges, flat blocks with a tail, small tensors, one element: uneven or empty
 # shards
 SHAPES = {
-    "embed.weight": (100, 50),
-    "layers.0.weight": (124, 122),
-    "layers.1.weight": (131, 70),
-    "layers.2.weight": (128, 128),
-    "layers.3.weight": (67, 3),
-    "norm": (5,),
-    "one": (1,),
-    "unused": (3, 3),
-    "frozen": (4, 4),
-}
+    "embed.weight": (100, 50), "layers.0.weight": (124, 122), "layers.1.weight": (131, 70),
+    "layers.2.weight": (128, 128), "layers.3.weight": (67, 3), "norm": (5,), "one": (1,),
+    "unused": (3, 3), "frozen": (4, 4),
+}  # fmt: skip
 STEPS = 13
 
 CASES: dict[str, ExchangeConfig] = {
@@ -71,13 +65,11 @@ CASES: dict[str, ExchangeConfig] = {
     "sign_loco, feedback, late": preset("sign_loco", beta=0.6, period=4, **{"schedule.delay": 1}),
     "muloco, int4": preset("muloco", period=4, value_dtype="int4"),
     "muloco, later than its period": preset("muloco", period=2, **{"schedule.delay": 5}),
-    "streaming_diloco, e2m1": preset(
-        "streaming_diloco", period=4, layers=1, delay=1, value_dtype="fp4_e2m1", order="sequential"
-    ),
-    "decoupled_momentum, released": preset(
-        "decoupled_momentum", rule="released", period=2, average_every=2
-    ),
-}
+    "streaming_diloco, e2m1": preset("streaming_diloco", period=4, layers=1, delay=1,
+        value_dtype="fp4_e2m1", order="sequential"),
+    "decoupled_momentum, released": preset("decoupled_momentum", rule="released", period=2,
+        average_every=2),
+}  # fmt: skip
 
 
 class Model(nn.Module):
@@ -232,9 +224,8 @@ def test_bytes_published_model_shapes(models: dict[str, Any]) -> None:
         "olmo-1b": 16 * 16 * 2048**2 + 50304 * 2048,
         "llama-3.2-1b": 1_235_814_400,
     }
-    assert len(models["olmo-1b"]) == 16 * 7 + 1 and all(
-        n % 64 == 0 for _, shape in models["olmo-1b"] for n in shape
-    )
+    assert len(models["olmo-1b"]) == 16 * 7 + 1
+    assert all(n % 64 == 0 for _, shape in models["olmo-1b"] for n in shape)
 
 
 def block_bytes(k: int, values: float | None = None) -> float:
@@ -243,22 +234,11 @@ def block_bytes(k: int, values: float | None = None) -> float:
     return (2 + k if values is None else values) + (flags + (2 * k if flags else 0) + low * k) / 8
 
 
-@pytest.mark.parametrize(
-    ("claim", "figure", "k"),
-    [
-        ("300M: k = 8", 7.49, 8),
-        ("300M: k = 1", 0.93, 1),
-        ("1B: k = 16", 55.16, 16),
-        ("1B: k = 2", 6.89, 2),
-    ],
-)
-def test_bytes_published_demo(
-    claims: dict[str, published_bytes.Claim],
-    models: dict[str, Any],
-    claim: str,
-    figure: float,
-    k: int,
-) -> None:
+@pytest.mark.parametrize(("claim", "figure", "k"), [
+    ("300M: k = 8", 7.49, 8), ("300M: k = 1", 0.93, 1), ("1B: k = 16", 55.16, 16),
+    ("1B: k = 2", 6.89, 2),
+])  # fmt: skip
+def test_bytes_published_demo(claims, models: dict[str, Any], claim, figure, k) -> None:
     """The bytes of DeMo are those that its paper claims. MB per step, two decimals, cut; ours is
     8-bit values, positions and a scale per block, a header and one bit per tensor.
     """
@@ -289,9 +269,7 @@ def test_bytes_published_desloc(claims: dict[str, published_bytes.Claim]) -> Non
     assert round(row.by_format, 1) == round(row.ours, 1) == 2.0
 
 
-def test_bytes_published_streaming(
-    claims: dict[str, published_bytes.Claim], models: dict[str, Any]
-) -> None:
+def test_bytes_published_streaming(claims, models: dict[str, Any]) -> None:
     """The bytes of Streaming DiLoCo are those that its paper claims."""
     two, four = (claims[f"Streaming DiLoCo: below bf16 data parallelism, R = {r}"] for r in (2, 4))
     assert round(two.ours / 100) * 100 == two.by_format == 400 and 0.998 < two.ratio < 1
@@ -301,9 +279,7 @@ def test_bytes_published_streaming(
     assert peak.ratio == pytest.approx(1 / (1 + 2 / 2048), rel=1e-4)  # a scale per 4096 values
 
 
-def test_bytes_published_sparse_loco(
-    claims: dict[str, published_bytes.Claim], models: dict[str, Any]
-) -> None:
+def test_bytes_published_sparse_loco(claims, models: dict[str, Any]) -> None:
     """The compression of SparseLoCo is the one that its paper claims. 146 by the formula, with 12
     bits for a position; ours has two levels of each block on top and shorter positions.
     """
@@ -366,12 +342,7 @@ def test_bytes_most_islands_of_reduce(models: dict[str, Any]) -> None:
     assert {
         n: counting.most_islands(preset(n), llama)
         for n in ("full", "random", "muloco", "streaming_diloco")
-    } == {
-        "full": 0,
-        "random": None,
-        "muloco": None,
-        "streaming_diloco": None,
-    }
+    } == dict(full=0, random=None, muloco=None, streaming_diloco=None)
     assert counting.most_islands(preset("demo", topk=4096, value_dtype="bf16"), llama) == 0
 
 
@@ -396,19 +367,15 @@ def row(text: str, first: str) -> list[str]:
     return found.removeprefix(first).split()
 
 
-def test_bytes_benchmark_published_table(
-    claims: dict[str, published_bytes.Claim], tmp_path: Path
-) -> None:
+def test_bytes_benchmark_published_table(claims, tmp_path) -> None:
     """The byte benchmark prints the table of published figures."""
     text = script("published_bytes.py", "--json", str(tmp_path / "out.json"))
     saved = json.loads((tmp_path / "out.json").read_text())
     assert set(saved) == {"published"} and len(saved["published"]) == len(claims)
     for c, numbers in zip(claims.values(), saved["published"], strict=True):
-        assert (
-            numbers["ours"] == c.ours
-            and numbers["by_format"] == c.by_format
-            and numbers["ratio"] == c.ratio
-        )
+        assert numbers["ours"] == c.ours
+        assert numbers["by_format"] == c.by_format
+        assert numbers["ratio"] == c.ratio
         unit = " MB" if c.unit == "MB" else "x"
         cells = [
             f"{c.by_format:.{2 if c.unit == 'MB' else 1}f}{unit}",
@@ -417,9 +384,8 @@ def test_bytes_benchmark_published_table(
         ]
         (line,) = (line for line in text.splitlines() if line.startswith(c.claim + " "))
         assert line.split()[-len(" ".join(cells).split()) :] == " ".join(cells).split()
-    assert all(f"[{i}]" in text for i in range(1, 6)) and "318.45 and 1208.3 M" in " ".join(
-        text.split()
-    )
+    assert all(f"[{i}]" in text for i in range(1, 6))
+    assert "318.45 and 1208.3 M" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 160
 
 
@@ -458,9 +424,8 @@ def test_bytes_benchmark_presets_table(tmp_path: Path) -> None:
         assert found["seconds"] == pytest.approx(8 * max(sent, received) / 20e6 + trips * 0.04)
         per_step = sum(p.average()[0] for p in plans)
         assert found["sent_per_step"] == pytest.approx(per_step)
-        assert found["ratio"] == pytest.approx(ring / sent) and found[
-            "ratio_per_step"
-        ] == pytest.approx(ring / per_step)
+        assert found["ratio"] == pytest.approx(ring / sent)
+        assert found["ratio_per_step"] == pytest.approx(ring / per_step)
         cells = row(text, found["preset"] + " ")
         assert " ".join(counting.size(sent).split()) in " ".join(cells) and cells[0] == "every"
     assert saved["presets"]["rows"][0]["sent"] == ring
@@ -486,9 +451,7 @@ def test_bytes_plan_llama(models: dict[str, Any]) -> None:
     )
 
 
-def test_bytes_benchmark_without_link(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_benchmark_without_link(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a link the byte benchmark prints no seconds."""
     monkeypatch.setattr(
         sys, "argv", ["bytes.py", "--model", "tiny", "--link", "none", "--islands", "1"]
@@ -500,9 +463,7 @@ def test_bytes_benchmark_without_link(
     assert row(text, "demo ")[6:-1] == ["0", "B", "0", "B", "0", "-", "0", "B", "0", "B", "-"]
 
 
-def test_bytes_benchmark_one_setting(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_benchmark_one_setting(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """The byte benchmark counts one setting alone."""
     words = ["--model", "tiny", "--islands", "2", "--exchange", "demo", "--set", "topk=16"]
     monkeypatch.setattr(sys, "argv", ["bytes.py", *words])
@@ -513,29 +474,20 @@ def test_bytes_benchmark_one_setting(
     assert " ".join(counting.size(sent).split()) in " ".join(row(text, "demo  "))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--set", "topk=16"], "give --exchange NAME|YAML, too"),
-        (["--exchange", "nothere.yaml"], "neither a preset nor a file"),
-        (["--model", "nothing"], "'nothing' is not known: "),
-        (["--model", "{folder}/torn.json"], "does not describe a causal language model"),
-        (["--islands", "0"], "'0' is not allowed"),
-        (["--islands", "two"], "'two' is not allowed"),
-        (["--shards", "-1"], "is not allowed"),
-        (["--link", "fast"], "link rate 'fast': expected"),
-        (["--link", "100MB/s"], "bits, not bytes"),
-        (["--rtt", "40"], "link round trip '40': expected"),
-        (["--model", "tiny", "--json", "{folder}/no/such/folder.json"], "No such file"),
-    ],
-)
-def test_bytes_benchmark_bad_input(
-    words: list[str],
-    says: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(("words", "says"), [
+    (["--set", "topk=16"], "give --exchange NAME|YAML, too"),
+    (["--exchange", "nothere.yaml"], "neither a preset nor a file"),
+    (["--model", "nothing"], "'nothing' is not known: "),
+    (["--model", "{folder}/torn.json"], "does not describe a causal language model"),
+    (["--islands", "0"], "'0' is not allowed"),
+    (["--islands", "two"], "'two' is not allowed"),
+    (["--shards", "-1"], "is not allowed"),
+    (["--link", "fast"], "link rate 'fast': expected"),
+    (["--link", "100MB/s"], "bits, not bytes"),
+    (["--rtt", "40"], "link round trip '40': expected"),
+    (["--model", "tiny", "--json", "{folder}/no/such/folder.json"], "No such file"),
+])  # fmt: skip
+def test_bytes_benchmark_bad_input(words: list[str], says, tmp_path, capsys, monkeypatch) -> None:
     """Bad input of the byte benchmark ends in an error of one line."""
     (tmp_path / "torn.json").write_text('{"model_type": "none of these"}')
     monkeypatch.setattr(sys, "argv", ["bytes.py", *(w.format(folder=tmp_path) for w in words)])
@@ -543,11 +495,9 @@ def test_bytes_benchmark_bad_input(
         counting.main()
     printed = capsys.readouterr()
     assert ended.value.code == 2 and printed.out == ""
-    assert (
-        says in printed.err
-        and printed.err.count("\n") == 1
-        and printed.err.startswith("bytes.py: error: ")
-    )
+    assert says in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("bytes.py: error: ")
 
 
 def test_bytes_plan_meter_adds_up() -> None:
@@ -557,7 +507,5 @@ def test_bytes_plan_meter_adds_up() -> None:
     total.add(made.message(0))
     total.add(made.message(1))
     assert total == made.over(range(2)) and total.messages == 2
-    assert (
-        made.message(0).bytes_sent == header.HEADER.size + 1 + 2 + 32 + (7 + 8 + 16 + 4)
-        and vectors.num_bytes("int8", 4096) == 4098
-    )
+    assert made.message(0).bytes_sent == header.HEADER.size + 1 + 2 + 32 + (7 + 8 + 16 + 4)
+    assert vectors.num_bytes("int8", 4096) == 4098
