@@ -16,6 +16,7 @@ from torch import nn
 import fsdp_demo
 
 from ..support import journey
+from ..support.inside import in_ranks
 
 MOST = {"demo": 33, "streaming_diloco": 32, "save": 37, "load": 54}
 MOST |= {"death": 20, "newcomer": 81, "donor": 49}
@@ -50,30 +51,24 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ("streaming_diloco", "A delta", {"period": 10, "delay": 5, "layers": 1}),
     ],
 )
-def test_journey_files_of_a_step(
-    run_ranks: Any, name: str, title: str, changes: dict[str, int]
-) -> None:
+@in_ranks(2, 1)
+def test_journey_files_of_a_step(me: Any, name: str, title: str, changes: dict[str, int]) -> None:
     """A step of the default path enters at most the files that the table of journeys lists, and
     each room that the page names.
     """
-
-    def run(me: Any) -> tuple[set[str], set[str], set[str], set[str]]:
-        followed = journey.step(name, **changes)
-        clocked = set().union(*map(followed.entered_by, journey.BY_THE_CLOCK))
-        missed = journey.written(title) - followed.rooms
-        return followed.threads, clocked, followed.files, missed
-
-    for threads, clocked, files, missed in run_ranks(run, 2, 1):
-        assert not missed
-        assert threads >= {"MainThread", "exchange", "network"}
-        assert clocked <= PRESENCE, clocked
-        assert files >= {"exchange/runtime.py", "elastic/peer_group.py", "membership/machine.py"}
-        assert not files & {
-            "exchange/exchange.py",
-            "exchange/readings.py",
-            "exchange/resume.py",
-        }
-        assert len(files) <= MOST[name], " ".join(sorted(files))
+    followed = journey.step(name, **changes)
+    clocked = set().union(*map(followed.entered_by, journey.BY_THE_CLOCK))
+    files = followed.files
+    assert not journey.written(title) - followed.rooms
+    assert followed.threads >= {"MainThread", "exchange", "network"}
+    assert clocked <= PRESENCE, clocked
+    assert files >= {"exchange/runtime.py", "elastic/peer_group.py", "membership/machine.py"}
+    assert not files & {
+        "exchange/exchange.py",
+        "exchange/readings.py",
+        "exchange/resume.py",
+    }
+    assert len(files) <= MOST[name], " ".join(sorted(files))
 
 
 def test_journey_files_of_save_and_load(run_ranks: Any, tmp_path: Path) -> None:
