@@ -70,9 +70,7 @@ SMOKES = [
         ("save, s +load, s +size", figures("ours: all", 2), figures("ours, async: blocked")),
     ),
     Smoke("codec.py", f"{LAYER} --training 2", (figures("k8, ours", 5),)),
-    Smoke(
-        "come_back.py", "--kill 0 --steps 1 --out FOLDER", (f"'cpu': {FIGURE}",), (2, 1)
-    ),
+    Smoke("come_back.py", "--kill 0 --steps 1 --out FOLDER", (f"'cpu': {FIGURE}",), (2, 1)),
     Smoke("decode.py", f"{LAYER} --replicas 2 32", (figures("32", 3),)),
     Smoke(
         "idle.py",

@@ -421,7 +421,7 @@ class PeerGroup:
         leaves.
         """
         if self._driver is not None:
-            self._driver.close("bye" if self.ending else "leave", 5.0)
+            self._driver.close(self.ending, 5.0)
         elif self.following is not None:
             self.following.close()
         self._driver, self._closed = None, True

@@ -274,7 +274,7 @@ class Watched:
         return {m for m in self.members for r in found if (r.rank, m) not in known}
 
     def take(self, key: str, text: str) -> None:
-        """A report; one that cannot be read is as one that does not come."""
+        """Keep a member's report. A damaged report counts as missing."""
         try:
             report = from_json(text, Report, "a report in the store")
             self.found[key], self.new = report, True
