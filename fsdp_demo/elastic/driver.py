@@ -71,7 +71,7 @@ class Driver(NetworkLoop):
         self._fetched = machine.record.epoch
         self._frozen_at = 0.0
         self._stopped: set[Member] = set()  # have said that they leave in order
-        self._reasons: dict[Member, str] = {}  # of the losses in this view
+        self._reasons: dict[Member, str] = {}  # of the losses so far
         self.traffic = Traffic(poller, self, self._take_later, self.refuse)
         self.early_pieces = EarlyPieces(self, self.traffic)
         self.stopping = Stopping(self)
@@ -102,11 +102,7 @@ class Driver(NetworkLoop):
     def leave(self, stopped: bool = False) -> None:
         """Tell the others that this island goes on no more, and whether it was `stopped` in order
         on all its ranks; they settle without waiting for a timer. This is said at the return.
-        Fixed members are told nothing: nobody goes on without this one, and they may still lack its
-        last message.
         """
-        if self.fixed:
-            return
         self._let_land()
 
         def job() -> None:
@@ -143,10 +139,9 @@ class Driver(NetworkLoop):
         return self.wait(reached, seconds)
 
     def close(self, word: str, linger: float) -> None:
-        """End, with a word to the others: "bye" at the end of a run and among fixed members,
-        "leave" before it. The connections close.
+        """End, with a word to the others: "bye" at the end of a run, "leave" before it. The
+        connections close.
         """
-        word = "bye" if self.fixed else word
         if not self._closed:
             if word == "leave":
                 self._let_land()
@@ -335,7 +330,6 @@ class Driver(NetworkLoop):
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
             self.detector.drop(member)
-        self._reasons.clear()
         self.traffic.adopt(record)
         self.changes += 1
         self.detector.forgive(time.monotonic())
