@@ -72,7 +72,7 @@ class Driver(NetworkLoop):
         self._fetched = machine.record.epoch
         self._frozen_at = 0.0
         self._stopped: set[Member] = set()  # have said that they leave in order
-        self._reasons: dict[Member, str] = {}  # of the losses in this view
+        self._reasons: dict[Member, str] = {}  # of the losses so far
         self.traffic = Traffic(poller, self, self._take_later, self.refuse)
         self.early_pieces = EarlyPieces(self, self.traffic)
         self.stopping = Stopping(self)
@@ -103,11 +103,7 @@ class Driver(NetworkLoop):
     def leave(self, stopped: bool = False) -> None:
         """Tell the others that this island goes on no more, and whether it was `stopped` in order
         on all its ranks; they settle without waiting for a timer. This is said at the return.
-        Fixed members are told nothing: nobody goes on without this one, and they may still lack its
-        last message.
         """
-        if self.fixed:
-            return
         self._let_land()
 
         def job() -> None:
@@ -144,10 +140,7 @@ class Driver(NetworkLoop):
         return self.wait(reached, seconds)
 
     def close(self, finished: bool, linger: float) -> None:
-        """End, and tell the others whether the run is finished, as it is among fixed members. The
-        connections close.
-        """
-        finished = finished or self.fixed
+        """End, and tell the others whether the run is finished. The connections close."""
         if not self._closed:
             if not finished:
                 self._let_land()
@@ -335,7 +328,6 @@ class Driver(NetworkLoop):
         gone = [m for m in self.notes if m not in record.members]
         for member in gone:
             self.detector.drop(member)
-        self._reasons.clear()
         self.traffic.adopt(record)
         self.changes += 1
         self.detector.forgive(time.monotonic())

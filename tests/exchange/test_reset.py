@@ -5,8 +5,6 @@ islands, and the rest of the model goes on as if nothing had happened.
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import os
 import time
 from typing import Any
